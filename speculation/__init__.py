@@ -1,0 +1,9 @@
+"""The core of Paceline: what is proposed, what is verified, what is committed.
+
+Pure Python. Nothing here touches torch, sockets, threads, clocks or global randomness: every decision is a function of
+the messages received, so the code that serves is the code that the simulator runs and the tests enumerate.
+
+Read in this order: :mod:`messages` (the words), :mod:`noise` (the shared coin), :mod:`trie` (where drafts live),
+:mod:`acceptance` (the law), :mod:`target_session` and :mod:`draft_session` (one session at either worker),
+:mod:`session` (the router's side), :mod:`simulate` (all of it under faults).
+"""

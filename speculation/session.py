@@ -1,0 +1,445 @@
+"""The router's side of one session: a state machine from events to effects.
+
+    NEW --start--> PLACING --placed--> RUNNING --finish, stop--> ENDED
+                      ^                   |
+                      +---- lost, refused, doubt (epoch + 1)
+
+``handle(now, event)`` returns what to do; it never waits, sends or looks at a clock. The rules it keeps, whatever the
+events and their order:
+
+* Only a verification of the current target epoch commits, and only where it connects to what is committed. So nothing
+  is ever retracted or doubled, and a worker believed dead that speaks again is not heard.
+* After a loss or a doubt the session is opened again from its committed tokens, under a new epoch. Since every token
+  is a function of (seed, position, prefix), the text goes on as it would have.
+* Drafters are optional at every moment. Losing one never delays the target.
+* A session that ends workers is not retried for ever: :class:`SessionLimits`.
+
+Each opening, at either side, takes a fresh number from one epoch counter. Messages relayed between the two sides are
+translated from one side's epoch to the other's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum, auto
+from typing import NewType, assert_never
+
+from speculation import digest as digests
+from speculation.messages import (
+    Close,
+    FinishReason,
+    FromWorker,
+    Limits,
+    Load,
+    Open,
+    Proposal,
+    RefusalCode,
+    Refused,
+    Sampling,
+    SessionId,
+    Speculation,
+    Token,
+    ToWorker,
+    Verification,
+    Welcome,
+)
+
+PeerId = NewType("PeerId", str)
+
+
+class Role(StrEnum):
+    """What a worker does."""
+
+    TARGET = "target"
+    DRAFT = "draft"
+
+
+class Phase(Enum):
+    """Where a session is in its life."""
+
+    NEW = auto()
+    PLACING = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+class FailureCode(StrEnum):
+    """Why a session failed, as the client is told. Stable names."""
+
+    INVALID = "invalid"
+    UNAVAILABLE = "unavailable"
+    """No target worker could take it in time."""
+    FAULTY = "faulty"
+    """Target after target was lost, or failed, without committing a token: the request itself is suspect."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Bounds on waiting and retrying, in seconds and counts."""
+
+    fruitless_openings: int = 3
+    """Openings at a target in a row that ended in a fault without a token."""
+    draft_openings: int = 3
+    """Openings at drafters in a row without a proposal, before this session goes on without."""
+    placement_timeout: float = 30.0
+    backoff: float = 0.2
+    stall_timeout: float = 60.0
+    """Silence after which a running session is opened again (doubles each time in a row)."""
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Answer to :class:`Place`: the chosen worker, or None when there is none now."""
+
+    role: Role
+    peer: PeerId | None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a worker about this session."""
+
+    peer: PeerId
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The stream to a worker is gone."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """A worker of this role became usable."""
+
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The client wants no more: it went away, or found its stop string."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A wake-up asked for with :class:`Wake`, or any other time."""
+
+
+Event = Start | Placed | Received | Lost | Available | Stop | Tick
+
+# -- effects -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Choose a worker that is not in ``avoid`` and answer with :class:`Placed`."""
+
+    role: Role
+    avoid: frozenset[PeerId]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Pass a message to a worker."""
+
+    peer: PeerId
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Tokens were committed. The first ``accepted`` of them were drafted."""
+
+    tokens: tuple[Token, ...]
+    accepted: int
+    offered: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The session ended as it should. ``None``: stopped by the client."""
+
+    reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The session cannot go on."""
+
+    code: FailureCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Send a :class:`Tick` at this time."""
+
+    at: float
+
+
+Effect = Place | Send | Emit | Finish | Fail | Wake
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A session as opened at one worker."""
+
+    peer: PeerId
+    epoch: int
+
+
+class Session:
+    """The life of one choice of one request."""
+
+    def __init__(
+        self,
+        session: SessionId,
+        prompt: tuple[Token, ...],
+        sampling: Sampling,
+        limits: Limits,
+        speculation: Speculation = Speculation(),
+        session_limits: SessionLimits = SessionLimits(),
+    ) -> None:
+        """Nothing happens before :class:`Start`."""
+        assert prompt, "a session has at least one token"
+        self.session = session
+        self.prompt_length = len(prompt)
+        self.reopened = 0
+        """How often the target side was opened again: the number of failovers."""
+        self._tokens = list(prompt)
+        self._digest = digests.of(prompt)
+        self._sampling, self._limits, self._speculation = sampling, limits, speculation
+        self._bounds = session_limits
+        self._phase = Phase.NEW
+        self._epoch = 0
+        self._target: _Opening | None = None
+        self._draft: _Opening | None = None
+        self._avoid: dict[Role, frozenset[PeerId]] = {Role.TARGET: frozenset(), Role.DRAFT: frozenset()}
+        self._fruitless = 0
+        self._draft_openings = 0
+        self._give_up_at: float | None = None
+        self._wake_at: float | None = None
+        self._last_progress = 0.0
+        self._stalls = 0
+
+    @property
+    def phase(self) -> Phase:
+        """Where the session is in its life."""
+        return self._phase
+
+    @property
+    def output(self) -> tuple[Token, ...]:
+        """Committed tokens after the prompt."""
+        return tuple(self._tokens[self.prompt_length :])
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """Take one event at time ``now`` (seconds, any origin) and return what to do, in order."""
+        if self._phase is Phase.ENDED:
+            return []
+        match event:
+            case Start():
+                return self._place_target(now)
+            case Placed(role=role, peer=chosen):
+                return self._open_target(now, chosen) if role is Role.TARGET else self._open_draft(chosen)
+            case Received(peer=peer, message=message):
+                return self._receive(now, peer, message)
+            case Lost(peer=peer):
+                return self._lose(now, peer)
+            case Available(role=role):
+                return self._available(role)
+            case Stop():
+                return self._end(Finish(None))
+            case Tick():
+                return self._tick(now)
+            case _:
+                assert_never(event)
+
+    # -- the target side -----------------------------------------------------------------------------------------------
+
+    def _place_target(self, now: float) -> list[Effect]:
+        """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
+        effects = self._close(self._target) + self._close(self._draft)
+        self._target = self._draft = None
+        if self._give_up_at is None:
+            self._give_up_at = now + self._bounds.placement_timeout
+        self._phase = Phase.PLACING
+        return [*effects, Place(Role.TARGET, self._avoid[Role.TARGET])]
+
+    def _open_target(self, now: float, peer: PeerId | None) -> list[Effect]:
+        if self._phase is not Phase.PLACING:
+            return []
+        if peer is None:
+            if self._give_up_at is not None and now >= self._give_up_at:
+                return self._end(Fail(FailureCode.UNAVAILABLE, "no target worker is available"))
+            self._avoid[Role.TARGET] = frozenset()
+            return self._wake(now + self._bounds.backoff)
+        self._phase = Phase.RUNNING
+        self._last_progress = now
+        self._target = _Opening(peer, self._next_epoch())
+        opening = Send(peer, self._opening(self._target.epoch))
+        return [opening, *self._wake(now + self._stall_after()), *self._place_draft()]
+
+    def _retry_target(self, now: float, peer: PeerId, why: str) -> list[Effect]:
+        """The target side failed without being asked to end."""
+        self._fruitless += 1
+        if self._fruitless >= self._bounds.fruitless_openings:
+            text = f"given up after {self._fruitless} openings in a row that ended without a token; the last: {why}"
+            return self._end(Fail(FailureCode.FAULTY, text))
+        self._give_up_at = None
+        return self._move_target(now, peer)
+
+    def _move_target(self, now: float, peer: PeerId) -> list[Effect]:
+        """Open the session elsewhere. If there is no elsewhere, ``_open_target`` waits and takes any."""
+        self.reopened += 1
+        self._avoid[Role.TARGET] = frozenset({peer})
+        return self._place_target(now)
+
+    def _verified(self, now: float, verification: Verification) -> list[Effect]:
+        assert self._target is not None
+        if verification.epoch != self._target.epoch:
+            return []
+        known = len(self._tokens) - verification.position
+        if known >= len(verification.tokens):
+            return []
+        fresh = verification.tokens[max(known, 0) :]
+        digest = self._digest
+        for token in fresh:
+            digest = digests.extend(digest, token)
+        if known < 0 or digest != verification.digest:
+            return self._retry_target(now, self._target.peer, "a verification did not connect to the committed tokens")
+        self._tokens.extend(fresh)
+        self._digest = digest
+        self._last_progress, self._stalls, self._fruitless, self._give_up_at = now, 0, 0, None
+        self._avoid[Role.TARGET] = frozenset()
+        effects: list[Effect] = [Emit(fresh, max(verification.accepted - known, 0), verification.offered)]
+        if verification.finish:
+            return effects + self._end(Finish(verification.finish))
+        if self._draft is not None:
+            effects.append(Send(self._draft.peer, replace(verification, epoch=self._draft.epoch)))
+        return effects
+
+    # -- the draft side ------------------------------------------------------------------------------------------------
+
+    def _place_draft(self) -> list[Effect]:
+        exhausted = self._draft_openings >= self._bounds.draft_openings
+        if self._draft is not None or self._target is None or exhausted or not self._speculation.enabled:
+            return []
+        return [Place(Role.DRAFT, self._avoid[Role.DRAFT])]
+
+    def _open_draft(self, peer: PeerId | None) -> list[Effect]:
+        if peer is None or peer in self._avoid[Role.DRAFT] or self._target is None or self._draft is not None:
+            return []
+        self._draft_openings += 1
+        self._draft = _Opening(peer, self._next_epoch())
+        return [Send(peer, self._opening(self._draft.epoch))]
+
+    def _proposed(self, proposal: Proposal) -> list[Effect]:
+        assert self._draft is not None
+        if proposal.epoch != self._draft.epoch or self._target is None:
+            return []
+        self._draft_openings = 0
+        return [Send(self._target.peer, replace(proposal, epoch=self._target.epoch))]
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _receive(self, now: float, peer: PeerId, message: FromWorker) -> list[Effect]:
+        from_target = self._target is not None and self._target.peer == peer
+        from_draft = self._draft is not None and self._draft.peer == peer
+        match message:
+            case Verification() if from_target:
+                return self._verified(now, message)
+            case Proposal() if from_draft:
+                return self._proposed(message)
+            case Refused() if from_target or from_draft:
+                return self._refused(now, peer, message)
+            case Verification() | Proposal() | Refused() | Load() | Welcome():
+                return []
+            case _:
+                assert_never(message)
+
+    def _refused(self, now: float, peer: PeerId, refused: Refused) -> list[Effect]:
+        if self._draft is not None and (peer, refused.epoch) == (self._draft.peer, self._draft.epoch):
+            self._draft = None
+            if refused.code is not RefusalCode.UNKNOWN_SESSION:
+                self._avoid[Role.DRAFT] |= {peer}
+            return self._place_draft()
+        if self._target is None or (peer, refused.epoch) != (self._target.peer, self._target.epoch):
+            return []
+        match refused.code:
+            case RefusalCode.INVALID:
+                return self._end(Fail(FailureCode.INVALID, refused.message))
+            case RefusalCode.INTERNAL | RefusalCode.UNKNOWN_SESSION:
+                return self._retry_target(now, peer, refused.message)
+            case RefusalCode.OVERLOADED | RefusalCode.DRAINING:
+                return self._move_target(now, peer)
+            case _:
+                assert_never(refused.code)
+
+    def _lose(self, now: float, peer: PeerId) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._draft is not None and self._draft.peer == peer:
+            self._draft = None
+            effects = self._place_draft()
+        if self._target is not None and self._target.peer == peer:
+            self._target = None
+            return self._retry_target(now, peer, f"target worker {peer} was lost")
+        return effects
+
+    def _available(self, role: Role) -> list[Effect]:
+        match role:
+            case Role.TARGET:
+                return [Place(role, self._avoid[role])] if self._phase is Phase.PLACING else []
+            case Role.DRAFT:
+                self._avoid[role] = frozenset()
+                self._draft_openings = min(self._draft_openings, self._bounds.draft_openings - 1)
+                return self._place_draft()
+            case _:
+                assert_never(role)
+
+    def _tick(self, now: float) -> list[Effect]:
+        if self._wake_at is not None and now >= self._wake_at:
+            self._wake_at = None
+        if self._phase is Phase.PLACING:
+            return [Place(Role.TARGET, self._avoid[Role.TARGET])]
+        due = self._last_progress + self._stall_after()
+        if self._phase is not Phase.RUNNING or now < due:
+            return self._wake(due) if self._phase is Phase.RUNNING else []
+        self._stalls += 1
+        self.reopened += 1
+        return self._place_target(now)
+
+    def _wake(self, at: float) -> list[Effect]:
+        """Ask for a tick, unless one that comes no later is under way."""
+        if self._wake_at is not None and self._wake_at <= at:
+            return []
+        self._wake_at = at
+        return [Wake(at)]
+
+    def _end(self, ending: Finish | Fail) -> list[Effect]:
+        effects = self._close(self._target) + self._close(self._draft)
+        self._target = self._draft = None
+        self._phase = Phase.ENDED
+        return [*effects, ending]
+
+    def _close(self, opening: _Opening | None) -> list[Effect]:
+        return [] if opening is None else [Send(opening.peer, Close(self.session, opening.epoch))]
+
+    def _opening(self, epoch: int) -> Open:
+        return Open(self.session, epoch, tuple(self._tokens), self._sampling, self._limits, self._speculation)
+
+    def _next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+    def _stall_after(self) -> float:
+        return float(self._bounds.stall_timeout * 2**self._stalls)

@@ -1,0 +1,264 @@
+"""The speculation trie: draft tokens hanging from the committed prefix.
+
+The trie is where drafting and verification meet. Draft sources insert proposals at any time and in any amount; each
+target step selects the part most likely to be kept, and re-roots the trie at what was committed. What hangs below the
+new root survives and is verified next.
+
+A trie decides what is *worth* verifying, never what is committed. Insertion is idempotent: a proposal that arrives
+twice, late, or for a branch that was refused changes nothing. Everything is bounded by :class:`TrieLimits`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from speculation import digest as digests
+from speculation.messages import ANCHOR, Proposal, Source, Token
+
+DEFAULT_CONFIDENCE = 0.7
+"""Assumed probability of a draft token when its proposal does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrieLimits:
+    """Bounds of one session's trie. A proposal beyond them is cut, and the cut tokens are counted."""
+
+    nodes: int = 256
+    depth: int = 64
+    children: int = 8
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A place after the committed prefix: the root itself or one draft token. Compared by identity."""
+
+    token: Token
+    end: int
+    """Length of the prefix that ends with this token, so ``end - 1`` is the token's position."""
+    digest: int
+    """Names that prefix."""
+    weight: float = 1.0
+    """Estimated probability that the path to this token is kept (divide by the root's for the current odds)."""
+    source: Source = Source.DRAFT
+    parent: Node | None = None
+    children: dict[Token, Node] = field(default_factory=dict)
+
+    def path_from(self, root: Node) -> list[Node]:
+        """Nodes below ``root`` down to this one; empty if this is the root."""
+        path: list[Node] = []
+        node: Node | None = self
+        while node is not root:
+            assert node is not None, "the node does not hang from this root"
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+
+class Fate(StrEnum):
+    """What became of a proposal. Only the first is useful; none is an error of the session."""
+
+    PLACED = "placed"
+    STALE = "stale"
+    """Everything in it was decided or present already."""
+    CUT = "cut"
+    """All that is new in it lies beyond a limit."""
+    UNKNOWN_ANCHOR = "unknown_anchor"
+    CONFLICT = "conflict"
+    """Its anchor contradicts the committed prefix."""
+    INVALID_TOKEN = "invalid_token"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The fate of a proposal, and how many of its tokens became new nodes."""
+
+    fate: Fate
+    added: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Draft tokens chosen for one verification, parents first. ``parents[i]`` indexes this offer; -1 is the root."""
+
+    nodes: tuple[Node, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        """The draft tokens, in offer order."""
+        return tuple(node.token for node in self.nodes)
+
+
+class SpeculationTrie:
+    """The committed tokens of one session and the draft tree that hangs from their end."""
+
+    def __init__(self, tokens: Sequence[Token], *, vocabulary: int, limits: TrieLimits = TrieLimits()) -> None:
+        """Start with ``tokens`` committed and nothing drafted. Draft tokens must be below ``vocabulary``."""
+        self.limits = limits
+        self._vocabulary = vocabulary
+        self._tokens: list[Token] = []
+        self._digests = [digests.EMPTY]
+        self._commit(tokens)
+        self._plant(Node(token=-1, end=len(self._tokens), digest=self._digests[-1]))
+
+    @property
+    def tokens(self) -> Sequence[Token]:
+        """The committed sequence, prompt included. Not a copy: read only."""
+        return self._tokens
+
+    @property
+    def position(self) -> int:
+        """Length of the committed sequence: the position of the next token."""
+        return len(self._tokens)
+
+    @property
+    def digest(self) -> int:
+        """Names the committed sequence."""
+        return self._digests[-1]
+
+    def digest_at(self, position: int) -> int:
+        """Names the first ``position`` committed tokens."""
+        return self._digests[position]
+
+    @property
+    def root(self) -> Node:
+        """The end of the committed prefix."""
+        return self._root
+
+    @property
+    def lead(self) -> int:
+        """How many tokens the deepest draft is ahead of what is committed."""
+        return max(node.end for node in self._by_digest.values()) - self.position
+
+    def __len__(self) -> int:
+        """Number of draft tokens held."""
+        return len(self._by_digest) - 1
+
+    def __iter__(self) -> Iterator[Node]:
+        """All draft tokens, parents before children."""
+        nodes = (node for node in self._by_digest.values() if node is not self._root)
+        return iter(sorted(nodes, key=lambda node: node.end))
+
+    # -- insertion -----------------------------------------------------------------------------------------------
+
+    def insert(self, proposal: Proposal) -> Placement:
+        """Add the tokens of a proposal. Never raises, whatever a drafter sends."""
+        if not all(0 <= token < self._vocabulary for token in proposal.tokens):
+            return Placement(Fate.INVALID_TOKEN)
+        anchor = self._locate(proposal.anchor_position, proposal.anchor_digest)
+        if isinstance(anchor, Fate):
+            return Placement(anchor)
+        added, cut = 0, False
+        places: list[Node | int | None] = []
+        for i, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
+            above = anchor if parent == ANCHOR else places[parent]
+            if isinstance(above, Node):
+                confidence = proposal.confidence[i] if proposal.confidence else DEFAULT_CONFIDENCE
+                place = above.children.get(token)
+                if place is None:
+                    place = self.add(above, token, confidence, proposal.source)
+                    added += place is not None
+                    cut |= place is None
+                places.append(place)
+            else:
+                places.append(None if above is None else self._along_committed(above, token))
+        return Placement(Fate.PLACED if added else Fate.CUT if cut else Fate.STALE, added)
+
+    def add(self, parent: Node, token: Token, confidence: float, source: Source = Source.DRAFT) -> Node | None:
+        """Add one draft token below ``parent``; None if a limit forbids it."""
+        assert token not in parent.children
+        limits = self.limits
+        if (
+            len(self) >= limits.nodes
+            or parent.end - self.position >= limits.depth
+            or len(parent.children) >= limits.children
+        ):
+            return None
+        weight = parent.weight * min(max(confidence, 1e-6), 1.0)
+        digest = digests.extend(parent.digest, token)
+        node = Node(token, parent.end + 1, digest, weight, source, parent)
+        parent.children[token] = node
+        self._by_digest[digest] = node
+        return node
+
+    def _locate(self, position: int, digest: int) -> Node | int | Fate:
+        """The place an anchor names: a node, or a position strictly inside the committed prefix."""
+        if 0 <= position < self.position:
+            return position if self._digests[position] == digest else Fate.CONFLICT
+        node = self._by_digest.get(digest)
+        if node is not None and node.end == position:
+            return node
+        return Fate.CONFLICT if position == self.position else Fate.UNKNOWN_ANCHOR
+
+    def _along_committed(self, position: int, token: Token) -> Node | int | None:
+        """Follow a late proposal through tokens decided meanwhile; None where it disagrees with them."""
+        if self._tokens[position] != token:
+            return None
+        return self._root if position + 1 == self.position else position + 1
+
+    # -- selection and re-rooting --------------------------------------------------------------------------------
+
+    def select(self, budget: int, depth: int | None = None) -> Offer:
+        """The subtree of at most ``budget`` tokens that is most likely to be kept, at most ``depth`` deep.
+
+        Best first by path probability. A child is never likelier than its parent, so every prefix of the result is
+        the best subtree of its own size.
+        """
+        deepest = self.position + (self.limits.depth if depth is None else depth)
+        nodes: list[Node] = []
+        parents: list[int] = []
+        heap: list[tuple[float, int, Node, int]] = []
+        serial = 0
+
+        def consider(children: dict[Token, Node], parent: int) -> None:
+            nonlocal serial
+            for child in children.values():
+                if child.end <= deepest:
+                    heapq.heappush(heap, (-child.weight, serial, child, parent))
+                    serial += 1
+
+        consider(self._root.children, ANCHOR)
+        while heap and len(nodes) < budget:
+            _, _, node, parent = heapq.heappop(heap)
+            nodes.append(node)
+            parents.append(parent)
+            consider(node.children, len(nodes) - 1)
+        return Offer(tuple(nodes), tuple(parents))
+
+    def advance(self, tokens: Sequence[Token]) -> Node | None:
+        """Commit ``tokens`` and re-root below them.
+
+        Returns the node that became the root, whose descendants survive, or None when no draft followed all of
+        ``tokens``: then the trie is empty.
+        """
+        node: Node | None = self._root
+        for token in tokens:
+            node = node.children.get(token) if node else None
+        self._commit(tokens)
+        if node is None:
+            self._plant(Node(token=-1, end=self.position, digest=self.digest))
+        else:
+            node.parent = None
+            self._plant(node)
+        return node
+
+    def clear(self) -> None:
+        """Forget all drafts."""
+        self._plant(Node(token=-1, end=self.position, digest=self.digest))
+
+    def _commit(self, tokens: Sequence[Token]) -> None:
+        for token in tokens:
+            self._tokens.append(token)
+            self._digests.append(digests.extend(self._digests[-1], token))
+
+    def _plant(self, root: Node) -> None:
+        self._root = root
+        self._by_digest = {}
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            self._by_digest[node.digest] = node
+            stack.extend(node.children.values())
