@@ -1,0 +1,1 @@
+"""The wire format and its generated stubs. Only ``transport`` reads them."""

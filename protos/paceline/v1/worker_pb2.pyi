@@ -1,0 +1,222 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SOURCE_UNSPECIFIED: _ClassVar[Source]
+    SOURCE_DRAFT: _ClassVar[Source]
+    SOURCE_LOOKUP: _ClassVar[Source]
+
+class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_UNSPECIFIED: _ClassVar[Finish]
+    FINISH_STOP: _ClassVar[Finish]
+    FINISH_LENGTH: _ClassVar[Finish]
+
+class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODE_UNSPECIFIED: _ClassVar[Code]
+    CODE_INVALID: _ClassVar[Code]
+    CODE_OVERLOADED: _ClassVar[Code]
+    CODE_UNKNOWN_SESSION: _ClassVar[Code]
+    CODE_DRAINING: _ClassVar[Code]
+    CODE_INTERNAL: _ClassVar[Code]
+SOURCE_UNSPECIFIED: Source
+SOURCE_DRAFT: Source
+SOURCE_LOOKUP: Source
+FINISH_UNSPECIFIED: Finish
+FINISH_STOP: Finish
+FINISH_LENGTH: Finish
+CODE_UNSPECIFIED: Code
+CODE_INVALID: Code
+CODE_OVERLOADED: Code
+CODE_UNKNOWN_SESSION: Code
+CODE_DRAINING: Code
+CODE_INTERNAL: Code
+
+class Frame(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, messages: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ToWorker(_message.Message):
+    __slots__ = ("open", "propose", "verified", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    propose: Proposal
+    verified: Verification
+    close: Close
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+
+class FromWorker(_message.Message):
+    __slots__ = ("welcome", "verified", "proposed", "refused", "load")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    verified: Verification
+    proposed: Proposal
+    refused: Refused
+    load: Load
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    model: str
+    vocabulary: int
+    context: int
+    tokenizer: int
+    instance: str
+    dtype: str
+    source: str
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    sampling: Sampling
+    limits: Limits
+    speculation: Speculation
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("end", "stop_tokens")
+    END_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    end: int
+    stop_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, end: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Speculation(_message.Message):
+    __slots__ = ("enabled", "max_depth")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    max_depth: int
+    def __init__(self, enabled: _Optional[bool] = ..., max_depth: _Optional[int] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ("session", "epoch")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("session", "epoch", "anchor_position", "anchor_digest", "tokens", "parents", "confidence", "source")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_POSITION_FIELD_NUMBER: _ClassVar[int]
+    ANCHOR_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    anchor_position: int
+    anchor_digest: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    confidence: bytes
+    source: Source
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., anchor_position: _Optional[int] = ..., anchor_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., confidence: _Optional[bytes] = ..., source: _Optional[_Union[Source, str]] = ...) -> None: ...
+
+class Verification(_message.Message):
+    __slots__ = ("session", "epoch", "position", "tokens", "digest", "accepted", "offered", "finish")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    position: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    digest: int
+    accepted: int
+    offered: int
+    finish: Finish
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., accepted: _Optional[int] = ..., offered: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("session", "epoch", "code", "message")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    code: Code
+    message: str
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("sessions", "waiting", "free_tokens", "capacity_tokens", "draining", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    waiting: int
+    free_tokens: int
+    capacity_tokens: int
+    draining: bool
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...

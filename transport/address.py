@@ -1,0 +1,43 @@
+"""Where a worker listens: ``HOST:PORT``, port 0 for any free one."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+class AddressError(Exception):
+    """An address that cannot be read, or listened on. One line, for the operator."""
+
+
+def parse(address: str) -> tuple[str, int]:
+    """Split ``HOST:PORT``; IPv6 hosts stand in brackets."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise AddressError(f"address {address!r} is not HOST:PORT, for instance 127.0.0.1:7001")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_free(address: str) -> None:
+    """Raise :class:`AddressError` if something listens there already.
+
+    gRPC and uvicorn report this late or not at all; asking the kernel first gives one clear line.
+    """
+    host, port = parse(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from error

@@ -1,0 +1,312 @@
+"""Protobuf to values and back; the one place where the wire format is read or written.
+
+Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
+raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from protos.paceline.v1 import worker_pb2 as pb
+from speculation.messages import (
+    ANCHOR,
+    Close,
+    FinishReason,
+    FromWorker,
+    Limits,
+    Load,
+    Open,
+    Proposal,
+    RefusalCode,
+    Refused,
+    Sampling,
+    SessionId,
+    Source,
+    Speculation,
+    ToWorker,
+    Verification,
+    Welcome,
+)
+
+MAX_TOKENS = 1 << 20
+"""Longest sequence in one message."""
+MAX_PROPOSED = 512
+"""Most draft tokens in one proposal."""
+MAX_STOP_TOKENS = 1024
+MAX_TEXT = 4096
+"""Longest message text, in characters."""
+
+_FINISH = {pb.FINISH_STOP: FinishReason.STOP, pb.FINISH_LENGTH: FinishReason.LENGTH}
+_SOURCE = {pb.SOURCE_DRAFT: Source.DRAFT, pb.SOURCE_LOOKUP: Source.LOOKUP}
+_CODE = {
+    pb.CODE_INVALID: RefusalCode.INVALID,
+    pb.CODE_OVERLOADED: RefusalCode.OVERLOADED,
+    pb.CODE_UNKNOWN_SESSION: RefusalCode.UNKNOWN_SESSION,
+    pb.CODE_DRAINING: RefusalCode.DRAINING,
+    pb.CODE_INTERNAL: RefusalCode.INTERNAL,
+}
+_FINISH_OUT = {value: number for number, value in _FINISH.items()}
+_SOURCE_OUT = {value: number for number, value in _SOURCE.items()}
+_CODE_OUT = {value: number for number, value in _CODE.items()}
+
+
+class MalformedMessage(ValueError):
+    """A message that breaks the protocol. ``session`` and ``epoch`` are None when not even they could be read."""
+
+    def __init__(self, why: str, session: SessionId | None = None, epoch: int | None = None) -> None:
+        """``why`` names the field, the value and what would be right."""
+        super().__init__(why)
+        self.session, self.epoch = session, epoch
+
+
+# -- to a worker -------------------------------------------------------------------------------------------------------
+
+
+def encode_to_worker(message: ToWorker) -> bytes:
+    """One entry of a router's frame."""
+    match message:
+        case Open():
+            return pb.ToWorker(open=_open(message)).SerializeToString()
+        case Proposal():
+            return pb.ToWorker(propose=_proposal(message)).SerializeToString()
+        case Verification():
+            return pb.ToWorker(verified=_verification(message)).SerializeToString()
+        case Close():
+            return pb.ToWorker(close=pb.Close(session=message.session, epoch=message.epoch)).SerializeToString()
+
+
+def decode_to_worker(entry: bytes) -> ToWorker:
+    """One entry of a router's frame; raises :class:`MalformedMessage`."""
+    message = _parse(pb.ToWorker(), entry)
+    match message.WhichOneof("kind"):
+        case "open":
+            return _checked(message.open, _read_open)
+        case "propose":
+            return _checked(message.propose, _read_proposal)
+        case "verified":
+            return _checked(message.verified, _read_verification)
+        case "close":
+            return Close(SessionId(message.close.session), message.close.epoch)
+    raise MalformedMessage("a message without a known kind")
+
+
+# -- from a worker -----------------------------------------------------------------------------------------------------
+
+
+def encode_from_worker(message: FromWorker) -> bytes:
+    """One entry of a worker's frame."""
+    match message:
+        case Verification():
+            return pb.FromWorker(verified=_verification(message)).SerializeToString()
+        case Proposal():
+            return pb.FromWorker(proposed=_proposal(message)).SerializeToString()
+        case Refused():
+            refused = pb.Refused(
+                session=message.session,
+                epoch=message.epoch,
+                code=_CODE_OUT[message.code],
+                message=message.message[:MAX_TEXT],
+            )
+            return pb.FromWorker(refused=refused).SerializeToString()
+        case Load():
+            return pb.FromWorker(load=_load(message)).SerializeToString()
+        case Welcome():
+            return pb.FromWorker(welcome=_welcome(message)).SerializeToString()
+
+
+def decode_from_worker(entry: bytes) -> FromWorker:
+    """One entry of a worker's frame; raises :class:`MalformedMessage`."""
+    message = _parse(pb.FromWorker(), entry)
+    match message.WhichOneof("kind"):
+        case "verified":
+            return _checked(message.verified, _read_verification)
+        case "proposed":
+            return _checked(message.proposed, _read_proposal)
+        case "refused":
+            refused = message.refused
+            code = _CODE.get(refused.code, RefusalCode.INTERNAL)
+            return Refused(SessionId(refused.session), refused.epoch, code, refused.message[:MAX_TEXT])
+        case "load":
+            return _read_load(message.load)
+        case "welcome":
+            return _read_welcome(message.welcome)
+    raise MalformedMessage("a message without a known kind")
+
+
+# -- one message each --------------------------------------------------------------------------------------------------
+
+
+def _open(message: Open) -> pb.Open:
+    sampling, limits, speculation = message.sampling, message.limits, message.speculation
+    return pb.Open(
+        session=message.session,
+        epoch=message.epoch,
+        tokens=message.tokens,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        limits=pb.Limits(end=limits.end, stop_tokens=sorted(limits.stop_tokens)),
+        speculation=pb.Speculation(enabled=speculation.enabled, max_depth=speculation.max_depth),
+    )
+
+
+def _read_open(message: pb.Open) -> Open:
+    sampling = message.sampling
+    _at_most("tokens", len(message.tokens), MAX_TOKENS)
+    _at_most("limits.stop_tokens", len(message.limits.stop_tokens), MAX_STOP_TOKENS)
+    if not message.tokens:
+        raise ValueError("tokens is empty; a session has at least one token")
+    if message.limits.end <= len(message.tokens):
+        raise ValueError(f"limits.end is {message.limits.end}; it must be above the {len(message.tokens)} tokens sent")
+    return Open(
+        session=SessionId(message.session),
+        epoch=message.epoch,
+        tokens=tuple(message.tokens),
+        sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed),
+        limits=Limits(message.limits.end, frozenset(message.limits.stop_tokens)),
+        speculation=Speculation(message.speculation.enabled, message.speculation.max_depth),
+    )
+
+
+def _proposal(message: Proposal) -> pb.Proposal:
+    chain = all(parent == i - 1 for i, parent in enumerate(message.parents))
+    return pb.Proposal(
+        session=message.session,
+        epoch=message.epoch,
+        anchor_position=message.anchor_position,
+        anchor_digest=message.anchor_digest,
+        tokens=message.tokens,
+        parents=() if chain else message.parents,
+        confidence=bytes(round(255 * min(max(value, 0.0), 1.0)) for value in message.confidence),
+        source=_SOURCE_OUT[message.source],
+    )
+
+
+def _read_proposal(message: pb.Proposal) -> Proposal:
+    _at_most("tokens", len(message.tokens), MAX_PROPOSED)
+    count = len(message.tokens)
+    return Proposal(
+        session=SessionId(message.session),
+        epoch=message.epoch,
+        anchor_position=message.anchor_position,
+        anchor_digest=message.anchor_digest,
+        tokens=tuple(message.tokens),
+        parents=tuple(message.parents) or tuple(range(ANCHOR, count - 1)),
+        confidence=tuple(value / 255 for value in message.confidence),
+        source=_SOURCE.get(message.source, Source.DRAFT),
+    )
+
+
+def _verification(message: Verification) -> pb.Verification:
+    return pb.Verification(
+        session=message.session,
+        epoch=message.epoch,
+        position=message.position,
+        tokens=message.tokens,
+        digest=message.digest,
+        accepted=message.accepted,
+        offered=message.offered,
+        finish=_FINISH_OUT[message.finish] if message.finish else pb.FINISH_UNSPECIFIED,
+    )
+
+
+def _read_verification(message: pb.Verification) -> Verification:
+    _at_most("tokens", len(message.tokens), MAX_TOKENS)
+    if not message.accepted <= min(message.offered, len(message.tokens)):
+        raise ValueError(
+            f"accepted is {message.accepted}; it must be at most offered ({message.offered}) "
+            f"and the {len(message.tokens)} tokens sent"
+        )
+    return Verification(
+        session=SessionId(message.session),
+        epoch=message.epoch,
+        position=message.position,
+        tokens=tuple(message.tokens),
+        digest=message.digest,
+        accepted=message.accepted,
+        offered=message.offered,
+        finish=_FINISH.get(message.finish),
+    )
+
+
+def _load(message: Load) -> pb.Load:
+    return pb.Load(
+        sessions=message.sessions,
+        waiting=message.waiting,
+        free_tokens=message.free_tokens,
+        capacity_tokens=message.capacity_tokens,
+        draining=message.draining,
+        counters=message.counters,
+    )
+
+
+def _read_load(message: pb.Load) -> Load:
+    return Load(
+        sessions=message.sessions,
+        waiting=message.waiting,
+        free_tokens=message.free_tokens,
+        capacity_tokens=message.capacity_tokens,
+        draining=message.draining,
+        counters=dict(message.counters),
+    )
+
+
+def _welcome(message: Welcome) -> pb.Welcome:
+    return pb.Welcome(
+        role=message.role,
+        model=message.model[:MAX_TEXT],
+        vocabulary=message.vocabulary,
+        context=message.context,
+        tokenizer=message.tokenizer,
+        instance=message.instance,
+        dtype=message.dtype,
+        source=message.source[:MAX_TEXT],
+    )
+
+
+def _read_welcome(message: pb.Welcome) -> Welcome:
+    return Welcome(
+        role=message.role,
+        model=message.model[:MAX_TEXT],
+        vocabulary=message.vocabulary,
+        context=message.context,
+        tokenizer=message.tokenizer,
+        instance=message.instance[:MAX_TEXT],
+        dtype=message.dtype[:MAX_TEXT],
+        source=message.source[:MAX_TEXT],
+    )
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+_Wire = TypeVar("_Wire", pb.ToWorker, pb.FromWorker)
+_Sessioned = TypeVar("_Sessioned", pb.Open, pb.Proposal, pb.Verification)
+_Value = TypeVar("_Value")
+
+
+def _parse(message: _Wire, entry: bytes) -> _Wire:
+    try:
+        message.ParseFromString(entry)
+    except DecodeError as error:
+        raise MalformedMessage(f"not a {type(message).__name__} message: {error}") from error
+    return message
+
+
+def _checked(message: _Sessioned, read: Callable[[_Sessioned], _Value]) -> _Value:
+    try:
+        return read(message)
+    except ValueError as error:
+        raise MalformedMessage(str(error), SessionId(message.session), message.epoch) from error
+
+
+def _at_most(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise ValueError(f"{field} has {count} entries; at most {limit} are allowed")

@@ -1,0 +1,160 @@
+"""A worker's end of the wire: accepts streams of routers and keeps each apart.
+
+The worker sees a :class:`Link` per stream. A malformed message is refused for its session alone; a router that falls
+silent, or reads too slowly, loses its link, and with it its sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from protos.paceline.v1 import worker_pb2 as pb
+from protos.paceline.v1 import worker_pb2_grpc as rpc
+from speculation.messages import FromWorker, RefusalCode, Refused, ToWorker, Welcome
+from transport import address as addresses
+from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker
+from transport.outbox import MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
+
+log = logging.getLogger(__name__)
+
+ROUTER_SILENCE_SECONDS = 10.0
+"""A router that sends nothing for this long, not even a heartbeat, is gone."""
+
+SERVER_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # otherwise two workers share a port silently
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+]
+
+
+class Link:
+    """One router's stream, as a worker sees it. Compared by identity; used from the event loop only."""
+
+    def __init__(self, peer: str) -> None:
+        """``peer`` is for logs."""
+        self.peer = peer
+        self.alive = True
+        self.outbox = Outbox()
+
+    def send(self, message: FromWorker) -> None:
+        """Queue a message; dropped when the link is gone."""
+        if not self.alive:
+            return
+        try:
+            self.outbox.put(encode_from_worker(message))
+        except PeerTooSlow as error:
+            log.warning("router %s does not read: %s", self.peer, error)
+            self.close()
+
+    def close(self) -> None:
+        """End the stream once what is queued was sent."""
+        self.alive = False
+        self.outbox.close()
+
+
+class Handler(Protocol):
+    """A worker. All calls come from the event loop and must not block."""
+
+    def connected(self, link: Link) -> Welcome:
+        """A router came; the answer introduces the worker to it."""
+        ...
+
+    def received(self, link: Link, message: ToWorker) -> None:
+        """A router sent a message."""
+        ...
+
+    def disconnected(self, link: Link) -> None:
+        """A router went; its sessions are to be forgotten."""
+        ...
+
+
+class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
+    """Both services have the same shape; the role decides which one is registered."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self.links: set[Link] = set()
+
+    async def Run(  # noqa: N802 - named by the proto
+        self, request_iterator: AsyncIterator[pb.Frame], context: grpc.aio.ServicerContext[pb.Frame, pb.Frame]
+    ) -> AsyncIterator[pb.Frame]:
+        link = Link(str(context.peer()))
+        self.links.add(link)
+        reader = asyncio.create_task(self._read(link, request_iterator))
+        try:
+            link.send(self._handler.connected(link))
+            while (frame := await link.outbox.next_frame()) is not None:
+                yield frame
+        finally:
+            link.close()
+            self.links.discard(link)
+            self._handler.disconnected(link)
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def _read(self, link: Link, frames: AsyncIterator[pb.Frame]) -> None:
+        """Pass messages on until the router is done, silent or broken."""
+        iterator = aiter(frames)
+        try:
+            while True:
+                frame = await asyncio.wait_for(anext(iterator), ROUTER_SILENCE_SECONDS)
+                for entry in frame.messages:
+                    self._receive(link, entry)
+        except StopAsyncIteration:
+            pass
+        except TimeoutError:
+            log.warning("router %s sent nothing for %.0f s", link.peer, ROUTER_SILENCE_SECONDS)
+        except grpc.RpcError as error:
+            log.info("stream of router %s broke: %s", link.peer, error)
+        finally:
+            link.close()
+
+    def _receive(self, link: Link, entry: bytes) -> None:
+        try:
+            message = decode_to_worker(entry)
+        except MalformedMessage as error:
+            log.warning("malformed message from router %s: %s", link.peer, error)
+            if error.session is not None:
+                link.send(Refused(error.session, error.epoch or 0, RefusalCode.INVALID, str(error)))
+            return
+        self._handler.received(link, message)
+
+
+class WorkerServer:
+    """A listening worker."""
+
+    def __init__(self, server: grpc.aio.Server, servicer: _Servicer, address: str) -> None:
+        """Use :func:`serve`."""
+        self._server, self._servicer = server, servicer
+        self.address = address
+
+    async def stop(self, grace: float = 1.0) -> None:
+        """End all streams and stop listening."""
+        for link in list(self._servicer.links):
+            link.close()
+        await self._server.stop(grace)
+
+
+async def serve(handler: Handler, role: str, listen: str) -> WorkerServer:
+    """Listen on ``HOST:PORT`` (port 0: any); raises :class:`transport.address.AddressError`."""
+    addresses.check_free(listen)
+    host, _ = addresses.parse(listen)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    servicer = _Servicer(handler)
+    if role == "target":
+        rpc.add_TargetServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    else:
+        rpc.add_DraftServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise addresses.AddressError(f"cannot listen on {listen}: {error}") from error
+    await server.start()
+    return WorkerServer(server, servicer, f"{host}:{port}")

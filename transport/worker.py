@@ -1,0 +1,148 @@
+"""The shell of a worker: an event loop that talks to routers, and one thread that computes.
+
+The computing side is a :class:`Machine`: messages in, messages out, one step at a time, no threads and no sockets, so
+that tests drive it directly. Its messages are handed over in batches at both ends, once per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from speculation.messages import FromWorker, Load, ToWorker, Welcome
+from transport.outbox import HEARTBEAT_SECONDS
+from transport.server import Link, WorkerServer, serve
+
+log = logging.getLogger(__name__)
+
+Outgoing = list[tuple[Hashable, FromWorker]]
+"""Messages with the link each goes to."""
+
+
+class Machine(Protocol):
+    """What a worker computes. A session is named by the link it was opened on and its number there."""
+
+    def welcome(self) -> Welcome:
+        """How the worker introduces itself."""
+        ...
+
+    def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
+        """Take one message of a router. Must not compute."""
+        ...
+
+    def forget(self, link: Hashable) -> None:
+        """Drop all sessions of a link."""
+        ...
+
+    def step(self) -> Outgoing | None:
+        """Compute once; None if there is nothing to do until the next message."""
+        ...
+
+    def load(self) -> Load:
+        """How busy it is. Called from another thread: reads only."""
+        ...
+
+
+class Worker:
+    """A machine that listens."""
+
+    def __init__(self, machine: Machine, role: str) -> None:
+        """Nothing happens before ``start``."""
+        self._machine, self._role = machine, role
+        self._wake = threading.Condition()
+        self._inbox: list[tuple[Link, ToWorker | None]] = []
+        self._stopping = False
+        self._links: set[Link] = set()
+        self._thread = threading.Thread(target=self._compute, name=f"{role}-steps", daemon=True)
+        self._server: WorkerServer | None = None
+        self.address = ""
+
+    async def start(self, listen: str) -> None:
+        """Listen on ``HOST:PORT``; raises :class:`transport.address.AddressError`."""
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._server = await serve(self, self._role, listen)
+        self.address = self._server.address
+        self._thread.start()
+        self._heart = asyncio.create_task(self._beat())
+
+    async def wait(self) -> None:
+        """Return only by raising what ended the computing thread."""
+        await self.failed
+
+    async def stop(self) -> None:
+        """End all streams, the thread and the server."""
+        self._heart.cancel()
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+        if self._server is not None:
+            await self._server.stop()
+
+    # -- transport.server.Handler, on the event loop -------------------------------------------------------------------
+
+    def connected(self, link: Link) -> Welcome:
+        """A router came."""
+        self._links.add(link)
+        return self._machine.welcome()
+
+    def received(self, link: Link, message: ToWorker) -> None:
+        """A router sent a message."""
+        self._post(link, message)
+
+    def disconnected(self, link: Link) -> None:
+        """A router went."""
+        self._links.discard(link)
+        self._post(link, None)
+
+    def _post(self, link: Link, message: ToWorker | None) -> None:
+        with self._wake:
+            self._inbox.append((link, message))
+            self._wake.notify()
+
+    def _deliver(self, outgoing: Sequence[tuple[Hashable, FromWorker]]) -> None:
+        for link, message in outgoing:
+            assert isinstance(link, Link)
+            link.send(message)
+
+    async def _beat(self) -> None:
+        while True:
+            load = self._machine.load()
+            for link in list(self._links):
+                link.send(load)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    # -- the computing thread ------------------------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        try:
+            idle = True
+            while True:
+                with self._wake:
+                    while idle and not self._inbox and not self._stopping:
+                        self._wake.wait()
+                    if self._stopping:
+                        return
+                    inbox, self._inbox = self._inbox, []
+                outgoing: Outgoing = []
+                for link, message in inbox:
+                    if message is None:
+                        self._machine.forget(link)
+                    else:
+                        outgoing += self._machine.receive(link, message)
+                computed = self._machine.step()
+                idle = computed is None
+                outgoing += computed or []
+                if outgoing:
+                    self._loop.call_soon_threadsafe(self._deliver, outgoing)
+        except Exception as error:  # the process boundary: whatever it was, the worker is of no use any more
+            log.exception("the %s worker failed", self._role)
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
