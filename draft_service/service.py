@@ -1,0 +1,32 @@
+"""Starting a draft worker: model, cache, lookahead, server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draft_service.lookahead import Lookahead, LookaheadLimits
+from engine.build import EngineSettings, build, welcome
+from transport.worker import Worker
+
+ROLE = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """A draft worker."""
+
+    engine: EngineSettings
+    limits: LookaheadLimits = LookaheadLimits()
+
+
+async def start_draft(settings: DraftSettings, listen: str, progress: Callable[[str], None] | None = None) -> Worker:
+    """Load the model and listen on ``HOST:PORT``.
+
+    Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
+    """
+    engine = await asyncio.to_thread(build, settings.engine, progress)
+    worker = Worker(Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits), ROLE)
+    await worker.start(listen)
+    return worker

@@ -1,0 +1,1 @@
+"""A target worker: verifies drafts and alone commits tokens."""

@@ -1,0 +1,32 @@
+"""Starting a target worker: model, cache, verify loop, server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.build import EngineSettings, build, welcome
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from transport.worker import Worker
+
+ROLE = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """A target worker."""
+
+    engine: EngineSettings
+    limits: TargetLimits = TargetLimits()
+
+
+async def start_target(settings: TargetSettings, listen: str, progress: Callable[[str], None] | None = None) -> Worker:
+    """Load the model and listen on ``HOST:PORT``.
+
+    Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
+    """
+    engine = await asyncio.to_thread(build, settings.engine, progress)
+    worker = Worker(VerifyLoop(engine, welcome(settings.engine, engine.model, ROLE), settings.limits), ROLE)
+    await worker.start(listen)
+    return worker
