@@ -1,0 +1,200 @@
+"""Runs the sessions of a router: the shell around :class:`speculation.session.Session`.
+
+Takes the state machine's effects and performs them: chooses workers, sends, sets timers, hands committed tokens to
+whoever iterates. All on one event loop; the state machine decides, this module only carries out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
+from router.pool import PoolEvents, WorkerPool
+from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Welcome
+from speculation.session import (
+    Available,
+    Effect,
+    Emit,
+    Event,
+    Fail,
+    Finish,
+    Lost,
+    PeerId,
+    Phase,
+    Place,
+    Placed,
+    Received,
+    Role,
+    Send,
+    Session,
+    SessionLimits,
+    Start,
+    Stop,
+    Tick,
+    Wake,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """Bounds of one router."""
+
+    sessions: int = 1024
+    """Sessions at once; more are refused before anything is accepted."""
+    session: SessionLimits = SessionLimits()
+
+
+@dataclass(slots=True)
+class Totals:
+    """Monotone totals since the start."""
+
+    sessions: int = 0
+    committed: int = 0
+    accepted: int = 0
+    offered: int = 0
+    reopened: int = 0
+    failed: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """A session under way and what it has for its client."""
+
+    session: Session
+    items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
+    timers: set[asyncio.TimerHandle] = field(default_factory=set)
+    opened_at: list[PeerId] = field(default_factory=list)
+
+
+class Dispatcher:
+    """All sessions of a router. Implements :class:`router.generation.Generator`."""
+
+    def __init__(self, limits: DispatchLimits = DispatchLimits()) -> None:
+        """No workers are known yet: see ``pool.set_workers``."""
+        self._limits = limits
+        self._runs: dict[SessionId, _Run] = {}
+        self._ids = itertools.count(1)
+        self.pool = WorkerPool(PoolEvents(available=self._available, lost=self._lost, received=self._received))
+        self.totals = Totals()
+        self.ready = asyncio.Event()
+        """Set once a first target worker was up."""
+
+    @property
+    def model(self) -> ServedModel | None:
+        """The served model; known from the first target's welcome on."""
+        known = self.pool.model
+        return ServedModel(known.model, known.vocabulary, known.context, known.tokenizer) if known else None
+
+    @property
+    def described(self) -> Welcome | None:
+        """How the first target introduced itself."""
+        return self.pool.model
+
+    @property
+    def running(self) -> int:
+        """Sessions under way."""
+        return len(self._runs)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
+        """Decode; see :class:`router.generation.Generator`."""
+        if len(self._runs) >= self._limits.sessions:
+            raise GenerationError("overloaded", f"{self._limits.sessions} generations are under way; try again later")
+        number = SessionId(next(self._ids))
+        session = Session(
+            number,
+            generation.prompt,
+            generation.sampling,
+            Limits(len(generation.prompt) + generation.max_tokens, generation.stop_tokens),
+            generation.speculation,
+            self._limits.session,
+        )
+        run = self._runs[number] = _Run(session)
+        self.totals.sessions += 1
+        try:
+            self._handle(run, Start())
+            while True:
+                item = await run.items.get()
+                if isinstance(item, GenerationError):
+                    raise item
+                yield item
+                if isinstance(item, Ended):
+                    return
+        finally:
+            self._handle(run, Stop())
+            for timer in run.timers:
+                timer.cancel()
+            for peer in run.opened_at:
+                self.pool.count(peer, -1)
+            self.totals.reopened += session.reopened
+            del self._runs[number]
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _available(self, role: Role) -> None:
+        if role is Role.TARGET:
+            self.ready.set()
+        for run in list(self._runs.values()):
+            self._handle(run, Available(role))
+
+    def _lost(self, peer: PeerId, why: str) -> None:  # noqa: ARG002 - the pool has logged why
+        for run in list(self._runs.values()):
+            self._handle(run, Lost(peer))
+
+    def _received(self, peer: PeerId, message: FromWorker) -> None:
+        if isinstance(message, Load | Welcome):
+            return
+        run = self._runs.get(message.session)
+        if run is not None:
+            self._handle(run, Received(peer, message))
+
+    def _handle(self, run: _Run, event: Event) -> None:
+        now = asyncio.get_running_loop().time()
+        for effect in run.session.handle(now, event):
+            self._perform(run, effect)
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def _perform(self, run: _Run, effect: Effect) -> None:
+        match effect:
+            case Place(role=role, avoid=avoid):
+                self._handle(run, Placed(role, self.pool.choose(role, avoid)))
+            case Send(peer=peer, message=message):
+                self._count(run, peer, message)
+                self.pool.send(peer, message)
+            case Emit(tokens=tokens, accepted=accepted, offered=offered):
+                self.totals.committed += len(tokens)
+                self.totals.accepted += accepted
+                self.totals.offered += offered
+                run.items.put_nowait(Committed(tokens, accepted, offered))
+            case Wake(at=at):
+                self._set_timer(run, at)
+            case Finish(reason=reason):
+                if reason is not None:
+                    run.items.put_nowait(Ended(reason, run.session.reopened))
+            case Fail(code=code, message=message):
+                self.totals.failed += 1
+                run.items.put_nowait(GenerationError(code.value, message))
+            case _:
+                assert_never(effect)
+
+    def _count(self, run: _Run, peer: PeerId, message: ToWorker) -> None:
+        """Keep the pool's count of sessions per worker."""
+        if isinstance(message, Open):
+            run.opened_at.append(peer)
+            self.pool.count(peer, 1)
+        elif isinstance(message, Close) and peer in run.opened_at:
+            run.opened_at.remove(peer)
+            self.pool.count(peer, -1)
+
+    def _set_timer(self, run: _Run, at: float) -> None:
+        def fire() -> None:
+            run.timers.discard(handle)
+            if run.session.phase is not Phase.ENDED:
+                self._handle(run, Tick())
+
+        handle = asyncio.get_running_loop().call_at(at, fire)
+        run.timers.add(handle)

@@ -1,0 +1,79 @@
+"""What the HTTP side asks of the router, and what it gets back.
+
+The API speaks text and OpenAI's JSON; the router speaks tokens and sessions. This module is the seam between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from speculation.messages import FinishReason, Sampling, Speculation, Token
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One choice of one request: a valid prompt and how to continue it."""
+
+    prompt: tuple[Token, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_tokens: frozenset[Token] = frozenset()
+    speculation: Speculation = Speculation()
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Tokens that are decided. The first ``accepted`` of them were drafted; ``offered`` drafts were verified."""
+
+    tokens: tuple[Token, ...]
+    accepted: int
+    offered: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last item of a generation."""
+
+    reason: FinishReason
+    reopened: int = 0
+    """How often the session was moved to another target worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model behind the router, as its target workers describe it."""
+
+    name: str
+    vocabulary: int
+    context: int
+    tokenizer: int
+
+
+class GenerationError(Exception):
+    """A generation could not be finished. ``code`` is a stable name of ``router.errors``."""
+
+    def __init__(self, code: str, message: str) -> None:
+        """``message`` is for the client."""
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Generator(Protocol):
+    """What the API needs of a router. ``router.dispatch`` implements it; tests fake it."""
+
+    @property
+    def model(self) -> ServedModel | None:
+        """The served model, or None while no target worker is connected."""
+        ...
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
+        """Decode. Yields committed tokens as they are decided, then one :class:`Ended`.
+
+        Closing the generator (``aclose``, or cancelling the task that iterates) stops the session on all workers.
+        Raises :class:`GenerationError`.
+        """
+        ...

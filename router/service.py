@@ -1,0 +1,109 @@
+"""Starting a router: connections to workers, the tokenizer of the served model, the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from router.api import ApiSettings, build_app
+from router.dispatch import Dispatcher, DispatchLimits
+from router.text import Tokenizer, TokenizerError
+from speculation.session import Role
+from transport import address as addresses
+
+
+class RouterError(Exception):
+    """The router cannot start. One line, for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """A router."""
+
+    targets: Sequence[str] = ()
+    """Addresses of target workers."""
+    drafts: Sequence[str] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    tokenizer: str = ""
+    """Folder or hub id to read the tokenizer from; default: where the targets read their model."""
+    ready_timeout: float = 30.0
+    """Seconds to wait for a first target worker."""
+    api: ApiSettings = ApiSettings()
+    limits: DispatchLimits = DispatchLimits()
+
+
+class Router:
+    """A running router."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        """Nothing happens before ``start``."""
+        self.settings = settings
+        self.dispatcher = Dispatcher(settings.limits)
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+
+    def set_workers(self, role: Role, workers: Sequence[str]) -> None:
+        """Use these workers of a role, and no others."""
+        self.dispatcher.pool.set_workers(role, workers)
+
+    async def connect(self) -> Tokenizer:
+        """Connect to the workers and read the tokenizer; raises :class:`RouterError` if no target answers in time."""
+        self.set_workers(Role.TARGET, self.settings.targets)
+        self.set_workers(Role.DRAFT, self.settings.drafts)
+        try:
+            await asyncio.wait_for(self.dispatcher.ready.wait(), self.settings.ready_timeout)
+        except TimeoutError:
+            listed = ", ".join(self.settings.targets) or "no address given"
+            wait = f"{self.settings.ready_timeout:.0f} s"
+            raise RouterError(f"no target worker answered within {wait} ({listed})") from None
+        described = self.dispatcher.described
+        assert described is not None
+        source = self.settings.tokenizer or described.source
+        try:
+            return await asyncio.to_thread(Tokenizer.load, source)
+        except TokenizerError as error:
+            raise RouterError(f"cannot read the tokenizer from {source!r}: {error}; see --tokenizer") from error
+
+    async def start(self) -> None:
+        """Serve HTTP once a target is connected; raises :class:`RouterError`, AddressError."""
+        host, port = self.settings.host, self.settings.port
+        listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        addresses.check_free(listen)
+        tokenizer = await self.connect()
+        app = build_app(self.dispatcher, tokenizer, self.settings.api)
+        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        self._server = uvicorn.Server(config)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        self.address = f"http://{host}:{listener.getsockname()[1]}"
+        self._serving = asyncio.create_task(self._serve(self._server, listener))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+
+    @staticmethod
+    async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+        # Signals belong to whoever started the router.
+        with contextlib.closing(listener):
+            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+            await server._serve(sockets=[listener])
+
+    async def wait(self) -> None:
+        """Return when the server has stopped."""
+        if self._serving is not None:
+            await self._serving
+
+    async def stop(self) -> None:
+        """Stop accepting, let running requests end for a moment, disconnect from the workers."""
+        if self._server is not None:
+            self._server.should_exit = True
+        await self.wait()
+        await self.dispatcher.pool.close()
