@@ -1,0 +1,113 @@
+"""The text is the target's own: equal to transformers when greedy, equal for a seed whatever the drafts."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draft_service.lookahead import LookaheadLimits
+from speculation.draft_session import DraftLimits
+from speculation.messages import Sampling, Speculation
+from target_service.scheduler import Budget
+from target_service.verify_loop import TargetLimits
+from tests.stack import MODELS, decode, dispatcher, draft_worker, held_out_prompts, target_worker
+
+NEW_TOKENS = 40
+STOP = frozenset({0})
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    """What transformers' own ``generate`` makes of 20 held-out prompts."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
+    assert set(STOP) == {model.generation_config.eos_token_id}
+    texts = []
+    for prompt in held_out_prompts()[:20]:
+        tokens = torch.tensor([prompt])
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=NEW_TOKENS)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+async def test_greedy_text_equals_transformers(reference, drafted: bool, at_once: int):
+    async with target_worker() as target, draft_worker() as draft:
+        drafts = [draft.worker.address] if drafted else []
+        async with dispatcher([target.worker.address], drafts) as serving:
+            gate = asyncio.Semaphore(at_once)
+
+            async def one(prompt):
+                async with gate:
+                    return await decode(serving, prompt, NEW_TOKENS, stop_tokens=STOP)
+
+            results = await asyncio.gather(*map(one, held_out_prompts()[:20]))
+    assert [result.tokens for result in results] == reference
+    assert (sum(result.accepted for result in results) > 0) is drafted
+
+
+SAMPLINGS = [
+    Sampling(temperature=0.8, seed=11),
+    Sampling(temperature=1.3, top_k=20, seed=12),
+    Sampling(temperature=1.0, top_p=0.8, min_p=0.02, seed=13),
+    Sampling(temperature=0.0),
+]
+
+
+async def test_a_seed_gives_the_same_text_whatever_is_drafted():
+    """Without drafts, with the bundled drafter, with the target as its own drafter, alone and in a mixed batch."""
+    prompts = held_out_prompts()[:4]
+    short = LookaheadLimits(draft=DraftLimits(lead=3, nodes=3))
+    async with target_worker() as target, draft_worker() as draft, draft_worker(short, model="target") as twin:
+        texts = []
+        for drafts in ([], [draft.worker.address], [twin.worker.address]):
+            async with dispatcher([target.worker.address], drafts) as serving:
+                alone = [
+                    await decode(serving, prompt, NEW_TOKENS, sampling)
+                    for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
+                ]
+                together = await asyncio.gather(
+                    *(
+                        decode(serving, prompt, NEW_TOKENS, sampling)
+                        for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
+                    )
+                )
+            texts.append([result.tokens for result in alone])
+            texts.append([result.tokens for result in together])
+    assert all(text == texts[0] for text in texts)
+
+
+async def test_a_request_may_switch_speculation_off():
+    async with target_worker() as target, draft_worker() as draft:
+        async with dispatcher([target.worker.address], [draft.worker.address]) as serving:
+            off = await decode(serving, held_out_prompts()[0], 24, speculation=Speculation(enabled=False))
+            on = await decode(serving, held_out_prompts()[0], 24)
+    assert off.tokens == on.tokens
+    assert (off.offered, off.steps) == (0, 24)
+
+
+async def test_prompts_longer_than_a_prefill_chunk_and_a_small_token_budget_change_nothing():
+    budget = Budget(drafts_per_session=3, verify=5, prefill=7)
+    prompts = held_out_prompts()[:6]
+    async with target_worker() as target, target_worker(TargetLimits(running=3, budget=budget)) as cramped:
+        async with draft_worker(LookaheadLimits(prefill=5)) as draft:
+            texts = []
+            for worker in (target, cramped):
+                async with dispatcher([worker.worker.address], [draft.worker.address]) as serving:
+                    results = await asyncio.gather(*(decode(serving, prompt, 20) for prompt in prompts))
+                    texts.append([result.tokens for result in results])
+    assert texts[0] == texts[1]
+
+
+async def test_a_full_cache_preempts_and_fails_nobody():
+    prompts = held_out_prompts()[:6]
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    async with target_worker() as roomy, target_worker(cache_tokens=-(-2 * longest // 16) * 16) as cramped:
+        texts = []
+        for worker in (roomy, cramped):
+            async with dispatcher([worker.worker.address]) as serving:
+                results = await asyncio.gather(*(decode(serving, prompt, NEW_TOKENS) for prompt in prompts))
+                texts.append([result.tokens for result in results])
+    assert texts[0] == texts[1]

@@ -1,0 +1,240 @@
+"""The two machines, driven step by step: no threads, no sockets, real bundled models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from draft_service.lookahead import Lookahead, LookaheadLimits
+from engine.build import build, welcome
+from engine.step import Engine
+from speculation.draft_session import DraftLimits
+from speculation.messages import (
+    Close,
+    FinishReason,
+    Limits,
+    Open,
+    Proposal,
+    RefusalCode,
+    Refused,
+    Sampling,
+    SessionId,
+    Speculation,
+    Verification,
+)
+from target_service.scheduler import Budget
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.stack import held_out_prompts, settings
+
+LINK = "router"
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, Engine]:
+    return {name: build(settings(name)) for name in ("target", "draft")}
+
+
+def target_loop(engines, limits: TargetLimits = TargetLimits()) -> VerifyLoop:
+    engine = engines["target"]
+    return VerifyLoop(engine, welcome(settings("target"), engine.model, "target"), limits)
+
+
+def lookahead(engines, model: str = "draft", limits: LookaheadLimits = LookaheadLimits()) -> Lookahead:
+    return Lookahead(engines[model], welcome(settings(model), engines[model].model, "draft"), limits)
+
+
+def opened(number: int = 1, epoch: int = 1, new: int = 24, prompt: int = 0, **kwargs) -> Open:
+    tokens = held_out_prompts()[prompt]
+    sampling = kwargs.pop("sampling", Sampling(temperature=0.0))
+    return Open(SessionId(number), epoch, tokens, sampling, Limits(len(tokens) + new), **kwargs)
+
+
+@dataclass
+class Outcome:
+    """What a target said about its sessions."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    verifications: list[Verification] = field(default_factory=list)
+    refusals: list[Refused] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+
+
+def run(target: VerifyLoop, drafter: Lookahead | None = None, draft_steps: int = 3, until: int = 400) -> Outcome:
+    """Step both in turn, relaying between them, until the target has nothing to do."""
+    outcome = Outcome()
+    for _ in range(until):
+        for _ in range(draft_steps if drafter else 0):
+            for _, message in drafter.step() or []:
+                if isinstance(message, Proposal):
+                    target.receive(LINK, message)
+        sent = target.step()
+        if sent is None:
+            return outcome
+        for _, message in sent:
+            if isinstance(message, Refused):
+                outcome.refusals.append(message)
+                continue
+            assert isinstance(message, Verification)
+            outcome.verifications.append(message)
+            outcome.tokens.setdefault(message.session, []).extend(message.tokens)
+            if message.finish:
+                outcome.finished.add(message.session)
+            if drafter:
+                assert drafter.receive(LINK, message) == []
+    raise AssertionError("the target never ran out of work")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(engines):
+    yield
+    for engine in engines.values():
+        engine.cache.check()
+        assert engine.cache.free_tokens == engine.cache.capacity
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.5])
+def test_a_drafter_with_the_targets_weights_is_always_right(engines, temperature):
+    opening = opened(new=33, sampling=Sampling(temperature=temperature, seed=5))
+    alone = target_loop(engines)
+    alone.receive(LINK, replace(opening, speculation=Speculation(enabled=False)))
+    plain = run(alone)
+    target, drafter = target_loop(engines), lookahead(engines, "target")
+    target.receive(LINK, opening)
+    drafter.receive(LINK, opening)
+    drafted = run(target, drafter)
+    assert drafted.tokens == plain.tokens
+    assert all(message.accepted == message.offered for message in drafted.verifications)
+    # Three draft steps a target step: four tokens a verification once under way.
+    assert len(drafted.verifications) <= 33 / 4 + 3
+    assert len(plain.verifications) == 33
+
+
+def test_both_sides_keep_their_caches_through_acceptance_and_rejection(engines):
+    """Each committed token is fed to either model about once, not again and again."""
+    opening = opened(new=40)
+    target, drafter = target_loop(engines), lookahead(engines)
+    target.receive(LINK, opening)
+    drafter.receive(LINK, opening)
+    outcome = run(target, drafter)
+    rejected = sum(message.offered - message.accepted for message in outcome.verifications)
+    assert rejected > 0 < sum(message.accepted for message in outcome.verifications)
+    prompt = len(opening.tokens)
+    assert target.counters.prefilled == prompt - 1
+    assert drafter.counters.steps <= 3 * target.counters.steps
+    assert drafter.counters.lost == 0
+
+
+def test_the_lead_of_a_drafter_is_bounded(engines):
+    drafter = lookahead(engines, limits=LookaheadLimits(draft=DraftLimits(lead=4)))
+    drafter.receive(LINK, opened())
+    proposals = []
+    while (sent := drafter.step()) is not None:
+        proposals += [message for _, message in sent]
+    assert len(proposals) == 4
+    drafter.receive(LINK, Close(SessionId(1), 1))
+
+
+def test_a_stop_token_ends_a_session(engines):
+    target = target_loop(engines)
+    target.receive(LINK, opened(1))
+    first = run(target).tokens[1]
+    stopping = replace(opened(2), limits=Limits(opened().limits.end, frozenset({first[5]})))
+    target.receive(LINK, stopping)
+    outcome = run(target)
+    at = first.index(first[5]) + 1
+    assert outcome.tokens[2] == first[:at]
+    assert outcome.verifications[-1].finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda o: replace(o, tokens=(*o.tokens, 10**6)), "token 1000000 is outside the vocabulary of"),
+        (lambda o: replace(o, limits=Limits(10**6)), "1000000 tokens exceed the model's context of"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_by_name(engines, change, what):
+    target = target_loop(engines)
+    ((_, refused),) = target.receive(LINK, change(opened()))
+    assert isinstance(refused, Refused)
+    assert refused.code is RefusalCode.INVALID
+    assert what in refused.message
+    assert target.step() is None
+
+
+def test_more_than_the_queue_holds_is_refused_as_overload(engines):
+    target = target_loop(engines, TargetLimits(running=1, waiting=2))
+    for number in (1, 2):
+        assert target.receive(LINK, opened(number, new=3)) == []
+    ((_, refused),) = target.receive(LINK, opened(3))
+    assert refused.code is RefusalCode.OVERLOADED
+    assert run(target).finished == {1, 2}
+
+
+def test_a_fault_in_one_session_spares_the_others(engines, monkeypatch):
+    target = target_loop(engines)
+    alone = target_loop(engines)
+    alone.receive(LINK, opened(1))
+    expected = run(alone).tokens[1]
+    poison = opened(2, prompt=1)
+    engine_run = engines["target"].run
+
+    def faulty(chunks):
+        if any(chunk.sequence.length == 0 and tuple(chunk.tokens) == poison.tokens for chunk in chunks):
+            raise RuntimeError("planted")
+        return engine_run(chunks)
+
+    monkeypatch.setattr(engines["target"], "run", faulty)
+    target.receive(LINK, opened(1))
+    target.receive(LINK, poison)
+    outcome = run(target)
+    assert outcome.tokens == {1: expected}
+    assert [(refused.session, refused.code) for refused in outcome.refusals] == [(2, RefusalCode.INTERNAL)]
+    assert "planted" in outcome.refusals[0].message
+
+
+def test_a_newer_epoch_replaces_a_session_and_an_older_one_does_nothing(engines):
+    target = target_loop(engines)
+    target.receive(LINK, opened(1, epoch=3))
+    target.step()
+    assert target.receive(LINK, opened(1, epoch=2)) == []
+    assert target.receive(LINK, Close(SessionId(1), 2)) == []
+    target.receive(LINK, opened(1, epoch=5, new=4))
+    outcome = run(target)
+    assert {message.epoch for message in outcome.verifications} == {5}
+    assert len(outcome.tokens[1]) == 4
+
+
+def test_sessions_of_different_routers_do_not_meet(engines):
+    target = target_loop(engines)
+    target.receive("one", opened(1, new=3))
+    target.receive("two", opened(1, new=5, prompt=1))
+    target.forget("one")
+    messages = []
+    while (sent := target.step()) is not None:
+        messages += sent
+    assert {link for link, _ in messages} == {"two"}
+    assert sum(len(message.tokens) for _, message in messages) == 5
+
+
+def test_a_long_prompt_does_not_stop_sessions_that_decode(engines):
+    target = target_loop(engines, TargetLimits(budget=Budget(prefill=4)))
+    target.receive(LINK, opened(1, new=30))
+    while not target.step():  # until its prompt is through
+        pass
+    target.receive(LINK, opened(2, prompt=1))
+    for _ in range(4):
+        sent = target.step()
+        assert [message.session for _, message in sent or []] == [1]
+    run(target)
+
+
+def test_a_drafter_asks_for_a_new_opening_when_it_lost_the_thread(engines):
+    drafter = lookahead(engines)
+    drafter.receive(LINK, opened())
+    gap = Verification(SessionId(1), 1, 10_000, (1,), 0)
+    ((_, refused),) = drafter.receive(LINK, gap)
+    assert refused.code is RefusalCode.UNKNOWN_SESSION
+    ((_, refused),) = drafter.receive(LINK, gap)
+    assert refused.code is RefusalCode.UNKNOWN_SESSION

@@ -1,0 +1,132 @@
+"""Every message survives the wire; garbage never does more than refuse itself."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos.paceline.v1 import worker_pb2 as pb
+from speculation import messages as m
+from transport.codec import (
+    MalformedMessage,
+    decode_from_worker,
+    decode_to_worker,
+    encode_from_worker,
+    encode_to_worker,
+)
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+sessions = u64.map(m.SessionId)
+token_lists = st.lists(u32, max_size=20).map(tuple)
+samplings = st.builds(
+    m.Sampling,
+    temperature=st.floats(0, 100),
+    top_k=u32,
+    top_p=st.floats(0.001, 1.0),
+    min_p=st.floats(0, 1),
+    seed=u64,
+)
+
+
+@st.composite
+def opens(draw: st.DrawFn) -> m.Open:
+    tokens = draw(st.lists(u32, min_size=1, max_size=20).map(tuple))
+    limits = m.Limits(draw(st.integers(len(tokens) + 1, 2**32 - 1)), frozenset(draw(st.lists(u32, max_size=4))))
+    speculation = m.Speculation(draw(st.booleans()), draw(u32))
+    return m.Open(draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation)
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> m.Proposal:
+    size = draw(st.integers(0, 12))
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(size))
+    tokens = tuple(draw(u32) for _ in parents)
+    confidence = tuple(draw(st.integers(0, 255)) / 255 for _ in parents) if draw(st.booleans()) else ()
+    source = draw(st.sampled_from(m.Source))
+    return m.Proposal(draw(sessions), draw(u32), draw(u32), draw(u64), tokens, parents, confidence, source)
+
+
+@st.composite
+def verifications(draw: st.DrawFn) -> m.Verification:
+    tokens = draw(token_lists)
+    accepted = draw(st.integers(0, len(tokens)))
+    offered = draw(st.integers(accepted, 100))
+    finish = draw(st.none() | st.sampled_from(m.FinishReason))
+    return m.Verification(draw(sessions), draw(u32), draw(u32), tokens, draw(u64), accepted, offered, finish)
+
+
+to_worker = st.one_of(opens(), proposals(), verifications(), st.builds(m.Close, sessions, u32))
+from_worker = st.one_of(
+    verifications(),
+    proposals(),
+    st.builds(m.Refused, sessions, u32, st.sampled_from(m.RefusalCode), st.text(max_size=50)),
+    st.builds(m.Load, u32, u32, u64, u64, st.booleans(), st.dictionaries(st.text(max_size=8), u64, max_size=3)),
+    st.builds(m.Welcome, st.text(max_size=9), st.text(max_size=9), u32, u32, u64, st.text(max_size=9)),
+)
+
+
+@given(to_worker)
+def test_messages_to_workers_survive(message):
+    assert decode_to_worker(encode_to_worker(message)) == message
+
+
+@given(from_worker)
+def test_messages_from_workers_survive(message):
+    assert decode_from_worker(encode_from_worker(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_or_read_but_never_breaks_the_reader(entry):
+    for decode in (decode_to_worker, decode_from_worker):
+        with contextlib.suppress(MalformedMessage):
+            decode(entry)
+
+
+@pytest.mark.parametrize(
+    ("wire", "what"),
+    [
+        (pb.Open(session=3, epoch=2), "tokens is empty"),
+        (pb.Open(session=3, epoch=2, tokens=[1, 2], limits=pb.Limits(end=2)), "limits.end is 2; it must be above"),
+        (
+            pb.Open(session=3, epoch=2, tokens=[1], limits=pb.Limits(end=9), sampling=pb.Sampling(top_p=7)),
+            "top_p must be in",
+        ),
+        (
+            pb.Open(session=3, epoch=2, tokens=[1], limits=pb.Limits(end=9), sampling=pb.Sampling(temperature=-1)),
+            "temperature must be",
+        ),
+    ],
+)
+def test_a_malformed_opening_names_the_field_and_its_session(wire, what):
+    with pytest.raises(MalformedMessage, match=what) as error:
+        decode_to_worker(pb.ToWorker(open=wire).SerializeToString())
+    assert (error.value.session, error.value.epoch) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("wire", "what"),
+    [
+        (pb.Proposal(session=3, tokens=[1, 2], parents=[-1, 1]), r"parents\[1\] is 1"),
+        (pb.Proposal(session=3, tokens=[1, 2], parents=[-1]), "parents has 1 entries for 2 tokens"),
+        (pb.Proposal(session=3, tokens=[1] * 600), "at most 512"),
+        (pb.Proposal(session=3, tokens=[1, 2], confidence=b"x"), "confidence has 1 entries for 2 tokens"),
+    ],
+)
+def test_a_malformed_proposal_names_the_field_and_its_session(wire, what):
+    with pytest.raises(MalformedMessage, match=what) as error:
+        decode_from_worker(pb.FromWorker(proposed=wire).SerializeToString())
+    assert error.value.session == 3
+
+
+def test_a_verification_cannot_accept_more_than_it_offered():
+    wire = pb.Verification(session=3, tokens=[1], accepted=1)
+    with pytest.raises(MalformedMessage, match="accepted is 1"):
+        decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
+
+
+def test_fields_of_a_later_version_are_ignored():
+    close = encode_to_worker(m.Close(m.SessionId(5), 2))
+    later = close + bytes([0xFA, 0x07, 0x01, 0x00])  # field 127, one byte
+    assert decode_to_worker(later) == m.Close(m.SessionId(5), 2)

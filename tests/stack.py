@@ -1,0 +1,143 @@
+"""Real workers and a real dispatcher inside one test: real models, real gRPC, no Ray, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from draft_service.lookahead import Lookahead, LookaheadLimits
+from draft_service.service import ROLE as DRAFT
+from engine.build import EngineSettings, build, welcome
+from engine.step import Engine
+from router.dispatch import Dispatcher, DispatchLimits
+from router.generation import Committed, Generation
+from speculation.messages import Sampling, Speculation, Token
+from speculation.session import Role
+from target_service.service import ROLE as TARGET
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from transport.worker import Machine, Worker
+
+MODELS = Path(__file__).parent.parent / "models"
+LOCAL = "127.0.0.1:0"
+
+
+def settings(name: str, cache_tokens: int = 0) -> EngineSettings:
+    """One of the bundled models in float32, in which batch shapes do not change the text."""
+    return EngineSettings(str(MODELS / name), dtype="float32", cache_tokens=cache_tokens)
+
+
+@cache
+def held_out_prompts() -> list[tuple[Token, ...]]:
+    """Token ids of the bundled held-out prompts."""
+    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    lines = (MODELS / "prompts.jsonl").read_text().splitlines()
+    return [tuple(tokenizer.encode(json.loads(line)["prompt"]).ids) for line in lines]
+
+
+@dataclass
+class Running:
+    """A worker under test, with what it computes laid open."""
+
+    worker: Worker
+    machine: Machine
+    engine: Engine
+
+    async def quiescent(self) -> None:
+        """Wait until nothing is left of any session, and check the cache's accounts."""
+        async with asyncio.timeout(10):
+            while self.machine.load().sessions or self.engine.cache.free_tokens != self.engine.cache.capacity:
+                await asyncio.sleep(0.01)
+        self.engine.cache.check()
+
+
+@asynccontextmanager
+async def _serving(machine: Machine, engine: Engine, role: str, listen: str) -> AsyncIterator[Running]:
+    worker = Worker(machine, role)
+    await worker.start(listen)
+    running = Running(worker, machine, engine)
+    try:
+        yield running
+        await running.quiescent()
+    finally:
+        await worker.stop()
+    if worker.failed.done():
+        worker.failed.result()
+
+
+@asynccontextmanager
+async def target_worker(
+    limits: TargetLimits = TargetLimits(), listen: str = LOCAL, cache_tokens: int = 0
+) -> AsyncIterator[Running]:
+    """The bundled target, listening."""
+    chosen = settings("target", cache_tokens)
+    engine = await asyncio.to_thread(build, chosen)
+    async with _serving(
+        VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET, listen
+    ) as up:
+        yield up
+
+
+@asynccontextmanager
+async def draft_worker(
+    limits: LookaheadLimits = LookaheadLimits(), listen: str = LOCAL, model: str = "draft", cache_tokens: int = 0
+) -> AsyncIterator[Running]:
+    """The bundled draft (or any bundled model as one), listening."""
+    chosen = settings(model, cache_tokens)
+    engine = await asyncio.to_thread(build, chosen)
+    async with _serving(Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits), engine, DRAFT, listen) as up:
+        yield up
+
+
+@asynccontextmanager
+async def dispatcher(
+    targets: Sequence[str], drafts: Sequence[str] = (), limits: DispatchLimits = DispatchLimits()
+) -> AsyncIterator[Dispatcher]:
+    """A router's session side, connected to at least one target and all drafters."""
+    serving = Dispatcher(limits)
+    serving.pool.set_workers(Role.TARGET, targets)
+    serving.pool.set_workers(Role.DRAFT, drafts)
+    try:
+        async with asyncio.timeout(10):
+            while sum(peer.welcome is not None for peer in serving.pool.peers.values()) < len(targets) + len(drafts):
+                await asyncio.sleep(0.01)
+        yield serving
+        assert serving.running == 0
+    finally:
+        await serving.pool.close()
+
+
+@dataclass
+class Result:
+    """What one generation produced."""
+
+    tokens: list[Token] = field(default_factory=list)
+    accepted: int = 0
+    offered: int = 0
+    steps: int = 0
+
+
+async def decode(
+    serving: Dispatcher,
+    prompt: tuple[Token, ...],
+    max_tokens: int,
+    sampling: Sampling = Sampling(temperature=0.0),
+    stop_tokens: frozenset[Token] = frozenset(),
+    speculation: Speculation = Speculation(),
+) -> Result:
+    """One generation to its end."""
+    result = Result()
+    generation = Generation(prompt, sampling, max_tokens, stop_tokens, speculation)
+    async for item in serving.generate(generation):
+        if isinstance(item, Committed):
+            result.tokens += item.tokens
+            result.accepted += item.accepted
+            result.offered += item.offered
+            result.steps += 1
+    return result

@@ -1,0 +1,230 @@
+"""The router's state machine, one event at a time."""
+
+from dataclasses import replace
+
+import pytest
+
+from speculation import digest as digests
+from speculation.messages import (
+    ANCHOR,
+    Close,
+    FinishReason,
+    Limits,
+    Open,
+    Proposal,
+    RefusalCode,
+    Refused,
+    Sampling,
+    SessionId,
+    Speculation,
+    Verification,
+)
+from speculation.session import (
+    Available,
+    Emit,
+    Fail,
+    FailureCode,
+    Finish,
+    Lost,
+    PeerId,
+    Phase,
+    Place,
+    Placed,
+    Received,
+    Role,
+    Send,
+    Session,
+    SessionLimits,
+    Start,
+    Stop,
+    Tick,
+    Wake,
+)
+
+ID = SessionId(7)
+PROMPT = (1, 2, 3)
+T0, T1, D0 = PeerId("t0"), PeerId("t1"), PeerId("d0")
+
+
+def new(**speculation) -> Session:
+    return Session(ID, PROMPT, Sampling(), Limits(20), Speculation(**speculation), SessionLimits(stall_timeout=10.0))
+
+
+def sent(effects, kind):
+    return [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+
+
+def running(session: Session | None = None) -> Session:
+    """A session open at t0 (epoch 1) and d0 (epoch 2)."""
+    session = session or new()
+    assert session.handle(0.0, Start()) == [Place(Role.TARGET, frozenset())]
+    effects = session.handle(0.0, Placed(Role.TARGET, T0))
+    assert [effect.message.epoch for effect in sent(effects, Open)] == [1]
+    assert Place(Role.DRAFT, frozenset()) in effects
+    effects = session.handle(0.0, Placed(Role.DRAFT, D0))
+    assert [effect.message.epoch for effect in sent(effects, Open)] == [2]
+    return session
+
+
+def verified(session: Session, *tokens: int, epoch: int = 1, accepted: int = 0, finish=None) -> Verification:
+    prefix = (*PROMPT, *session.output)
+    digest = digests.of((*prefix, *tokens))
+    return Verification(ID, epoch, len(prefix), tokens, digest, accepted, accepted, finish)
+
+
+def test_a_verification_is_emitted_and_relayed_under_the_drafters_epoch():
+    session = running()
+    message = verified(session, 4, 5, accepted=1)
+    effects = session.handle(0.1, Received(T0, message))
+    assert effects == [Emit((4, 5), 1, 1), Send(D0, replace(message, epoch=2))]
+    assert session.output == (4, 5)
+
+
+def test_a_proposal_is_relayed_under_the_targets_epoch():
+    session = running()
+    proposal = Proposal(ID, 2, 3, digests.of(PROMPT), (4,), (ANCHOR,))
+    assert session.handle(0.1, Received(D0, proposal)) == [Send(T0, replace(proposal, epoch=1))]
+    assert session.handle(0.1, Received(D0, replace(proposal, epoch=1))) == []
+    assert session.handle(0.1, Received(PeerId("d9"), proposal)) == []
+
+
+def test_repeated_and_old_verifications_change_nothing():
+    session = running()
+    message = verified(session, 4)
+    session.handle(0.1, Received(T0, message))
+    assert session.handle(0.2, Received(T0, message)) == []
+    assert session.handle(0.2, Received(T0, verified(session, 5, epoch=0))) == []
+    assert session.handle(0.2, Received(T1, verified(session, 5))) == []
+    assert session.output == (4,)
+
+
+def test_a_gap_or_a_wrong_digest_opens_the_session_again_from_what_is_committed():
+    for bad in (
+        replace(verified(new(), 9), position=5),
+        replace(verified(new(), 9), digest=123),
+    ):
+        session = running()
+        effects = session.handle(0.1, Received(T0, bad))
+        assert [effect.peer for effect in sent(effects, Close)] == [T0, D0]
+        assert Place(Role.TARGET, frozenset({T0})) in effects
+        assert session.output == ()
+
+
+def test_losing_the_target_moves_the_session_under_a_new_epoch_and_opens_the_drafter_again():
+    session = running()
+    session.handle(0.1, Received(T0, verified(session, 4, 5)))
+    effects = session.handle(0.2, Lost(T0))
+    assert [effect.peer for effect in sent(effects, Close)] == [D0]
+    effects = session.handle(0.2, Placed(Role.TARGET, T1))
+    opened = sent(effects, Open)[0].message
+    assert (opened.epoch, opened.tokens) == (3, (*PROMPT, 4, 5))
+    effects = session.handle(0.2, Placed(Role.DRAFT, D0))
+    assert sent(effects, Open)[0].message.epoch == 4
+    assert session.handle(0.3, Received(T0, verified(session, 9))) == []  # believed dead, not heard
+    assert session.handle(0.3, Received(T1, verified(session, 6, epoch=3)))[0] == Emit((6,), 0, 0)
+    assert session.reopened == 1
+
+
+def test_losing_the_drafter_never_touches_the_target():
+    session = running()
+    assert session.handle(0.1, Lost(D0)) == [Place(Role.DRAFT, frozenset())]
+    assert session.handle(0.1, Placed(Role.DRAFT, None)) == []
+    assert session.handle(0.1, Received(T0, verified(session, 4))) == [Emit((4,), 0, 0)]
+    assert session.handle(0.2, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset())]
+
+
+def test_without_speculation_no_drafter_is_asked_for():
+    session = new(enabled=False)
+    session.handle(0.0, Start())
+    effects = session.handle(0.0, Placed(Role.TARGET, T0))
+    assert not [effect for effect in effects if isinstance(effect, Place)]
+    assert session.handle(0.0, Available(Role.DRAFT)) == []
+
+
+def test_a_drafter_that_refuses_is_not_asked_again_until_another_comes():
+    session = running()
+    refused = Refused(ID, 2, RefusalCode.OVERLOADED)
+    assert session.handle(0.1, Received(D0, refused)) == [Place(Role.DRAFT, frozenset({D0}))]
+    assert session.handle(0.1, Placed(Role.DRAFT, D0)) == []
+
+
+def test_a_drafter_that_keeps_losing_the_thread_is_given_up():
+    session = running()
+    for epoch in (2, 3, 4):
+        effects = session.handle(0.1, Received(D0, Refused(ID, epoch, RefusalCode.UNKNOWN_SESSION)))
+        if effects:
+            session.handle(0.1, Placed(Role.DRAFT, D0))
+    assert effects == []
+
+
+def test_an_invalid_request_fails_at_once():
+    session = running()
+    effects = session.handle(0.1, Received(T0, Refused(ID, 1, RefusalCode.INVALID, "too long")))
+    assert effects[-1] == Fail(FailureCode.INVALID, "too long")
+    assert session.phase is Phase.ENDED
+    assert session.handle(0.2, Received(T0, verified(session, 4))) == []
+
+
+def test_a_request_that_ends_worker_after_worker_is_failed():
+    session = running()
+    session.handle(0.1, Lost(T0))
+    session.handle(0.1, Placed(Role.TARGET, T1))
+    session.handle(0.2, Lost(T1))
+    session.handle(0.2, Placed(Role.TARGET, T0))
+    effects = session.handle(0.3, Lost(T0))
+    assert isinstance(effects[-1], Fail)
+    assert effects[-1].code is FailureCode.FAULTY
+    assert "t0 was lost" in effects[-1].message
+
+
+def test_progress_between_losses_keeps_the_session_going():
+    session = running()
+    target, epoch = T0, 1
+    for round_ in range(6):
+        session.handle(round_, Received(target, verified(session, 4, epoch=epoch)))
+        assert not any(isinstance(effect, Fail) for effect in session.handle(round_, Lost(target)))
+        target = T1 if target == T0 else T0
+        effects = session.handle(round_, Placed(Role.TARGET, target))
+        epoch = sent(effects, Open)[0].message.epoch
+    assert session.phase is Phase.RUNNING
+
+
+def test_without_any_target_it_waits_and_then_says_so():
+    session = new()
+    session.handle(0.0, Start())
+    assert session.handle(0.0, Placed(Role.TARGET, None)) == [Wake(0.2)]
+    assert session.handle(0.2, Tick()) == [Place(Role.TARGET, frozenset())]
+    assert session.handle(31.0, Placed(Role.TARGET, None)) == [
+        Fail(FailureCode.UNAVAILABLE, "no target worker is available")
+    ]
+
+
+@pytest.mark.parametrize("code", [RefusalCode.OVERLOADED, RefusalCode.DRAINING])
+def test_a_busy_target_is_left_for_another_and_does_not_count_as_a_fault(code):
+    session = running()
+    effects = session.handle(0.1, Received(T0, Refused(ID, 1, code)))
+    assert Place(Role.TARGET, frozenset({T0})) in effects
+    assert session.handle(0.1, Placed(Role.TARGET, None))[0] == Wake(0.1 + 0.2)
+    assert session.handle(0.4, Tick()) == [Place(Role.TARGET, frozenset())]
+
+
+def test_silence_opens_the_session_again_with_growing_patience():
+    session = running()
+    assert session.handle(5.0, Tick()) == []  # the wake-up for second 10 is still to come
+    effects = session.handle(10.0, Tick())
+    assert Place(Role.TARGET, frozenset()) in effects
+    effects = session.handle(10.0, Placed(Role.TARGET, T0))
+    assert Wake(30.0) in effects
+
+
+def test_finish_and_stop_close_both_sides_and_end_the_session():
+    session = running()
+    effects = session.handle(0.1, Received(T0, verified(session, 4, finish=FinishReason.LENGTH)))
+    assert effects[0] == Emit((4,), 0, 0)
+    assert {effect.peer for effect in sent(effects, Close)} == {T0, D0}
+    assert effects[-1] == Finish(FinishReason.LENGTH)
+    session = running()
+    effects = session.handle(0.1, Stop())
+    assert {effect.peer for effect in sent(effects, Close)} == {T0, D0}
+    assert effects[-1] == Finish(None)
+    assert session.handle(0.2, Stop()) == []

@@ -1,0 +1,97 @@
+import pytest
+
+from speculation import digest as digests
+from speculation.messages import ANCHOR, Proposal, SessionId
+from speculation.trie import Fate, SpeculationTrie, TrieLimits
+
+PROMPT = (1, 2, 3)
+
+
+def trie(**limits: int) -> SpeculationTrie:
+    return SpeculationTrie(PROMPT, vocabulary=100, limits=TrieLimits(**limits))
+
+
+def propose(prefix, tokens, parents=None, confidence=()) -> Proposal:
+    chain = tuple(range(ANCHOR, len(tokens) - 1))
+    return Proposal(
+        SessionId(1), 1, len(prefix), digests.of(prefix), tuple(tokens), tuple(parents or chain), tuple(confidence)
+    )
+
+
+def test_a_chain_is_offered_in_order_and_survives_as_far_as_it_was_right():
+    t = trie()
+    assert t.insert(propose(PROMPT, [4, 5, 6])).added == 3
+    offer = t.select(8)
+    assert offer.tokens == (4, 5, 6)
+    assert offer.parents == (ANCHOR, 0, 1)
+    assert t.advance([4, 5]) is not None
+    assert t.tokens == [1, 2, 3, 4, 5]
+    assert t.select(8).tokens == (6,)
+    assert t.advance([7]) is None
+    assert len(t) == 0
+    assert t.digest == digests.of([1, 2, 3, 4, 5, 7])
+
+
+def test_a_tree_is_selected_best_first_with_parents_before_children():
+    t = trie()
+    t.insert(propose(PROMPT, [4, 5, 6, 7], [ANCHOR, ANCHOR, 0, 1], [0.6, 0.4, 0.5, 0.9]))
+    offer = t.select(3)
+    assert offer.tokens == (4, 5, 7)  # path odds 0.6, 0.4, 0.36 beat 0.3
+    assert offer.parents == (ANCHOR, ANCHOR, 1)
+    assert t.select(8, depth=1).tokens == (4, 5)
+
+
+def test_insertion_is_idempotent_and_merges_branches():
+    t = trie()
+    t.insert(propose(PROMPT, [4, 5]))
+    again = t.insert(propose(PROMPT, [4, 5]))
+    assert (again.fate, again.added) == (Fate.STALE, 0)
+    assert t.insert(propose(PROMPT, [4, 6])).added == 1
+    assert len(t) == 3
+
+
+def test_a_proposal_may_hang_from_a_proposed_token():
+    t = trie()
+    t.insert(propose(PROMPT, [4, 5]))
+    assert t.insert(propose((*PROMPT, 4, 5), [6])).added == 1
+    assert t.lead == 3
+
+
+def test_a_late_proposal_is_followed_through_what_was_committed():
+    t = trie()
+    t.advance([4, 5])
+    placed = t.insert(propose(PROMPT, [4, 5, 6, 7]))
+    assert (placed.fate, placed.added) == (Fate.PLACED, 2)
+    assert t.select(8).tokens == (6, 7)
+    assert t.insert(propose(PROMPT, [4, 9, 8])).fate is Fate.STALE
+
+
+@pytest.mark.parametrize(
+    ("proposal", "fate"),
+    [
+        (propose((1, 2, 9), [4]), Fate.CONFLICT),
+        (propose((1, 9), [4]), Fate.CONFLICT),
+        (propose((*PROMPT, 8, 8), [4]), Fate.UNKNOWN_ANCHOR),
+        (propose(PROMPT, [4, 100]), Fate.INVALID_TOKEN),
+        (propose(PROMPT, []), Fate.STALE),
+    ],
+)
+def test_what_cannot_be_placed_is_named_and_changes_nothing(proposal, fate):
+    t = trie()
+    assert t.insert(proposal).fate is fate
+    assert len(t) == 0
+
+
+def test_limits_cut_without_losing_what_fits():
+    t = trie(nodes=4, depth=2, children=2)
+    assert t.insert(propose(PROMPT, [4, 5, 6])).added == 2
+    assert t.insert(propose(PROMPT, [7, 8, 9], [ANCHOR] * 3)).added == 1
+    assert t.insert(propose((*PROMPT, 4), [9, 10], [ANCHOR] * 2)).added == 1
+    assert t.insert(propose((*PROMPT, 7), [9])).fate is Fate.CUT
+
+
+def test_proposals_with_impossible_parents_cannot_be_built():
+    with pytest.raises(ValueError, match=r"parents\[1\] is 1"):
+        propose(PROMPT, [4, 5], [ANCHOR, 1])
+    with pytest.raises(ValueError, match="confidence has 1 entries for 2 tokens"):
+        propose(PROMPT, [4, 5], confidence=[0.5])
