@@ -12,7 +12,7 @@ import uvicorn
 
 from router.api import ApiSettings, build_app
 from router.dispatch import Dispatcher, DispatchLimits
-from router.text import Tokenizer, TokenizerError
+from router.tokenizer import Tokenizer, TokenizerError
 from speculation.session import Role
 from transport import address as addresses
 
@@ -59,7 +59,8 @@ class Router:
         self.set_workers(Role.TARGET, self.settings.targets)
         self.set_workers(Role.DRAFT, self.settings.drafts)
         try:
-            await asyncio.wait_for(self.dispatcher.ready.wait(), self.settings.ready_timeout)
+            async with asyncio.timeout(self.settings.ready_timeout):
+                await self.dispatcher.ready.wait()
         except TimeoutError:
             listed = ", ".join(self.settings.targets) or "no address given"
             wait = f"{self.settings.ready_timeout:.0f} s"
@@ -68,9 +69,12 @@ class Router:
         assert described is not None
         source = self.settings.tokenizer or described.source
         try:
-            return await asyncio.to_thread(Tokenizer.load, source)
+            tokenizer = await asyncio.to_thread(Tokenizer.load, source)
         except TokenizerError as error:
             raise RouterError(f"cannot read the tokenizer from {source!r}: {error}; see --tokenizer") from error
+        if described.tokenizer and tokenizer.digest != described.tokenizer:
+            raise RouterError(f"the tokenizer in {source!r} is not that of the served model {described.model}")
+        return tokenizer
 
     async def start(self) -> None:
         """Serve HTTP once a target is connected; raises :class:`RouterError`, AddressError."""

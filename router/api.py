@@ -1,0 +1,233 @@
+"""The OpenAI-compatible HTTP API: a Starlette application over a :class:`router.generation.Generator`.
+
+Decides which endpoint does what, when the headers of a stream are sent (with its first commit, so a refusal
+before it still has its own status), and how errors are answered. The shapes stand in :mod:`router.responses`,
+the fields in :mod:`router.requests`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router import responses
+from router.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
+from router.choices import Chunk, run_choices
+from router.errors import ApiError, ErrorCode, code_of, code_of_status
+from router.generation import GenerationError, Generator
+from router.requests import ApiRequest, Offer, parse_chat, parse_completion
+from router.responses import Envelope, Json, Usage
+from router.tokenizer import Tokenizer
+from speculation.messages import FinishReason
+
+log = logging.getLogger(__name__)
+
+PARSED_INLINE_BYTES = 16 << 10
+"""Larger bodies are parsed and tokenised in a thread, so that they do not hold up other requests' tokens."""
+CLIENT_CLOSED_REQUEST = 499
+"""Status of an answer that nobody receives (nginx's number); seen in access logs only."""
+
+Parse = Callable[[bytes, Offer, str], ApiRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Bounds and names of the API."""
+
+    model_name: str | None = None
+    """Public name of the model; by default the name its workers give it."""
+    max_body_bytes: int = 4 << 20
+    max_choices: int = 16
+    """Prompts times ``n`` of one request."""
+    retry_after_s: float = 1.0
+    """What a refused client is told to wait."""
+
+
+def build_app(generator: Generator, tokenizer: Tokenizer, settings: ApiSettings | None = None) -> Starlette:
+    """The application. It owns nothing: ``generator`` is started and stopped by the caller."""
+    api = _Api(generator, tokenizer, settings or ApiSettings())
+    return Starlette(
+        routes=[
+            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/v1/models", api.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+            Route("/health", api.health, methods=["GET"]),
+        ],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers={
+            ApiError: api.on_api_error,
+            GenerationError: api.on_generation_error,
+            HTTPException: api.on_http_exception,
+            ClientDisconnect: api.on_disconnect,
+            Exception: api.on_crash,
+        },
+    )
+
+
+class _Api:
+    """The endpoints."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer, settings: ApiSettings) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._started = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, parse_completion)
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, parse_chat)
+
+    async def models(self, _request: Request) -> Response:
+        """What is served now: one model, or none while no target worker is connected."""
+        data = [] if self._generator.model is None else [self._model_body()]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        body = self._model_body()
+        name = request.path_params["name"]
+        if name != body["id"]:
+            raise ApiError("model_not_found", f"there is no model {name!r}; this server has {body['id']!r}", "model")
+        return _json(body)
+
+    async def health(self, _request: Request) -> Response:
+        """200 as long as the process serves, whatever the workers do."""
+        return _json({"status": "ok"})
+
+    def _offer(self) -> Offer:
+        model = self._generator.model
+        if model is None:
+            raise GenerationError("unavailable", "no target worker is connected; try again soon")
+        name = self._settings.model_name or model.name
+        return Offer(name, model, self._tokenizer, self._settings.max_choices)
+
+    def _model_body(self) -> Json:
+        offer = self._offer()
+        return responses.model_body(offer.name, self._started, offer.model.context)
+
+    async def _generate(self, request: Request, parse: Parse) -> Response:
+        body = await read_body(request, self._settings.max_body_bytes)
+        arguments = (body, self._offer(), request.state.request_id)
+        inline = len(body) <= PARSED_INLINE_BYTES
+        parsed = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
+        prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
+        envelope = Envelope(
+            parsed.kind,
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=parsed.model,
+            include_usage=parsed.include_usage,
+            include_speculation=parsed.include_speculation,
+        )
+        chunks = run_choices(parsed, self._generator, self._tokenizer)
+        usage = Usage(parsed.prompt_tokens)
+        if parsed.stream:
+            first = await while_connected(request.receive, _first(chunks))
+            return EventStream(_events(first, chunks, envelope, usage))
+        whole = _whole(chunks, envelope, usage, len(parsed.generations))
+        return _json(await while_connected(request.receive, whole))
+
+    def on_api_error(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        # What is left of a body that is too large must not be read: the connection cannot be used again.
+        headers = {"connection": "close"} if error.code.name == "body_too_large" else {}
+        return self._refusal(error.code, error.message, error.param, headers)
+
+    def on_generation_error(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, GenerationError)
+        return self._refusal(code_of(error.code), error.message)
+
+    def on_http_exception(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = code_of_status(error.status_code)
+        message = f"{request.method} {request.url.path}: {code.meaning}"
+        return self._refusal(code, message, headers=dict(error.headers or {}))
+
+    def on_disconnect(self, _request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    def on_crash(self, request: Request, _error: Exception) -> Response:
+        """The framework raises the error again afterwards, so that the server logs it."""
+        # The handler of last resort stands outside the middleware that adds the id.
+        headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
+        return _json(responses.internal_error_body(), code_of("internal").status, headers)
+
+    def _refusal(
+        self, code: ErrorCode, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    ) -> Response:
+        headers = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
+        if code.retryable:
+            headers["retry-after"] = str(math.ceil(self._settings.retry_after_s))
+        return _json(responses.error_body(code, message, param), code.status, headers)
+
+
+def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(responses.encode(body), status, headers, media_type="application/json")
+
+
+async def _first(chunks: AsyncGenerator[Chunk]) -> Chunk:
+    return await anext(chunks)
+
+
+async def _whole(chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage, choices: int) -> Json:
+    texts: list[list[str]] = [[] for _ in range(choices)]
+    finishes = [FinishReason.STOP] * choices
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            usage.add(chunk)
+            texts[chunk.index].append(chunk.text)
+            finishes[chunk.index] = chunk.finish or finishes[chunk.index]
+    return envelope.whole(["".join(parts) for parts in texts], finishes, usage)
+
+
+async def _events(
+    first: Chunk, chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage
+) -> AsyncGenerator[bytes]:
+    """The whole stream. After its first byte a failure can only be told in an event, which ends it."""
+    opened: set[int] = set()
+    async with aclosing(chunks):
+        try:
+            for body in _chunk_bodies(first, envelope, usage, opened):
+                yield responses.event(body)
+            async for chunk in chunks:
+                for body in _chunk_bodies(chunk, envelope, usage, opened):
+                    yield responses.event(body)
+        except GenerationError as error:
+            yield responses.event(responses.error_body(code_of(error.code), error.message))
+            return
+        except Exception:
+            log.exception("a stream failed")
+            yield responses.event(responses.internal_error_body())
+            return
+    if envelope.include_usage:
+        yield responses.event(envelope.usage(usage))
+    yield responses.DONE
+
+
+def _chunk_bodies(chunk: Chunk, envelope: Envelope, usage: Usage, opened: set[int]) -> list[Json]:
+    """The events for one chunk; usually one."""
+    usage.add(chunk)
+    bodies = []
+    if envelope.kind == "chat" and chunk.index not in opened:
+        opened.add(chunk.index)
+        bodies.append(envelope.opening(chunk.index))
+    if chunk.text or (envelope.include_speculation and chunk.tokens):
+        bodies.append(envelope.text(chunk))
+    if chunk.finish is not None:
+        bodies.append(envelope.closing(chunk.index, chunk.finish))
+    return bodies

@@ -1,0 +1,111 @@
+"""Stand-ins for the peers of a part under test. They keep the peer's promises and record what was asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
+from router.tokenizer import Tokenizer
+from speculation.messages import FinishReason
+
+Script = Callable[[Generation], Iterable[Committed]]
+"""What a generation commits, in order."""
+
+
+class FakeGenerator:
+    """A router that commits what a script says, cut at ``max_tokens`` and at the first stop token as a target would.
+
+    ``error`` is raised once the script is over; ``hang`` waits there for ever instead. ``started`` is set when a
+    generation begins to wait or ends, and ``closed`` counts the generations that are over, however they ended.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        model: ServedModel | None = None,
+        error: Exception | None = None,
+        hang: bool = False,
+    ) -> None:
+        self.model = model
+        self.generations: list[Generation] = []
+        self.started = asyncio.Event()
+        self.closed = 0
+        self._script = script
+        self._error = error
+        self._hang = hang
+
+    @property
+    def running(self) -> int:
+        """Generations that are not over."""
+        return len(self.generations) - self.closed
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
+        """See :class:`router.generation.Generator`."""
+        self.generations.append(generation)
+        try:
+            left = generation.max_tokens
+            for commit in self._script(generation):
+                await asyncio.sleep(0)
+                kept, stopped = _cut(commit, left, generation)
+                left -= len(kept.tokens)
+                yield kept
+                if stopped or not left:
+                    yield Ended(FinishReason.STOP if stopped else FinishReason.LENGTH)
+                    return
+            self.started.set()
+            if self._hang:
+                await asyncio.get_running_loop().create_future()
+            raise self._error or GenerationError("internal", "the script of the fake is too short")
+        finally:
+            self.closed += 1
+
+
+def _cut(commit: Committed, left: int, generation: Generation) -> tuple[Committed, bool]:
+    """The part of a commit that a target would make, and whether it ends with a stop token."""
+    tokens = commit.tokens[:left]
+    stop = next((i for i, token in enumerate(tokens) if token in generation.stop_tokens), None)
+    if stop is not None:
+        tokens = tokens[: stop + 1]
+    accepted = min(commit.accepted, len(tokens))
+    return Committed(tokens, accepted, max(commit.offered, accepted)), stop is not None
+
+
+def commits(tokens: Iterable[int], sizes: Iterable[int]) -> list[Committed]:
+    """``tokens`` split into commits of the given sizes (repeated at need), all but the last token of each drafted."""
+    rest, pattern = list(tokens), list(sizes)
+    result: list[Committed] = []
+    while rest:
+        size = pattern[len(result) % len(pattern)]
+        part, rest = tuple(rest[:size]), rest[size:]
+        result.append(Committed(part, accepted=len(part) - 1, offered=size))
+    return result
+
+
+BOS, EOS, TURN = 0, 1, 2
+"""Special tokens of :func:`tiny_tokenizer`."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ bos_token if loop.first }}<turn>{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
+    """A byte-level BPE tokenizer of 3 special tokens, 256 bytes and a few merges; it puts BOS before a text."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<bos>", "<eos>", "<turn>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello world, the quick brown fox says hello to the world"] * 5, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    return Tokenizer(backend, stop_tokens=frozenset({EOS}), special_tokens=special, chat_template=chat_template)
