@@ -120,7 +120,11 @@ class WorkerConnection:
         A malformed message becomes a refusal of its session, which is then opened again; others do not notice.
         """
         patience = CONNECT_SECONDS
-        while isinstance(frame := await asyncio.wait_for(call.read(), patience), pb.Frame):
+        while True:
+            async with asyncio.timeout(patience):  # not wait_for, which can swallow a cancellation before Python 3.12
+                frame = await call.read()
+            if not isinstance(frame, pb.Frame):
+                return
             patience = WORKER_SILENCE_SECONDS
             for entry in frame.messages:
                 try:

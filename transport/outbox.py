@@ -50,7 +50,8 @@ class Outbox:
         """Everything that waits, up to the frame size; an empty frame after a heartbeat's silence; None at the end."""
         if not self._entries and not self._closed:
             try:
-                await asyncio.wait_for(self._ready.wait(), HEARTBEAT_SECONDS)
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await self._ready.wait()
             except TimeoutError:
                 return pb.Frame()
         entries: list[bytes] = []

@@ -104,7 +104,8 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
         iterator = aiter(frames)
         try:
             while True:
-                frame = await asyncio.wait_for(anext(iterator), ROUTER_SILENCE_SECONDS)
+                async with asyncio.timeout(ROUTER_SILENCE_SECONDS):
+                    frame = await anext(iterator)
                 for entry in frame.messages:
                     self._receive(link, entry)
         except StopAsyncIteration:

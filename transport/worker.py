@@ -60,6 +60,11 @@ class Worker:
         self._server: WorkerServer | None = None
         self.address = ""
 
+    @property
+    def welcome(self) -> Welcome:
+        """How it introduces itself."""
+        return self._machine.welcome()
+
     async def start(self, listen: str) -> None:
         """Listen on ``HOST:PORT``; raises :class:`transport.address.AddressError`."""
         self._loop = asyncio.get_running_loop()
