@@ -1,0 +1,253 @@
+"""Keys and values of every sequence, one slot per token.
+
+Decides which slot a token gets and when it is free again. A session's state is a committed prefix plus a tree of
+pending nodes; committing a path through the tree re-points slots and copies nothing. Knows nothing about what the
+tokens are, about masks or about models.
+
+Tensor legend: H key/value heads, S slots, D key head size, E value head size, T tokens of one write, L positions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.block_ledger import BlockLedger
+
+ROOT = -1
+"""Parent index of a pending node that hangs from the end of the committed prefix."""
+
+
+class CacheFull(Exception):
+    """There are not enough free slots. Nothing was changed."""
+
+
+class KVCache:
+    """Slots for ``capacity`` tokens (rounded up to whole blocks), in every layer.
+
+    Stored per head, ``[1, H, S, D]``: that is the shape attention computes in, so a run of slots is read in place.
+    """
+
+    def __init__(
+        self, layers: int, capacity: int, *, block: int = 16, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        if capacity < 1 or block < 1:
+            raise ValueError(f"capacity and block must be positive, got {capacity} and {block}")
+        blocks = -(-capacity // block)
+        self.capacity = blocks * block
+        self.block = block
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.ledger = BlockLedger(blocks)
+        self.sequences: set[CachedSequence] = set()
+        self._keys: list[Tensor | None] = [None] * layers
+        self._values: list[Tensor | None] = [None] * layers
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that fit into unowned blocks; a sequence also has the spare slots of its own blocks."""
+        return self.ledger.free * self.block
+
+    def sequence(self) -> CachedSequence:
+        """A new, empty sequence. Whoever asked for it must :meth:`~CachedSequence.free` it."""
+        sequence = CachedSequence(self)
+        self.sequences.add(sequence)
+        return sequence
+
+    def write(
+        self, layer: int, slots_T: Tensor, first: int | None, key_1HTD: Tensor, value_1HTE: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store one layer's keys and values; return all of that layer's, ``[1, H, S, D]`` and ``[1, H, S, E]``.
+
+        ``first`` is the first slot when ``slots_T`` is one ascending run, which is copied faster than scattered ones.
+        """
+        keys_1HSD, values_1HSE = self._keys[layer], self._values[layer]
+        if keys_1HSD is None or values_1HSE is None:
+            keys_1HSD, values_1HSE = self._allocate(layer, key_1HTD), self._allocate(layer, value_1HTE)
+            self._keys[layer], self._values[layer] = keys_1HSD, values_1HSE
+        if first is not None:
+            count = key_1HTD.shape[2]
+            keys_1HSD.narrow(2, first, count).copy_(key_1HTD)
+            values_1HSE.narrow(2, first, count).copy_(value_1HTE)
+        else:
+            keys_1HSD.index_copy_(2, slots_T, key_1HTD)
+            values_1HSE.index_copy_(2, slots_T, value_1HTE)
+        return keys_1HSD, values_1HSE
+
+    def _allocate(self, layer: int, like_1HTD: Tensor) -> Tensor:
+        # Allocated at the first write because head counts and sizes differ between models and even between layers.
+        # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN.
+        _, heads, _, size = like_1HTD.shape
+        assert like_1HTD.dtype == self.dtype, f"layer {layer} writes {like_1HTD.dtype} into a {self.dtype} cache"
+        return torch.zeros(1, heads, self.capacity, size, dtype=self.dtype, device=self.device)
+
+    def check(self) -> None:
+        """Assert that every slot is free or owned exactly once."""
+        owner = bytearray(self.capacity)
+        for sequence in self.sequences:
+            for slot in sequence.owned_slots():
+                assert not owner[slot], f"slot {slot} is owned twice"
+                owner[slot] = 1
+        for block in range(self.capacity // self.block):
+            owned = sum(owner[block * self.block : (block + 1) * self.block])
+            expected = 0 if block in self.ledger else self.block
+            assert owned == expected, f"block {block}: {owned} slots owned, expected {expected}"
+        free = sum(block in self.ledger for block in range(self.capacity // self.block))
+        assert free == self.ledger.free, f"ledger counts {self.ledger.free} free blocks, there are {free}"
+
+
+class CachedSequence:
+    """The cached state of one session: a committed prefix and a tree of pending nodes hanging from its end.
+
+    Pending nodes are numbered 0, 1, ... in the order they were appended, so a parent comes before its children.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.parents: list[int] = []
+        """Parent of every pending node, or ROOT."""
+        self.depths: list[int] = []
+        """Distance of every pending node from the prefix's end: its position is ``length + depth``."""
+        self._pending_slots: list[int] = []
+        self._slots = array("q")  # of the committed tokens
+        self._blocks: list[int] = []  # in the order they were taken
+        self._spare: list[int] = []  # sorted slots of own blocks that hold nothing
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens."""
+        return len(self._slots)
+
+    @property
+    def pending(self) -> int:
+        """Number of pending nodes."""
+        return len(self.parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every pending node is the only child of the one before it."""
+        return not self.parents or self.depths[-1] == len(self.depths) - 1
+
+    def slots(self, start: int = 0) -> Tensor:
+        """Slots of the committed tokens from position ``start`` on, then of all pending nodes."""
+        pending_P = torch.tensor(self._pending_slots, dtype=torch.int64)
+        if start >= len(self._slots):
+            return pending_P
+        # Read in place, then copied by cat: an array cannot grow while a tensor shares its memory.
+        return torch.cat((torch.frombuffer(self._slots, dtype=torch.int64, offset=8 * start), pending_P))
+
+    def blocks_needed(self, count: int) -> int:
+        """Blocks to be taken from the ledger before ``count`` more tokens fit."""
+        return max(0, -(-(count - len(self._spare)) // self._cache.block))
+
+    def can_append(self, count: int) -> bool:
+        """Whether ``count`` more pending nodes fit now."""
+        return self.blocks_needed(count) <= self._cache.ledger.free
+
+    def append(self, parents: Sequence[int]) -> list[int]:
+        """Add one pending node per entry and return their slots. Raises :class:`CacheFull`."""
+        depths = list(self.depths)
+        for index, parent in enumerate(parents, start=self.pending):
+            if not ROOT <= parent < index:
+                raise ValueError(f"pending node {index} cannot have parent {parent}; a parent must precede its child")
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        assert self in self._cache.sequences, "append() to a sequence that was freed"
+        slots = self._reserve(len(parents))
+        self.parents += parents
+        self.depths = depths
+        self._pending_slots += slots
+        return slots
+
+    def retract(self, count: int) -> None:
+        """Drop the ``count`` nodes appended last."""
+        keep = self.pending - count
+        assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
+        dropped = self._pending_slots[keep:]
+        del self.parents[keep:], self.depths[keep:], self._pending_slots[keep:]
+        self._release(dropped)
+
+    def advance(self, path: Sequence[int]) -> dict[int, int]:
+        """Commit ``path``: pending nodes, root first, each the child of the one before.
+
+        Descendants of its last node (with an empty path: everything) stay pending; the rest is freed. Returns the new
+        index of each survivor by its old one. Costs time in the number of pending nodes, not in the prefix.
+        """
+        last = ROOT
+        for node in path:
+            if not 0 <= node < self.pending or self.parents[node] != last:
+                raise ValueError(f"pending node {node} is not a child of {last}; cannot commit {list(path)}")
+            last = node
+        renumbered: dict[int, int] = {}
+        for node, parent in enumerate(self.parents):
+            if node > last and (parent == last or parent in renumbered):
+                renumbered[node] = len(renumbered)
+        kept = renumbered.keys() | path
+        freed = [slot for node, slot in enumerate(self._pending_slots) if node not in kept]
+        self._slots.extend(self._pending_slots[node] for node in path)
+        self.parents = [renumbered.get(self.parents[node], ROOT) for node in renumbered]
+        self.depths = [self.depths[node] - len(path) for node in renumbered]
+        self._pending_slots = [self._pending_slots[node] for node in renumbered]
+        self._release(freed)
+        return renumbered
+
+    def rollback(self) -> None:
+        """Drop all pending nodes."""
+        self.retract(self.pending)
+
+    def truncate(self, length: int) -> None:
+        """Shorten the committed prefix to ``length`` tokens. Nothing may be pending."""
+        if self.pending:
+            raise ValueError(f"truncate() with {self.pending} pending nodes; roll back or advance first")
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate {self.length} tokens to {length}")
+        freed = self._slots[length:].tolist()
+        del self._slots[length:]
+        self._release(freed)
+
+    def free(self) -> None:
+        """Give everything back. Harmless when done twice."""
+        # All at once: slot by slot would take quadratic time in a long sequence.
+        for block in self._blocks:
+            self._cache.ledger.give(block)
+        for holdings in (self.parents, self.depths, self._pending_slots, self._slots, self._blocks, self._spare):
+            del holdings[:]
+        self._cache.sequences.discard(self)
+
+    def owned_slots(self) -> Iterable[int]:
+        """Every slot of this sequence's blocks, whether it holds a token or is spare (for the cache's check)."""
+        yield from self._slots
+        yield from self._pending_slots
+        yield from self._spare
+
+    def _reserve(self, count: int) -> list[int]:
+        needed = self.blocks_needed(count)
+        if needed > self._cache.ledger.free:
+            raise CacheFull(f"{count} tokens need {needed} free blocks, there are {self._cache.ledger.free}")
+        block = self._cache.block
+        for _ in range(needed):
+            taken = self._cache.ledger.take(after=self._blocks[-1] if self._blocks else None)
+            self._blocks.append(taken)
+            self._spare += range(taken * block, (taken + 1) * block)
+        if needed:
+            self._spare.sort()
+        # Lowest first: holes left by refused branches are filled before new ground is broken.
+        slots = self._spare[:count]
+        del self._spare[:count]
+        return slots
+
+    def _release(self, slots: list[int]) -> None:
+        if not slots:
+            return
+        self._spare += slots
+        self._spare.sort()
+        block = self._cache.block
+        for owned in {slot // block for slot in slots}:
+            start = bisect_left(self._spare, owned * block)
+            if len(self._spare) >= start + block and self._spare[start + block - 1] == (owned + 1) * block - 1:
+                del self._spare[start : start + block]
+                self._blocks.remove(owned)
+                self._cache.ledger.give(owned)

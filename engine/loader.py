@@ -1,0 +1,251 @@
+"""What model do we run, and does our attention compute it correctly.
+
+Decides dtype and device, reads weights and tokenizer with plain transformers, packs the linear layers, and refuses
+what cannot be served with one line that says why. Whether the numbers are right is :mod:`engine.self_test`'s to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from engine.attention import NAME
+from engine.linear import pack_linears
+from engine.model import Model, ModelError
+from engine.self_test import STOCK, SelfTest
+from engine.threads import set_threads
+
+__all__ = ["Model", "ModelError", "load"]
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+Progress = Callable[[str], None]
+T = TypeVar("T")
+
+
+def load(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    pack: bool = True,
+    self_test: bool = True,
+    progress: Progress | None = None,
+) -> Model:
+    """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
+
+    ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1).
+    ``pack``: store linear layers in oneDNN's layout (CPU only). ``progress`` hears a line before each slow part.
+    """
+    report = progress or (lambda _: None)
+    set_threads(threads)
+    local = _local(path)
+    chosen_device = _choose_device(device)
+    chosen_dtype = _choose_dtype(dtype, chosen_device)
+    report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
+    with _quiet():
+        module = _read_module(path, local, chosen_dtype).to(chosen_device)
+        tokens = _read_tokens(path, local)
+    model = _describe(path, module, tokens, chosen_dtype, chosen_device)
+    test = SelfTest(model) if self_test else None
+    if test is not None:
+        report("computing reference logits")
+        _guarded(model, test.expect)
+    _use_our_attention(model)
+    if pack and chosen_device.type == "cpu":
+        report("packing linear layers")
+        pack_linears(module)
+    if test is not None:
+        difference = _guarded(model, test.check)
+        report(f"self-test passed: logits within {difference:.1g} of the stock forward (relative)")
+    return model
+
+
+def _local(path: str) -> bool:
+    """Whether ``path`` is a folder here; raises for what was surely meant to be one, so that nothing is downloaded."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{path}: not a model folder, it has no config.json")
+        return True
+    if folder.exists():
+        raise ModelError(f"{path}: is a file; give the folder that holds config.json and the weights")
+    parts = path.split("/")
+    meant_as_hub_id = len(parts) == 2 and all(parts) and path[0] not in "./~" and not Path(parts[0]).is_dir()
+    if not meant_as_hub_id:
+        raise ModelError(f"{path}: no such folder; give a model folder or a hub id such as Org/Name")
+    return False
+
+
+def _choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} cannot be used here: {_first_line(error)}") from error
+
+
+def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16
+        features = torch.cpu.get_capabilities()
+        fast = features.get("avx512_bf16") or features.get("amx_bf16")
+        return torch.bfloat16 if fast else torch.float32
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _read_module(path: str, local: bool, dtype: torch.dtype) -> Any:
+    folder = Path(path).expanduser() if local else path
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=local)
+    except Exception as error:
+        raise ModelError(f"{path}: cannot read the configuration: {_first_line(error)}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
+    try:
+        module: Any
+        loaded: dict[str, Any]
+        module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=STOCK,
+            local_files_only=local,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelError(f"{path}: cannot load the weights: {_first_line(error)}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        # transformers fills these with random numbers and only warns.
+        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
+    if module._is_stateful:
+        raise ModelError(f"{path}: model type {config.model_type!r} keeps a recurrent state, which cannot roll back")
+    return module.eval().requires_grad_(False)
+
+
+def _read_tokens(path: str, local: bool) -> dict[str, int]:
+    """Token to id; empty when there is no tokenizer."""
+    folder = Path(path).expanduser()
+    if local and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder if local else path, local_files_only=local)
+    except Exception as error:
+        raise ModelError(f"{path}: cannot read the tokenizer: {_first_line(error)}") from error
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    # Without its files transformers may invent a tokenizer that knows its special tokens only.
+    return vocabulary if len(vocabulary) > len(tokenizer.all_special_ids) else {}
+
+
+def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype, device: torch.device) -> Model:
+    config = module.config.get_text_config(decoder=True)
+    vocabulary = config.vocab_size
+    if tokens:
+        vocabulary = min(vocabulary, max(tokens.values()) + 1)
+    stops = _token_ids(config.eos_token_id) | _token_ids(getattr(module.generation_config, "eos_token_id", None))
+    return Model(
+        name=path,
+        module=module,
+        config=module.config,
+        vocabulary=vocabulary,
+        context=_context(config),
+        stop_tokens=frozenset(token for token in stops if 0 <= token < vocabulary),
+        tokenizer_digest=_digest(tokens),
+        dtype=dtype,
+        device=device,
+        layers=config.num_hidden_layers,
+    )
+
+
+def _context(config: Any) -> int:
+    """Positions up to which packed sequences compute what they would alone."""
+    context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+    # Attention in fixed chunks is a mask the attention function is not told about.
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        context = min(context, config.attention_chunk_size)
+    # These rotate by the longest sequence of the whole batch; up to the trained length they do not.
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        trained = rope.get("original_max_position_embeddings")
+        context = min(context, trained or getattr(config, "original_max_position_embeddings", None) or context)
+    return context
+
+
+def _token_ids(value: int | list[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return set(value) if isinstance(value, list) else {value}
+
+
+def _digest(tokens: dict[str, int]) -> int:
+    """64-bit digest of the id-to-token map; 0 when there is none."""
+    if not tokens:
+        return 0
+    digest = hashlib.blake2b(digest_size=8)
+    for token, token_id in sorted(tokens.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _use_our_attention(model: Model) -> None:
+    module: Any = model.module
+    with _quiet():
+        module.set_attn_implementation(NAME)
+
+
+def _guarded(model: Model, part: Callable[[], T]) -> T:
+    """Run a part of the self-test; whatever a model does in it ends as one clear line."""
+    try:
+        with _quiet():
+            return part()
+    except ModelError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise ModelError(f"model type {model.config.model_type!r} is not supported: {reason}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and advice out of a server's output."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,89 @@
+"""The torch version of :mod:`speculation.noise`, which it equals bit for bit in the integers.
+
+Decides how the words are computed quickly; what they are is decided there. One row per key, one column per token.
+
+Tensor legend: N keys (rows), V vocabulary, B one block of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from speculation.noise import GOLDEN_32, LOWBIAS_1, LOWBIAS_2, MASK32
+
+BLOCK = 1 << 15
+"""Tokens hashed at once: some twenty passes over a block that stays in the processor's own cache."""
+
+
+def noise_bits(keys: Sequence[int] | Tensor, vocabulary: int, device: torch.device | str) -> Tensor:
+    """``speculation.noise.bits(key, token)`` for every key and token, int64 ``[N, V]``.
+
+    Keys are 64-bit; in a tensor (int64) the top bit is the sign.
+    """
+    low_N1, high_N1 = _halves(keys, torch.device(device))
+    words_NV = _words(low_N1, high_N1, torch.arange(vocabulary, device=device, dtype=torch.int32))
+    return words_NV.to(torch.int64) & MASK32
+
+
+def gumbel(keys: Sequence[int] | Tensor, vocabulary: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """``speculation.noise.gumbel(key, token)`` for every key and token, ``[N, V]``; always finite."""
+    low_N1, high_N1 = _halves(keys, torch.device(device))
+    noise_NV = torch.empty(len(low_N1), vocabulary, dtype=dtype, device=device)
+    tokens_V = torch.arange(vocabulary, device=device, dtype=torch.int32)
+    for start in range(0, vocabulary, BLOCK):
+        words_NB = _words(low_N1, high_N1, tokens_V[start : start + BLOCK])
+        _to_gumbel(words_NB, noise_NV[:, start : start + BLOCK])
+    return noise_NV
+
+
+def _halves(keys: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Low and high 32 bits of every key as int32 ``[N, 1]``."""
+    if isinstance(keys, Tensor):
+        keys_N = keys.to(device)
+    else:
+        keys_N = torch.tensor([_wrap(key, 64) for key in keys], dtype=torch.int64, device=device)
+    # The high half's arithmetic shift and both narrowing casts keep exactly the 32 bits wanted.
+    return keys_N.to(torch.int32)[:, None], (keys_N >> 32).to(torch.int32)[:, None]
+
+
+def _wrap(value: int, width: int) -> int:
+    """The signed integer with the same low ``width`` bits."""
+    value &= (1 << width) - 1
+    return value - (1 << width) if value >> (width - 1) else value
+
+
+def _words(low_N1: Tensor, high_N1: Tensor, tokens_B: Tensor) -> Tensor:
+    """The hash in wrapping int32 arithmetic: half the memory traffic of int64, and no masking after products."""
+    words_NB = tokens_B * _wrap(GOLDEN_32, 32) + low_N1
+    _mix(words_NB)
+    words_NB ^= high_N1
+    _mix(words_NB)
+    return words_NB
+
+
+def _mix(words: Tensor) -> None:
+    _xor_shifted(words, 16)
+    words *= _wrap(LOWBIAS_1, 32)
+    _xor_shifted(words, 15)
+    words *= _wrap(LOWBIAS_2, 32)
+    _xor_shifted(words, 15)
+
+
+def _xor_shifted(words: Tensor, bits: int) -> None:
+    # int32 shifts in copies of the sign; the mask makes it the reference's unsigned shift.
+    words ^= (words >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _to_gumbel(words_NB: Tensor, out_NB: Tensor) -> None:
+    """``-log(-log1p(-u))`` with ``u = (word + 0.5) / 2**32``, written to ``out_NB``."""
+    # Signed to unsigned: negative words are 2**32 too low. Small words, whose noise decides draws, stay exact.
+    out_NB.copy_(words_NB)
+    out_NB += 0.5
+    out_NB += (words_NB < 0).to(out_NB.dtype).mul_(2.0**32)
+    out_NB *= 2.0**-32
+    # Just below 1 the product rounds to 1 in float32, whose noise would be -inf: a lone survivor could lose its draw.
+    out_NB.clamp_(max=1.0 - torch.finfo(out_NB.dtype).eps / 2)
+    out_NB.neg_().log1p_().neg_().log_().neg_()

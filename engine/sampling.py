@@ -1,0 +1,179 @@
+"""From logits to tokens: filters, the coupled draw, and a drafter's candidates.
+
+Decides the distribution a token is drawn from and draws it with the noise of :mod:`speculation.noise`. Every row has
+its own settings, and its outcome does not depend on the other rows of the call. Knows nothing about drafts, trees
+or acceptance: the target samples as if there were none.
+
+Tensor legend: N rows, V vocabulary, M rows that need a filter, C the most likely tokens looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.noise import gumbel, noise_bits
+from speculation.messages import Sampling
+from speculation.noise import key
+
+__all__ = ["Candidate", "Draw", "candidates", "filtered_log_probs", "gumbel", "noise_bits", "sample"]
+
+NUCLEUS_GUESS = 1024
+"""Tokens sorted first for top-p; a row whose first tokens hold less than the wanted mass is sorted further."""
+
+NUCLEUS_GROWTH = 8
+"""How many times further."""
+
+RIVALS = 4
+"""Tokens beyond the candidates asked for that share in the confidence."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How, and for which position of its sequence, one row's token is drawn."""
+
+    sampling: Sampling
+    position: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token the target may draw, and how likely the drafter thinks that is."""
+
+    token: int
+    confidence: float
+
+
+def filtered_log_probs(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Log-probabilities after temperature, top-k, top-p and min-p (in this order), ``[N, V]``; -inf where excluded.
+
+    A greedy row has no filters and temperature 1: its log-probabilities are the model's own. Tokens that tie with the
+    last one a filter keeps are kept too, so the outcome does not depend on how a sort orders equals.
+    """
+    return _filtered_scores(logits_NV, draws).log_softmax(-1)
+
+
+def sample(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """The coupled draw of every row: ``argmax(log p + g)``, at temperature 0 ``argmax(log p)``."""
+    tokens: list[int] = _perturbed(logits_NV, draws).argmax(-1).tolist()
+    return tokens
+
+
+def candidates(logits_NV: Tensor, draws: Sequence[Draw], k: int) -> list[list[Candidate]]:
+    """The ``k`` tokens each row most likely draws, best first; fewer where the filters leave fewer.
+
+    ``logits_NV`` are a drafter's. Greedy: its most likely tokens, with their probability as confidence. Otherwise the
+    best under the noise the target will use: a candidate wins unless the target's log-probabilities differ from the
+    drafter's by more than the gap to its rivals, so the confidence is a softmax over the best perturbed scores
+    (the ``k`` and a few rivals). It ranks and lies in (0, 1]; calibrate it against what is accepted.
+    """
+    if not draws:
+        return []
+    perturbed_NV = _perturbed(logits_NV, draws)
+    best_NC, tokens_NC = perturbed_NV.topk(min(k + RIVALS, perturbed_NV.shape[-1]), dim=-1)
+    confidence_NC = best_NC.softmax(-1)
+    greedy_M = _rows(draws, [draw.sampling.greedy for draw in draws], logits_NV.device)
+    if greedy_M is not None:
+        mass_M1 = perturbed_NV[greedy_M].logsumexp(-1, keepdim=True)
+        confidence_NC[greedy_M] = (best_NC[greedy_M] - mass_M1).exp()
+    confidence_NC = confidence_NC.clamp(torch.finfo(confidence_NC.dtype).tiny, 1.0)
+    rows = zip(tokens_NC[:, :k].tolist(), confidence_NC[:, :k].tolist(), best_NC[:, :k].tolist(), strict=True)
+    return [
+        [Candidate(token, confidence) for token, confidence, score in zip(*row, strict=True) if score > float("-inf")]
+        for row in rows
+    ]
+
+
+def _perturbed(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Scores whose argmax is the draw: log p up to a constant per row, plus the noise unless greedy."""
+    scores_NV = _filtered_scores(logits_NV, draws)
+    random = [not draw.sampling.greedy for draw in draws]
+    random_M = _rows(draws, random, logits_NV.device)
+    if random_M is None:
+        return scores_NV
+    keys = [key(draw.sampling.seed, draw.position) for draw, drawn in zip(draws, random, strict=True) if drawn]
+    noise_MV = gumbel(keys, scores_NV.shape[-1], scores_NV.dtype, scores_NV.device)
+    if len(keys) == len(draws):
+        return scores_NV + noise_MV
+    return scores_NV.index_add(0, random_M, noise_MV)
+
+
+def _rows(draws: Sequence[Draw], chosen: Sequence[bool], device: torch.device) -> Tensor | None:
+    """Indices of the chosen rows; None when there are none, which skips their filter."""
+    if not any(chosen):
+        return None
+    return torch.tensor([row for row in range(len(draws)) if chosen[row]], device=device)
+
+
+def _filtered_scores(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """``filtered_log_probs`` without the normalisation."""
+    assert logits_NV.dim() == 2 and len(logits_NV) == len(draws), "one row of logits per draw"
+    device = logits_NV.device
+    settings = [draw.sampling for draw in draws]
+    random_M = _rows(draws, [not setting.greedy for setting in settings], device)
+    if random_M is None:
+        return logits_NV
+    # Subtracting the maximum first keeps the likely tokens exact at low temperatures.
+    tiny = torch.finfo(logits_NV.dtype).tiny
+    temperatures = [1.0 if setting.greedy else max(setting.temperature, tiny) for setting in settings]
+    scores_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
+    scores_NV /= _column(temperatures, logits_NV)
+    for wanted, keep in (
+        ([setting.top_k > 0 for setting in settings], _keep_top_k),
+        ([setting.top_p < 1.0 for setting in settings], _keep_top_p),
+        ([setting.min_p > 0.0 for setting in settings], _keep_min_p),
+    ):
+        applies = [want and not setting.greedy for want, setting in zip(wanted, settings, strict=True)]
+        rows_M = _rows(draws, applies, device)
+        if rows_M is None:
+            continue
+        scores_MV = scores_NV[rows_M] if len(rows_M) < len(draws) else scores_NV
+        chosen = [setting for setting, applied in zip(settings, applies, strict=True) if applied]
+        threshold_M1 = keep(scores_MV, chosen)
+        scores_NV[rows_M] = scores_MV.masked_fill(scores_MV < threshold_M1, float("-inf"))
+    return scores_NV
+
+
+def _keep_top_k(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """The lowest score that top-k keeps, ``[M, 1]``."""
+    ranks = [min(setting.top_k, scores_MV.shape[-1]) for setting in settings]
+    best_MC = scores_MV.topk(max(ranks), dim=-1).values
+    return best_MC.gather(1, torch.tensor(ranks, device=scores_MV.device)[:, None] - 1)
+
+
+def _keep_top_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """The lowest score that top-p keeps, ``[M, 1]``: a token stays while those above it hold less than p."""
+    p_M1 = _column([setting.top_p for setting in settings], scores_MV)
+    # Normalised over the whole row, not over the part sorted: a row's outcome must not depend on its neighbours.
+    mass_M1 = scores_MV.logsumexp(-1, keepdim=True)
+    threshold_M1 = torch.empty_like(mass_M1)
+    vocabulary = scores_MV.shape[-1]
+    open_M = torch.arange(len(scores_MV), device=scores_MV.device)
+    survivors = [setting.top_k or vocabulary for setting in settings]
+    sorted_first = min(NUCLEUS_GUESS, max(survivors))
+    while len(open_M):
+        count = min(sorted_first, vocabulary)
+        best_MC = scores_MV[open_M].topk(count, dim=-1).values
+        through_MC = (best_MC - mass_M1[open_M]).exp().cumsum(-1)
+        above_MC = through_MC.roll(1, dims=-1)
+        above_MC[:, 0] = 0.0
+        kept_M1 = (above_MC < p_M1[open_M]).sum(-1, keepdim=True)
+        threshold_M1[open_M] = best_MC.gather(1, kept_M1 - 1)
+        if count == vocabulary:
+            break
+        open_M = open_M[through_MC[:, -1] < p_M1[open_M, 0]]
+        sorted_first *= NUCLEUS_GROWTH
+    return threshold_M1
+
+
+def _keep_min_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """The lowest score that min-p keeps, ``[M, 1]``: min_p times the likeliest token's probability."""
+    min_p_M1 = _column([setting.min_p for setting in settings], scores_MV)
+    return scores_MV.amax(-1, keepdim=True) + min_p_M1.log()
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

@@ -1,0 +1,127 @@
+"""One forward over everything a batch has to compute.
+
+Decides how chunks of different sequences are packed into one row, and keeps a step all-or-nothing. Which chunks are
+worth computing is the caller's decision; what the logits mean is :mod:`engine.sampling`'s.
+
+Tensor legend: T tokens of the step, R rows asked for, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention import Step, forward_context
+from engine.kv_cache import CachedSequence, CacheFull, KVCache
+from engine.model import Model
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens to append to one sequence, and which of their logits are wanted.
+
+    ``parents`` None continues the chain from the last pending node (or the prefix's end). Otherwise it holds an index
+    per token in the sequence's pending numbering, where this chunk's tokens get the next free numbers, or -1.
+    """
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    rows: Sequence[int] = ()
+    """Indices into ``tokens``."""
+
+    def resolved_parents(self) -> Sequence[int]:
+        """The parents, spelled out."""
+        if self.parents is None:
+            pending = self.sequence.pending
+            return range(pending - 1, pending - 1 + len(self.tokens))
+        if len(self.parents) != len(self.tokens):
+            raise ValueError(f"{len(self.parents)} parents for {len(self.tokens)} tokens")
+        return self.parents
+
+
+class Engine:
+    """A model over a cache."""
+
+    def __init__(self, model: Model, cache: KVCache) -> None:
+        self.model = model
+        self.cache = cache
+        self.last_calls: list[int] = []
+        """How often each layer's attention was called in the last step."""
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute ``chunks``; return the wanted rows in chunk order, ``[R, V]`` in float32 (float64 if the model is).
+
+        The tokens become pending nodes of their sequences. Raises :class:`CacheFull`, or ValueError for a chunk that
+        cannot be computed; then, as after any other exception, no sequence has changed.
+        """
+        tokens, rows = self._checked(chunks)
+        if not tokens:
+            return torch.empty(0, self.model.vocabulary, dtype=self._logits_dtype, device=self.model.device)
+        appended: list[Chunk] = []
+        try:
+            slots: list[int] = []
+            for chunk in chunks:
+                slots += chunk.sequence.append(chunk.resolved_parents())
+                appended.append(chunk)
+            self._check_context(chunks)
+            return self._forward(chunks, tokens, slots, rows)
+        except BaseException:
+            for chunk in appended:
+                chunk.sequence.retract(len(chunk.tokens))
+            raise
+
+    @property
+    def _logits_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.model.dtype, torch.float32)
+
+    def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+        """All tokens, and the wanted rows as indices into them."""
+        tokens: list[int] = []
+        rows: list[int] = []
+        for chunk in chunks:
+            if not chunk.tokens:
+                raise ValueError("a chunk without tokens")
+            for row in chunk.rows:
+                if not 0 <= row < len(chunk.tokens):
+                    raise ValueError(f"row {row} of a chunk of {len(chunk.tokens)} tokens")
+                rows.append(len(tokens) + row)
+            tokens += chunk.tokens
+        if len({id(chunk.sequence) for chunk in chunks}) < len(chunks):
+            raise ValueError("a sequence may have only one chunk in a step")
+        if tokens and (min(tokens) < 0 or max(tokens) >= self.model.vocabulary):
+            raise ValueError(f"token ids must be in [0, {self.model.vocabulary}), got {min(tokens)} to {max(tokens)}")
+        needed = sum(chunk.sequence.blocks_needed(len(chunk.tokens)) for chunk in chunks)
+        if needed > self.cache.ledger.free:
+            raise CacheFull(f"the step needs {needed} free blocks, there are {self.cache.ledger.free}")
+        return tokens, rows
+
+    def _check_context(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            end = chunk.sequence.length + max(chunk.sequence.depths) + 1
+            if end > self.model.context:
+                raise ValueError(f"position {end - 1} is beyond the model's context of {self.model.context} tokens")
+
+    def _forward(self, chunks: Sequence[Chunk], tokens: list[int], slots: list[int], rows: list[int]) -> Tensor:
+        model, device = self.model, self.model.device
+        positions = [
+            chunk.sequence.length + depth for chunk in chunks for depth in chunk.sequence.depths[-len(chunk.tokens) :]
+        ]
+        step = Step(self.cache, [(chunk.sequence, len(chunk.tokens)) for chunk in chunks], slots, model.layers)
+        wanted = torch.tensor(rows or [len(tokens) - 1], device=device)
+        with forward_context(step):
+            output = model.module(
+                input_ids=torch.tensor([tokens], device=device),
+                position_ids=torch.tensor([positions], device=device),
+                use_cache=False,
+                **({"logits_to_keep": wanted} if self._keeps_rows else {}),
+            )
+        self.last_calls = step.calls
+        logits_RV: Tensor = output.logits[0] if self._keeps_rows else output.logits[0, wanted]
+        return logits_RV[: len(rows), : model.vocabulary].to(self._logits_dtype)

@@ -1,0 +1,249 @@
+"""Loading: what comes out, what is refused and with which words, and a self-test that finds planted faults."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from engine import attention, loader
+from engine.linear import PackedLinear, can_pack
+from engine.loader import ModelError, load
+from engine.visibility import KeyView
+from tests.unit.engine_models import save_model
+
+SERVED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("tried to reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("family", SERVED)
+def test_served_families_pass_the_self_test(family: str, dtype: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    model = load(save_model(family, tmp_path), dtype=dtype, device="cpu", progress=lines.append)
+    assert lines[-1].startswith("self-test passed")
+    assert (model.layers, model.vocabulary, model.context) == (3, 256, 256)
+
+
+def test_what_a_model_says_of_itself(llama: Path) -> None:
+    model = load(str(llama), dtype="fp32", device="cpu")
+    assert model.name == str(llama)
+    assert model.stop_tokens == {2}
+    assert model.tokenizer_digest == 0
+    assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))
+    assert isinstance(model.module.lm_head, PackedLinear) == can_pack(torch.empty(1))  # type: ignore[union-attr]
+    assert not model.module.training
+
+
+def test_unpacked_and_float64(llama: Path) -> None:
+    model = load(str(llama), dtype="float64", device="cpu", pack=False)
+    assert isinstance(model.module.lm_head, torch.nn.Linear)  # type: ignore[union-attr]
+    assert model.dtype == torch.float64
+
+
+def test_auto_dtype_follows_the_processor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for features, expected in (({"avx512_bf16": True}, torch.bfloat16), ({}, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
+        assert load(str(llama), device="cpu", self_test=False).dtype == expected
+
+
+def test_stop_tokens_come_from_both_configurations(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 4000]}))
+    assert load(str(folder), self_test=False).stop_tokens == {2, 7, 9}
+
+
+def add_tokenizer(folder: Path, words: int) -> None:
+    vocabulary = {f"w{n}": n for n in range(words)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "w0"))).save_pretrained(folder)
+
+
+def test_padded_rows_are_not_vocabulary(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    add_tokenizer(folder, 200)
+    one = load(str(folder))
+    assert one.vocabulary == 200
+    assert 0 < one.tokenizer_digest < 2**64
+    add_tokenizer(folder, 201)
+    other = load(str(folder), self_test=False)
+    assert other.vocabulary == 201
+    assert other.tokenizer_digest != one.tokenizer_digest
+
+
+def test_a_folder_without_tokenizer_files_gets_no_invented_one(tmp_path: Path) -> None:
+    model = load(save_model("qwen3", tmp_path), self_test=False)
+    assert (model.vocabulary, model.tokenizer_digest) == (256, 0)
+
+
+@pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/missing", "~/missing-model", "missing", "a/", "/"])
+def test_missing_paths_are_refused_without_network(path: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(path)):
+        load(path)
+
+
+def test_a_missing_folder_beside_existing_ones_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ModelError, match="models/target: no such folder"):
+        load("models/target")
+
+
+def test_a_failing_hub_becomes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no connection\nand a long explanation")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    with pytest.raises(ModelError) as caught:
+        load("Org/Name")
+    assert str(caught.value) == "Org/Name: cannot read the configuration: no connection"
+
+
+def test_not_a_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="is a file"):
+        load(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "cannot read the configuration"),
+        ("{}", "cannot read the configuration"),
+        ('{"model_type": "no_such_type"}', "cannot read the configuration"),
+        ('{"model_type": "t5"}', "'t5' is not a causal language model"),
+    ],
+)
+def test_bad_configurations(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=message) as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_weights(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(ModelError, match=r"lack 9 tensors of the model, first 'model\.layers\.3\."):
+        load(str(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot load the weights"):
+        load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"dtype": "int3"}, "dtype 'int3' is unknown"), ({"device": "abacus"}, "device 'abacus' cannot be used")],
+)
+def test_bad_options(option: dict[str, Any], message: str, llama: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(str(llama), **option)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("bloom", "'bloom' is not supported: its layers must each call the registered attention once"),
+        ("mamba", "'mamba' keeps a recurrent state"),
+        ("bert", "'bert' is not supported: through the slot cache its logits differ"),
+    ],
+)
+def test_unservable_families_are_refused_by_name(family: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(save_model(family, tmp_path), device="cpu")
+
+
+def without(argument: str) -> Any:
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        return attention.paged_attention(*args, **{**kwargs, argument: None})
+
+    return faulty
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "argument"),
+    [("mistral", "sliding_window"), ("gemma2", "softcap"), ("gpt_oss", "s_aux")],
+)
+def test_a_forgotten_argument_is_found(family: str, argument: str, dtype: str, tmp_path: Path) -> None:
+    # A low cap, because random weights give scores that the usual cap of 50 leaves alone.
+    changes = {"attn_logit_softcapping": 0.5, "sliding_window": 4096} if family == "gemma2" else {}
+    folder = save_model(family, tmp_path, **changes)
+    registry = attention.AttentionInterface()
+    registry.register(attention.NAME, without(argument))
+    try:
+        with pytest.raises(ModelError, match=f"'{family}' is not supported: .* differ .*tolerance"):
+            load(folder, dtype=dtype, device="cpu")
+    finally:
+        registry.register(attention.NAME, attention.paged_attention)
+    assert load(folder, dtype=dtype, device="cpu").layers == 3
+
+
+def test_a_wrong_mask_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query sees every pending node: right for a single token, wrong for chains and trees."""
+    monkeypatch.setattr(KeyView, "repeated_mask", lambda *_: None)
+    with pytest.raises(ModelError, match="'llama' is not supported"):
+        load(str(llama), dtype="fp32", device="cpu")
+
+
+def test_windows_are_restored_after_the_test(tmp_path: Path) -> None:
+    model = load(save_model("gpt_oss", tmp_path, sliding_window=77), dtype="fp32", device="cpu")
+    assert model.config.sliding_window == 77
+    windows = {getattr(module, "sliding_window", None) for module in model.module.modules()}
+    assert windows == {77, None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({}, 256),
+        ({"max_position_embeddings": None}, 1 << 20),
+        ({"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 64}, 64),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 128}}, 128),
+        ({"rope_parameters": {"rope_type": "dynamic"}, "original_max_position_embeddings": 99}, 99),
+        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 99}}, 256),
+    ],
+)
+def test_context_ends_where_packing_would_change_the_result(fields: dict[str, Any], context: int) -> None:
+    class Config:
+        max_position_embeddings = 256
+
+    config = Config()
+    vars(config).update(fields)
+    assert loader._context(config) == context
+
+
+def test_threads(llama: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        load(str(llama), threads=2, self_test=False)
+        assert torch.get_num_threads() == 2
+        load(str(llama), self_test=False)
+        assert torch.get_num_threads() == 1
+        with pytest.raises(ValueError, match="at least 1"):
+            load(str(llama), threads=0)
+    finally:
+        torch.set_num_threads(before)
