@@ -1,0 +1,43 @@
+# Every verb here is what CI runs. `make run` and `make test` need nothing but Python 3.11 or later.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROTO := protos/paceline/v1/worker.proto
+
+.PHONY: setup run test check sim bench protos lock
+.DEFAULT_GOAL := run
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+run: setup
+	$(BIN)/paceline up --demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m protos.generate --check
+
+sim: setup
+	$(BIN)/python -m speculation.simulate --seeds 2000 $(ARGS)
+
+bench: setup
+	$(BIN)/python -m benchmarks.speculation $(ARGS)
+
+protos: setup
+	$(BIN)/python -m protos.generate
+
+# After changing versions by hand in a fresh environment.
+lock:
+	$(BIN)/pip freeze --all | grep -v -E '^(pip|wheel|-e)|paceline' | sed 's/+cpu//' > requirements.lock
