@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from benchmarks.pair import ROOT, Pair, Shape, stretched_pair
+from benchmarks.pair import ROOT, Pair, Shape, stretched_pair, trained_pair
 from benchmarks.workers import WorkerPlan, connected, running
 from models.corpus import read_prompts
 from router.dispatch import Dispatcher
@@ -182,11 +182,7 @@ def show(pair: Pair, summaries: Sequence[Summary], options: argparse.Namespace) 
         )
     console = Console(width=160 if not sys.stdout.isatty() else None)
     console.print(table)
-    console.print(
-        f"Target: the bundled model stretched to {pair.parameters / 1e6:.0f}M parameters, noise {pair.noise:.3g}. "
-        f"Draft: the bundled target, unstretched; it agrees greedily on {pair.agreement:.2f} of the tokens.\n"
-        "Neither is trained for the other's text: the cost is real, the agreement is set."
-    )
+    console.print(pair.about)
 
 
 def machine() -> str:
@@ -207,13 +203,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-draft", type=int, default=8, help="most drafts verified a step (default: %(default)s)")
+    parser.add_argument("--trained", action="store_true", help="the bundled pair itself instead of the stretched one")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--acceptance", type=float, default=0.8, help="greedy agreement to calibrate for")
     options = parser.parse_args(arguments)
     if options.quick:
         options.prompts, options.temperatures = min(options.prompts, 5), [0.0]
-    pair = stretched_pair(Shape(options.hidden, options.layers, options.acceptance))
+    shape = Shape(options.hidden, options.layers, options.acceptance)
+    pair = trained_pair() if options.trained else stretched_pair(shape)
     summaries = asyncio.run(measure(pair, options))
     show(pair, summaries, options)
     if options.json:

@@ -1,0 +1,1 @@
+"""The bundled model pair: how it is trained, measured and stretched."""

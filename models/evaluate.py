@@ -1,0 +1,141 @@
+"""Decides which figures describe the pair, and measures them on held-out text.
+
+Acceptance is taken teacher-forced: both models read the same text, and at every position the question is
+whether the draft's token would have been the target's. Tensor names: T positions, V vocabulary.
+"""
+
+# Tensor names carry their shapes.
+# ruff: noqa: N803
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaForCausalLM
+
+from models.corpus import TokenIds
+from models.writing import continuations
+
+TEMPERATURE = 0.8
+POSITION_BUCKETS = 4
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean over positions."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, values_T: Tensor) -> None:
+        """Take in one value per position."""
+        self.total += float(values_T.double().sum())
+        self.count += values_T.numel()
+
+    def value(self) -> float:
+        """The mean, to four decimals; nan when nothing was added."""
+        return round(self.total / self.count, 4) if self.count else float("nan")
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How often the draft's token would be kept, by three readings of the same two distributions."""
+
+    greedy: Mean = field(default_factory=Mean)
+    coupled: Mean = field(default_factory=Mean)
+    overlap: Mean = field(default_factory=Mean)
+
+    def add(self, target_TV: Tensor, draft_TV: Tensor, generator: torch.Generator) -> None:
+        """Compare fp32 logits of both models at the same positions."""
+        self.greedy.add(target_TV.argmax(-1) == draft_TV.argmax(-1))
+        gumbel_TV = -torch.empty_like(target_TV).exponential_(generator=generator).log()
+        target_TV, draft_TV = target_TV / TEMPERATURE, draft_TV / TEMPERATURE
+        self.coupled.add((target_TV + gumbel_TV).argmax(-1) == (draft_TV + gumbel_TV).argmax(-1))
+        self.overlap.add(torch.minimum(target_TV.softmax(-1), draft_TV.softmax(-1)).sum(-1))
+
+    def figures(self) -> dict[str, float]:
+        """`greedy` at temperature 0; `coupled` (same noise) and `overlap` (1 - TV, the optimum) at 0.8."""
+        return {
+            "greedy": self.greedy.value(),
+            "coupled": self.coupled.value(),
+            "overlap": self.overlap.value(),
+        }
+
+
+@dataclass(slots=True)
+class Fit:
+    """How well one model predicts the text itself."""
+
+    nats: Mean = field(default_factory=Mean)
+    top1: Mean = field(default_factory=Mean)
+    nats_by_position: list[Mean] = field(default_factory=lambda: [Mean() for _ in range(POSITION_BUCKETS)])
+
+    def add(self, logits_TV: Tensor, following_T: Tensor) -> None:
+        """Score fp32 logits against the tokens that really follow."""
+        nats_T = torch.nn.functional.cross_entropy(logits_TV, following_T, reduction="none")
+        self.nats.add(nats_T)
+        self.top1.add(logits_TV.argmax(-1) == following_T)
+        for mean, part in zip(self.nats_by_position, nats_T.chunk(POSITION_BUCKETS), strict=False):
+            mean.add(part)
+
+    def figures(self) -> dict[str, object]:
+        """Cross-entropy in nats per token (also by quarter of the context) and top-1 accuracy."""
+        return {
+            "nats": self.nats.value(),
+            "top1": self.top1.value(),
+            "nats_by_quarter_of_context": [mean.value() for mean in self.nats_by_position],
+        }
+
+
+def _windows(ids: TokenIds, length: int) -> Iterator[Tensor]:
+    """Consecutive windows of `length` + 1 tokens; the remainder is left out."""
+    for start in range(0, len(ids) - length, length):
+        yield torch.from_numpy(ids[start : start + length + 1].astype(np.int64))
+
+
+@torch.inference_mode()
+def measure_pair(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: TokenIds, context: int, seed: int
+) -> dict[str, object]:
+    """Fit of both models and acceptance between them over windows of `context` held-out tokens."""
+    generator = torch.Generator(device=target.device).manual_seed(seed)
+    fits = {"target": Fit(), "draft": Fit()}
+    acceptance = Acceptance()
+    for window in tqdm(list(_windows(held_out, context)), desc="evaluate", mininterval=5.0):
+        tokens_T1 = window.to(target.device)
+        target_TV = target(input_ids=tokens_T1[None, :-1], use_cache=False).logits[0].float()
+        draft_TV = draft(input_ids=tokens_T1[None, :-1], use_cache=False).logits[0].float()
+        fits["target"].add(target_TV, tokens_T1[1:])
+        fits["draft"].add(draft_TV, tokens_T1[1:])
+        acceptance.add(target_TV, draft_TV, generator)
+    return {name: fit.figures() for name, fit in fits.items()} | {"acceptance": acceptance.figures()}
+
+
+@torch.inference_mode()
+def measure_continuations(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    seed: int,
+) -> dict[str, dict[str, float]]:
+    """Acceptance on text the target writes itself after `prompts`: greedily, and sampled at 0.8."""
+    generator = torch.Generator(device=target.device).manual_seed(seed)
+    torch.manual_seed(seed)
+    results: dict[str, dict[str, float]] = {}
+    for name, temperature in (("greedy_text", 0.0), ("sampled_text", TEMPERATURE)):
+        acceptance = Acceptance()
+        for prompt in tqdm(prompts, desc=name, mininterval=5.0):
+            prompt_1T = torch.tensor([list(prompt)], device=target.device)
+            row_1T = continuations(target, prompt_1T, tokens, temperature)
+            target_TV, draft_TV = (
+                model(input_ids=row_1T[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
+                for model in (target, draft)
+            )
+            acceptance.add(target_TV, draft_TV, generator)
+        results[name] = acceptance.figures()
+    return results

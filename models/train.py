@@ -1,0 +1,248 @@
+"""Decides the order of the phases that make the bundled pair: tokenizer, target, draft, evaluate, card.
+
+    python -m models.train all --target-minutes 40 --draft-minutes 12
+    python -m models.train all --device cuda --target-steps 40000 --draft-steps 20000
+
+Each phase leaves its result in the work folder and a later one takes it from there, so a run can be
+interrupted and repeated: training resumes from its last checkpoint. The draft can be trained as soon as a
+target is in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from models.card import write_card
+from models.corpus import (
+    Split,
+    TokenIds,
+    encode_files,
+    held_out_prompts,
+    read_prompts,
+    read_sources,
+    split_sources,
+    train_tokenizer,
+    write_prompts,
+)
+from models.evaluate import measure_continuations, measure_pair
+from models.pair import (
+    DRAFT_SHAPE,
+    TARGET_SHAPE,
+    VOCABULARY,
+    Shape,
+    build,
+    load,
+    load_tokenizer,
+    parameter_count,
+    publish,
+    save_tokenizer,
+)
+from models.training import Batches, Plan, Trainer, distillation_loss, next_token_loss
+from models.writing import write_text
+
+HERE = Path(__file__).resolve().parent
+PHASES = ("tokenizer", "target", "draft", "evaluate", "card")
+PROMPTS = 40
+CONTINUATION_TOKENS = 96
+WRITTEN_WEIGHT = 2
+DEFAULT_MINUTES = {"target": 40.0, "draft": 12.0}
+
+
+class Pipeline:
+    """The phases, over one output folder and one work folder."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._out: Path = arguments.out
+        self._work: Path = arguments.work
+        self._work.mkdir(parents=True, exist_ok=True)
+        self._device = torch.device(arguments.device)
+        self._split: Split | None = None
+
+    def run(self, phase: str) -> None:
+        """Run one phase by name."""
+        match phase:
+            case "tokenizer":
+                self._tokenizer_phase()
+            case "target":
+                self._target_phase()
+            case "draft":
+                self._draft_phase()
+            case "evaluate":
+                self._evaluate_phase()
+            case "card":
+                write_card(self._out)
+            case _:
+                raise ValueError(f"unknown phase {phase!r}")
+
+    def _sources(self) -> Split:
+        if self._split is None:
+            self._split = split_sources(read_sources(self._arguments.corpus))
+            if not self._split.train or not self._split.held_out:
+                raise SystemExit("the corpus is too small to be split into two parts")
+        return self._split
+
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self._work / "tokenizer")
+
+    def _tokenizer_phase(self) -> None:
+        split = self._sources()
+        tokenizer = train_tokenizer(split.train, VOCABULARY, self._arguments.context)
+        save_tokenizer(tokenizer, self._work / "tokenizer")
+        prompts = held_out_prompts(tokenizer, split.held_out, PROMPTS, self._arguments.seed)
+        write_prompts(self._out / "prompts.jsonl", prompts)
+
+    def _target_phase(self) -> None:
+        tokenizer = self._tokenizer()
+        model = self._fresh(TARGET_SHAPE, tokenizer)
+        trainer = Trainer(model, self._plan("target"), self._work / "target.pt")
+        batches = Batches(encode_files(tokenizer, self._sources().train), self._arguments.seed)
+        trained = trainer.run(batches, next_token_loss, "target")
+        publish(trained, tokenizer, self._out / "target")
+        self._record("target", trained, trainer)
+
+    def _draft_phase(self) -> None:
+        tokenizer = self._tokenizer()
+        plan = self._plan("draft")
+        teacher = load(self._out / "target", plan.dtype, plan.device)
+        loss = distillation_loss(teacher, self._arguments.data_weight)
+        trainer = Trainer(self._fresh(DRAFT_SHAPE, tokenizer), plan, self._work / "draft.pt")
+        text = encode_files(tokenizer, self._sources().train)
+        written = self._written(teacher, text)
+        batches = Batches(np.concatenate([text, *[written] * WRITTEN_WEIGHT]), self._arguments.seed)
+        trained = trainer.run(batches, loss, "draft")
+        publish(trained, tokenizer, self._out / "draft")
+        self._record("draft", trained, trainer)
+
+    def _evaluate_phase(self) -> None:
+        tokenizer = self._tokenizer()
+        held_out = encode_files(tokenizer, self._sources().held_out)
+        target, draft = (load(self._out / name, torch.float32, self._device) for name in ("target", "draft"))
+        seed = self._arguments.seed
+        prompts = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(self._out / "prompts.jsonl")]
+        facts = {
+            "corpus": self._corpus_facts(held_out),
+            "held_out": measure_pair(target, draft, held_out, self._arguments.context, seed),
+            "continuations": measure_continuations(target, draft, prompts, CONTINUATION_TOKENS, seed),
+        }
+        self._merge_card(facts)
+
+    def _fresh(self, shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+        assert isinstance(tokenizer.eos_token_id, int)
+        return build(shape, self._arguments.context, tokenizer.eos_token_id, self._arguments.seed)
+
+    def _written(self, teacher: LlamaForCausalLM, text: TokenIds) -> TokenIds:
+        """What the target wrote for the draft to learn from; kept in the work folder."""
+        path = self._work / "written.npy"
+        if not path.exists():
+            end_of_text = teacher.config.eos_token_id
+            assert isinstance(end_of_text, int)
+            np.save(path, write_text(teacher, text, self._arguments.written_tokens, end_of_text, self._arguments.seed))
+        written: TokenIds = np.load(path)
+        return written
+
+    def _plan(self, name: str) -> Plan:
+        arguments = self._arguments
+        steps, minutes = (getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes"))
+        if steps is None and minutes is None:
+            minutes = DEFAULT_MINUTES[name]
+        return Plan(
+            steps=math.inf if steps is None else steps,
+            minutes=math.inf if minutes is None else minutes,
+            batch_tokens=arguments.batch_tokens,
+            sequence=arguments.sequence,
+            long_sequence=arguments.context,
+            muon_rate=arguments.muon_rate,
+            adam_rate=arguments.adam_rate,
+            seed=arguments.seed,
+            device=self._device,
+            dtype=getattr(torch, arguments.dtype),
+        )
+
+    def _corpus_facts(self, held_out: TokenIds) -> dict[str, int]:
+        split = self._sources()
+        return {
+            "train_files": len(split.train),
+            "held_out_files": len(split.held_out),
+            "train_characters": sum(len(file.text) for file in split.train),
+            "held_out_tokens": len(held_out),
+        }
+
+    def _record(self, name: str, model: LlamaForCausalLM, trainer: Trainer) -> None:
+        plan, progress = trainer.plan, trainer.progress
+        facts = {
+            "parameters": parameter_count(model),
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "minutes": round(progress.seconds / 60, 1),
+            "device": plan.device.type,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "batch_tokens": plan.batch_tokens,
+            "seed": plan.seed,
+        }
+        self._merge_card({name: facts})
+
+    def _merge_card(self, facts: dict[str, object]) -> None:
+        path = self._out / "card.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        path.write_text(json.dumps(known | facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m models.train", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("phase", choices=("all", *PHASES), help="one phase, or all of them in order")
+    add(
+        "--out",
+        type=Path,
+        default=HERE,
+        help="where target/, draft/, prompts.jsonl, card.json and README.md go",
+    )
+    add("--work", type=Path, default=HERE / ".work", help="checkpoints to resume from; delete it to start over")
+    add("--corpus", type=Path, default=None, help="folder of *.py files (default: the standard library)")
+    for name, minutes in DEFAULT_MINUTES.items():
+        add(f"--{name}-steps", type=int, help=f"end the {name} after this many steps")
+        add(f"--{name}-minutes", type=float, help=f"or after this time ({minutes:.0f} if neither is given)")
+    add("--written-tokens", type=int, default=350_000, help="text by the target for the draft (%(default)s)")
+    add("--context", type=int, default=1024, help="longest context trained and declared (%(default)s)")
+    add(
+        "--sequence",
+        type=int,
+        default=512,
+        help="sequence length of the first 70%% of training (%(default)s)",
+    )
+    add("--batch-tokens", type=int, default=4096, help="tokens in a step (%(default)s)")
+    add("--muon-rate", type=float, default=6e-3, help="peak learning rate of the matrices (%(default)s)")
+    add("--adam-rate", type=float, default=3e-3, help="peak rate of embeddings and norms (%(default)s)")
+    add(
+        "--data-weight",
+        type=float,
+        default=0.1,
+        help="weight of the text beside the target's logits (%(default)s)",
+    )
+    add("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="working precision (%(default)s)")
+    add("--threads", type=int, default=1, help="CPU threads (%(default)s)")
+    add("--seed", type=int, default=0)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of `python -m models.train`."""
+    arguments = _parser().parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    pipeline = Pipeline(arguments)
+    for phase in PHASES if arguments.phase == "all" else (arguments.phase,):
+        pipeline.run(phase)
+
+
+if __name__ == "__main__":
+    main()
