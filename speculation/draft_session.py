@@ -113,7 +113,7 @@ class DraftSession:
             anchor_digest=anchor.digest,
             tokens=tuple(node.token for node in nodes),
             parents=tuple(parents),
-            confidence=tuple(node.weight / _parent(node).weight for node in nodes),
+            confidence=tuple(node.confidence for node in nodes),
         )
 
 

@@ -139,7 +139,7 @@ class TargetWorker:
         """One forward over all sessions."""
         sent: list[FromWorker] = []
         for session in list(self.sessions.values()):
-            offer = session.offer(8)
+            offer = session.offer(session.candidates(8))
             contexts = [list(session.tokens)]
             for node in offer.nodes:
                 path = [above.token for above in node.path_from(session.trie.root)]

@@ -1,7 +1,8 @@
 """One session at a target worker: what to verify next, and what a verification commits.
 
-Knows nothing of models, caches or scheduling. The worker asks for an :class:`~speculation.trie.Offer`, runs the model
-over it, and hands back the tokens the target drew; between the two, proposals keep arriving.
+Knows nothing of models, caches or scheduling. The worker takes a first part of the candidates as its
+:class:`~speculation.trie.Offer`, runs the model over it, and hands back the tokens the target drew; between the two,
+proposals keep arriving.
 """
 
 from __future__ import annotations
@@ -44,16 +45,21 @@ class TargetSession:
             return Placement(Fate.STALE)
         return self.trie.insert(proposal)
 
-    def offer(self, budget: int) -> Offer:
-        """Choose at most ``budget`` draft tokens for the next step. Each call must be followed by ``commit``.
+    def candidates(self, budget: int) -> Offer:
+        """The at most ``budget`` draft tokens most likely to be kept, best first.
 
-        Drafts past the last position the session may reach are never offered.
+        Drafts past the last position the session may reach are never among them.
         """
-        assert self._offer is None and self.finished is None
+        if not self.opened.speculation.enabled:
+            return Offer()
         room = self.opened.limits.end - self.trie.position - 1
-        depth = min(self.opened.speculation.max_depth, room)
-        self._offer = self.trie.select(budget, depth) if self.opened.speculation.enabled else Offer()
-        return self._offer
+        return self.trie.select(budget, min(self.opened.speculation.max_depth, room))
+
+    def offer(self, chosen: Offer) -> Offer:
+        """Verify ``chosen``, a first part of ``candidates``, in the step that ``commit`` ends."""
+        assert self._offer is None and self.finished is None
+        self._offer = chosen
+        return chosen
 
     def commit(self, drawn: Sequence[Token]) -> Commit:
         """Decide the step: ``drawn[0]`` is the target's token after the prefix, ``drawn[i + 1]`` after offer ``i``."""

@@ -41,7 +41,9 @@ class Node:
     digest: int
     """Names that prefix."""
     weight: float = 1.0
-    """Estimated probability that the path to this token is kept (divide by the root's for the current odds)."""
+    """The drafter's word for the probability that the path to this token is kept (relative to the root's)."""
+    confidence: float = 1.0
+    """The drafter's word for this token alone, given its parent."""
     source: Source = Source.DRAFT
     parent: Node | None = None
     children: dict[Token, Node] = field(default_factory=dict)
@@ -90,6 +92,10 @@ class Offer:
     def tokens(self) -> tuple[Token, ...]:
         """The draft tokens, in offer order."""
         return tuple(node.token for node in self.nodes)
+
+    def first(self, count: int) -> Offer:
+        """The part that was chosen first; a parent always comes before its children."""
+        return Offer(self.nodes[:count], self.parents[:count])
 
 
 class SpeculationTrie:
@@ -177,9 +183,9 @@ class SpeculationTrie:
             or len(parent.children) >= limits.children
         ):
             return None
-        weight = parent.weight * min(max(confidence, 1e-6), 1.0)
+        confidence = min(max(confidence, 1e-6), 1.0)
         digest = digests.extend(parent.digest, token)
-        node = Node(token, parent.end + 1, digest, weight, source, parent)
+        node = Node(token, parent.end + 1, digest, parent.weight * confidence, confidence, source, parent)
         parent.children[token] = node
         self._by_digest[digest] = node
         return node

@@ -1,21 +1,22 @@
 """The verify loop of a target worker: every step commits at least one token for every session that decodes.
 
-A step picks its chunks (:mod:`target_service.scheduler`), runs them in one forward, draws the target's token on every
-row, and lets each session decide what is kept (:mod:`speculation.target_session`). With no drafts it is plain
-decoding. It never waits for a draft.
+A step picks its chunks (:mod:`target_service.scheduler`) and, of the drafts at hand, those that pay
+(:mod:`speculation.budget`), runs all in one forward, draws the target's token on every row, and lets each session
+decide what is kept (:mod:`speculation.target_session`). With no drafts it is plain decoding. It never waits for one.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv_cache import CachedSequence
 from engine.sampling import Draw, sample
 from engine.step import Chunk, Engine
+from speculation.budget import Calibration, StepCost, choose
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -51,6 +52,8 @@ class TargetLimits:
     waiting: int = 1024
     """Sessions queued behind them; more are refused as overload."""
     budget: Budget = Budget()
+    adaptive: bool = True
+    """Verify as many drafts as pay, by measured cost and acceptance; else as many as the budget allows."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,8 +81,19 @@ class Piece:
 
     running: Running
     feed: int
-    offer: Offer | None
+    candidates: Offer | None
     """None while the prompt is not complete: then nothing is drawn."""
+    offer: Offer | None = None
+    """The first part of the candidates that is verified; None with them."""
+
+    def odds(self, calibration: Calibration) -> list[float]:
+        """Probability of each candidate to be kept with all above it; falling, so that any first part is the best."""
+        assert self.candidates is not None
+        odds: list[float] = []
+        for node, parent in zip(self.candidates.nodes, self.candidates.parents, strict=True):
+            above = 1.0 if parent == ANCHOR else odds[parent]
+            odds.append(min(above * calibration(node.confidence), odds[-1] if odds else 1.0))
+        return odds
 
     def chunk(self) -> Chunk:
         """What the engine computes: a chain of fed tokens, the offered tree hanging from its end."""
@@ -132,6 +146,8 @@ class VerifyLoop:
         self._running: list[Running] = []  # oldest first
         self._waiting: deque[Running] = deque()
         self.counters = Counters()
+        self._calibration = Calibration()
+        self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by size class of the batch
         self._load = Load(capacity_tokens=engine.cache.capacity, free_tokens=engine.cache.free_tokens)
 
     def welcome(self) -> Welcome:
@@ -219,12 +235,30 @@ class VerifyLoop:
         if not pieces:
             self._load = self._measure_load()
             return None
+        cost = self._costs[len(pieces).bit_length()]
+        self._choose(pieces, cost)
         started = time.perf_counter()
         outgoing = self._compute(pieces)
+        seconds = time.perf_counter() - started
         self.counters.steps += 1
-        self.counters.step_microseconds += round((time.perf_counter() - started) * 1e6)
+        self.counters.step_microseconds += round(seconds * 1e6)
+        if all(piece.feed == 1 for piece in pieces):
+            cost.observe(sum(1 + len(piece.offer.nodes) for piece in pieces if piece.offer is not None), seconds)
+        self._calibration.fade()
         self._load = self._measure_load()
         return outgoing
+
+    def _choose(self, pieces: Sequence[Piece], cost: StepCost) -> None:
+        """Settle what each session offers."""
+        drawing = [piece for piece in pieces if piece.candidates is not None]
+        if self._limits.adaptive:
+            fed = sum(piece.feed for piece in pieces)
+            counts = choose([piece.odds(self._calibration) for piece in drawing], fed, cost)
+        else:
+            counts = [len(piece.candidates.nodes) for piece in drawing if piece.candidates is not None]
+        for piece, count in zip(drawing, counts, strict=True):
+            assert piece.candidates is not None
+            piece.offer = piece.running.session.offer(piece.candidates.first(count))
 
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have so far."""
@@ -265,7 +299,7 @@ class VerifyLoop:
     @staticmethod
     def _piece(running: Running, share: Share) -> Piece:
         complete = share.feed == running.uncached
-        return Piece(running, share.feed, running.session.offer(share.drafts) if complete else None)
+        return Piece(running, share.feed, running.session.candidates(share.drafts) if complete else None)
 
     def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
         """Run the pieces in one forward. If that fails, each alone, so that a fault hits only its own session."""
@@ -298,6 +332,9 @@ class VerifyLoop:
             self.counters.prefilled += piece.feed
             return []
         commit = running.session.commit(drawn)
+        for i, (node, parent) in enumerate(zip(piece.offer.nodes, piece.offer.parents, strict=True)):
+            if parent == ANCHOR or parent in commit.kept:
+                self._calibration.observe(node.confidence, i in commit.kept)
         cached.advance([*range(piece.feed), *(piece.feed + i for i in commit.kept)])
         cached.rollback()
         verification = commit.verification

@@ -35,7 +35,7 @@ def engines() -> dict[str, Engine]:
     return {name: build(settings(name)) for name in ("target", "draft")}
 
 
-def target_loop(engines, limits: TargetLimits = TargetLimits()) -> VerifyLoop:
+def target_loop(engines, limits: TargetLimits = TargetLimits(adaptive=False)) -> VerifyLoop:
     engine = engines["target"]
     return VerifyLoop(engine, welcome(settings("target"), engine.model, "target"), limits)
 

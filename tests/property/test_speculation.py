@@ -38,7 +38,7 @@ def test_the_output_does_not_depend_on_the_proposals(script):
     emitted: list[Token] = []
 
     def step(budget: int) -> None:
-        offer = session.offer(budget)
+        offer = session.offer(session.candidates(budget))
         assert len(offer.nodes) <= budget
         contexts = [tuple(session.tokens)]
         for node in offer.nodes:

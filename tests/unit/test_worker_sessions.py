@@ -28,28 +28,28 @@ def draft(lead: int = 8, **kwargs) -> DraftSession:
 def test_a_target_commits_accepted_drafts_and_its_own_token():
     session = target()
     session.propose(chain(4, 5, 6))
-    assert session.offer(8).tokens == (4, 5, 6)
+    assert session.offer(session.candidates(8)).tokens == (4, 5, 6)
     commit = session.commit([4, 5, 9, 0])
     assert commit.kept == (0, 1)
     verification = commit.verification
     assert (verification.position, verification.tokens) == (3, (4, 5, 9))
     assert (verification.accepted, verification.offered) == (2, 3)
     assert verification.digest == digests.of((*PROMPT, 4, 5, 9))
-    assert session.offer(8) == Offer()
+    assert session.offer(session.candidates(8)) == Offer()
 
 
 def test_proposals_that_arrive_during_a_step_count_for_the_next_one():
     session = target()
-    session.offer(8)
+    session.offer(session.candidates(8))
     session.propose(chain(4, 5))
     session.commit([4])
-    assert session.offer(8).tokens == (5,)
+    assert session.offer(session.candidates(8)).tokens == (5,)
 
 
 def test_a_target_offers_nothing_beyond_the_limit_and_stops_there():
     session = target(end=5)
     session.propose(chain(4, 5, 6))
-    assert session.offer(8).tokens == (4,)
+    assert session.offer(session.candidates(8)).tokens == (4,)
     commit = session.commit([4, 5])
     assert commit.verification.tokens == (4, 5)
     assert commit.verification.finish is FinishReason.LENGTH
@@ -58,7 +58,7 @@ def test_a_target_offers_nothing_beyond_the_limit_and_stops_there():
 def test_a_stop_token_among_accepted_drafts_ends_the_session_there():
     session = target(stop=frozenset({5}))
     session.propose(chain(4, 5, 6))
-    session.offer(8)
+    session.offer(session.candidates(8))
     verification = session.commit([4, 5, 6, 7]).verification
     assert verification.tokens == (4, 5)
     assert verification.finish is FinishReason.STOP
@@ -69,13 +69,13 @@ def test_other_epochs_and_switched_off_speculation_place_nothing():
     assert target().propose(chain(4, epoch=3)).fate is Fate.STALE
     off = target(speculation=Speculation(enabled=False))
     off.propose(chain(4))
-    assert off.offer(8) == Offer()
+    assert off.candidates(8) == Offer()
 
 
 def test_the_depth_a_request_allows_is_kept():
     session = target(speculation=Speculation(max_depth=1))
     session.propose(chain(4, 5, 6))
-    assert session.offer(8).tokens == (4,)
+    assert session.offer(session.candidates(8)).tokens == (4,)
 
 
 def grow(session: DraftSession, *tokens: int) -> list[Proposal]:
@@ -99,7 +99,7 @@ def test_what_a_drafter_pushes_is_understood_by_a_target():
     drafting, verifying = draft(), target()
     for proposal in grow(drafting, 4, 5, 6):
         assert verifying.propose(proposal).added == 1
-    assert verifying.offer(8).tokens == (4, 5, 6)
+    assert verifying.offer(verifying.candidates(8)).tokens == (4, 5, 6)
     verification = verifying.commit([4, 5, 6, 7]).verification
     assert drafting.verified(verification) is Sync.ADVANCED
     assert drafting.tokens == verifying.tokens
@@ -110,16 +110,16 @@ def test_a_drafter_keeps_what_survives_a_verification():
     drafting, verifying = draft(), target()
     for proposal in grow(drafting, 4, 5, 6):
         verifying.propose(proposal)
-    verifying.offer(1)
+    verifying.offer(verifying.candidates(1))
     drafting.verified(verifying.commit([4, 5]).verification)
     assert [node.token for node in drafting.trie] == [6]
 
 
 def test_a_drafter_ignores_repeats_and_says_when_it_lost_the_thread():
     drafting, verifying = draft(), target()
-    verifying.offer(0)
+    verifying.offer(verifying.candidates(0))
     first = verifying.commit([4]).verification
-    verifying.offer(0)
+    verifying.offer(verifying.candidates(0))
     second = verifying.commit([5]).verification
     assert drafting.verified(second) is Sync.LOST
     assert drafting.verified(first) is Sync.ADVANCED
@@ -129,7 +129,7 @@ def test_a_drafter_ignores_repeats_and_says_when_it_lost_the_thread():
 def test_drafts_that_the_target_seems_not_to_have_are_sent_again():
     drafting, verifying = draft(), target()
     grow(drafting, 4, 5, 6)  # all lost on the way
-    verifying.offer(8)
+    verifying.offer(verifying.candidates(8))
     drafting.verified(verifying.commit([4]).verification)
     assert drafting.unsent is not None
     assert drafting.unsent.tokens == (5, 6)
