@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from speculation.messages import ANCHOR, Open, Proposal, Token, Verification
+from speculation.pace import Pace
 from speculation.trie import Node, SpeculationTrie, TrieLimits
 
 
@@ -52,6 +53,7 @@ class DraftSession:
         self.opened = opened
         trie_limits = TrieLimits(nodes=limits.nodes, depth=limits.lead)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits)
+        self.pace = Pace(limits.lead)
         self.unsent: Proposal | None = None
         """Drafts the target seems not to have; set by ``verified``, to be sent and cleared by the worker."""
 
@@ -70,7 +72,7 @@ class DraftSession:
             node = next(iter(node.children.values()))
         limits = self.opened.limits
         last_word = node.token in limits.stop_tokens or node.end >= limits.end - 1
-        full = node.end - self.trie.position >= self.trie.limits.depth or len(self.trie) >= self.trie.limits.nodes
+        full = node.end - self.trie.position >= self.pace.lead or len(self.trie) >= self.trie.limits.nodes
         return None if last_word or full else node
 
     def expand(self, node: Node, candidates: Sequence[Candidate]) -> Proposal | None:
@@ -92,11 +94,22 @@ class DraftSession:
             return Sync.LOST
         if known >= len(verification.tokens):
             return Sync.FINISHED if verification.finish else Sync.IGNORED
-        if self.trie.advance(verification.tokens[known:]) and not verification.offered and len(self.trie):
+        fresh = verification.tokens[known:]
+        self.pace.observe(*self._followed(fresh), verification.accepted)
+        if self.trie.advance(fresh) and not verification.offered and len(self.trie):
             self.unsent = self._everything()
         if self.trie.digest != verification.digest:
             return Sync.LOST
         return Sync.FINISHED if verification.finish else Sync.ADVANCED
+
+    def _followed(self, tokens: Sequence[Token]) -> tuple[int, bool]:
+        """How many drafts ``tokens`` follow, and whether they then leave the drafts for another way."""
+        node = self.trie.root
+        for matched, token in enumerate(tokens):
+            if token not in node.children:
+                return matched, bool(node.children)
+            node = node.children[token]
+        return len(tokens), False
 
     def _everything(self) -> Proposal:
         """All drafts as one proposal: the target verified none although they were pushed before, so a push was lost."""

@@ -379,7 +379,9 @@ class World:
         peer.life += 1
         peer.up = False
         peer.worker = self._worker(peer.role)
-        self.at(self.now + self.rng.choice([0.003, 1.0]), lambda: self._notice(peer))
+        life = peer.life
+        late = self.now + self.rng.choice([0.003, 1.0])
+        self.at(late, lambda: self._notice(peer) if peer.life == life and not peer.up else None)
         self.at(self.now + self.rng.uniform(0.01, 3.0), lambda: self._restart(peer))
 
     def _notice(self, peer: Peer) -> None:

@@ -1,0 +1,61 @@
+"""How far a drafter runs ahead of one session, and when it rests.
+
+Two things are learned from each verification. How often the target says what was drafted gives the longest lead whose
+last token still has a fair chance; drafting further would only keep a processor from better work. And how many drafts
+are accepted a step tells whether drafting is of any use: drafts may be right and yet come too late, every time. Then
+the drafter rests, tries again after a while, and rests longer if nothing has changed.
+"""
+
+from __future__ import annotations
+
+import math
+
+FAIR_CHANCE = 0.05
+"""Drafting stops where the odds of a token to be reached fall below this."""
+WEIGHT = 0.1
+"""Weight of the latest observation."""
+USELESS = 0.1
+"""Accepted drafts a verification, below which drafting rests."""
+TRIAL = 0.3
+"""What a drafter is credited with when it tries again: about ten verifications."""
+FIRST_REST = 32
+LONGEST_REST = 512
+"""Verifications to rest for; doubles each time in a row."""
+
+
+class Pace:
+    """The lead that one session deserves."""
+
+    def __init__(self, longest: int) -> None:
+        """``longest``: the lead never exceeds it."""
+        self._longest = longest
+        self._agreement = 0.8
+        self._accepted = 1.0
+        self._resting = 0
+        self._next_rest = FIRST_REST
+
+    @property
+    def lead(self) -> int:
+        """How many tokens to run ahead; 0 while resting."""
+        if self._resting:
+            return 0
+        agreement = min(max(self._agreement, 0.01), 0.99)
+        return max(1, min(self._longest, math.ceil(math.log(FAIR_CHANCE) / math.log(agreement))))
+
+    def observe(self, matched: int, diverged: bool, accepted: int) -> None:
+        """Learn from a verification: ``matched`` drafts were followed, then one was not if ``diverged``.
+
+        ``accepted`` is what the target could make use of: drafts that were in time.
+        """
+        if self._resting:
+            self._resting -= 1
+            return
+        for right in [True] * matched + [False] * diverged:
+            self._agreement += WEIGHT / 2 * (right - self._agreement)
+        self._accepted += WEIGHT * (accepted - self._accepted)
+        if self._accepted < USELESS:
+            self._resting = self._next_rest
+            self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+            self._accepted = TRIAL
+        elif self._accepted > TRIAL:
+            self._next_rest = FIRST_REST

@@ -1,0 +1,48 @@
+from random import Random
+
+from speculation.pace import FIRST_REST, LONGEST_REST, Pace
+
+
+def lead_at(agreement: float, rounds: int = 400) -> int:
+    """The lead after many verifications of a target that agrees this often, every draft in time."""
+    pace, rng = Pace(24), Random(1)
+    for _ in range(rounds):
+        matched = 0
+        while matched < 8 and rng.random() < agreement:
+            matched += 1
+        pace.observe(matched, matched < 8, max(matched, 1))
+    return pace.lead
+
+
+def test_the_lead_follows_the_agreement():
+    leads = [lead_at(agreement) for agreement in (0.0, 0.3, 0.6, 0.8, 0.97)]
+    assert leads == sorted(leads)
+    assert leads[0] <= 2
+    assert 4 <= leads[2] <= 9
+    assert leads[-1] == 24
+
+
+def rests(pace: Pace, accepted: int, rounds: int) -> list[int]:
+    """Lengths of the rests while every verification accepts this many."""
+    lengths, resting = [], 0
+    for _ in range(rounds):
+        pace.observe(accepted, not accepted, accepted)
+        if pace.lead == 0:
+            resting += 1
+        elif resting:
+            lengths.append(resting)
+            resting = 0
+    return lengths
+
+
+def test_drafts_that_are_never_in_time_make_it_rest_longer_and_longer():
+    lengths = rests(Pace(24), accepted=0, rounds=4000)
+    assert lengths[:3] == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST]
+    assert max(lengths) == LONGEST_REST
+
+
+def test_it_comes_back_for_good_when_drafting_pays_again():
+    pace = Pace(24)
+    rests(pace, accepted=0, rounds=300)
+    assert rests(pace, accepted=2, rounds=1000)[1:] == []
+    assert pace.lead > 0
