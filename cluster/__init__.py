@@ -1,0 +1,1 @@
+"""Putting Paceline somewhere: configuration, command line, local processes, Ray Serve."""

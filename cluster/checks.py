@@ -1,0 +1,101 @@
+"""What can be found wrong before anything is started: models, vocabularies, ports, exposure.
+
+Cheap on purpose: reads a few small files, imports neither torch nor ray. What only loading can show is left to the
+workers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.config import Config
+from transport.address import check_free, is_loopback, parse
+
+
+class CheckError(Exception):
+    """Something that would fail later. One line that says what would be right."""
+
+
+def check(config: Config) -> None:
+    """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, AddressError."""
+    check_exposure(config.router.host, config.router.allow_remote)
+    check_free(join(config.router.host, config.router.port))
+    check_model(config.target.model, "--target")
+    if config.drafts:
+        check_model(config.draft.model, "--draft")
+        check_vocabularies(config.target.model, config.draft.model)
+    if config.router.tokenizer:
+        check_tokenizer(config.router.tokenizer)
+    else:
+        check_tokenizer(config.target.model)
+
+
+def join(host: str, port: int) -> str:
+    """``HOST:PORT``, with brackets around IPv6 hosts."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_listen(address: str, *, allow_remote: bool) -> None:
+    """Whether a worker may and can listen there. Raises :class:`CheckError`, AddressError."""
+    check_exposure(parse(address)[0], allow_remote)
+    check_free(address)
+
+
+def check_exposure(host: str, allow_remote: bool) -> None:
+    """Nothing listens beyond loopback unless the operator says so: there is no authentication yet."""
+    if not allow_remote and not is_loopback(host):
+        raise CheckError(
+            f"{host} can be reached from other machines and there is no authentication; "
+            "listen on 127.0.0.1, or add --allow-remote if only trusted machines can connect"
+        )
+
+
+def check_model(model: str, flag: str) -> None:
+    """Whether this is a model folder, or may be a hub id. The loader has the last word."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CheckError(f"{flag} {model}: not a model folder, it has no config.json")
+        return
+    if folder.exists():
+        raise CheckError(f"{flag} {model}: is a file; give the folder that holds config.json and the weights")
+    parts = model.split("/")
+    if len(parts) != 2 or not all(parts) or model[0] in "./~" or Path(parts[0]).is_dir():
+        raise CheckError(f"{flag} {model}: no such folder; give a model folder or a hub id such as Org/Name")
+
+
+def check_tokenizer(model: str) -> None:
+    """Whether a model folder has the tokenizer that the router needs."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        raise CheckError(f"{model}: has no tokenizer.json; give a folder that has with --tokenizer")
+
+
+def check_vocabularies(target: str, draft: str) -> None:
+    """Target and draft must number the same tokens the same way. Padding of the embeddings does not matter.
+
+    Hub ids are not looked at: the router compares what the loaded workers report.
+    """
+    ours, theirs = _vocabulary(target), _vocabulary(draft)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    detail = f"{len(ours)} and {len(theirs)} tokens, {len(different)} of them different, first {different[0]}"
+    raise CheckError(
+        f"target {target} and draft {draft} have different vocabularies ({detail}); "
+        "choose a draft model with the target's tokenizer, or add --no-speculation"
+    )
+
+
+def _vocabulary(model: str) -> dict[int, str] | None:
+    """Token id to token, or None where there is no tokenizer.json to tell."""
+    path = Path(model).expanduser() / "tokenizer.json"
+    if not path.is_file():
+        return None
+    import tokenizers  # 0.1 s that `paceline --help` need not spend
+
+    try:
+        known = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckError(f"{path}: cannot read the tokenizer: {' '.join(str(error).split())}") from error
+    return {number: token for token, number in known.items()}

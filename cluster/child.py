@@ -1,0 +1,132 @@
+"""One supervised process: its ready line, what it said last, and when it may be started again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from cluster.config import CHECKOUT
+
+RESTART_SECONDS = (0.2, 1.0, 3.0, 10.0)
+"""Pauses before starting a process again that ended; the last one repeats."""
+STEADY_SECONDS = 60.0
+"""After this long a process counts as healthy: the next pause is the first one again."""
+REMEMBERED_LINES = 5
+
+
+class Child:
+    """A process that says on stdout when it is ready. All methods are called from one thread."""
+
+    def __init__(self, name: str, command: Sequence[str], heard: Callable[[str, str], None]) -> None:
+        """``heard`` gets the name and each line on stderr, from other threads."""
+        self.name, self._command, self._heard = name, command, heard
+        self._process: subprocess.Popen[str] | None = None
+        self._said: deque[str] = deque(maxlen=REMEMBERED_LINES)
+        self._ready = threading.Event()
+        self._ends = 0
+        self._started = self._again = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the running process said so."""
+        return self._ready.is_set()
+
+    @property
+    def pid(self) -> int:
+        """Of the process started last."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ended, or was never started."""
+        return self._process is None or self._process.poll() is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it ended: the signal, else the last line it said, else its exit code."""
+        assert self._process is not None
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"killed by signal {-code}"
+        return self._said[-1].removeprefix("paceline: ") if self._said else f"exit code {code}"
+
+    def start(self, now: float) -> None:
+        """Start it; the previous process must have ended."""
+        assert self.ended
+        self._ready, self._started = threading.Event(), now
+        self._said.clear()
+        # In a session of its own, so that Ctrl-C reaches the supervisor only.
+        self._process = process = subprocess.Popen(
+            self._command,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout and process.stderr
+        for target, stream in ((self._read_output, process.stdout), (self._read_errors, process.stderr)):
+            threading.Thread(target=target, args=(stream, self._ready), daemon=True, name=self.name).start()
+
+    def restart_if_due(self, now: float) -> str | None:
+        """Start it again if it ended, after a pause; what happened, if something did."""
+        if not self.ended:
+            return None
+        if not self._again:
+            self._ends = 1 if now - self._started > STEADY_SECONDS else self._ends + 1
+            pause = RESTART_SECONDS[min(self._ends, len(RESTART_SECONDS)) - 1]
+            self._again = now + pause
+            return f"{self.name} ended ({self.reason}); starting it again"
+        if now >= self._again:
+            self._again = 0.0
+            self.start(now)
+        return None
+
+    def stop(self, seconds: float) -> None:
+        """Wait for a terminated process to end; kill it when it takes too long."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def _read_output(self, stream: IO[str], ready: threading.Event) -> None:
+        with stream:
+            for line in stream:
+                if " ready on " in line:
+                    ready.set()
+
+    def _read_errors(self, stream: IO[str], _ready: threading.Event) -> None:
+        with stream:
+            for line in stream:
+                text = line.rstrip()
+                if text:
+                    self._said.append(text)
+                    self._heard(self.name, text)
+
+
+def paceline(*arguments: str) -> list[str]:
+    """A command line that runs Paceline with this interpreter; see :func:`environment`."""
+    # -P: a folder named cluster where the user happens to be must not be taken for ours.
+    return [sys.executable, "-P", "-m", "cluster.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process, with Paceline importable."""
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,87 @@
+"""The command line: which commands there are, and how they end.
+
+A command is a module with ``add`` (its flags) and ``run`` (its work). They import torch, Ray and HTTP libraries only
+when they run, so that help and mistakes are answered at once. Whatever a user can get wrong ends in one line on
+stderr and exit code 2; what fails later in one line and exit code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from cluster import run_complete, run_config, run_router, run_up, run_worker
+from cluster.checks import CheckError
+from cluster.config import ConfigError
+from cluster.console import CommandError, complain
+from cluster.flags import BAD_INPUT, Parser
+from transport.address import AddressError
+
+COMMANDS: dict[str, ModuleType] = {
+    "up": run_up,
+    "complete": run_complete,
+    "worker": run_worker,
+    "router": run_router,
+    "config": run_config,
+}
+
+DESCRIPTION = """\
+Serve a large language model with disaggregated speculative decoding: small draft models run ahead of the
+target model, and the text is exactly the target's own.
+
+Start here:
+  paceline up                          serve the bundled models at http://127.0.0.1:8000
+  paceline complete "def fib(n):"      in another terminal: stream a completion from it
+
+With your own models (same tokenizer), from Hugging Face folders:
+  paceline up --target ./llama-8b --draft ./llama-1b
+
+By hand, one process each, without Ray:
+  paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
+  paceline worker draft  --model ./llama-1b --listen 127.0.0.1:7002
+  paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parsers()
+    if not arguments:
+        parser.print_help()
+        return BAD_INPUT
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(COMMANDS)}"
+        complain(f"paceline: unknown command {arguments[0]!r}; {hint}")
+        return BAD_INPUT
+    try:
+        args, unknown = parser.parse_known_args(arguments)
+        commands[args.command].refuse_unknown(unknown)
+        return int(COMMANDS[args.command].run(args))
+    except CommandError as error:
+        complain(f"paceline: {error}")
+        return error.code
+    except (ConfigError, CheckError, AddressError) as error:
+        complain(f"paceline: {error}")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parsers() -> tuple[Parser, dict[str, Parser]]:
+    parser = Parser(prog="paceline", description=DESCRIPTION)
+    choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
+    commands = {}
+    for name, module in COMMANDS.items():
+        commands[name] = choices.add_parser(
+            name, help=module.ABOUT, description=f"{module.ABOUT}\n\n{module.DETAILS}", prog=f"paceline {name}"
+        )
+        module.add(commands[name])
+    return parser, commands
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""One streamed completion over HTTP, with what it cost: the client side of ``paceline complete``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from cluster.console import CommandError
+from cluster.flags import BAD_INPUT, FAILED
+from transport.address import is_loopback
+
+SILENCE_SECONDS = 60.0
+"""Without a byte for this long the stream is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to complete."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    chat: bool = False
+
+    def body(self, *, speculate: bool) -> dict[str, Any]:
+        """As the API takes it."""
+        prompt = {"messages": [{"role": "user", "content": self.prompt}]} if self.chat else {"prompt": self.prompt}
+        options = {"include_usage": True, "include_speculation": True}
+        settings = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+        return {**prompt, **settings, "stream": True, "stream_options": options, "speculation": {"enabled": speculate}}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that belongs together: drafted and accepted, or the target's own."""
+
+    text: str
+    drafted: bool
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was seen of a completion so far."""
+
+    parts: list[str] = field(default_factory=list)
+    tokens: int = 0
+    accepted: int = 0
+    offered: int = 0
+    first: int = 0
+    """Tokens of the first commit, which came with the prompt's computation."""
+    started: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.parts)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second between the first and the last commit; None if there is nothing between."""
+        seconds = self.ended - self.started
+        return (self.tokens - self.first) / seconds if seconds > 0 and self.tokens > self.first else None
+
+    def add(self, speculation: dict[str, Any], now: float) -> None:
+        """Count a commit."""
+        if not self.tokens:
+            self.first, self.started = speculation["tokens"], now
+        self.ended = now
+        self.tokens += speculation["tokens"]
+        self.accepted += speculation["accepted"]
+        self.offered += speculation["offered"]
+
+
+def stream(url: str, request: Request, tally: Tally, *, speculate: bool = True) -> Iterator[Piece]:
+    """Pieces as they arrive, counted in ``tally``. Raises :class:`cluster.console.CommandError`."""
+    path = "/v1/chat/completions" if request.chat else "/v1/completions"
+    body = request.body(speculate=speculate)
+    timeout = httpx.Timeout(SILENCE_SECONDS, connect=5.0)
+    # A proxy from the environment cannot reach this machine's loopback.
+    trust = not is_loopback(urlsplit(url).hostname or "")
+    try:
+        with (
+            httpx.Client(timeout=timeout, trust_env=trust) as client,
+            client.stream("POST", url.rstrip("/") + path, json=body) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                response.read()
+                raise _refusal(response)
+            for event in _events(response):
+                yield from _pieces(event, tally)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise CommandError(f"no Paceline at {url}; start one with `paceline up`", FAILED) from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
+    except httpx.ReadTimeout as error:
+        raise CommandError(f"{url} sent nothing for {SILENCE_SECONDS:.0f} s", FAILED) from error
+    except httpx.TransportError as error:
+        raise CommandError(f"lost the connection to {url} after {tally.tokens} tokens: {error}", FAILED) from error
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        data = line.removeprefix("data: ")
+        if data == line or data == "[DONE]":
+            continue
+        event: dict[str, Any] = json.loads(data)
+        if "error" in event:
+            raise CommandError(f"the server gave up: {event['error']['message']}", FAILED)
+        yield event
+
+
+def _pieces(event: dict[str, Any], tally: Tally) -> Iterator[Piece]:
+    speculation = event.get("speculation")
+    if speculation is None:
+        return
+    tally.add(speculation, time.perf_counter())
+    for piece in speculation["pieces"]:
+        tally.parts.append(piece["text"])
+        yield Piece(piece["text"], piece["drafted"])
+
+
+def _refusal(response: httpx.Response) -> CommandError:
+    try:
+        error = response.json()["error"]
+        reason = f"{error['message']} ({error['param']})" if error.get("param") else str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        reason = f"status {response.status_code}; is this a Paceline server?"
+    if response.is_client_error:
+        return CommandError(f"the server refused: {reason}", BAD_INPUT)
+    return CommandError(f"the server failed: {reason}", FAILED)

@@ -1,0 +1,112 @@
+"""The local backend: workers and a router as child processes, watched and started again, without Ray.
+
+Every process keeps its port for life, so routers find a worker again where it was. Stopping stops all of them; if this
+process is killed, the kernel ends them (see :mod:`cluster.parent`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from cluster.child import Child, paceline
+from cluster.config import Config
+from cluster.console import CommandError, Stages, complain
+from cluster.flags import FAILED
+
+POLL_SECONDS = 0.1
+STOP_SECONDS = 8.0
+"""How long children get to end by themselves."""
+
+
+class LocalProcesses:
+    """All processes of a Paceline on this machine. Used from one thread, the one that lives longest."""
+
+    def __init__(self, config: Config) -> None:
+        """Nothing is started yet."""
+        self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
+        self._report: Stages | None = None
+        self._targets = [self._worker("target", i) for i in range(config.target.replicas)]
+        self._drafts = [self._worker("draft", i) for i in range(config.drafts)]
+        addresses = [("--target", address) for _, address in self._targets]
+        addresses += [("--draft", address) for _, address in self._drafts]
+        arguments = [part for pair in addresses for part in pair]
+        self._router = Child("router", self._command("router", *arguments), self._heard)
+
+    @property
+    def children(self) -> list[Child]:
+        """Every process, the router last."""
+        return [*(child for child, _ in self._targets), *(child for child, _ in self._drafts), self._router]
+
+    def start(self, report: Stages) -> None:
+        """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
+        file = Path(self._folder.name) / "paceline.yaml"
+        file.write_text(self._config.to_yaml(), encoding="utf-8")
+        self._report = report
+        deadline = time.monotonic() + self._config.start_timeout
+        workers = self.children[:-1]
+        for child in workers:
+            report("starting", child.name)
+            child.start(time.monotonic())
+        self._await(workers, deadline)
+        report("starting", "router")
+        self._router.start(time.monotonic())
+        self._await([self._router], deadline)
+        self._report = None
+
+    def watch(self) -> None:
+        """Start again what ends. Returns never."""
+        while True:
+            for child in self.children:
+                happened = child.restart_if_due(time.monotonic())
+                if happened:
+                    complain(happened)
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End all processes and remove what was written."""
+        for child in reversed(self.children):
+            child.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for child in self.children:
+            child.stop(max(deadline - time.monotonic(), 0.0))
+        self._folder.cleanup()
+
+    def _await(self, children: list[Child], deadline: float) -> None:
+        while waiting := [child for child in children if not child.ready]:
+            for child in waiting:
+                if child.ended:
+                    time.sleep(POLL_SECONDS)  # its last words may still be in the pipe
+                    raise CommandError(f"{child.name} cannot start: {child.reason}", FAILED)
+            if time.monotonic() > deadline:
+                names = ", ".join(child.name for child in waiting)
+                seconds = self._config.start_timeout
+                raise CommandError(f"not ready within {seconds:.0f} s (start_timeout): {names}", FAILED)
+            time.sleep(POLL_SECONDS)
+
+    def _worker(self, role: str, index: int) -> tuple[Child, str]:
+        address = f"127.0.0.1:{free_port()}"
+        return Child(f"{role} {index}", self._command("worker", role, "--listen", address), self._heard), address
+
+    def _command(self, *arguments: str) -> list[str]:
+        file = str(Path(self._folder.name) / "paceline.yaml")
+        return paceline(*arguments, "--config", file, "--exit-with", str(os.getpid()))
+
+    def _heard(self, name: str, line: str) -> None:
+        """Progress while starting; later whatever a process has to say."""
+        if self._report is not None:
+            self._report(line.removesuffix(" ..."), name)
+        else:
+            complain(f"[{name}] {line}")
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

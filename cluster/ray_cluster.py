@@ -1,0 +1,247 @@
+"""The Ray backend: starts Ray (or joins a cluster), deploys the application, and says why when that fails.
+
+A deployment that cannot be placed never fails by itself in Ray, and one that fails says so deep in a traceback. So
+room is checked before, the state is polled with our own deadlines, and the one line that matters is dug out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from cluster.checks import check_exposure
+from cluster.config import Config
+from cluster.console import CommandError, Stages, complain
+from cluster.flags import FAILED
+from cluster.placement import APPLICATION, DEPLOYMENTS, Node, lacking, needs
+from transport.address import parse
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+POLL_SECONDS = 0.25
+WATCH_SECONDS = 2.0
+REACH_SECONDS = 5.0
+
+_ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\))?: (.+)$")
+
+
+class RayCluster:
+    """The application on Ray Serve, for as long as this process runs."""
+
+    def __init__(self, config: Config) -> None:
+        """Nothing is started yet."""
+        self._config = config
+        self._local = config.ray.address == "local"
+        self._connected = self._deployed = self._serves = False
+
+    def start(self, report: Stages) -> None:
+        """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
+        report("starting Ray" if self._local else f"joining Ray at {self._config.ray.address}")
+        self._connect()
+        self._check_room()
+        report("starting Ray Serve")
+        self._deploy()
+        self._await(report)
+        self._serves = True
+
+    def watch(self) -> None:
+        """Serve heals the application; this only notices when all of Ray is gone. Returns never."""
+        import ray
+        from ray import serve
+
+        told = ""
+        while True:
+            time.sleep(WATCH_SECONDS)
+            try:
+                status = serve.status().applications[APPLICATION]
+            except (ray.exceptions.RayError, KeyError) as error:
+                raise CommandError(f"Ray is gone: {type(error).__name__}", FAILED) from error
+            said = _unhealthy(status)
+            if said != told:
+                complain(said or "all replicas are well again")
+                told = said
+
+    def stop(self) -> None:
+        """End the application and what of Ray was started here."""
+        if not self._connected:
+            return
+        import ray
+        from ray import serve
+
+        with contextlib.suppress(Exception):  # Ray may be gone already; then there is nothing to end
+            if self._serves or (self._deployed and not self._local):
+                serve.delete(APPLICATION)
+        ray.shutdown()
+
+    def _connect(self) -> None:
+        if self._local:
+            _prepare_environment()
+        else:
+            _check_reachable(self._config.ray.address)
+        import ray
+
+        options: dict[str, Any] = {}
+        if self._local:
+            settings = self._config.ray
+            size = settings.object_store_mb << 20
+            options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
+        self._connected = True  # also when interrupted halfway: there may be processes to end
+        try:
+            with _uninterrupted():
+                ray.init(
+                    address=self._config.ray.address,
+                    namespace=APPLICATION,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **options,
+                )
+        except Exception as error:  # ConnectionError, RuntimeError, ValueError ... all end the same way
+            raise CommandError(f"cannot start or reach Ray: {_first_line(error)}", FAILED) from error
+        from ray import serve  # noqa: F401 - sets the level of its logger when first imported
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
+
+    def _check_room(self) -> None:
+        import ray
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        if not self._local:
+            for node in nodes:
+                check_exposure(node["NodeManagerAddress"], self._config.router.allow_remote)
+        described = [
+            Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0), node.get("Labels") or {})
+            for node in nodes
+        ]
+        # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.
+        reason = lacking(needs(self._config).values(), described)
+        if reason:
+            raise CommandError(reason, FAILED)
+
+    def _deploy(self) -> None:
+        from ray import serve
+
+        from cluster.serve_app import build
+
+        router = self._config.router
+        patience = str(int(self._config.ray.placement_timeout))
+        environment = {"RAY_SERVE_SLOW_STARTUP_WARNING_S": patience, "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "2"}
+        try:
+            serve.start(
+                proxy_location="HeadOnly" if self._local else "EveryNode",
+                http_options={"host": router.host, "port": router.port},
+                logging_config={"log_level": "WARNING", "enable_access_log": False},
+                controller_options={"runtime_env": {"env_vars": environment}},
+            )
+            self._deployed = True
+            serve.run_many(
+                [serve.RunTarget(build(self._config), name=APPLICATION, route_prefix="/")],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
+        except Exception as error:  # whatever Serve raises: it could not be deployed
+            raise CommandError(f"cannot start Ray Serve: {_first_line(error)}", FAILED) from error
+
+    def _await(self, report: Stages) -> None:
+        """Poll until all replicas run, one fails, or a deadline passes."""
+        from ray import serve
+
+        deadline = time.monotonic() + self._config.start_timeout
+        while True:
+            status = serve.status().applications.get(APPLICATION)
+            if status is not None:
+                if status.status == "RUNNING":
+                    return
+                self._raise_if_hopeless(status)
+                self._show(status, report)
+            if time.monotonic() > deadline:
+                raise CommandError(f"not ready within {self._config.start_timeout:.0f} s (start_timeout)", FAILED)
+            time.sleep(POLL_SECONDS)
+
+    def _raise_if_hopeless(self, status: ApplicationStatusOverview) -> None:
+        for name, deployment in status.deployments.items():
+            if "failed to start" in deployment.message:
+                raise CommandError(f"{_role(name)} cannot start: {reason_in(deployment.message)}", FAILED)
+            if "to be scheduled" in deployment.message and not self._local:
+                need = needs(self._config)[_role(name)]
+                seconds = self._config.ray.placement_timeout
+                raise CommandError(f"Ray found no room within {seconds:.0f} s for {need}", FAILED)
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise CommandError(f"cannot start: {reason_in(status.message)}", FAILED)
+
+    def _show(self, status: ApplicationStatusOverview, report: Stages) -> None:
+        for role, need in needs(self._config).items():
+            deployment = status.deployments.get(DEPLOYMENTS[role])
+            states = deployment.replica_states if deployment else {}
+            running = sum(count for state, count in states.items() if state == "RUNNING")
+            report(f"{running} of {need.replicas} ready", role)
+
+
+def reason_in(message: str) -> str:
+    """The line of a Serve status message that says why: the last error of the innermost traceback."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [match for line in lines if (match := _ERROR_LINE.match(line))]
+    if not errors:
+        return lines[-1] if lines else "no reason given; see Ray's logs"
+    kind, reason = errors[-1].groups()
+    return reason if kind in ("ModelError", "CheckError", "TokenizerError", "AddressError") else f"{kind}: {reason}"
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    try:
+        with socket.create_connection(parse(address), timeout=REACH_SECONDS):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CommandError(f"no Ray cluster at {address} ({reason}); --address takes its HOST:PORT", FAILED) from error
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put off Ctrl-C and SIGTERM: Ray crashes when it is interrupted while it starts, and replaces our handlers."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])
+    if came:
+        raise KeyboardInterrupt
+
+
+def _prepare_environment() -> None:
+    """Settings of Ray that can only be made through the environment, for a Ray of our own."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
+    os.environ["RAY_enable_metrics_collection"] = "0"  # noqa: SIM112 - so named by Ray
+    # Without reserved GPUs Ray would hide them; here workers share what the machine has, as plain processes do.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # Ray listens on all interfaces. A token of this run's own keeps others out, and no file is written for it.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _unhealthy(status: ApplicationStatusOverview) -> str:
+    waiting = [f"{_role(name)}: {entry.status.value}" for name, entry in status.deployments.items()]
+    return "" if status.status == "RUNNING" else f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
+
+
+def _role(deployment: str) -> str:
+    return next((role for role, name in DEPLOYMENTS.items() if name == deployment), deployment)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,78 @@
+"""``paceline router``: one router in this process, for workers at fixed addresses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+
+from cluster.checks import check_exposure, check_tokenizer, join
+from cluster.config import Config
+from cluster.console import CommandError, say, stages
+from cluster.flags import FAILED, add_file, add_parent, add_section, configuration
+from cluster.parent import exit_with
+from cluster.serving import router_settings
+from transport.address import check_free, parse
+
+ABOUT = "run one router: the HTTP address in front of workers"
+DETAILS = """\
+Serves the OpenAI-compatible API. Workers may come and go; the router keeps trying to reach them.
+
+  paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
+    parser.add_argument(
+        "--target", action="append", required=True, metavar="HOST:PORT", help="a target worker (may be repeated)"
+    )
+    parser.add_argument(
+        "--draft", action="append", default=[], metavar="HOST:PORT", help="a draft worker (may be repeated)"
+    )
+    add_section(parser, "router", without=("replicas",))
+    add_file(parser)
+    add_parent(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    if args.exit_with is not None:
+        exit_with(args.exit_with)
+    config = configuration(args)
+    check_exposure(config.router.host, config.router.allow_remote)
+    check_free(join(config.router.host, config.router.port))
+    for address in (*args.target, *args.draft):
+        parse(address)
+    if config.router.tokenizer:
+        check_tokenizer(config.router.tokenizer)
+    return asyncio.run(_serve(config, tuple(args.target), tuple(args.draft)))
+
+
+async def _serve(config: Config, targets: tuple[str, ...], drafts: tuple[str, ...]) -> int:
+    from router.service import Router, RouterError
+
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    router = Router(router_settings(config, targets=targets, drafts=drafts))
+    starting = asyncio.create_task(router.start())
+    stop = asyncio.create_task(stopped.wait())
+    try:
+        with stages() as report:
+            report(f"waiting for a target worker at {', '.join(targets)}")
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            model = router.dispatcher.model
+            assert model is not None
+            name = config.router.model_name or model.name
+            say(f"router ready on {router.address} (model {name}, context {model.context})")
+            await stop
+    except RouterError as error:
+        raise CommandError(str(error), FAILED) from error
+    finally:
+        starting.cancel()
+        stop.cancel()
+        await router.stop()
+    return 0

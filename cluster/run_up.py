@@ -1,0 +1,153 @@
+"""``paceline up``: everything at once, on this machine or on a Ray cluster, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from typing import Protocol
+
+from cluster.checks import CheckError, check, join
+from cluster.config import Config
+from cluster.console import CommandError, Stages, complain, say, stages
+from cluster.flags import FAILED, add_file, add_setting, configuration
+
+ABOUT = "serve: start router, target and draft workers, and keep them running"
+DETAILS = """\
+Runs the Ray Serve application, with Ray on this machine by default; --backend local runs plain processes
+instead. The bundled model pair is served unless you name others; target and draft need the same tokenizer.
+
+  paceline up
+  paceline up --target ./llama-8b --draft ./llama-1b --dtype bf16
+  paceline up --target-replicas 2 --draft-replicas 2 --router-replicas 2
+  paceline up --target ./llama-8b --no-speculation
+  paceline up --config paceline.yaml --port 8001
+"""
+DEMO_PROMPT = "def fib(n):"
+HTTP_SECONDS = 20.0
+"""How long the HTTP address may take to answer once all workers are ready."""
+
+
+class Backend(Protocol):
+    """What runs the workers and routers."""
+
+    def start(self, report: Stages) -> None:
+        """Start everything; raises :class:`cluster.console.CommandError`."""
+        ...
+
+    def watch(self) -> None:
+        """Keep it running; returns or raises CommandError only when that is not possible any more."""
+        ...
+
+    def stop(self) -> None:
+        """End everything that was started, also after a start that failed halfway."""
+        ...
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
+    add_setting(parser, "--target", "target.model", about="target model: folder or hub id")
+    add_setting(parser, "--draft", "draft.model", about="draft model: folder or hub id, same tokenizer as the target")
+    add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
+    add_setting(parser, "--device", "target.device", "draft.device")
+    add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
+    add_setting(parser, "--host", "router.host")
+    add_setting(parser, "--port", "router.port")
+    add_setting(parser, "--allow-remote", "router.allow_remote")
+    add_setting(parser, "--model-name", "router.model_name")
+    for role in ("target", "draft", "router"):
+        add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
+    add_setting(parser, "--backend", "backend")
+    add_setting(parser, "--address", "ray.address")
+    parser.add_argument("--demo", action="store_true", help="stream one completion, with its speed-up, when ready")
+    add_file(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start, say how to use it, and keep it running."""
+    config = configuration(args)
+    check(config)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
+        signal.signal(number, signal.default_int_handler)
+    backend = _backend(config)
+    try:
+        with stages() as report:
+            backend.start(report)
+            report("waiting for HTTP to answer", "router")
+            _await_http(config)
+        _introduce(config)
+        if args.demo:
+            _demo(config)
+        backend.watch()
+    except KeyboardInterrupt:
+        return 0
+    except CommandError as error:
+        complain(f"paceline: {error}")  # before stopping, which takes seconds
+        return error.code
+    finally:
+        # Stopping is not interrupted: a second Ctrl-C must not leave orphans.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with stages() as report:
+            report("stopping")
+            backend.stop()
+    return FAILED
+
+
+def _backend(config: Config) -> Backend:
+    if config.backend == "ray":
+        from cluster.ray_cluster import RayCluster
+
+        return RayCluster(config)
+    if config.router.replicas > 1:
+        raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
+    from cluster.local import LocalProcesses
+
+    return LocalProcesses(config)
+
+
+def _url(config: Config) -> str:
+    anywhere = config.router.host in ("0.0.0.0", "::")
+    return f"http://{join('127.0.0.1' if anywhere else config.router.host, config.router.port)}"
+
+
+def _await_http(config: Config) -> None:
+    """Until the API says which model it serves."""
+    import httpx
+
+    deadline, last = time.monotonic() + HTTP_SECONDS, "no answer"
+    with httpx.Client(trust_env=False, timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            try:
+                answer = client.get(f"{_url(config)}/v1/models")
+                if answer.is_success and answer.json()["data"]:
+                    return
+                last = f"status {answer.status_code}: {answer.text[:200]}"
+            except httpx.TransportError as error:
+                last = str(error)
+            time.sleep(0.1)
+    raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", FAILED)
+
+
+def _introduce(config: Config) -> None:
+    url = _url(config)
+    drafts = f"{config.drafts} x draft {config.draft.model}" if config.drafts else "no drafts"
+    other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    say(f"Paceline serves at {url}")
+    say(f"  {config.target.replicas} x target {config.target.model}, {drafts}, on {config.backend}")
+    say("Try, in another terminal:")
+    say(f'  paceline complete "{DEMO_PROMPT}"{other}')
+    data = '{"prompt": "def fib(n):", "max_tokens": 64}'
+    say(f"  curl {url}/v1/completions -H 'content-type: application/json' -d '{data}'")
+    say("Ctrl-C stops it.")
+
+
+def _demo(config: Config) -> None:
+    from cluster.completion import Request
+    from cluster.run_complete import show
+
+    say(f"\nA completion of {DEMO_PROMPT!r}:")
+    try:
+        show(_url(config), Request(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0), compare=True)
+    except CommandError as error:
+        complain(f"paceline: the demo failed: {error}")

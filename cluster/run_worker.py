@@ -1,0 +1,95 @@
+"""``paceline worker``: one worker in this process, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from cluster.checks import check_listen, check_model
+from cluster.config import Config
+from cluster.console import CommandError, complain, say, stages
+from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_parent, add_section, add_setting, configuration
+from cluster.parent import exit_with
+from cluster.serving import draft_settings, target_settings
+
+if TYPE_CHECKING:
+    from transport.worker import Worker
+
+ABOUT = "run one target or draft worker in this process"
+DETAILS = """\
+Loads a model and listens for routers. Prints one line when it is ready; SIGTERM or Ctrl-C stop it.
+
+  paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
+  paceline worker draft --model ./llama-1b --listen 127.0.0.1:7002 --threads 2
+"""
+LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
+
+
+def add(parser: Parser) -> None:
+    """Its flags."""
+    roles = parser.add_subparsers(dest="role", title="roles", metavar="{target,draft}", required=True)
+    for role, about in (("target", "runs the served model"), ("draft", "runs a small model ahead of it")):
+        worker = roles.add_parser(role, help=about, description=f"A {role} worker: {about}.")
+        worker.add_argument(
+            "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
+        )
+        add_section(worker, role, without=("replicas", "gpus", "gpu_class"))
+        add_setting(worker, "--allow-remote", "router.allow_remote")
+        if role == "target":
+            add_setting(worker, "--max-draft", "speculation.max_draft")
+        else:
+            add_setting(worker, "--lead", "speculation.lead")
+        add_file(worker)
+        add_parent(worker)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    if args.exit_with is not None:
+        exit_with(args.exit_with)
+    config = configuration(args)
+    check_listen(args.listen, allow_remote=config.router.allow_remote)
+    check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
+    return asyncio.run(_serve(args.role, config, args.listen))
+
+
+async def _serve(role: str, config: Config, listen: str) -> int:
+    """Load, say so, and wait for the end; a signal during loading ends the process at once."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Loading runs in a thread that cannot be interrupted, and nothing is at stake yet.
+        loop.add_signal_handler(number, os._exit, 128 + number)
+    worker = await _start(role, config, listen)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    settings = config.target if role == "target" else config.draft
+    say(f"{role} worker ready on {worker.address} ({settings.model}, {worker.welcome.dtype})")
+    failed = asyncio.create_task(worker.wait())
+    stop = asyncio.create_task(stopped.wait())
+    await asyncio.wait({failed, stop}, return_when=asyncio.FIRST_COMPLETED)
+    error = failed.exception() if failed.done() else None
+    failed.cancel()
+    stop.cancel()
+    await worker.stop()
+    if error is None:
+        return 0
+    complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
+    return FAILED
+
+
+async def _start(role: str, config: Config, listen: str) -> Worker:
+    with stages() as report:
+        report("starting PyTorch")
+        from draft_service.service import start_draft
+        from engine.model import ModelError
+        from target_service.service import start_target
+
+        try:
+            if role == "target":
+                return await start_target(target_settings(config), listen, report)
+            return await start_draft(draft_settings(config), listen, report)
+        except ModelError as error:
+            raise CommandError(str(error), BAD_INPUT) from error

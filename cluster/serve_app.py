@@ -1,0 +1,158 @@
+"""The Ray Serve application: target workers, draft workers and routers as deployments.
+
+Serve places, restarts and drains replicas and carries HTTP to a router. Tokens do not pass through it: every worker
+runs its own gRPC server, publishes its address as replica metadata, and routers connect to it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from cluster.checks import check_exposure
+from cluster.config import CHECKOUT, Config
+from cluster.discovery import ENDPOINT, Handles, serve_directory
+from cluster.placement import DEPLOYMENTS, Need, needs
+from cluster.serving import draft_settings, router_settings, target_settings
+from router.api import build_app
+from router.dispatch import Dispatcher
+from router.tokenizer import Tokenizer
+from speculation.session import Role
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from transport.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_OPTIONS: dict[str, Any] = {
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "graceful_shutdown_timeout_s": 10.0,
+    "max_constructor_retry_count": 3,
+    # 5 by default; the router does admission, so this must never bite.
+    "max_ongoing_requests": 100_000,
+}
+
+
+class _WorkerReplica:
+    """A replica that is a worker with a gRPC server of its own."""
+
+    _worker: Worker
+
+    async def _begin(self, worker: Worker) -> None:
+        self._worker = worker
+        self._watch = asyncio.create_task(self._exit_on_failure())
+
+    async def _exit_on_failure(self) -> None:
+        """A worker that cannot compute ends its process: routers notice at once, and Serve starts another."""
+        try:
+            await self._worker.wait()
+        except Exception:
+            log.exception("the worker failed; its process ends")
+            os._exit(1)
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What routers learn of this replica through the controller."""
+        return {ENDPOINT: self._worker.address}
+
+    async def endpoint(self) -> str:
+        """The same for who asks."""
+        return self._worker.address
+
+    async def __del__(self) -> None:
+        """Serve's call at a graceful end: streams close, and routers open the sessions elsewhere."""
+        if hasattr(self, "_worker"):
+            self._watch.cancel()
+            await self._worker.stop()
+
+
+class TargetWorker(_WorkerReplica):
+    """A target worker."""
+
+    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Load the model and listen."""
+        from target_service.service import start_target
+
+        await self._begin(await start_target(target_settings(config), _listen(config)))
+
+
+class DraftWorker(_WorkerReplica):
+    """A draft worker."""
+
+    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Load the model and listen."""
+        from draft_service.service import start_draft
+
+        await self._begin(await start_draft(draft_settings(config), _listen(config)))
+
+
+@serve.ingress()
+class Router:
+    """A router behind Serve's HTTP proxy."""
+
+    async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Read the tokenizer and begin to look for workers."""
+        settings = router_settings(config)
+        self._settings = settings.api
+        source = config.router.tokenizer or config.target.model
+        self._tokenizer = await asyncio.to_thread(Tokenizer.load, source)
+        self._dispatcher = Dispatcher(settings.limits)
+        self._directory = serve_directory(workers)
+        self._directory.start(self._dispatcher.pool.set_workers)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """The OpenAI-compatible API."""
+        return build_app(self._dispatcher, self._tokenizer, self._settings)
+
+    async def __del__(self) -> None:
+        """Serve's call at a graceful end, after running requests have ended."""
+        if hasattr(self, "_directory"):
+            self._directory.close()
+            await self._dispatcher.pool.close()
+
+
+def build(config: Config) -> serve.Application:
+    """The application, ready for ``serve.run``."""
+    wanted = needs(config)
+    local = config.ray.address == "local"
+    target = _deployment(TargetWorker, wanted["target"], environment(config.target.threads, local=local))
+    workers = {Role.TARGET: target.bind(config)}
+    if "draft" in wanted:
+        draft = _deployment(DraftWorker, wanted["draft"], environment(config.draft.threads, local=local))
+        workers[Role.DRAFT] = draft.bind(config)
+    return _deployment(Router, wanted["router"], environment(1, local=local)).bind(config, workers)
+
+
+def environment(threads: int, *, local: bool) -> dict[str, str]:
+    """Environment of a replica: how many threads compute and, on this machine, where Paceline lies.
+
+    The nodes of a cluster have Paceline installed.
+    """
+    found = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return found | ({"PYTHONPATH": str(CHECKOUT)} if local else {})
+
+
+def _deployment(kind: type[object], need: Need, environment: dict[str, str]) -> serve.Deployment:
+    options = need.actor_options(environment)
+    decorate = serve.deployment(
+        name=DEPLOYMENTS[need.name], num_replicas=need.replicas, ray_actor_options=options, **_OPTIONS
+    )
+    made: serve.Deployment = decorate(kind)
+    return made
+
+
+def _listen(config: Config) -> str:
+    """Loopback on a local Ray, else the node's address, if the operator allows that."""
+    if config.ray.address == "local":
+        return "127.0.0.1:0"
+    host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    check_exposure(host, config.router.allow_remote)
+    return f"{host}:0"

@@ -1,0 +1,112 @@
+"""Paceline's own commands as processes of a test: what they print, how they end, and that nothing outlives them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "cluster.cli"]
+
+
+def run(*arguments: str, timeout: float = 30.0, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that is expected to end by itself."""
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=CHECKOUT, input=stdin or "", capture_output=True, text=True, timeout=timeout
+    )
+
+
+class Paceline:
+    """A command that stays up. Leaving the block stops it and checks that no process of it is left."""
+
+    def __init__(self, *arguments: str) -> None:
+        """Start it."""
+        self._family: dict[int, psutil.Process] = {}
+        self.lines: list[str] = []
+        self._said = threading.Condition()
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            cwd=CHECKOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Paceline:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        try:
+            self.stop(signal.SIGTERM)
+        finally:
+            left = self._left()
+            for process in left:
+                process.kill()
+            self.process.wait(10)
+        assert not left, f"left running: {left}\n{self.output}"
+
+    @property
+    def output(self) -> str:
+        """All it printed so far."""
+        return "\n".join(self.lines)
+
+    def expect(self, pattern: str, timeout: float = 30.0) -> str:
+        """Wait for a line that matches; its first group, or the line."""
+        deadline = time.monotonic() + timeout
+        with self._said:
+            while True:
+                for line in self.lines:
+                    if match := re.search(pattern, line):
+                        return match[1] if match.groups() else line
+                assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output}"
+                assert time.monotonic() < deadline, f"no {pattern!r} within {timeout} s:\n{self.output}"
+                self._said.wait(0.1)
+
+    def stop(self, number: signal.Signals, timeout: float = 30.0) -> int:
+        """Send a signal; the exit code."""
+        self.descendants()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(timeout)
+        self._reader.join(5)
+        return code
+
+    def descendants(self, words: str = "") -> list[psutil.Process]:
+        """Its running processes whose command line contains ``words``, oldest first."""
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            found = []
+        self._family |= {process.pid: process for process in found}
+        return sorted((p for p in found if words in _command_line(p)), key=lambda process: process.create_time())
+
+    def _left(self) -> list[psutil.Process]:
+        # `is_running` compares start times, so a reused id is not taken for ours.
+        _, alive = psutil.wait_procs([p for p in self._family.values() if p.is_running()], timeout=10)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._said:
+                self.lines.append(line.rstrip("\n"))
+                self._said.notify_all()
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""

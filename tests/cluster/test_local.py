@@ -1,0 +1,70 @@
+"""The local backend: child processes that are watched, started again where they were, and end with their parent."""
+
+import json
+import re
+import shutil
+import signal
+
+import psutil
+import pytest
+
+from cluster.local import free_port
+from tests.cluster.processes import Paceline, run
+from tests.cluster.streams import body, plain, prompts, streamed
+from tests.stack import MODELS
+
+
+def broken_model(tmp_path):
+    """A model folder whose weights lack a layer: it passes every check but loading."""
+    folder = tmp_path / "broken"
+    shutil.copytree(MODELS / "target", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def up(*arguments: str) -> Paceline:
+    return Paceline("up", "--backend", "local", "--dtype", "fp32", "--port", str(free_port()), *arguments)
+
+
+@pytest.mark.slow
+async def test_a_killed_target_is_started_again_and_the_text_goes_on():
+    with up() as paceline:
+        paceline.expect("Ctrl-C stops it", 60)
+        url = paceline.expect(r"Paceline serves at (\S+)")
+        bodies = [body(prompt, 200, temperature=0.8) for prompt in prompts(2)]
+        expected = await plain(url, bodies)
+        victim = paceline.descendants("worker target")[0]
+
+        async def kill(results):
+            victim.kill()
+
+        results = await streamed(url, bodies, kill)
+        assert [result.text for result in results] == expected
+        assert "target 0 ended (killed by signal 9); starting it again" in paceline.output
+        assert paceline.descendants("worker target")[0].pid != victim.pid
+        assert paceline.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.slow
+def test_killing_the_supervisor_ends_everything():
+    with up("--no-speculation", "--demo") as paceline:
+        paceline.expect("no drafts were offered", 60)
+        children = paceline.descendants()
+        assert len(children) == 2
+        paceline.process.send_signal(signal.SIGKILL)
+        gone, alive = psutil.wait_procs(children, timeout=5)
+        assert len(gone) == 2
+        assert not alive
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path):
+    model = broken_model(tmp_path)
+    reason = rf"{model}: the weights lack \d+ tensors of the model, first .*"
+    with up("--target", str(model)) as paceline:
+        assert re.fullmatch(reason, paceline.expect(r"^paceline: target 0 cannot start: (.*)"))
+        assert paceline.process.wait(20) == 1
+    alone = run("worker", "target", "--model", str(model), "--listen", "127.0.0.1:0")
+    assert alone.returncode == 2
+    assert re.fullmatch(rf"paceline: {reason}", alone.stderr.splitlines()[-1])

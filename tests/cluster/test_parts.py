@@ -1,0 +1,106 @@
+"""Pieces of the Ray side that need no Ray: room for replicas, reasons in tracebacks, directories."""
+
+import asyncio
+import re
+
+import pytest
+
+from cluster.config import Override, load
+from cluster.discovery import PollingDirectory, StaticDirectory
+from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
+from cluster.ray_cluster import reason_in
+from speculation.session import Role
+
+LARGE, SMALL = {GPU_CLASS: "large"}, {GPU_CLASS: "small"}
+
+
+def test_needs_follow_the_configuration():
+    flags = {"target.gpus": "2", "target.gpu_class": "large", "draft.replicas": "3", "router.replicas": "2"}
+    found = needs(load(None, [Override(key, text, "--set") for key, text in flags.items()]))
+    assert found["target"] == Need("target", 1, 0.1, 2.0, LARGE)
+    assert (found["draft"].replicas, found["router"].replicas) == (3, 2)
+    options = found["target"].actor_options({"A": "b"})
+    assert options["label_selector"] == LARGE
+    assert options["runtime_env"] == {"env_vars": {"A": "b"}}
+    assert "label_selector" not in found["draft"].actor_options({})
+
+
+def test_without_speculation_nothing_is_needed_for_drafts():
+    assert "draft" not in needs(load(None, [Override("speculation.enabled", "false", "--set")]))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"),
+    [
+        ([Need("draft", 1, 0.1, 1.0), Need("target", 2, 0.1, 1.0, LARGE)], None),
+        ([Need("target", 1, 0.1, 1.0, {GPU_CLASS: "huge"})], "no Ray node has the label for 1 x target with 0.1 CPU"),
+        ([Need("target", 3, 0.1, 1.0, LARGE)], "no room for 3 x target with 0.1 CPU, 1 GPU, label .*: only 2 fit"),
+        ([Need("draft", 1, 0.1, 3.0)], "no room for 1 x draft with 0.1 CPU, 3 GPU each: only 0 fit"),
+        ([Need("draft", 3, 0.1, 1.0), Need("target", 2, 0.1, 1.0, LARGE)], "no room for 3 x draft .*: only 1 fit"),
+        ([Need("router", 10, 0.1)], None),
+        ([Need("router", 81, 0.1)], "only 80 fit"),
+    ],
+)
+def test_what_a_cluster_lacks(wanted, words):
+    nodes = [Node(4, 2, LARGE), Node(4, 1, SMALL)]
+    reason = lacking(wanted, nodes)
+    if words is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert re.search(words, reason)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "A replica failed to start with exception. Retrying 2 more time(s). Error:\n"
+            "Traceback (most recent call last):\n  File x, line 1\n    raise\n"
+            "ray.exceptions.RayTaskError(RuntimeError): \x1b[36mray::X\x1b[39m (pid=1)\n"
+            "engine.model.ModelError: /m: the weights lack 9 tensors\n",
+            "/m: the weights lack 9 tensors",
+        ),
+        ("Error:\n  ValueError: first\n\nRuntimeError: last: one\nsome note", "RuntimeError: last: one"),
+        ("it just failed", "it just failed"),
+        ("", "no reason given; see Ray's logs"),
+    ],
+)
+def test_the_reason_is_dug_out_of_a_traceback(message, reason):
+    assert reason_in(message) == reason
+
+
+def test_a_static_directory_tells_once():
+    told = []
+    StaticDirectory({Role.TARGET: ["a:1"], Role.DRAFT: []}).start(lambda role, found: told.append((role, list(found))))
+    assert told == [(Role.TARGET, ["a:1"]), (Role.DRAFT, [])]
+
+
+async def test_a_polling_directory_tells_changes_and_survives_failures(monkeypatch):
+    monkeypatch.setattr("cluster.discovery.POLL_SECONDS", 0.001)
+    answers = [["b:1", "a:1"], ["a:1", "b:1"], RuntimeError("a replica died"), ["a:1"]]
+    told = []
+    done = asyncio.Event()
+
+    class Response:
+        async def results_async(self, timeout_s):
+            answer = answers.pop(0) if answers else ["a:1"]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    class Handle:
+        def broadcast(self, method):
+            assert method == "endpoint"
+            return Response()
+
+    def changed(role, found):
+        told.append(list(found))
+        if len(told) == 2:
+            done.set()
+
+    directory = PollingDirectory({Role.DRAFT: Handle()})
+    directory.start(changed)
+    await asyncio.wait_for(done.wait(), 5)
+    directory.close()
+    assert told == [["a:1", "b:1"], ["a:1"]]

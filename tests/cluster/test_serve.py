@@ -1,0 +1,138 @@
+"""The Ray Serve application on a real local Ray: two targets, two drafters, two routers; workers killed mid-stream."""
+
+import asyncio
+import re
+import signal
+
+import httpx
+import psutil
+import pytest
+
+from cluster.local import free_port
+from speculation.messages import Load
+from tests.cluster.processes import Paceline
+from tests.cluster.streams import TIMEOUT, body, plain, prompts, streamed
+from transport.client import WorkerConnection
+
+pytestmark = pytest.mark.slow
+REPLICAS = ["--target-replicas", "2", "--draft-replicas", "2", "--router-replicas", "2"]
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def paceline():
+    with Paceline("up", "--dtype", "fp32", "--port", str(free_port()), *REPLICAS) as up:
+        up.expect("Ctrl-C stops it", 90)
+        yield up
+        assert up.stop(signal.SIGINT, 60) == 0
+
+
+@pytest.fixture(scope="module")
+def url(paceline):
+    return paceline.expect(r"Paceline serves at (\S+)")
+
+
+def replicas(paceline, kind: str) -> list[psutil.Process]:
+    return paceline.descendants(f"ray::ServeReplica:paceline:{kind}")
+
+
+def test_every_replica_is_a_process_and_listens_on_loopback_only(paceline):
+    for kind in ("TargetWorker", "DraftWorker", "Router"):
+        assert len(replicas(paceline, kind)) == 2
+    for process in replicas(paceline, "TargetWorker") + replicas(paceline, "DraftWorker"):
+        assert len(listening(process)) == 1
+
+
+async def test_drafted_text_equals_plain_text_and_arrives_bit_by_bit(url):
+    bodies = [body(prompt, 60) for prompt in prompts(4)]
+    expected = await plain(url, bodies)
+    results = await streamed(url, bodies)
+    assert [result.text for result in results] == expected
+    assert all(result.tokens == 60 and len(result.parts) > 10 for result in results)
+    assert sum(result.accepted for result in results) > 0
+
+
+async def test_both_routers_answer(url):
+    async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
+        answers = await asyncio.gather(*(client.get(f"{url}/v1/models") for _ in range(20)))
+    assert {answer.json()["data"][0]["id"] for answer in answers} == {"target"}
+    created = {answer.json()["data"][0]["created"] for answer in answers}
+    assert 1 <= len(created) <= 2
+
+
+@pytest.mark.parametrize(("kind", "role"), [("DraftWorker", "draft"), ("TargetWorker", "target")])
+async def test_a_worker_killed_mid_stream_does_not_change_the_text(paceline, url, kind, role):
+    bodies = [body(prompt, TOKENS, temperature=0.8) for prompt in prompts(6)]
+    expected = await plain(url, bodies)
+    killed = set()
+
+    async def kill(results):
+        before = replicas(paceline, kind)
+        loads = await asyncio.gather(*(load_of(process, role) for process in before))
+        busiest = max(range(len(before)), key=lambda i: loads[i].sessions)
+        assert loads[busiest].sessions > 0
+        assert not any(result.done for result in results)
+        before[busiest].kill()
+        killed.add(before[busiest].pid)
+
+    results = await streamed(url, bodies, kill)
+    assert [result.text for result in results] == expected
+    assert all(result.done and result.tokens == TOKENS for result in results)
+    async with asyncio.timeout(40):  # and Serve replaces it
+        while len(now := replicas(paceline, kind)) < 2 or not all(listening(process) for process in now):
+            await asyncio.sleep(0.2)
+    assert not killed & {process.pid for process in now}
+
+
+async def test_a_client_that_goes_leaves_nothing_running(paceline, url):
+    async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client:
+        request = {**body(prompts(1)[0], 900), "stream": True}
+        async with client.stream("POST", f"{url}/v1/completions", json=request) as response:
+            async for _ in response.aiter_lines():
+                break
+    for process in replicas(paceline, "TargetWorker"):
+        # Decoding all 900 tokens takes several seconds; cut off at the first one it is over at once.
+        load = await load_of(process, "target", until=lambda load: not load.sessions and not load.waiting)
+        assert load.free_tokens == load.capacity_tokens
+
+
+def listening(process: psutil.Process) -> list[int]:
+    """Ports of a worker on loopback: its gRPC server's. (Ray's own listen everywhere, behind Ray's token.)"""
+    found = [c.laddr for c in process.net_connections("tcp") if c.status == "LISTEN"]
+    return [address.port for address in found if address.ip.removeprefix("::ffff:") == "127.0.0.1"]
+
+
+async def load_of(process: psutil.Process, role: str, until=lambda load: True) -> Load:
+    """What a worker says of its load, to a router of its own; the first that fits."""
+    heard: asyncio.Queue[Load] = asyncio.Queue()
+
+    class Listener:
+        def up(self, welcome):
+            assert welcome.role == role
+
+        def received(self, message):
+            heard.put_nowait(message)
+
+        def down(self, why):
+            pass
+
+    (port,) = listening(process)
+    connection = asyncio.create_task(WorkerConnection(f"127.0.0.1:{port}", role, Listener()).run())
+    try:
+        async with asyncio.timeout(5):
+            while not until(load := await heard.get()):
+                pass
+        return load
+    finally:
+        connection.cancel()
+        await asyncio.gather(connection, return_exceptions=True)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path):
+    from tests.cluster.test_local import broken_model
+
+    model = broken_model(tmp_path)
+    with Paceline("up", "--target", str(model), "--port", str(free_port())) as up:
+        line = up.expect(r"^paceline: (target cannot start: .*)", 60)
+        assert re.fullmatch(rf"target cannot start: {model}: the weights lack \d+ tensors of the model, first .*", line)
+        assert up.process.wait(20) == 1
