@@ -390,6 +390,8 @@ class World:
             self._broadcast(Lost(peer.name))
 
     def _restart(self, peer: Peer) -> None:
+        if peer.up and peer.known:
+            return  # an earlier restart was enough
         self._notice(peer)
         peer.up = peer.known = True
         self._broadcast(Available(peer.role))
