@@ -13,11 +13,11 @@ setup: $(READY)
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
 run: setup
-	$(BIN)/paceline up --demo $(ARGS)
+	$(BIN)/paceline up --stretched --demo $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)

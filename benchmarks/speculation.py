@@ -30,8 +30,8 @@ from benchmarks.workers import WorkerPlan, connected, running
 from models.corpus import read_prompts
 from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
+from speculation.events import Role
 from speculation.messages import Load, Sampling, Speculation, Token
-from speculation.session import Role
 
 WARM_UP = 2
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.dispatch import Dispatcher
-from speculation.session import Role
+from speculation.events import Role
 
 READY_SECONDS = 180.0
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from speculation.session import Role
+from speculation.events import Role
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle

@@ -11,6 +11,8 @@ from cluster.checks import CheckError, check, join
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain, say, stages
 from cluster.flags import FAILED, add_file, add_setting, configuration
+from cluster.stretched import ABOUT as STRETCHED
+from cluster.stretched import stretched
 
 ABOUT = "serve: start router, target and draft workers, and keep them running"
 DETAILS = """\
@@ -22,6 +24,7 @@ instead. The bundled model pair is served unless you name others; target and dra
   paceline up --target-replicas 2 --draft-replicas 2 --router-replicas 2
   paceline up --target ./llama-8b --no-speculation
   paceline up --config paceline.yaml --port 8001
+  paceline up --stretched --demo         the bundled target at the cost of a larger model, and what drafting gains
 """
 DEMO_PROMPT = "def fib(n):"
 HTTP_SECONDS = 20.0
@@ -59,6 +62,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
     add_setting(parser, "--backend", "backend")
     add_setting(parser, "--address", "ray.address")
+    parser.add_argument(
+        "--stretched", action="store_true", help="serve the bundled target at the cost of a larger model, same text"
+    )
     parser.add_argument("--demo", action="store_true", help="stream one completion, with its speed-up, when ready")
     add_file(parser)
 
@@ -66,6 +72,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start, say how to use it, and keep it running."""
     config = configuration(args)
+    if args.stretched:
+        with stages() as report:
+            config = stretched(config, report)
     check(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
         signal.signal(number, signal.default_int_handler)
@@ -76,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
             report("waiting for HTTP to answer", "router")
             _await_http(config)
         _introduce(config)
+        if args.stretched:
+            say(f"The bundled target is stretched to the cost of {STRETCHED}; what it says is unchanged.")
         if args.demo:
             _demo(config)
         backend.watch()

@@ -22,7 +22,7 @@ from cluster.serving import draft_settings, router_settings, target_settings
 from router.api import build_app
 from router.dispatch import Dispatcher
 from router.tokenizer import Tokenizer
-from speculation.session import Role
+from speculation.events import Role
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -14,8 +14,7 @@ from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.pool import PoolEvents, WorkerPool
-from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Welcome
-from speculation.session import (
+from speculation.events import (
     Available,
     Effect,
     Emit,
@@ -24,19 +23,18 @@ from speculation.session import (
     Finish,
     Lost,
     PeerId,
-    Phase,
     Place,
     Placed,
     Received,
     Role,
     Send,
-    Session,
-    SessionLimits,
     Start,
     Stop,
     Tick,
     Wake,
 )
+from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Welcome
+from speculation.session import Phase, Session, SessionLimits
 
 
 @dataclass(frozen=True, slots=True)

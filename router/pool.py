@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+from speculation.events import PeerId, Role
 from speculation.messages import FromWorker, Load, ToWorker, Welcome
-from speculation.session import PeerId, Role
 from transport.client import WorkerConnection
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import uvicorn
 from router.api import ApiSettings, build_app
 from router.dispatch import Dispatcher, DispatchLimits
 from router.tokenizer import Tokenizer, TokenizerError
-from speculation.session import Role
+from speculation.events import Role
 from transport import address as addresses
 
 

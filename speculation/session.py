@@ -21,13 +21,32 @@ translated from one side's epoch to the other's.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum, auto
-from typing import NewType, assert_never
+from enum import Enum, auto
+from typing import assert_never
 
 from speculation import digest as digests
+from speculation.events import (
+    Available,
+    Effect,
+    Emit,
+    Event,
+    Fail,
+    FailureCode,
+    Finish,
+    Lost,
+    PeerId,
+    Place,
+    Placed,
+    Received,
+    Role,
+    Send,
+    Start,
+    Stop,
+    Tick,
+    Wake,
+)
 from speculation.messages import (
     Close,
-    FinishReason,
     FromWorker,
     Limits,
     Load,
@@ -39,19 +58,9 @@ from speculation.messages import (
     SessionId,
     Speculation,
     Token,
-    ToWorker,
     Verification,
     Welcome,
 )
-
-PeerId = NewType("PeerId", str)
-
-
-class Role(StrEnum):
-    """What a worker does."""
-
-    TARGET = "target"
-    DRAFT = "draft"
 
 
 class Phase(Enum):
@@ -61,16 +70,6 @@ class Phase(Enum):
     PLACING = auto()
     RUNNING = auto()
     ENDED = auto()
-
-
-class FailureCode(StrEnum):
-    """Why a session failed, as the client is told. Stable names."""
-
-    INVALID = "invalid"
-    UNAVAILABLE = "unavailable"
-    """No target worker could take it in time."""
-    FAULTY = "faulty"
-    """Target after target was lost, or failed, without committing a token: the request itself is suspect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,109 +84,6 @@ class SessionLimits:
     backoff: float = 0.2
     stall_timeout: float = 60.0
     """Silence after which a running session is opened again (doubles each time in a row)."""
-
-
-# -- events ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Begin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Answer to :class:`Place`: the chosen worker, or None when there is none now."""
-
-    role: Role
-    peer: PeerId | None
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A message of a worker about this session."""
-
-    peer: PeerId
-    message: FromWorker
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The stream to a worker is gone."""
-
-    peer: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class Available:
-    """A worker of this role became usable."""
-
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The client wants no more: it went away, or found its stop string."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A wake-up asked for with :class:`Wake`, or any other time."""
-
-
-Event = Start | Placed | Received | Lost | Available | Stop | Tick
-
-# -- effects -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Choose a worker that is not in ``avoid`` and answer with :class:`Placed`."""
-
-    role: Role
-    avoid: frozenset[PeerId]
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Pass a message to a worker."""
-
-    peer: PeerId
-    message: ToWorker
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Tokens were committed. The first ``accepted`` of them were drafted."""
-
-    tokens: tuple[Token, ...]
-    accepted: int
-    offered: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The session ended as it should. ``None``: stopped by the client."""
-
-    reason: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The session cannot go on."""
-
-    code: FailureCode
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wake:
-    """Send a :class:`Tick` at this time."""
-
-    at: float
-
-
-Effect = Place | Send | Emit | Finish | Fail | Wake
 
 
 @dataclass(frozen=True, slots=True)

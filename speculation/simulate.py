@@ -22,23 +22,7 @@ from dataclasses import dataclass, field
 from random import Random
 from time import perf_counter
 
-from speculation import noise
-from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync
-from speculation.messages import (
-    Close,
-    FromWorker,
-    Limits,
-    Open,
-    Proposal,
-    RefusalCode,
-    Refused,
-    Sampling,
-    SessionId,
-    Token,
-    ToWorker,
-    Verification,
-)
-from speculation.session import (
+from speculation.events import (
     Available,
     Effect,
     Emit,
@@ -47,45 +31,36 @@ from speculation.session import (
     Finish,
     Lost,
     PeerId,
-    Phase,
     Place,
     Placed,
     Received,
     Role,
     Send,
-    Session,
-    SessionLimits,
     Start,
     Stop,
     Tick,
     Wake,
 )
-from speculation.target_session import TargetSession
+from speculation.messages import (
+    FromWorker,
+    Limits,
+    Proposal,
+    Refused,
+    Sampling,
+    SessionId,
+    Token,
+    ToWorker,
+    Verification,
+)
+from speculation.session import Phase, Session, SessionLimits
+from speculation.toy_workers import VOCABULARY, DraftWorker, TargetWorker, target_only
 
-VOCABULARY = 24
 OUTPUT = 40
 SESSIONS = 6
 HORIZON = 600.0
 """Virtual seconds after which a session that has not ended counts as stuck."""
 HEALED = 120.0
 """Faults stop here, so that progress can be demanded."""
-
-
-def toy_model(context: Sequence[Token], seed: int, position: int, agreement: float | None = None) -> Token:
-    """The coupled draw of a toy language model; with ``agreement`` set, that of a drafter that often says the same."""
-    state = noise.splitmix64(hash(tuple(context[-3:])) & noise.MASK64)
-    token = noise.bits(noise.key(seed ^ state, position), 0) % VOCABULARY
-    if agreement is not None and noise.uniform(noise.bits(noise.key(state, position), 1)) > agreement:
-        return (token + 1) % VOCABULARY
-    return token
-
-
-def target_only(prompt: Sequence[Token], seed: int, end: int) -> tuple[Token, ...]:
-    """What the session must produce: the target alone, one token after another."""
-    tokens = list(prompt)
-    while len(tokens) < end:
-        tokens.append(toy_model(tokens, seed, len(tokens)))
-    return tuple(tokens[len(prompt) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,96 +87,6 @@ class Weather:
             hang_every=rng.choice([0.0, 1.0, 5.0]),
             agreement=rng.choice([0.0, 0.5, 0.8, 1.0]),
         )
-
-
-class TargetWorker:
-    """A target: verifies every open session once a step."""
-
-    step_seconds = 0.02
-
-    def __init__(self) -> None:
-        self.sessions: dict[SessionId, TargetSession] = {}
-
-    def receive(self, message: ToWorker) -> list[FromWorker]:
-        """Take one message."""
-        held = self.sessions.get(message.session)
-        match message:
-            case Open():
-                if held is None or held.opened.epoch < message.epoch:
-                    self.sessions[message.session] = TargetSession(message, vocabulary=VOCABULARY)
-            case Proposal() if held is not None:
-                held.propose(message)
-            case Close() if held is not None and held.opened.epoch <= message.epoch:
-                del self.sessions[message.session]
-        return []
-
-    def step(self) -> list[FromWorker]:
-        """One forward over all sessions."""
-        sent: list[FromWorker] = []
-        for session in list(self.sessions.values()):
-            offer = session.offer(session.candidates(8))
-            contexts = [list(session.tokens)]
-            for node in offer.nodes:
-                path = [above.token for above in node.path_from(session.trie.root)]
-                contexts.append([*session.tokens, *path])
-            seed = session.opened.sampling.seed
-            drawn = [toy_model(context, seed, len(context)) for context in contexts]
-            sent.append(session.commit(drawn).verification)
-            if session.finished:
-                del self.sessions[session.opened.session]
-        return sent
-
-
-class DraftWorker:
-    """A drafter: adds one token to every session's chain a step."""
-
-    step_seconds = 0.004
-
-    def __init__(self, agreement: float) -> None:
-        self.agreement = agreement
-        self.sessions: dict[SessionId, DraftSession] = {}
-
-    def receive(self, message: ToWorker) -> list[FromWorker]:
-        """Take one message."""
-        held = self.sessions.get(message.session)
-        match message:
-            case Open():
-                if held is None or held.opened.epoch < message.epoch:
-                    self.sessions[message.session] = DraftSession(
-                        message, vocabulary=VOCABULARY, limits=DraftLimits(lead=12)
-                    )
-            case Verification() if held is not None:
-                return self._verified(held, message)
-            case Verification():
-                return [Refused(message.session, message.epoch, RefusalCode.UNKNOWN_SESSION)]
-            case Close() if held is not None and held.opened.epoch <= message.epoch:
-                del self.sessions[message.session]
-        return []
-
-    def _verified(self, held: DraftSession, message: Verification) -> list[FromWorker]:
-        match held.verified(message):
-            case Sync.LOST:
-                del self.sessions[message.session]
-                return [Refused(message.session, message.epoch, RefusalCode.UNKNOWN_SESSION)]
-            case Sync.FINISHED:
-                del self.sessions[message.session]
-        return []
-
-    def step(self) -> list[FromWorker]:
-        """One forward over all sessions."""
-        sent: list[FromWorker] = []
-        for session in self.sessions.values():
-            if session.unsent:
-                sent.append(session.unsent)
-                session.unsent = None
-            node = session.frontier()
-            if node is None:
-                continue
-            context = [*session.tokens, *(above.token for above in node.path_from(session.trie.root))]
-            token = toy_model(context, session.opened.sampling.seed, len(context), self.agreement)
-            if proposal := session.expand(node, [Candidate(token, 0.8)]):
-                sent.append(proposal)
-        return sent
 
 
 @dataclass(slots=True)

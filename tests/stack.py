@@ -18,8 +18,8 @@ from engine.build import EngineSettings, build, welcome
 from engine.step import Engine
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation
+from speculation.events import Role
 from speculation.messages import Sampling, Speculation, Token
-from speculation.session import Role
 from target_service.service import ROLE as TARGET
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.worker import Machine, Worker

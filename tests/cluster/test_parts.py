@@ -9,7 +9,7 @@ from cluster.config import Override, load
 from cluster.discovery import PollingDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
 from cluster.ray_cluster import reason_in
-from speculation.session import Role
+from speculation.events import Role
 
 LARGE, SMALL = {GPU_CLASS: "large"}, {GPU_CLASS: "small"}
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from speculation import acceptance, target_session
+from speculation.events import Emit
 from speculation.messages import Sampling, Verification
-from speculation.session import Emit, Session
+from speculation.session import Session
 from speculation.simulate import Weather, World, main
 
 SEEDS = 60

@@ -14,8 +14,8 @@ from router.errors import CODES, ApiError, code_of
 from router.generation import ServedModel
 from router.openai_fields import CHAT_FIELDS, CHAT_NEUTRAL, COMPLETION_FIELDS, COMPLETION_NEUTRAL
 from router.requests import ApiRequest, Offer, parse_chat, parse_completion, parse_object
+from speculation.events import FailureCode
 from speculation.messages import RefusalCode, Sampling, Speculation
-from speculation.session import FailureCode
 from tests.fakes import BOS, EOS, tiny_tokenizer
 
 CONTEXT = 64

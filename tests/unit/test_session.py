@@ -5,6 +5,24 @@ from dataclasses import replace
 import pytest
 
 from speculation import digest as digests
+from speculation.events import (
+    Available,
+    Emit,
+    Fail,
+    FailureCode,
+    Finish,
+    Lost,
+    PeerId,
+    Place,
+    Placed,
+    Received,
+    Role,
+    Send,
+    Start,
+    Stop,
+    Tick,
+    Wake,
+)
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -19,27 +37,7 @@ from speculation.messages import (
     Speculation,
     Verification,
 )
-from speculation.session import (
-    Available,
-    Emit,
-    Fail,
-    FailureCode,
-    Finish,
-    Lost,
-    PeerId,
-    Phase,
-    Place,
-    Placed,
-    Received,
-    Role,
-    Send,
-    Session,
-    SessionLimits,
-    Start,
-    Stop,
-    Tick,
-    Wake,
-)
+from speculation.session import Phase, Session, SessionLimits
 
 ID = SessionId(7)
 PROMPT = (1, 2, 3)
