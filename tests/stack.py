@@ -25,11 +25,10 @@ from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.worker import Machine, Worker
 
 MODELS = Path(__file__).parent.parent / "models"
-LOCAL = "127.0.0.1:0"
 
 
-def settings(name: str, cache_tokens: int = 0) -> EngineSettings:
-    """One of the bundled models in float32, in which batch shapes do not change the text."""
+def settings(name: str | Path, cache_tokens: int = 0) -> EngineSettings:
+    """A bundled model (or any, by its folder) in float32, in which batch shapes do not change the text."""
     return EngineSettings(str(MODELS / name), dtype="float32", cache_tokens=cache_tokens)
 
 
@@ -58,9 +57,9 @@ class Running:
 
 
 @asynccontextmanager
-async def _serving(machine: Machine, engine: Engine, role: str, listen: str) -> AsyncIterator[Running]:
+async def _serving(machine: Machine, engine: Engine, role: str) -> AsyncIterator[Running]:
     worker = Worker(machine, role)
-    await worker.start(listen)
+    await worker.start("127.0.0.1:0")
     running = Running(worker, machine, engine)
     try:
         yield running
@@ -73,25 +72,23 @@ async def _serving(machine: Machine, engine: Engine, role: str, listen: str) -> 
 
 @asynccontextmanager
 async def target_worker(
-    limits: TargetLimits = TargetLimits(), listen: str = LOCAL, cache_tokens: int = 0
+    limits: TargetLimits = TargetLimits(), cache_tokens: int = 0, model: str | Path = "target"
 ) -> AsyncIterator[Running]:
-    """The bundled target, listening."""
-    chosen = settings("target", cache_tokens)
+    """The bundled target (or another), listening."""
+    chosen = settings(model, cache_tokens)
     engine = await asyncio.to_thread(build, chosen)
-    async with _serving(
-        VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET, listen
-    ) as up:
+    async with _serving(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
         yield up
 
 
 @asynccontextmanager
 async def draft_worker(
-    limits: LookaheadLimits = LookaheadLimits(), listen: str = LOCAL, model: str = "draft", cache_tokens: int = 0
+    limits: LookaheadLimits = LookaheadLimits(), cache_tokens: int = 0, model: str | Path = "draft"
 ) -> AsyncIterator[Running]:
     """The bundled draft (or any bundled model as one), listening."""
     chosen = settings(model, cache_tokens)
     engine = await asyncio.to_thread(build, chosen)
-    async with _serving(Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits), engine, DRAFT, listen) as up:
+    async with _serving(Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits), engine, DRAFT) as up:
         yield up
 
 

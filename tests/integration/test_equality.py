@@ -11,17 +11,17 @@ from speculation.draft_session import DraftLimits
 from speculation.messages import Sampling, Speculation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits
-from tests.stack import MODELS, decode, dispatcher, draft_worker, held_out_prompts, target_worker
+from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, target_worker
 
 NEW_TOKENS = 40
 STOP = frozenset({0})
 
 
 @pytest.fixture(scope="module")
-def reference() -> list[list[int]]:
+def reference(slow_target) -> list[list[int]]:
     """What transformers' own ``generate`` makes of 20 held-out prompts."""
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(slow_target, dtype=torch.float32)
     assert set(STOP) == {model.generation_config.eos_token_id}
     texts = []
     for prompt in held_out_prompts()[:20]:
@@ -33,8 +33,8 @@ def reference() -> list[list[int]]:
 
 @pytest.mark.parametrize("at_once", [1, 8])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
-async def test_greedy_text_equals_transformers(reference, drafted: bool, at_once: int):
-    async with target_worker() as target, draft_worker() as draft:
+async def test_greedy_text_equals_transformers(slow_target, reference, drafted: bool, at_once: int):
+    async with target_worker(model=slow_target) as target, draft_worker() as draft:
         drafts = [draft.worker.address] if drafted else []
         async with dispatcher([target.worker.address], drafts) as serving:
             gate = asyncio.Semaphore(at_once)

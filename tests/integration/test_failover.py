@@ -9,6 +9,7 @@ import socket
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from router.generation import Committed, Ended, Generation
 from speculation.messages import Sampling, Speculation, Token
 from tests.stack import MODELS, dispatcher, held_out_prompts
 
+DRAFT = MODELS / "draft"
 SAMPLING = Sampling(temperature=0.8, seed=2024)
 NEW_TOKENS = 160
 STRIKE_AFTER = 40
@@ -28,11 +30,12 @@ class Process:
     """A worker process with an address of its own that survives it."""
 
     role: str
+    model: Path
     address: str
     child: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        flags = ["--model", str(MODELS / self.role), "--dtype", "float32", "--listen", self.address]
+        flags = ["--model", str(self.model), "--dtype", "float32", "--listen", self.address]
         self.child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "cluster.cli", "worker", self.role, *flags, stdout=asyncio.subprocess.PIPE
         )
@@ -54,13 +57,14 @@ class Process:
 
 
 @asynccontextmanager
-async def workers(*roles: str):
+async def workers(**models: list[Path]):
+    """Worker processes, by role."""
     async with AsyncExitStack() as stack:
         started = []
-        for role in roles:
+        for role, model in [(role, model) for role, folders in models.items() for model in folders]:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
-                process = Process(role, f"127.0.0.1:{probe.getsockname()[1]}")
+                process = Process(role, model, f"127.0.0.1:{probe.getsockname()[1]}")
             stack.push_async_callback(process.end)
             started.append(process)
         await asyncio.gather(*(process.start() for process in started))
@@ -92,8 +96,8 @@ async def stream(serving: Dispatcher, strike=None, speculate: bool = True) -> tu
 
 
 @pytest.mark.slow
-async def test_killed_and_stopped_workers_do_not_change_the_text():
-    async with workers("target", "target", "draft", "draft") as processes:
+async def test_killed_and_stopped_workers_do_not_change_the_text(slow_target):
+    async with workers(target=[slow_target] * 2, draft=[DRAFT] * 2) as processes:
         targets = [process.address for process in processes if process.role == "target"]
         drafts = [process.address for process in processes if process.role == "draft"]
         async with dispatcher(targets) as serving:
@@ -119,8 +123,8 @@ async def test_killed_and_stopped_workers_do_not_change_the_text():
 
 
 @pytest.mark.slow
-async def test_the_only_target_is_killed_and_replaced_in_mid_stream():
-    async with workers("target", "draft") as (target, draft):
+async def test_the_only_target_is_killed_and_replaced_in_mid_stream(slow_target):
+    async with workers(target=[slow_target], draft=[DRAFT]) as (target, draft):
         async with dispatcher([target.address], [draft.address]) as serving:
             plain, _, _ = await stream(serving, speculate=False)
 
@@ -136,7 +140,7 @@ async def test_the_only_target_is_killed_and_replaced_in_mid_stream():
 
 @pytest.mark.slow
 async def test_a_worker_ends_on_sigterm_and_leaves_its_port():
-    async with workers("draft") as (draft,):
+    async with workers(draft=[DRAFT]) as (draft,):
         os.kill(draft.child.pid, signal.SIGTERM)
         async with asyncio.timeout(10):
             assert await draft.child.wait() == 0
