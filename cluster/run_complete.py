@@ -58,7 +58,7 @@ def show(url: str, request: Request, *, compare: bool) -> None:
 
     tally, plain = Tally(), None
     _print(url, request, tally)
-    if compare and tally.offered:
+    if compare:
         plain = Tally()
         with stages() as report:
             report("decoding again without drafts, to compare")

@@ -16,12 +16,12 @@ from transport.client import WorkerConnection
 
 pytestmark = pytest.mark.slow
 REPLICAS = ["--target-replicas", "2", "--draft-replicas", "2", "--router-replicas", "2"]
-TOKENS = 400
+TOKENS = 250
 
 
 @pytest.fixture(scope="module")
-def paceline():
-    with Paceline("up", "--dtype", "fp32", "--port", str(free_port()), *REPLICAS) as up:
+def paceline(slow_target):
+    with Paceline("up", "--target", str(slow_target), "--dtype", "fp32", "--port", str(free_port()), *REPLICAS) as up:
         up.expect("Ctrl-C stops it", 90)
         yield up
         assert up.stop(signal.SIGINT, 60) == 0

@@ -17,16 +17,18 @@ PROMPT = "import os\n\n\ndef "
 
 
 @pytest.fixture(scope="module")
-def serving():
+def serving(slow_target):
     """Target, drafter and router, one process each: their URL."""
     target, draft, port = (free_port() for _ in range(3))
     common = ["--dtype", "fp32"]
     with (
-        Paceline("worker", "target", "--listen", f"127.0.0.1:{target}", *common) as target_worker,
+        Paceline(
+            "worker", "target", "--model", str(slow_target), "--listen", f"127.0.0.1:{target}", *common
+        ) as target_worker,
         Paceline("worker", "draft", "--listen", f"127.0.0.1:{draft}", *common) as draft_worker,
     ):
         line = target_worker.expect("ready on", 60)
-        assert re.fullmatch(rf"target worker ready on 127\.0\.0\.1:{target} \(.*models/target, float32\)", line)
+        assert re.fullmatch(rf"target worker ready on 127\.0\.0\.1:{target} \({slow_target}, float32\)", line)
         draft_worker.expect(rf"^draft worker ready on 127\.0\.0\.1:{draft} ", 60)
         addresses = ["--target", f"127.0.0.1:{target}", "--draft", f"127.0.0.1:{draft}"]
         with Paceline("router", *addresses, "--port", str(port)) as router:
