@@ -1,0 +1,50 @@
+"""What runs on a GPU computes what the CPU computes. Run with `make test ARGS=tests/gpu` on a machine that has one."""
+
+import pytest
+import torch
+
+from engine.build import EngineSettings, build
+from engine.sampling import Draw, noise_bits, sample
+from engine.step import Chunk
+from speculation import noise
+from speculation.messages import Sampling
+from tests.stack import MODELS, held_out_prompts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here")
+
+
+def test_noise_words_are_the_references_bit_for_bit():
+    keys = [noise.key(seed, position) for seed in (0, 1, 2**64 - 1) for position in (0, 5, 100_000)]
+    words_NV = noise_bits(keys, 4096, torch.device("cuda")).cpu() & noise.MASK32
+    for row, key in enumerate(keys):
+        for token in (0, 1, 77, 4095):
+            assert int(words_NV[row, token]) == noise.bits(key, token)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.8, seed=3),
+        Sampling(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01, seed=4),
+    ],
+)
+def test_coupled_draws_are_the_same(sampling):
+    logits_NV = torch.randn(64, 4000, generator=torch.Generator().manual_seed(1)) * 3
+    draws = [Draw(sampling, position) for position in range(64)]
+    assert sample(logits_NV.cuda(), draws) == sample(logits_NV, draws)
+
+
+def test_greedy_text_is_the_same_in_float32():
+    texts = []
+    for device in ("cpu", "cuda"):
+        engine = build(EngineSettings(str(MODELS / "target"), dtype="float32", device=device))
+        sequence = engine.cache.sequence()
+        tokens = list(held_out_prompts()[0])
+        for _ in range(24):
+            fed = tokens[sequence.length :]
+            logits_RV = engine.run([Chunk(sequence, fed, rows=[len(fed) - 1])])
+            sequence.advance(range(len(fed)))
+            tokens += sample(logits_RV, [Draw(Sampling(temperature=0.0), len(tokens))])
+        texts.append(tokens)
+    assert texts[0] == texts[1]
