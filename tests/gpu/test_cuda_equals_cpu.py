@@ -10,7 +10,9 @@ from speculation import noise
 from speculation.messages import Sampling
 from tests.stack import MODELS, held_out_prompts
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here"
+)
 
 
 def test_noise_words_are_the_references_bit_for_bit():
