@@ -28,7 +28,7 @@ class Shape:
     """How large the target becomes, and how often the draft shall agree with it."""
 
     hidden: int = 1024
-    layers: int = 24
+    layers: int = 32
     acceptance: float = 0.8
 
 

@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-draft", type=int, default=8, help="most drafts verified a step (default: %(default)s)")
     parser.add_argument("--trained", action="store_true", help="the bundled pair itself instead of the stretched one")
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--acceptance", type=float, default=0.8, help="greedy agreement to calibrate for")
     options = parser.parse_args(arguments)
     if options.quick:

@@ -6,6 +6,10 @@ attention is computed. Which slots it reads and what it may see is :mod:`engine.
 
 What a step needs travels in a forward context next to the call, not in keyword arguments: some models drop those.
 
+In bfloat16 on a CPU attention is *batch-invariant*: a query's result has the same bits whether it is computed alone or
+with others, so that verifying drafts cannot tip a near tie that decoding would have decided otherwise. See
+:func:`invariant_attention`.
+
 Tensor legend: Q query heads, H key/value heads, G = Q / H, T tokens, K keys, S slots, D key head size, E value head
 size.
 """
@@ -47,6 +51,7 @@ class Step:
     ) -> None:
         """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order."""
         self.cache = cache
+        self.invariant = cache.dtype == torch.bfloat16 and cache.device.type == "cpu"
         self.sizes = [tokens for _, tokens in chunks]
         self.first = slots[0] if list(slots) == list(range(slots[0], slots[0] + len(slots))) else None
         self.slots_T = torch.tensor(slots, device=cache.device)
@@ -60,7 +65,10 @@ class Step:
         if window not in self._views:
             cache = self.cache
             self._views[window] = [
-                view_keys(sequence, tokens, window, cache.dtype, cache.device) for sequence, tokens in self._chunks
+                view_keys(
+                    sequence, tokens, window, cache.dtype, cache.device, room=cache.capacity if self.invariant else None
+                )
+                for sequence, tokens in self._chunks
             ]
         return self._views[window]
 
@@ -114,6 +122,8 @@ def paged_attention(
         keys_1HKD, values_1HKE = view.of(keys_1HSD), view.of(values_1HSE)
         if softcap or s_aux is not None:
             out_1QTE = explicit_attention(chunk_1QTD, keys_1HKD, values_1HKE, view, scaling, softcap, s_aux)
+        elif step.invariant:
+            out_1QTE = invariant_attention(chunk_1QTD, keys_1HKD, values_1HKE, view, scaling)
         else:
             out_1QTE = fused_attention(chunk_1QTD, keys_1HKD, values_1HKE, view, scaling)
         outputs.append(out_1QTE)
@@ -134,20 +144,38 @@ def fused_attention(
         )
     folded_1HGTD = query_1QTD.reshape(1, heads, group * tokens, size)
     mask_GTK = view.repeated_mask(group)
-    if group * tokens == 1 and query_1QTD.dtype == torch.bfloat16 and query_1QTD.device.type == "cpu":
-        # For one lone query the bfloat16 kernel takes five times as long as converting the keys and values.
-        out_1HGTE = scaled_dot_product_attention(
-            folded_1HGTD.float(),
-            keys_1HKD.float(),
-            values_1HKE.float(),
-            attn_mask=None if mask_GTK is None else mask_GTK.float(),
-            scale=scaling,
-        ).bfloat16()
-    else:
-        out_1HGTE = scaled_dot_product_attention(
-            folded_1HGTD, keys_1HKD, values_1HKE, attn_mask=mask_GTK, scale=scaling
-        )
+    out_1HGTE = scaled_dot_product_attention(folded_1HGTD, keys_1HKD, values_1HKE, attn_mask=mask_GTK, scale=scaling)
     return out_1HGTE.view(1, query_heads, tokens, -1)
+
+
+def invariant_attention(
+    query_1QTD: Tensor, keys_1HKD: Tensor, values_1HKE: Tensor, view: KeyView, scaling: float | None
+) -> Tensor:
+    """Softmax attention whose bits, per query, do not depend on the other queries.
+
+    Sums run over the keys in the order of their positions, and what follows them (keys of later queries, padding up to
+    a full block) has weight 0, which changes no partial sum. The fused kernel blocks differently by the number of
+    queries; written out in bfloat16 with a float32 softmax this is also the faster one. A lone row is doubled: oneDNN
+    multiplies a single row by another kernel, which adds in another order.
+    """
+    _, query_heads, tokens, size = query_1QTD.shape
+    heads = keys_1HKD.shape[1]
+    group = query_heads // heads
+    scale = size**-0.5 if scaling is None else scaling
+    outputs = []
+    for start in range(0, tokens, FOLD_BELOW):
+        part_1QTD = query_1QTD[:, :, start : start + FOLD_BELOW]
+        rows = part_1QTD.shape[2]
+        folded_1HGTD = part_1QTD.reshape(1, heads, group * rows, size)
+        if group * rows == 1:
+            folded_1HGTD = folded_1HGTD.expand(-1, -1, 2, -1)
+        scores = (folded_1HGTD @ keys_1HKD.transpose(2, 3)).float().mul_(scale)
+        mask_GTK = view.repeated_mask(group, start, rows)
+        if mask_GTK is not None:
+            scores += mask_GTK
+        out_1HGTE = scores.softmax(-1).to(values_1HKE.dtype) @ values_1HKE
+        outputs.append(out_1HGTE[:, :, : group * rows].reshape(1, query_heads, rows, -1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def explicit_attention(

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import pytest
+import torch
 from tokenizers import Tokenizer
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
@@ -26,10 +28,15 @@ from transport.worker import Machine, Worker
 
 MODELS = Path(__file__).parent.parent / "models"
 
+needs_invariant_bf16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    reason="that bfloat16 results do not depend on the batch was established for AVX-512 kernels only",
+)
 
-def settings(name: str | Path, cache_tokens: int = 0) -> EngineSettings:
-    """A bundled model (or any, by its folder) in float32, in which batch shapes do not change the text."""
-    return EngineSettings(str(MODELS / name), dtype="float32", cache_tokens=cache_tokens)
+
+def settings(name: str | Path, cache_tokens: int = 0, dtype: str = "float32") -> EngineSettings:
+    """A bundled model, or any by its folder."""
+    return EngineSettings(str(MODELS / name), dtype=dtype, cache_tokens=cache_tokens)
 
 
 @cache
@@ -72,10 +79,13 @@ async def _serving(machine: Machine, engine: Engine, role: str) -> AsyncIterator
 
 @asynccontextmanager
 async def target_worker(
-    limits: TargetLimits = TargetLimits(), cache_tokens: int = 0, model: str | Path = "target"
+    limits: TargetLimits = TargetLimits(),
+    cache_tokens: int = 0,
+    model: str | Path = "target",
+    dtype: str = "float32",
 ) -> AsyncIterator[Running]:
     """The bundled target (or another), listening."""
-    chosen = settings(model, cache_tokens)
+    chosen = settings(model, cache_tokens, dtype)
     engine = await asyncio.to_thread(build, chosen)
     async with _serving(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
         yield up

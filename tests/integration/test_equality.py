@@ -11,7 +11,7 @@ from speculation.draft_session import DraftLimits
 from speculation.messages import Sampling, Speculation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits
-from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, target_worker
+from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_invariant_bf16, target_worker
 
 NEW_TOKENS = 40
 STOP = frozenset({0})
@@ -77,6 +77,23 @@ async def test_a_seed_gives_the_same_text_whatever_is_drafted():
             texts.append([result.tokens for result in alone])
             texts.append([result.tokens for result in together])
     assert all(text == texts[0] for text in texts)
+
+
+@needs_invariant_bf16
+async def test_bfloat16_text_does_not_depend_on_drafts_or_company(slow_target):
+    """Bit for bit, since no logit depends on the batch: see tests/unit/test_engine_invariance.py."""
+    prompts = held_out_prompts()[:6]
+    samplings = [Sampling(temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
+    pairs = list(zip(prompts, samplings, strict=True))
+    async with target_worker(model=slow_target, dtype="bfloat16") as target, draft_worker() as draft:
+        async with dispatcher([target.worker.address]) as serving:
+            plain = [await decode(serving, prompt, 64, sampling) for prompt, sampling in pairs]
+        async with dispatcher([target.worker.address], [draft.worker.address]) as serving:
+            drafted = [await decode(serving, prompt, 64, sampling) for prompt, sampling in pairs]
+            together = await asyncio.gather(*(decode(serving, prompt, 64, sampling) for prompt, sampling in pairs))
+    assert sum(result.accepted for result in drafted) > 0
+    for results in (drafted, together):
+        assert [result.tokens for result in results] == [result.tokens for result in plain]
 
 
 async def test_a_request_may_switch_speculation_off():
