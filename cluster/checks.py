@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.config import Config
-from transport.address import check_free, is_loopback, parse
+from transport.address import check_free, is_loopback, join, parse
 
 
 class CheckError(Exception):
@@ -28,11 +28,6 @@ def check(config: Config) -> None:
         check_tokenizer(config.router.tokenizer)
     else:
         check_tokenizer(config.target.model)
-
-
-def join(host: str, port: int) -> str:
-    """``HOST:PORT``, with brackets around IPv6 hosts."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_listen(address: str, *, allow_remote: bool) -> None:

@@ -6,13 +6,13 @@ import argparse
 import asyncio
 import signal
 
-from cluster.checks import check_exposure, check_tokenizer, join
+from cluster.checks import check_exposure, check_tokenizer
 from cluster.config import Config
 from cluster.console import CommandError, say, stages
 from cluster.flags import FAILED, add_file, add_parent, add_section, configuration
 from cluster.parent import exit_with
 from cluster.serving import router_settings
-from transport.address import check_free, parse
+from transport.address import check_free, join, parse
 
 ABOUT = "run one router: the HTTP address in front of workers"
 DETAILS = """\

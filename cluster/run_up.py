@@ -7,12 +7,13 @@ import signal
 import time
 from typing import Protocol
 
-from cluster.checks import CheckError, check, join
+from cluster.checks import CheckError, check
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain, say, stages
 from cluster.flags import FAILED, add_file, add_setting, configuration
 from cluster.stretched import ABOUT as STRETCHED
 from cluster.stretched import stretched
+from transport.address import join
 
 ABOUT = "serve: start router, target and draft workers, and keep them running"
 DETAILS = """\

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from engine.kv_cache import CachedSequence, CacheFull
 from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
-from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync
+from speculation.draft_session import DraftLimits, DraftSession, Sync
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -31,10 +31,9 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.trie import Node
+from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
-
-Outgoing = list[tuple[Hashable, FromWorker]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +107,11 @@ class Lookahead:
 
     def load(self) -> Load:
         """How busy it is."""
-        counters = self.counters
-        names = ("steps", "step_microseconds", "proposed", "verified", "accepted", "lost")
         return Load(
             sessions=len(self._held),
             free_tokens=self._engine.cache.free_tokens,
             capacity_tokens=self._engine.cache.capacity,
-            counters={name: getattr(counters, name) for name in names},
+            counters=asdict(self.counters),
         )
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -245,11 +242,9 @@ class Lookahead:
         outgoing: Outgoing = []
         for piece in pieces:
             self._settle(piece)
-            if piece.expands:
-                best = [Candidate(candidate.token, candidate.confidence) for candidate in next(found)]
-                if proposal := piece.drafted.session.expand(piece.node, best):
-                    self.counters.proposed += len(proposal.tokens)
-                    outgoing.append((piece.drafted.link, proposal))
+            if piece.expands and (proposal := piece.drafted.session.expand(piece.node, next(found))):
+                self.counters.proposed += len(proposal.tokens)
+                outgoing.append((piece.drafted.link, proposal))
         return outgoing
 
     @staticmethod

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.noise import gumbel, noise_bits
+from speculation.draft_session import Candidate
 from speculation.messages import Sampling
 from speculation.noise import key
 
@@ -37,14 +38,6 @@ class Draw:
 
     sampling: Sampling
     position: int
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A token the target may draw, and how likely the drafter thinks that is."""
-
-    token: int
-    confidence: float
 
 
 def filtered_log_probs(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:

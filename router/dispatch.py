@@ -88,11 +88,6 @@ class Dispatcher:
         return ServedModel(known.model, known.vocabulary, known.context, known.tokenizer) if known else None
 
     @property
-    def described(self) -> Welcome | None:
-        """How the first target introduced itself."""
-        return self.pool.model
-
-    @property
     def running(self) -> int:
         """Sessions under way."""
         return len(self._runs)

@@ -65,7 +65,7 @@ class Router:
             listed = ", ".join(self.settings.targets) or "no address given"
             wait = f"{self.settings.ready_timeout:.0f} s"
             raise RouterError(f"no target worker answered within {wait} ({listed})") from None
-        described = self.dispatcher.described
+        described = self.dispatcher.pool.model
         assert described is not None
         source = self.settings.tokenizer or described.source
         try:
@@ -79,8 +79,7 @@ class Router:
     async def start(self) -> None:
         """Serve HTTP once a target is connected; raises :class:`RouterError`, AddressError."""
         host, port = self.settings.host, self.settings.port
-        listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        addresses.check_free(listen)
+        addresses.check_free(addresses.join(host, port))
         tokenizer = await self.connect()
         app = build_app(self.dispatcher, tokenizer, self.settings.api)
         config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
@@ -88,7 +87,7 @@ class Router:
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        self.address = f"http://{host}:{listener.getsockname()[1]}"
+        self.address = f"http://{addresses.join(host, listener.getsockname()[1])}"
         self._serving = asyncio.create_task(self._serve(self._server, listener))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)

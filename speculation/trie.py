@@ -125,10 +125,6 @@ class SpeculationTrie:
         """Names the committed sequence."""
         return self._digests[-1]
 
-    def digest_at(self, position: int) -> int:
-        """Names the first ``position`` committed tokens."""
-        return self._digests[position]
-
     @property
     def root(self) -> Node:
         """The end of the committed prefix."""
@@ -250,10 +246,6 @@ class SpeculationTrie:
             node.parent = None
             self._plant(node)
         return node
-
-    def clear(self) -> None:
-        """Forget all drafts."""
-        self._plant(Node(token=-1, end=self.position, digest=self.digest))
 
     def _commit(self, tokens: Sequence[Token]) -> None:
         for token in tokens:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from engine.kv_cache import CachedSequence
 from engine.sampling import Draw, sample
@@ -20,7 +20,6 @@ from speculation.budget import Calibration, StepCost, choose
 from speculation.messages import (
     ANCHOR,
     Close,
-    FromWorker,
     Load,
     Open,
     Proposal,
@@ -34,10 +33,9 @@ from speculation.messages import (
 from speculation.target_session import TargetSession
 from speculation.trie import Fate, Offer
 from target_service.scheduler import Budget, Demand, Share, preempt, shares
+from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
-
-Outgoing = list[tuple[Hashable, FromWorker]]
 
 ADMISSION_HEADROOM = 32
 """Tokens each session must be able to grow by before another one starts; keeps a full cache from thrashing."""
@@ -132,8 +130,9 @@ class Counters:
 
     def flat(self) -> dict[str, int]:
         """By name."""
-        plain = ("steps", "step_microseconds", "prefilled", "committed", "offered", "accepted", "preempted", "refused")
-        return {name: getattr(self, name) for name in plain} | {f"proposals_{k}": v for k, v in self.proposals.items()}
+        totals = asdict(self)
+        fates: dict[Fate, int] = totals.pop("proposals")
+        return totals | {f"proposals_{fate}": count for fate, count in fates.items()}
 
 
 class VerifyLoop:
@@ -148,15 +147,20 @@ class VerifyLoop:
         self.counters = Counters()
         self._calibration = Calibration()
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by size class of the batch
-        self._load = Load(capacity_tokens=engine.cache.capacity, free_tokens=engine.cache.free_tokens)
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""
         return self._welcome
 
     def load(self) -> Load:
-        """As of the last step."""
-        return self._load
+        """How busy it is."""
+        return Load(
+            sessions=len(self._running),
+            waiting=len(self._waiting),
+            free_tokens=self._engine.cache.free_tokens,
+            capacity_tokens=self._engine.cache.capacity,
+            counters=self.counters.flat(),
+        )
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +237,6 @@ class VerifyLoop:
         self._admit()
         pieces = self._plan()
         if not pieces:
-            self._load = self._measure_load()
             return None
         cost = self._costs[len(pieces).bit_length()]
         self._choose(pieces, cost)
@@ -245,7 +248,6 @@ class VerifyLoop:
         if all(piece.feed == 1 for piece in pieces):
             cost.observe(sum(1 + len(piece.offer.nodes) for piece in pieces if piece.offer is not None), seconds)
         self._calibration.fade()
-        self._load = self._measure_load()
         return outgoing
 
     def _choose(self, pieces: Sequence[Piece], cost: StepCost) -> None:
@@ -345,12 +347,3 @@ class VerifyLoop:
         if verification.finish:
             self._drop(running)
         return [(running.link, verification)]
-
-    def _measure_load(self) -> Load:
-        return Load(
-            sessions=len(self._running),
-            waiting=len(self._waiting),
-            free_tokens=self._engine.cache.free_tokens,
-            capacity_tokens=self._engine.cache.capacity,
-            counters=self.counters.flat(),
-        )

@@ -18,6 +18,11 @@ def parse(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join(host: str, port: int) -> str:
+    """``HOST:PORT``, with brackets around IPv6 hosts."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach ``host``."""
     if host == "localhost":
