@@ -33,7 +33,29 @@ class Source(StrEnum):
     """Where a draft token came from."""
 
     DRAFT = "draft"
+    """A draft model, on a draft worker."""
     LOOKUP = "lookup"
+    """The session's own tokens: what followed when the same words stood there before. Made at the target."""
+
+
+class Rule(StrEnum):
+    """Acceptance rule: what makes the target keep a draft token (see :mod:`speculation.acceptance`)."""
+
+    COUPLED = "coupled"
+    """It is the token the target draws itself, with noise shared by both. Temperature 0 is its greedy case."""
+    REJECTION = "rejection"
+    """A coin that depends on p and q (Leviathan et al. 2023, Chen et al. 2023). Chains only."""
+
+
+class Schedule(StrEnum):
+    """When drafting and verification take place. All but the first are baselines to compare with."""
+
+    TRIE = "trie"
+    """Drafters run ahead along the likely outcomes; the target verifies what it has."""
+    SEQUENTIAL = "sequential"
+    """Draft ``max_depth`` tokens, then verify them, in turn: one waits for the other."""
+    PARALLEL = "parallel"
+    """A chain drafted during verification, all of it dropped at a refusal; the target waits for it (as PEARL does)."""
 
 
 class RefusalCode(StrEnum):
@@ -100,7 +122,16 @@ class Speculation:
 
     enabled: bool = True
     max_depth: int = 16
-    """Longest draft verified in one step."""
+    """Longest path of draft tokens verified in one step; under the baseline schedules, how many are drafted."""
+    rule: Rule = Rule.COUPLED
+    schedule: Schedule = Schedule.TRIE
+    sources: frozenset[Source] = frozenset(Source)
+    """Draft sources that may be used."""
+
+    @property
+    def chains(self) -> bool:
+        """Whether drafts must be chains: no alternatives at any place."""
+        return self.rule is Rule.REJECTION or self.schedule is not Schedule.TRIE
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +154,32 @@ class Close:
     epoch: int
 
 
+SUPPORT_TOTAL = 1 << 16
+"""What the weights of a :class:`Support` add up to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """A distribution over few tokens: the q a draft token was drawn from.
+
+    Probabilities are ``weights / SUPPORT_TOTAL``. Whole numbers, so that both ends compute with the same q to the last
+    bit: the rejection rule is exact only for the very distribution that was drawn from.
+    """
+
+    tokens: tuple[Token, ...]
+    weights: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != len(self.tokens):
+            raise ValueError(f"q has {len(self.weights)} weights for {len(self.tokens)} tokens")
+        if len(set(self.tokens)) != len(self.tokens):
+            raise ValueError("q names a token twice")
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError(f"q has the weight {min(self.weights)}; every weight must be positive")
+        if sum(self.weights) != SUPPORT_TOTAL:
+            raise ValueError(f"the weights of q add up to {sum(self.weights)}, not to {SUPPORT_TOTAL}")
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Draft tokens: a small tree hanging from a known prefix.
@@ -130,6 +187,10 @@ class Proposal:
     ``anchor_position`` is the length of that prefix, so a token whose parent is :data:`ANCHOR` has exactly this
     position. ``parents[i] < i``, or :data:`ANCHOR`. ``confidence[i]`` is the drafter's probability for the token
     given its parent; advisory, empty when unknown.
+
+    ``q[i]`` is the distribution that token i was drawn from, for the rejection rule; empty: the tokens were chosen, not
+    drawn. Then ``confidence`` must be a function of q alone, never of the token drawn (see
+    :mod:`speculation.acceptance`).
     """
 
     session: SessionId
@@ -140,6 +201,7 @@ class Proposal:
     parents: tuple[int, ...]
     confidence: tuple[float, ...] = ()
     source: Source = Source.DRAFT
+    q: tuple[Support, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
@@ -149,6 +211,11 @@ class Proposal:
         for i, parent in enumerate(self.parents):
             if not ANCHOR <= parent < i:
                 raise ValueError(f"parents[{i}] is {parent}; a parent must precede its child")
+        if self.q and len(self.q) != len(self.tokens):
+            raise ValueError(f"q has {len(self.q)} entries for {len(self.tokens)} tokens")
+        for i, support in enumerate(self.q):
+            if self.tokens[i] not in support.tokens:
+                raise ValueError(f"q[{i}] gives no probability to token {self.tokens[i]}, said to be drawn from it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +234,9 @@ class Verification:
     accepted: int = 0
     offered: int = 0
     finish: FinishReason | None = None
+    lead: int | None = None
+    """How far ahead of ``end`` drafting is worth its while, in tokens; 0: not at all, but keep the cache warm. None:
+    as far as the drafter sees fit."""
 
     @property
     def end(self) -> int:

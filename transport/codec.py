@@ -23,10 +23,13 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
+    Rule,
     Sampling,
+    Schedule,
     SessionId,
     Source,
     Speculation,
+    Support,
     ToWorker,
     Verification,
     Welcome,
@@ -37,11 +40,19 @@ MAX_TOKENS = 1 << 20
 MAX_PROPOSED = 512
 """Most draft tokens in one proposal."""
 MAX_STOP_TOKENS = 1024
+MAX_SUPPORT = 1024
+"""Most tokens in one q."""
 MAX_TEXT = 4096
 """Longest message text, in characters."""
 
 _FINISH = {pb.FINISH_STOP: FinishReason.STOP, pb.FINISH_LENGTH: FinishReason.LENGTH}
 _SOURCE = {pb.SOURCE_DRAFT: Source.DRAFT, pb.SOURCE_LOOKUP: Source.LOOKUP}
+_RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
+_SCHEDULE = {
+    pb.SCHEDULE_TRIE: Schedule.TRIE,
+    pb.SCHEDULE_SEQUENTIAL: Schedule.SEQUENTIAL,
+    pb.SCHEDULE_PARALLEL: Schedule.PARALLEL,
+}
 _CODE = {
     pb.CODE_INVALID: RefusalCode.INVALID,
     pb.CODE_OVERLOADED: RefusalCode.OVERLOADED,
@@ -51,6 +62,8 @@ _CODE = {
 }
 _FINISH_OUT = {value: number for number, value in _FINISH.items()}
 _SOURCE_OUT = {value: number for number, value in _SOURCE.items()}
+_RULE_OUT = {value: number for number, value in _RULE.items()}
+_SCHEDULE_OUT = {value: number for number, value in _SCHEDULE.items()}
 _CODE_OUT = {value: number for number, value in _CODE.items()}
 
 
@@ -154,12 +167,18 @@ def _open(message: Open) -> pb.Open:
             seed=sampling.seed,
         ),
         limits=pb.Limits(end=limits.end, stop_tokens=sorted(limits.stop_tokens)),
-        speculation=pb.Speculation(enabled=speculation.enabled, max_depth=speculation.max_depth),
+        speculation=pb.Speculation(
+            enabled=speculation.enabled,
+            max_depth=speculation.max_depth,
+            rule=_RULE_OUT[speculation.rule],
+            schedule=_SCHEDULE_OUT[speculation.schedule],
+            sources=sorted(_SOURCE_OUT[source] for source in speculation.sources),
+        ),
     )
 
 
 def _read_open(message: pb.Open) -> Open:
-    sampling = message.sampling
+    sampling, speculation = message.sampling, message.speculation
     _at_most("tokens", len(message.tokens), MAX_TOKENS)
     _at_most("limits.stop_tokens", len(message.limits.stop_tokens), MAX_STOP_TOKENS)
     if not message.tokens:
@@ -172,7 +191,14 @@ def _read_open(message: pb.Open) -> Open:
         tokens=tuple(message.tokens),
         sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed),
         limits=Limits(message.limits.end, frozenset(message.limits.stop_tokens)),
-        speculation=Speculation(message.speculation.enabled, message.speculation.max_depth),
+        speculation=Speculation(
+            enabled=speculation.enabled,
+            max_depth=speculation.max_depth,
+            rule=_RULE.get(speculation.rule, Rule.COUPLED),
+            schedule=_SCHEDULE.get(speculation.schedule, Schedule.TRIE),
+            sources=frozenset(_SOURCE[source] for source in speculation.sources if source in _SOURCE)
+            or frozenset(Source),
+        ),
     )
 
 
@@ -187,11 +213,13 @@ def _proposal(message: Proposal) -> pb.Proposal:
         parents=() if chain else message.parents,
         confidence=bytes(round(255 * min(max(value, 0.0), 1.0)) for value in message.confidence),
         source=_SOURCE_OUT[message.source],
+        q=[pb.Support(tokens=support.tokens, weights=support.weights) for support in message.q],
     )
 
 
 def _read_proposal(message: pb.Proposal) -> Proposal:
     _at_most("tokens", len(message.tokens), MAX_PROPOSED)
+    _at_most("q", max((len(support.tokens) for support in message.q), default=0), MAX_SUPPORT)
     count = len(message.tokens)
     return Proposal(
         session=SessionId(message.session),
@@ -202,6 +230,7 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
         parents=tuple(message.parents) or tuple(range(ANCHOR, count - 1)),
         confidence=tuple(value / 255 for value in message.confidence),
         source=_SOURCE.get(message.source, Source.DRAFT),
+        q=tuple(Support(tuple(support.tokens), tuple(support.weights)) for support in message.q),
     )
 
 
@@ -215,6 +244,7 @@ def _verification(message: Verification) -> pb.Verification:
         accepted=message.accepted,
         offered=message.offered,
         finish=_FINISH_OUT[message.finish] if message.finish else pb.FINISH_UNSPECIFIED,
+        lead=message.lead,
     )
 
 
@@ -234,6 +264,7 @@ def _read_verification(message: pb.Verification) -> Verification:
         accepted=message.accepted,
         offered=message.offered,
         finish=_FINISH.get(message.finish),
+        lead=message.lead if message.HasField("lead") else None,
     )
 
 

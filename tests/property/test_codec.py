@@ -34,8 +34,22 @@ samplings = st.builds(
 def opens(draw: st.DrawFn) -> m.Open:
     tokens = draw(st.lists(u32, min_size=1, max_size=20).map(tuple))
     limits = m.Limits(draw(st.integers(len(tokens) + 1, 2**32 - 1)), frozenset(draw(st.lists(u32, max_size=4))))
-    speculation = m.Speculation(draw(st.booleans()), draw(u32))
+    speculation = m.Speculation(
+        draw(st.booleans()),
+        draw(u32),
+        draw(st.sampled_from(m.Rule)),
+        draw(st.sampled_from(m.Schedule)),
+        draw(st.frozensets(st.sampled_from(m.Source), min_size=1)),
+    )
     return m.Open(draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation)
+
+
+@st.composite
+def supports(draw: st.DrawFn, token: int) -> m.Support:
+    others = draw(st.sets(u32, max_size=4)) - {token}
+    cuts = draw(st.sets(st.integers(1, m.SUPPORT_TOTAL - 1), min_size=len(others), max_size=len(others)))
+    edges = [0, *sorted(cuts), m.SUPPORT_TOTAL]
+    return m.Support((token, *others), tuple(b - a for a, b in zip(edges, edges[1:], strict=False)))
 
 
 @st.composite
@@ -45,7 +59,8 @@ def proposals(draw: st.DrawFn) -> m.Proposal:
     tokens = tuple(draw(u32) for _ in parents)
     confidence = tuple(draw(st.integers(0, 255)) / 255 for _ in parents) if draw(st.booleans()) else ()
     source = draw(st.sampled_from(m.Source))
-    return m.Proposal(draw(sessions), draw(u32), draw(u32), draw(u64), tokens, parents, confidence, source)
+    q = tuple(draw(supports(token)) for token in tokens) if draw(st.booleans()) else ()
+    return m.Proposal(draw(sessions), draw(u32), draw(u32), draw(u64), tokens, parents, confidence, source, q)
 
 
 @st.composite
@@ -54,7 +69,8 @@ def verifications(draw: st.DrawFn) -> m.Verification:
     accepted = draw(st.integers(0, len(tokens)))
     offered = draw(st.integers(accepted, 100))
     finish = draw(st.none() | st.sampled_from(m.FinishReason))
-    return m.Verification(draw(sessions), draw(u32), draw(u32), tokens, draw(u64), accepted, offered, finish)
+    lead = draw(st.none() | u32)
+    return m.Verification(draw(sessions), draw(u32), draw(u32), tokens, draw(u64), accepted, offered, finish, lead)
 
 
 to_worker = st.one_of(opens(), proposals(), verifications(), st.builds(m.Close, sessions, u32))

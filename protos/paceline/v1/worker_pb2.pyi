@@ -7,6 +7,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RULE_UNSPECIFIED: _ClassVar[Rule]
+    RULE_COUPLED: _ClassVar[Rule]
+    RULE_REJECTION: _ClassVar[Rule]
+
+class Schedule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEDULE_UNSPECIFIED: _ClassVar[Schedule]
+    SCHEDULE_TRIE: _ClassVar[Schedule]
+    SCHEDULE_SEQUENTIAL: _ClassVar[Schedule]
+    SCHEDULE_PARALLEL: _ClassVar[Schedule]
+
 class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SOURCE_UNSPECIFIED: _ClassVar[Source]
@@ -27,6 +40,13 @@ class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODE_UNKNOWN_SESSION: _ClassVar[Code]
     CODE_DRAINING: _ClassVar[Code]
     CODE_INTERNAL: _ClassVar[Code]
+RULE_UNSPECIFIED: Rule
+RULE_COUPLED: Rule
+RULE_REJECTION: Rule
+SCHEDULE_UNSPECIFIED: Schedule
+SCHEDULE_TRIE: Schedule
+SCHEDULE_SEQUENTIAL: Schedule
+SCHEDULE_PARALLEL: Schedule
 SOURCE_UNSPECIFIED: Source
 SOURCE_DRAFT: Source
 SOURCE_LOOKUP: Source
@@ -131,12 +151,18 @@ class Limits(_message.Message):
     def __init__(self, end: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("enabled", "max_depth")
+    __slots__ = ("enabled", "max_depth", "rule", "schedule", "sources")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     max_depth: int
-    def __init__(self, enabled: _Optional[bool] = ..., max_depth: _Optional[int] = ...) -> None: ...
+    rule: Rule
+    schedule: Schedule
+    sources: _containers.RepeatedScalarFieldContainer[Source]
+    def __init__(self, enabled: _Optional[bool] = ..., max_depth: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "epoch")
@@ -147,7 +173,7 @@ class Close(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("session", "epoch", "anchor_position", "anchor_digest", "tokens", "parents", "confidence", "source")
+    __slots__ = ("session", "epoch", "anchor_position", "anchor_digest", "tokens", "parents", "confidence", "source", "q")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +182,7 @@ class Proposal(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     anchor_position: int
@@ -164,10 +191,19 @@ class Proposal(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     confidence: bytes
     source: Source
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., anchor_position: _Optional[int] = ..., anchor_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., confidence: _Optional[bytes] = ..., source: _Optional[_Union[Source, str]] = ...) -> None: ...
+    q: _containers.RepeatedCompositeFieldContainer[Support]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., anchor_position: _Optional[int] = ..., anchor_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., confidence: _Optional[bytes] = ..., source: _Optional[_Union[Source, str]] = ..., q: _Optional[_Iterable[_Union[Support, _Mapping]]] = ...) -> None: ...
+
+class Support(_message.Message):
+    __slots__ = ("tokens", "weights")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Verification(_message.Message):
-    __slots__ = ("session", "epoch", "position", "tokens", "digest", "accepted", "offered", "finish")
+    __slots__ = ("session", "epoch", "position", "tokens", "digest", "accepted", "offered", "finish", "lead")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +212,7 @@ class Verification(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     OFFERED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    LEAD_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     position: int
@@ -184,7 +221,8 @@ class Verification(_message.Message):
     accepted: int
     offered: int
     finish: Finish
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., accepted: _Optional[int] = ..., offered: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ...) -> None: ...
+    lead: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., accepted: _Optional[int] = ..., offered: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., lead: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("session", "epoch", "code", "message")
