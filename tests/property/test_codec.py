@@ -1,6 +1,7 @@
 """Every message survives the wire; garbage never does more than refuse itself."""
 
 import contextlib
+import itertools
 
 import pytest
 from hypothesis import given
@@ -49,7 +50,7 @@ def supports(draw: st.DrawFn, token: int) -> m.Support:
     others = draw(st.sets(u32, max_size=4)) - {token}
     cuts = draw(st.sets(st.integers(1, m.SUPPORT_TOTAL - 1), min_size=len(others), max_size=len(others)))
     edges = [0, *sorted(cuts), m.SUPPORT_TOTAL]
-    return m.Support((token, *others), tuple(b - a for a, b in zip(edges, edges[1:], strict=False)))
+    return m.Support((token, *others), tuple(b - a for a, b in itertools.pairwise(edges)))
 
 
 @st.composite
