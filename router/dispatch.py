@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -20,6 +21,7 @@ from speculation.events import (
     Emit,
     Event,
     Fail,
+    Faulted,
     Finish,
     Lost,
     PeerId,
@@ -35,6 +37,9 @@ from speculation.events import (
 )
 from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Welcome
 from speculation.session import Phase, Session, SessionLimits
+from transport.codec import MalformedMessage
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class DispatchLimits:
 
 @dataclass(slots=True)
 class Totals:
-    """Monotone totals since the start."""
+    """Monotone totals since the start. What sessions count themselves is added when they end."""
 
     sessions: int = 0
     committed: int = 0
@@ -56,6 +61,14 @@ class Totals:
     offered: int = 0
     reopened: int = 0
     failed: int = 0
+    malformed: int = 0
+    """Messages of workers that break the protocol; all were dropped."""
+    stale: int = 0
+    """Messages of workers that came too late to matter, or about no session known here."""
+    strikes: int = 0
+    """Malformed messages held against a drafter by its session."""
+    quarantined: int = 0
+    """Drafters that a session was done with; each counts once for every such session."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +89,7 @@ class Dispatcher:
         self._limits = limits
         self._runs: dict[SessionId, _Run] = {}
         self._ids = itertools.count(1)
-        self.pool = WorkerPool(PoolEvents(available=self._available, lost=self._lost, received=self._received))
+        self.pool = WorkerPool(PoolEvents(self._available, self._lost, self._received, self._malformed))
         self.totals = Totals()
         self.ready = asyncio.Event()
         """Set once a first target worker was up."""
@@ -122,8 +135,17 @@ class Dispatcher:
                 timer.cancel()
             for peer in run.opened_at:
                 self.pool.count(peer, -1)
-            self.totals.reopened += session.reopened
+            self._add_up(session)
             del self._runs[number]
+
+    def _add_up(self, session: Session) -> None:
+        """Take over what a session that ended has counted."""
+        self.totals.reopened += session.reopened
+        self.totals.stale += session.stale
+        self.totals.strikes += sum(map(len, session.strikes.values()))
+        self.totals.quarantined += len(session.quarantined)
+        for peer in session.quarantined:
+            log.warning("session %d was done with drafter %s: %s", session.session, peer, session.strikes[peer][-1])
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -141,8 +163,16 @@ class Dispatcher:
         if isinstance(message, Load | Welcome):
             return
         run = self._runs.get(message.session)
-        if run is not None:
+        if run is None:
+            self.totals.stale += 1
+        else:
             self._handle(run, Received(peer, message))
+
+    def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
+        self.totals.malformed += 1
+        run = None if error.session is None else self._runs.get(error.session)
+        if run is not None:
+            self._handle(run, Faulted(peer, error.epoch or 0, str(error)))
 
     def _handle(self, run: _Run, event: Event) -> None:
         now = asyncio.get_running_loop().time()

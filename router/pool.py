@@ -2,20 +2,25 @@
 
 Knows which are up, what they run and how busy they are; decides where a session goes: filter (up, right model, not to
 be avoided), score (fewest sessions), pick (at random among equals). Knows nothing about sessions but their number.
+
+Messages that no worker of the served model should send are reported as malformed, like those that cannot be read. What
+follows from that for a session is the session's business; a worker is used on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
 from speculation.events import PeerId, Role
-from speculation.messages import FromWorker, Load, ToWorker, Welcome
+from speculation.messages import FromWorker, Load, Proposal, ToWorker, Welcome
 from transport.client import WorkerConnection
+from transport.codec import MalformedMessage
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,18 @@ class PoolEvents:
     available: Callable[[Role], None]
     lost: Callable[[PeerId, str], None]
     received: Callable[[PeerId, FromWorker], None]
+    malformed: Callable[[PeerId, MalformedMessage], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of frames to and from workers, as serialised."""
+
+    sent: int = 0
+    received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,16 +66,36 @@ class Peer:
         """The worker introduced itself."""
         self.pool.worker_up(self, welcome)
 
+    @property
+    def traffic(self) -> Traffic:
+        """All that went to it and came from it."""
+        connection = self.connection
+        return Traffic(connection.sent_bytes, connection.received_bytes) if connection else Traffic()
+
     def received(self, message: FromWorker) -> None:
         """The worker sent a message."""
-        if isinstance(message, Load):
-            self.load = message
-        else:
-            self.pool.events.received(self.peer, message)
+        match message:
+            case Load():
+                self.load = message
+            case Proposal() if (worst := highest_token(message)) >= self.pool.vocabulary:
+                why = f"token {worst} is outside the vocabulary of {self.pool.vocabulary}"
+                self.malformed(MalformedMessage(why, message.session, message.epoch))
+            case _:
+                self.pool.events.received(self.peer, message)
+
+    def malformed(self, error: MalformedMessage) -> None:
+        """The worker sent a message that breaks the protocol."""
+        self.pool.events.malformed(self.peer, error)
 
     def down(self, why: str) -> None:
         """The worker is lost."""
         self.pool.worker_down(self, why)
+
+
+def highest_token(proposal: Proposal) -> int:
+    """The highest token id in a proposal, -1 if it is empty."""
+    supports = (support.tokens for support in proposal.q)
+    return max(itertools.chain(proposal.tokens, *supports), default=-1)
 
 
 @dataclass(slots=True)
@@ -70,6 +107,20 @@ class WorkerPool:
     peers: dict[PeerId, Peer] = field(default_factory=dict)
     model: Welcome | None = None
     """The served model, as its first target described it."""
+    delays: dict[Role, float] = field(default_factory=dict)
+    """For experiments: seconds by which all messages to and from workers of a role are late, each way. May be changed
+    at any time."""
+    _departed: dict[Role, Traffic] = field(default_factory=dict)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids of the served model are below this; 0 while the model is unknown."""
+        return self.model.vocabulary if self.model else 0
+
+    def traffic(self, role: Role) -> Traffic:
+        """Everything that went to workers of a role and came from them since the start."""
+        present = (peer.traffic for peer in self.peers.values() if peer.role is role)
+        return sum(present, self._departed.get(role, Traffic()))
 
     def set_workers(self, role: Role, addresses: Iterable[str]) -> None:
         """Connect to new workers of a role and let go of those no longer listed."""
@@ -79,7 +130,7 @@ class WorkerPool:
         for name, address in wanted.items():
             if name not in self.peers:
                 peer = self.peers[name] = Peer(name, role, self)
-                peer.connection = WorkerConnection(address, role.value, peer)
+                peer.connection = WorkerConnection(address, role.value, peer, lambda: self.delays.get(role, 0.0))
                 peer.task = asyncio.create_task(peer.connection.run(), name=f"connection {name}")
 
     async def close(self) -> None:
@@ -153,6 +204,7 @@ class WorkerPool:
 
     def _remove(self, peer: Peer) -> None:
         del self.peers[peer.peer]
+        self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
         if peer.task:
             peer.task.cancel()
         self.worker_down(peer, "it left the list of workers")

@@ -56,6 +56,15 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
+class Faulted:
+    """A worker sent a message about this session that breaks the protocol. The message was dropped."""
+
+    peer: PeerId
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The stream to a worker is gone."""
 
@@ -79,7 +88,7 @@ class Tick:
     """A wake-up asked for with :class:`Wake`, or any other time."""
 
 
-Event = Start | Placed | Received | Lost | Available | Stop | Tick
+Event = Start | Placed | Received | Faulted | Lost | Available | Stop | Tick
 
 # -- effects -----------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ events and their order:
 * After a loss or a doubt the session is opened again from its committed tokens, under a new epoch. Since every token
   is a function of (seed, position, prefix), the text goes on as it would have.
 * Drafters are optional at every moment. Losing one never delays the target.
+* A drafter whose messages break the protocol is struck; struck often enough, it is closed and never asked again. What
+  is merely late (of an older epoch, known already) is counted and costs nobody anything.
 * A session that ends workers is not retried for ever: :class:`SessionLimits`.
 
 Each opening, at either side, takes a fresh number from one epoch counter. Messages relayed between the two sides are
@@ -32,6 +34,7 @@ from speculation.events import (
     Event,
     Fail,
     FailureCode,
+    Faulted,
     Finish,
     Lost,
     PeerId,
@@ -54,8 +57,10 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
+    Rule,
     Sampling,
     SessionId,
+    Source,
     Speculation,
     Token,
     Verification,
@@ -80,6 +85,8 @@ class SessionLimits:
     """Openings at a target in a row that ended in a fault without a token."""
     draft_openings: int = 3
     """Openings at drafters in a row without a proposal, before this session goes on without."""
+    draft_strikes: int = 3
+    """Messages of one drafter that break the protocol, before this session is done with it."""
     placement_timeout: float = 30.0
     backoff: float = 0.2
     stall_timeout: float = 60.0
@@ -112,6 +119,10 @@ class Session:
         self.prompt_length = len(prompt)
         self.reopened = 0
         """How often the target side was opened again: the number of failovers."""
+        self.stale = 0
+        """Messages dropped because they came too late to matter."""
+        self.strikes: dict[PeerId, list[str]] = {}
+        """What drafters did against the protocol."""
         self._tokens = list(prompt)
         self._digest = digests.of(prompt)
         self._sampling, self._limits, self._speculation = sampling, limits, speculation
@@ -138,6 +149,12 @@ class Session:
         """Committed tokens after the prompt."""
         return tuple(self._tokens[self.prompt_length :])
 
+    @property
+    def quarantined(self) -> frozenset[PeerId]:
+        """Drafters this session is done with."""
+        limit = self._bounds.draft_strikes
+        return frozenset(peer for peer, whys in self.strikes.items() if len(whys) >= limit)
+
     def handle(self, now: float, event: Event) -> list[Effect]:
         """Take one event at time ``now`` (seconds, any origin) and return what to do, in order."""
         if self._phase is Phase.ENDED:
@@ -149,6 +166,8 @@ class Session:
                 return self._open_target(now, chosen) if role is Role.TARGET else self._open_draft(chosen)
             case Received(peer=peer, message=message):
                 return self._receive(now, peer, message)
+            case Faulted(peer=peer, epoch=epoch, why=why):
+                return self._fault(now, _Opening(peer, epoch), why)
             case Lost(peer=peer):
                 return self._lose(now, peer)
             case Available(role=role):
@@ -202,11 +221,9 @@ class Session:
 
     def _verified(self, now: float, verification: Verification) -> list[Effect]:
         assert self._target is not None
-        if verification.epoch != self._target.epoch:
-            return []
         known = len(self._tokens) - verification.position
-        if known >= len(verification.tokens):
-            return []
+        if verification.epoch != self._target.epoch or known >= len(verification.tokens):
+            return self._too_late()
         fresh = verification.tokens[max(known, 0) :]
         digest = self._digest
         for token in fresh:
@@ -227,13 +244,18 @@ class Session:
     # -- the draft side ------------------------------------------------------------------------------------------------
 
     def _place_draft(self) -> list[Effect]:
+        wanted = self._speculation.enabled and Source.DRAFT in self._speculation.sources
         exhausted = self._draft_openings >= self._bounds.draft_openings
-        if self._draft is not None or self._target is None or exhausted or not self._speculation.enabled:
+        if self._draft is not None or self._target is None or exhausted or not wanted:
             return []
-        return [Place(Role.DRAFT, self._avoid[Role.DRAFT])]
+        return [Place(Role.DRAFT, self._unwanted_drafters)]
+
+    @property
+    def _unwanted_drafters(self) -> frozenset[PeerId]:
+        return self._avoid[Role.DRAFT] | self.quarantined
 
     def _open_draft(self, peer: PeerId | None) -> list[Effect]:
-        if peer is None or peer in self._avoid[Role.DRAFT] or self._target is None or self._draft is not None:
+        if peer is None or peer in self._unwanted_drafters or self._target is None or self._draft is not None:
             return []
         self._draft_openings += 1
         self._draft = _Opening(peer, self._next_epoch())
@@ -242,9 +264,30 @@ class Session:
     def _proposed(self, proposal: Proposal) -> list[Effect]:
         assert self._draft is not None
         if proposal.epoch != self._draft.epoch or self._target is None:
-            return []
+            return self._too_late()
+        if why := self._objection(proposal):
+            return self._strike(why)
         self._draft_openings = 0
         return [Send(self._target.peer, replace(proposal, epoch=self._target.epoch))]
+
+    def _objection(self, proposal: Proposal) -> str | None:
+        """What a drafter that was told this session's speculation should not have sent, if so."""
+        if bool(proposal.q) is not (self._speculation.rule is Rule.REJECTION) and proposal.tokens:
+            return f"a proposal {'with' if proposal.q else 'without'} q under the rule {self._speculation.rule}"
+        if self._speculation.chains and len(set(proposal.parents)) < len(proposal.parents):
+            return "a proposal that branches where only chains are allowed"
+        return None
+
+    def _strike(self, why: str) -> list[Effect]:
+        """The drafter broke the protocol; after some such strikes it is replaced for good."""
+        assert self._draft is not None
+        peer = self._draft.peer
+        self.strikes.setdefault(peer, []).append(why)
+        if peer not in self.quarantined:
+            return []
+        effects = self._close(self._draft)
+        self._draft = None
+        return effects + self._place_draft()
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
@@ -256,21 +299,37 @@ class Session:
                 return self._verified(now, message)
             case Proposal() if from_draft:
                 return self._proposed(message)
-            case Refused() if from_target or from_draft:
+            case Verification() if from_draft:
+                return self._fault(now, _Opening(peer, message.epoch), "a verification from a drafter")
+            case Refused():
                 return self._refused(now, peer, message)
-            case Verification() | Proposal() | Refused() | Load() | Welcome():
+            case Verification() | Proposal():
+                return self._too_late()
+            case Load() | Welcome():
                 return []
             case _:
                 assert_never(message)
 
+    def _fault(self, now: float, opening: _Opening, why: str) -> list[Effect]:
+        if opening == self._draft:
+            return self._strike(why)
+        if opening == self._target:
+            return self._retry_target(now, opening.peer, why)
+        return self._too_late()
+
+    def _too_late(self) -> list[Effect]:
+        self.stale += 1
+        return []
+
     def _refused(self, now: float, peer: PeerId, refused: Refused) -> list[Effect]:
-        if self._draft is not None and (peer, refused.epoch) == (self._draft.peer, self._draft.epoch):
+        opening = _Opening(peer, refused.epoch)
+        if opening == self._draft:
             self._draft = None
             if refused.code is not RefusalCode.UNKNOWN_SESSION:
                 self._avoid[Role.DRAFT] |= {peer}
             return self._place_draft()
-        if self._target is None or (peer, refused.epoch) != (self._target.peer, self._target.epoch):
-            return []
+        if opening != self._target:
+            return self._too_late()
         match refused.code:
             case RefusalCode.INVALID:
                 return self._end(Fail(FailureCode.INVALID, refused.message))

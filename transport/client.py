@@ -3,6 +3,9 @@
 A connection is up from the worker's ``Welcome`` until the stream ends or nothing, not even a heartbeat, was heard for
 :data:`WORKER_SILENCE_SECONDS`. gRPC's own keepalive would not do: pings are answered by a thread that runs on when the
 worker's own loop is stuck.
+
+A malformed message is reported to the listener and otherwise skipped. A worker that sends nothing else stays connected:
+what to think of it is not decided here.
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
-from speculation.messages import FromWorker, RefusalCode, Refused, ToWorker, Welcome
+from speculation.messages import FromWorker, Load, ToWorker, Welcome
 from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker
-from transport.outbox import MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
+from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, no_delay
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +51,88 @@ class Listener(Protocol):
         """The worker sent a message (never a Welcome)."""
         ...
 
+    def malformed(self, error: MalformedMessage) -> None:
+        """The worker, while up, sent a message that breaks the protocol. It is dropped; the stream goes on."""
+        ...
+
     def down(self, why: str) -> None:
         """The worker is lost, and with it everything opened there. Connecting goes on in the background."""
         ...
 
 
+class Incoming:
+    """Reads what a worker says on one stream, whatever it says."""
+
+    def __init__(self, worker: str, listener: Listener) -> None:
+        """``worker`` is for logs."""
+        self.up = False
+        """Whether the worker introduced itself."""
+        self._worker, self._listener = worker, listener
+        self._counter_names: tuple[str, ...] = ()
+        self._malformed = 0
+
+    def take(self, frame: pb.Frame) -> None:
+        """Tell the listener what the messages of a frame say."""
+        for entry in frame.messages:
+            try:
+                self._pass_on(decode_from_worker(entry, self._counter_names))
+            except MalformedMessage as error:
+                self._report(error)
+
+    def _pass_on(self, message: FromWorker) -> None:
+        match message:
+            case Welcome() if self.up:
+                raise MalformedMessage("a second Welcome")
+            case Welcome():
+                self.up = True
+                self._listener.up(message)
+                return
+            case Load():
+                self._counter_names = tuple(message.counters)
+        if self.up:
+            self._listener.received(message)
+
+    def _report(self, error: MalformedMessage) -> None:
+        self._malformed += 1
+        if self._malformed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a broken worker must not flood the log
+            log.warning("malformed message %d from worker %s: %s", self._malformed, self._worker, error)
+        if self.up:
+            self._listener.malformed(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The parts of the stream now open."""
+
+    incoming: Incoming
+    outbox: Outbox
+    reset: Callable[[str], None]
+
+
 class WorkerConnection:
     """Keeps a stream to one worker, for as long as ``run`` runs."""
 
-    def __init__(self, address: str, role: str, listener: Listener) -> None:
-        """Nothing happens before ``run``."""
-        self.address, self._role, self._listener = address, role, listener
-        self._outbox: Outbox | None = None
-        self._reset: Callable[[str], None] = lambda _: None
+    def __init__(self, address: str, role: str, listener: Listener, delay: Callable[[], float] = no_delay) -> None:
+        """Nothing happens before ``run``.
+
+        ``delay`` is for experiments: everything in both directions, heartbeats too, comes that many seconds late. It is
+        asked at every message.
+        """
+        self.address, self._role, self._listener, self._delay = address, role, listener, delay
+        self.sent_bytes = 0
+        """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
+        self.received_bytes = 0
+        self._stream: _Stream | None = None
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
-        if self._outbox is None:
+        stream = self._stream
+        if stream is None or not stream.incoming.up:
             return
         try:
-            self._outbox.put(encode_to_worker(message))
+            stream.outbox.put(encode_to_worker(message))
         except PeerTooSlow as error:
-            self._reset(str(error))
+            stream.reset(str(error))
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
@@ -80,25 +144,30 @@ class WorkerConnection:
 
     async def _attempt(self) -> bool:
         """One stream from start to end; whether it was ever up."""
-        up = False
         why = "the stream ended"
-        outbox = Outbox()
+        outbox = Outbox(self._delay)
+        incoming = Incoming(self.address, self._listener)
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
-            call = stub.Run(_frames(outbox))
+            call = stub.Run(self._frames(outbox))
 
             def reset(reason: str) -> None:
                 nonlocal why
                 why = reason
                 call.cancel()
 
+            def hear(frame: pb.Frame) -> None:
+                if not patience.expired():
+                    patience.reschedule(asyncio.get_running_loop().time() + WORKER_SILENCE_SECONDS)
+                    incoming.take(frame)
+
+            line = DelayLine(hear, self._delay)
+            self._stream = _Stream(incoming, outbox, reset)
             try:
-                async for message in self._messages(call):
-                    if isinstance(message, Welcome):
-                        up, self._outbox, self._reset = True, outbox, reset
-                        self._listener.up(message)
-                    elif up:
-                        self._listener.received(message)
+                async with asyncio.timeout(CONNECT_SECONDS) as patience:
+                    while isinstance(frame := await call.read(), pb.Frame):
+                        self.received_bytes += frame.ByteSize()
+                        line.put(frame)
             except TimeoutError:
                 why = f"nothing heard for {WORKER_SILENCE_SECONDS:.0f} s"
             except grpc.aio.AioRpcError as error:
@@ -107,34 +176,15 @@ class WorkerConnection:
                 if not call.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise
             finally:
-                self._outbox = None
+                self._stream = None
+                line.close()
                 outbox.close()
                 call.cancel()
-                if up:
+                if incoming.up:
                     self._listener.down(why)
-        return up
+        return incoming.up
 
-    async def _messages(self, call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame]) -> AsyncIterator[FromWorker]:
-        """Decoded messages; raises TimeoutError on silence.
-
-        A malformed message becomes a refusal of its session, which is then opened again; others do not notice.
-        """
-        patience = CONNECT_SECONDS
-        while True:
-            async with asyncio.timeout(patience):  # not wait_for, which can swallow a cancellation before Python 3.12
-                frame = await call.read()
-            if not isinstance(frame, pb.Frame):
-                return
-            patience = WORKER_SILENCE_SECONDS
-            for entry in frame.messages:
-                try:
-                    yield decode_from_worker(entry)
-                except MalformedMessage as error:
-                    log.warning("malformed message from worker %s: %s", self.address, error)
-                    if error.session is not None:
-                        yield Refused(error.session, error.epoch or 0, RefusalCode.INTERNAL, str(error))
-
-
-async def _frames(outbox: Outbox) -> AsyncIterator[pb.Frame]:
-    while (frame := await outbox.next_frame()) is not None:
-        yield frame
+    async def _frames(self, outbox: Outbox) -> AsyncIterator[pb.Frame]:
+        while (frame := await outbox.next_frame()) is not None:
+            self.sent_bytes += frame.ByteSize()
+            yield frame

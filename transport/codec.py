@@ -1,12 +1,16 @@
 """Protobuf to values and back; the one place where the wire format is read or written.
 
 Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
-raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is refused.
+raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is affected.
+
+What most messages would repeat is left out: the parents of a chain, a draft model as the source, the names of a
+worker's counters once the stream has heard them. No state is kept here: who owns the stream passes those names in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
@@ -39,9 +43,15 @@ MAX_TOKENS = 1 << 20
 """Longest sequence in one message."""
 MAX_PROPOSED = 512
 """Most draft tokens in one proposal."""
+MAX_DEPTH = 128
+"""Longest path in one proposal."""
+MAX_CHILDREN = 32
+"""Most tokens of one proposal that follow the same place."""
 MAX_STOP_TOKENS = 1024
 MAX_SUPPORT = 1024
 """Most tokens in one q."""
+MAX_COUNTERS = 256
+"""Most counters a worker reports."""
 MAX_TEXT = 4096
 """Longest message text, in characters."""
 
@@ -110,8 +120,8 @@ def decode_to_worker(entry: bytes) -> ToWorker:
 # -- from a worker -----------------------------------------------------------------------------------------------------
 
 
-def encode_from_worker(message: FromWorker) -> bytes:
-    """One entry of a worker's frame."""
+def encode_from_worker(message: FromWorker, counter_names: Sequence[str] = ()) -> bytes:
+    """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
     match message:
         case Verification():
             return pb.FromWorker(verified=_verification(message)).SerializeToString()
@@ -126,13 +136,13 @@ def encode_from_worker(message: FromWorker) -> bytes:
             )
             return pb.FromWorker(refused=refused).SerializeToString()
         case Load():
-            return pb.FromWorker(load=_load(message)).SerializeToString()
+            return pb.FromWorker(load=_load(message, counter_names)).SerializeToString()
         case Welcome():
             return pb.FromWorker(welcome=_welcome(message)).SerializeToString()
 
 
-def decode_from_worker(entry: bytes) -> FromWorker:
-    """One entry of a worker's frame; raises :class:`MalformedMessage`."""
+def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromWorker:
+    """One entry of a worker's frame; raises :class:`MalformedMessage`. ``counter_names``: as in encoding."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
         case "verified":
@@ -144,7 +154,7 @@ def decode_from_worker(entry: bytes) -> FromWorker:
             code = _CODE.get(refused.code, RefusalCode.INTERNAL)
             return Refused(SessionId(refused.session), refused.epoch, code, refused.message[:MAX_TEXT])
         case "load":
-            return _read_load(message.load)
+            return _read_load(message.load, counter_names)
         case "welcome":
             return _read_welcome(message.welcome)
     raise MalformedMessage("a message without a known kind")
@@ -212,7 +222,7 @@ def _proposal(message: Proposal) -> pb.Proposal:
         tokens=message.tokens,
         parents=() if chain else message.parents,
         confidence=bytes(round(255 * min(max(value, 0.0), 1.0)) for value in message.confidence),
-        source=_SOURCE_OUT[message.source],
+        source=pb.SOURCE_UNSPECIFIED if message.source is Source.DRAFT else _SOURCE_OUT[message.source],
         q=[pb.Support(tokens=support.tokens, weights=support.weights) for support in message.q],
     )
 
@@ -221,7 +231,7 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
     _at_most("tokens", len(message.tokens), MAX_PROPOSED)
     _at_most("q", max((len(support.tokens) for support in message.q), default=0), MAX_SUPPORT)
     count = len(message.tokens)
-    return Proposal(
+    proposal = Proposal(
         session=SessionId(message.session),
         epoch=message.epoch,
         anchor_position=message.anchor_position,
@@ -232,6 +242,19 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
         source=_SOURCE.get(message.source, Source.DRAFT),
         q=tuple(Support(tuple(support.tokens), tuple(support.weights)) for support in message.q),
     )
+    _check_shape(proposal.parents)
+    return proposal
+
+
+def _check_shape(parents: Sequence[int]) -> None:
+    """Raise ValueError if a tree is deeper or wider than any drafter has reason to make it."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == ANCHOR else depths[parent] + 1)
+    if max(depths, default=0) > MAX_DEPTH:
+        raise ValueError(f"the tree is {max(depths)} tokens deep; at most {MAX_DEPTH} are allowed")
+    if max(Counter(parents).values(), default=0) > MAX_CHILDREN:
+        raise ValueError(f"more than {MAX_CHILDREN} tokens follow the same place")
 
 
 def _verification(message: Verification) -> pb.Verification:
@@ -268,25 +291,30 @@ def _read_verification(message: pb.Verification) -> Verification:
     )
 
 
-def _load(message: Load) -> pb.Load:
+def _load(message: Load, known: Sequence[str]) -> pb.Load:
+    names = tuple(message.counters)
     return pb.Load(
         sessions=message.sessions,
         waiting=message.waiting,
         free_tokens=message.free_tokens,
         capacity_tokens=message.capacity_tokens,
         draining=message.draining,
-        counters=message.counters,
+        counters=message.counters.values(),
+        counter_names=() if names == tuple(known) else names,
     )
 
 
-def _read_load(message: pb.Load) -> Load:
+def _read_load(message: pb.Load, known: Sequence[str]) -> Load:
+    names = tuple(message.counter_names or known) if message.counters else ()
+    if len(message.counters) > MAX_COUNTERS or not len(message.counters) == len(names) == len(set(names)):
+        raise MalformedMessage(f"counters has {len(message.counters)} entries for {len(set(names))} names")
     return Load(
         sessions=message.sessions,
         waiting=message.waiting,
         free_tokens=message.free_tokens,
         capacity_tokens=message.capacity_tokens,
         draining=message.draining,
-        counters=dict(message.counters),
+        counters=dict(zip(names, message.counters, strict=True)),
     )
 
 

@@ -16,7 +16,7 @@ import grpc
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
-from speculation.messages import FromWorker, RefusalCode, Refused, ToWorker, Welcome
+from speculation.messages import FromWorker, Load, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
 from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker
 from transport.outbox import MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
@@ -41,13 +41,16 @@ class Link:
         self.peer = peer
         self.alive = True
         self.outbox = Outbox()
+        self._counter_names: tuple[str, ...] = ()
 
     def send(self, message: FromWorker) -> None:
         """Queue a message; dropped when the link is gone."""
         if not self.alive:
             return
         try:
-            self.outbox.put(encode_from_worker(message))
+            self.outbox.put(encode_from_worker(message, self._counter_names))
+            if isinstance(message, Load):
+                self._counter_names = tuple(message.counters)
         except PeerTooSlow as error:
             log.warning("router %s does not read: %s", self.peer, error)
             self.close()

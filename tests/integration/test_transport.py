@@ -5,32 +5,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
+from router.dispatch import Dispatcher
+from router.generation import Generation
+from router.pool import PoolEvents, Traffic, WorkerPool
+from speculation import digest as digests
+from speculation.events import PeerId, Role
 from speculation.messages import (
+    ANCHOR,
+    SUPPORT_TOTAL,
     Close,
+    FinishReason,
     FromWorker,
     Limits,
     Load,
     Open,
+    Proposal,
     RefusalCode,
     Refused,
     Sampling,
     SessionId,
+    Support,
     ToWorker,
     Verification,
     Welcome,
 )
-from transport import client, server
+from transport import client, outbox, server
 from transport.address import AddressError, check_free, is_loopback, parse
-from transport.client import WorkerConnection
-from transport.codec import decode_from_worker, encode_to_worker
-from transport.outbox import MAX_WAITING, Outbox, PeerTooSlow
+from transport.client import Incoming, WorkerConnection
+from transport.codec import MalformedMessage, decode_from_worker, encode_from_worker, encode_to_worker
+from transport.outbox import MAX_WAITING, DelayLine, Outbox, PeerTooSlow, no_delay
 from transport.worker import Worker
 
 WELCOME = Welcome("target", "fake", 100, 64)
@@ -43,14 +53,15 @@ class Echo:
 
     held: dict[tuple[Hashable, int], Open] = field(default_factory=dict)
     fail: bool = False
+    counters: dict[str, int] = field(default_factory=dict)
 
     def welcome(self) -> Welcome:
         return WELCOME
 
     def load(self) -> Load:
-        return Load(sessions=len(self.held))
+        return Load(sessions=len(self.held), counters=self.counters)
 
-    def receive(self, link: Hashable, message: ToWorker) -> list[tuple[Hashable, FromWorker]]:
+    def receive(self, link: Hashable, message: ToWorker, at: float) -> list[tuple[Hashable, FromWorker]]:
         if isinstance(message, Open):
             self.held[link, message.session] = message
             return [(link, Verification(message.session, message.epoch, len(message.tokens), (7,), 0))]
@@ -65,6 +76,9 @@ class Echo:
         if self.fail:
             raise RuntimeError("planted")
 
+    def due(self) -> None:
+        return None
+
 
 @dataclass
 class Heard:
@@ -78,6 +92,9 @@ class Heard:
     def received(self, message: FromWorker) -> None:
         if not isinstance(message, Load):
             self.events.put_nowait(message)
+
+    def malformed(self, error: MalformedMessage) -> None:
+        self.events.put_nowait(error)
 
     def down(self, why: str) -> None:
         self.events.put_nowait(why)
@@ -97,9 +114,9 @@ async def echo_worker(machine: Echo):
 
 
 @asynccontextmanager
-async def connected(address: str):
+async def connected(address: str, delay=no_delay):
     heard = Heard()
-    connection = WorkerConnection(address, "target", heard)
+    connection = WorkerConnection(address, "target", heard, delay)
     task = asyncio.create_task(connection.run())
     try:
         assert await heard.next() == WELCOME
@@ -154,6 +171,96 @@ async def test_a_malformed_message_fails_its_session_and_no_other():
     refused = next(message for message in messages if isinstance(message, Refused))
     assert (refused.session, refused.epoch, refused.code) == (5, 2, RefusalCode.INVALID)
     assert any(isinstance(message, Verification) and message.session == 1 for message in messages)
+
+
+async def test_a_router_hears_of_malformed_messages_and_goes_on():
+    heard = Heard()
+    incoming = Incoming("fake", heard)
+    welcome = encode_from_worker(WELCOME)
+    bad = pb.FromWorker(proposed=pb.Proposal(session=5, epoch=2, tokens=[1], parents=[0])).SerializeToString()
+    good = Verification(SessionId(1), 1, 2, (7,), 0)
+    incoming.take(pb.Frame(messages=[b"\xff\xff before the welcome", encode_from_worker(good), welcome]))
+    incoming.take(pb.Frame(messages=[b"\xff\xff garbage", bad, welcome, encode_from_worker(good)]))
+    assert await heard.next() == WELCOME
+    errors = [await heard.next() for _ in range(3)]
+    assert [(error.session, error.epoch) for error in errors] == [(None, None), (5, 2), (None, None)]
+    assert await heard.next() == good
+    assert heard.events.empty()
+
+
+async def test_a_worker_that_does_not_read_is_lost(monkeypatch):
+    async with echo_worker(Echo()) as worker, connected(worker.address) as (connection, heard):
+        monkeypatch.setattr(outbox, "MAX_WAITING", 0)
+        connection.send(OPEN)
+        assert await heard.next() == "0 messages wait to be sent"
+        monkeypatch.undo()
+        assert await heard.next() == WELCOME
+
+
+async def test_bytes_are_counted_and_a_heartbeat_is_small():
+    async with echo_worker(Echo()) as worker, connected(worker.address) as (connection, heard):
+        received = connection.received_bytes
+        assert received >= len(encode_from_worker(WELCOME))
+        connection.send(OPEN)
+        answer = await heard.next()
+        assert connection.sent_bytes >= len(encode_to_worker(OPEN))
+        assert connection.received_bytes - received >= len(encode_from_worker(answer))
+
+
+async def test_the_names_of_counters_cross_a_stream_once():
+    machine = Echo(counters={f"a_rather_long_name_{i}": i for i in range(20)})
+    async with echo_worker(machine) as worker, grpc.aio.insecure_channel(worker.address) as channel:
+        call = rpc.TargetStub(channel).Run()
+        loads: list[pb.Load] = []
+        async with asyncio.timeout(10):
+            while len(loads) < 3:
+                messages = [pb.FromWorker.FromString(entry) for entry in (await call.read()).messages]
+                loads += [message.load for message in messages if message.HasField("load")]
+        call.cancel()
+    assert [len(load.counter_names) for load in loads] == [20, 0, 0]
+    assert [list(load.counters) for load in loads] == [list(range(20))] * 3
+
+
+async def test_a_delayed_peer_is_late_in_both_directions_and_keeps_the_order():
+    delay = 0.15
+    async with echo_worker(Echo()) as worker, connected(worker.address, lambda: delay) as (connection, heard):
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        connection.send(OPEN)
+        await heard.next()
+        assert clock() - started >= 2 * delay
+        for session in (2, 3, 4):
+            connection.send(replace(OPEN, session=SessionId(session)))
+            delay = 0.0  # from here on: later messages must not overtake
+        assert [(await heard.next()).session for _ in range(3)] == [2, 3, 4]
+
+
+async def test_heartbeats_are_delayed_too(monkeypatch):
+    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 1.0)
+    delay = 0.0
+    async with echo_worker(Echo()) as worker, connected(worker.address, lambda: delay) as (_, heard):
+        delay = 3.0
+        assert "nothing heard" in str(await heard.next())
+        delay = 0.0
+        assert await heard.next() == WELCOME
+
+
+async def test_a_delay_line_without_delay_holds_nothing():
+    delivered: list[int] = []
+    line = DelayLine(delivered.append, no_delay)
+    line.put(1)
+    assert (delivered, len(line)) == ([1], 0)
+
+
+async def test_an_outbox_delays_its_heartbeats():
+    waiting = Outbox(lambda: 0.5)
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    assert await waiting.next_frame() == pb.Frame()
+    assert clock() - started >= 0.5 + outbox.HEARTBEAT_SECONDS
+    waiting.put(b"lost")
+    waiting.close()
+    assert await waiting.next_frame() is None
 
 
 class Silent(rpc.TargetServicer):
@@ -211,6 +318,130 @@ async def test_a_taken_port_is_one_clear_line():
             check_free(worker.address)
 
 
+@asynccontextmanager
+async def pooled():
+    """A pool that writes down what it hears, by role."""
+    heard: asyncio.Queue[object] = asyncio.Queue()
+
+    def note(*event: object) -> None:
+        heard.put_nowait(event)
+
+    pool = WorkerPool(PoolEvents(available=note, lost=note, received=note, malformed=note))
+    try:
+        yield pool, lambda: asyncio.wait_for(heard.get(), 10)
+    finally:
+        await pool.close()
+
+
+async def test_a_pool_delays_and_counts_what_goes_to_a_role():
+    async with echo_worker(Echo()) as worker, pooled() as (pool, heard):
+        pool.set_workers(Role.TARGET, [worker.address])
+        assert await heard() == (Role.TARGET,)
+        name = PeerId(f"target@{worker.address}")
+        clock = asyncio.get_running_loop().time
+        pool.delays[Role.TARGET] = 0.1
+        started = clock()
+        pool.send(name, OPEN)
+        peer, answer = await heard()
+        assert clock() - started >= 0.2
+        assert (peer, answer.session) == (name, OPEN.session)
+        before = pool.traffic(Role.TARGET)
+        assert before.sent >= len(encode_to_worker(OPEN))
+        assert before.received >= len(encode_from_worker(answer))
+        assert pool.traffic(Role.DRAFT) == Traffic()
+        pool.set_workers(Role.TARGET, [])
+        assert pool.traffic(Role.TARGET) == before
+
+
+@dataclass
+class Counting(Echo):
+    """A target that commits one token, its position, at each opening and at each proposal."""
+
+    proposals: list[Proposal] = field(default_factory=list)
+
+    def receive(self, link: Hashable, message: ToWorker, at: float) -> list[tuple[Hashable, FromWorker]]:
+        key = (link, message.session)
+        if isinstance(message, Close):
+            self.held.pop(key, None)
+        if isinstance(message, Open):
+            self.held[key] = message
+        if isinstance(message, Proposal):
+            self.proposals.append(message)
+        if isinstance(message, Close) or key not in self.held:
+            return []
+        opened = self.held[key]
+        position = len(opened.tokens)
+        tokens = (*opened.tokens, position)
+        finish = FinishReason.LENGTH if len(tokens) == opened.limits.end else None
+        self.held[key] = replace(opened, tokens=tokens)
+        return [
+            (link, Verification(opened.session, opened.epoch, position, (position,), digests.of(tokens), finish=finish))
+        ]
+
+
+@dataclass
+class Drafter(Echo):
+    """Proposes the right token at every verification; or, if it lies, three wrong things at every opening."""
+
+    lies: bool = False
+
+    def welcome(self) -> Welcome:
+        return replace(WELCOME, role="draft")
+
+    def receive(self, link: Hashable, message: ToWorker, at: float) -> list[tuple[Hashable, FromWorker]]:
+        if isinstance(message, Close):
+            self.held.pop((link, message.session), None)
+            return []
+        tokens = message.tokens
+        proposal = Proposal(message.session, message.epoch, len(tokens), digests.of(tokens), (5,), (ANCHOR,))
+        if isinstance(message, Open):
+            self.held[link, message.session] = message
+            wrong = (
+                replace(proposal, tokens=(WELCOME.vocabulary,)),
+                replace(proposal, q=(Support((5,), (SUPPORT_TOTAL,)),)),
+                Verification(message.session, message.epoch, len(tokens), (9,), 0),
+            )
+            return [(link, lie) for lie in wrong] if self.lies else [(link, proposal)]
+        if self.lies:
+            return []
+        return [(link, replace(proposal, anchor_position=message.end, anchor_digest=message.digest))]
+
+
+@asynccontextmanager
+async def drafting_worker(machine: Drafter):
+    worker = Worker(machine, "draft")
+    await worker.start("127.0.0.1:0")
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+async def test_a_lying_drafter_is_replaced_and_the_text_does_not_notice():
+    target, liar, honest = Counting(), Drafter(lies=True), Drafter()
+    dispatcher = Dispatcher()
+    async with echo_worker(target) as t, drafting_worker(liar) as bad, drafting_worker(honest) as good:
+        try:
+            dispatcher.pool.set_workers(Role.TARGET, [t.address])
+            await asyncio.wait_for(dispatcher.ready.wait(), 10)
+            dispatcher.pool.set_workers(Role.DRAFT, [bad.address])
+            items = []
+            async with asyncio.timeout(20):
+                async for item in dispatcher.generate(Generation((1, 2), Sampling(), 8)):
+                    items.append(item)
+                    if len(items) == 1:  # it waits now, for a drafter
+                        while liar.held or not dispatcher.totals.malformed:
+                            await asyncio.sleep(0.01)
+                        dispatcher.pool.set_workers(Role.DRAFT, [bad.address, good.address])
+        finally:
+            await dispatcher.pool.close()
+    assert [token for item in items[:-1] for token in item.tokens] == list(range(2, 10))
+    assert {proposal.tokens for proposal in target.proposals} == {(5,)}
+    assert not any(proposal.q for proposal in target.proposals)
+    totals = dispatcher.totals
+    assert (totals.malformed, totals.strikes, totals.quarantined, totals.reopened) == (1, 3, 1, 0)
+
+
 def test_addresses():
     assert parse("[::1]:80") == ("::1", 80)
     assert is_loopback("127.0.0.9")
@@ -223,18 +454,18 @@ def test_addresses():
 
 
 async def test_an_outbox_hands_out_what_waits_in_frames_and_is_bounded():
-    outbox = Outbox()
+    box = Outbox()
     for entry in (b"a", b"b"):
-        outbox.put(entry)
-    outbox.put(b"x" * 2_000_000)
-    outbox.put(b"c")
-    assert list((await outbox.next_frame()).messages)[:2] == [b"a", b"b"]
-    assert list((await outbox.next_frame()).messages) == [b"c"]
-    assert list((await outbox.next_frame()).messages) == []  # a heartbeat
+        box.put(entry)
+    box.put(b"x" * 2_000_000)
+    box.put(b"c")
+    assert list((await box.next_frame()).messages)[:2] == [b"a", b"b"]
+    assert list((await box.next_frame()).messages) == [b"c"]
+    assert list((await box.next_frame()).messages) == []  # a heartbeat
     for _ in range(MAX_WAITING):
-        outbox.put(b"d")
+        box.put(b"d")
     with pytest.raises(PeerTooSlow):
-        outbox.put(b"e")
-    outbox.close()
-    while (frame := await outbox.next_frame()) is not None:
+        box.put(b"e")
+    box.close()
+    while (frame := await box.next_frame()) is not None:
         assert frame.messages

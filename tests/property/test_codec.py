@@ -94,6 +94,38 @@ def test_messages_from_workers_survive(message):
     assert decode_from_worker(encode_from_worker(message)) == message
 
 
+@given(st.lists(st.dictionaries(st.text(max_size=3), u64, max_size=3).map(lambda counters: m.Load(counters=counters))))
+def test_a_stream_of_loads_survives_although_names_are_left_out(loads):
+    said: tuple[str, ...] = ()
+    heard: tuple[str, ...] = ()
+    for load in loads:
+        read = decode_from_worker(encode_from_worker(load, said), heard)
+        assert read == load
+        assert isinstance(read, m.Load)
+        said, heard = tuple(load.counters), tuple(read.counters)
+
+
+def test_the_names_of_counters_are_sent_once():
+    load = m.Load(counters={f"a_rather_long_name_{i}": i for i in range(20)})
+    assert len(encode_from_worker(load)) > 400
+    assert len(encode_from_worker(load, tuple(load.counters))) < 30
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        pb.Load(counters=[1, 2], counter_names=["a"]),
+        pb.Load(counters=[1, 2], counter_names=["a", "a"]),
+        pb.Load(counters=[1, 2]),
+        pb.Load(counters=[1] * 300, counter_names=[str(i) for i in range(300)]),
+    ],
+)
+def test_counters_without_their_names_are_refused(wire):
+    with pytest.raises(MalformedMessage, match="counters has") as error:
+        decode_from_worker(pb.FromWorker(load=wire).SerializeToString(), ("only",))
+    assert error.value.session is None
+
+
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_read_but_never_breaks_the_reader(entry):
     for decode in (decode_to_worker, decode_from_worker):
@@ -129,6 +161,8 @@ def test_a_malformed_opening_names_the_field_and_its_session(wire, what):
         (pb.Proposal(session=3, tokens=[1, 2], parents=[-1]), "parents has 1 entries for 2 tokens"),
         (pb.Proposal(session=3, tokens=[1] * 600), "at most 512"),
         (pb.Proposal(session=3, tokens=[1, 2], confidence=b"x"), "confidence has 1 entries for 2 tokens"),
+        (pb.Proposal(session=3, tokens=range(129)), "129 tokens deep; at most 128"),
+        (pb.Proposal(session=3, tokens=range(33), parents=[-1] * 33), "more than 32 tokens follow the same place"),
     ],
 )
 def test_a_malformed_proposal_names_the_field_and_its_session(wire, what):

@@ -10,6 +10,7 @@ from speculation.events import (
     Emit,
     Fail,
     FailureCode,
+    Faulted,
     Finish,
     Lost,
     PeerId,
@@ -32,16 +33,20 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
+    Rule,
     Sampling,
+    Schedule,
     SessionId,
+    Source,
     Speculation,
+    Support,
     Verification,
 )
 from speculation.session import Phase, Session, SessionLimits
 
 ID = SessionId(7)
 PROMPT = (1, 2, 3)
-T0, T1, D0 = PeerId("t0"), PeerId("t1"), PeerId("d0")
+T0, T1, D0, D1 = PeerId("t0"), PeerId("t1"), PeerId("d0"), PeerId("d1")
 
 
 def new(**speculation) -> Session:
@@ -72,7 +77,7 @@ def verified(session: Session, *tokens: int, epoch: int = 1, accepted: int = 0, 
 
 def test_a_verification_is_emitted_and_relayed_under_the_drafters_epoch():
     session = running()
-    message = verified(session, 4, 5, accepted=1)
+    message = replace(verified(session, 4, 5, accepted=1), lead=9)
     effects = session.handle(0.1, Received(T0, message))
     assert effects == [Emit((4, 5), 1, 1), Send(D0, replace(message, epoch=2))]
     assert session.output == (4, 5)
@@ -131,8 +136,9 @@ def test_losing_the_drafter_never_touches_the_target():
     assert session.handle(0.2, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset())]
 
 
-def test_without_speculation_no_drafter_is_asked_for():
-    session = new(enabled=False)
+@pytest.mark.parametrize("speculation", [{"enabled": False}, {"sources": frozenset({Source.LOOKUP})}])
+def test_a_session_that_wants_no_draft_model_asks_for_no_drafter(speculation):
+    session = new(**speculation)
     session.handle(0.0, Start())
     effects = session.handle(0.0, Placed(Role.TARGET, T0))
     assert not [effect for effect in effects if isinstance(effect, Place)]
@@ -153,6 +159,79 @@ def test_a_drafter_that_keeps_losing_the_thread_is_given_up():
         if effects:
             session.handle(0.1, Placed(Role.DRAFT, D0))
     assert effects == []
+
+
+def test_a_drafter_that_breaks_the_protocol_is_replaced_and_never_asked_again():
+    session = running()
+    assert session.handle(0.1, Faulted(D0, 2, "first")) == []
+    assert session.handle(0.1, Faulted(D0, 2, "second")) == []
+    assert session.handle(0.1, Faulted(D0, 2, "third")) == [
+        Send(D0, Close(ID, 2)),
+        Place(Role.DRAFT, frozenset({D0})),
+    ]
+    assert session.handle(0.1, Placed(Role.DRAFT, D0)) == []
+    assert sent(session.handle(0.1, Placed(Role.DRAFT, D1)), Open)[0].message.epoch == 3
+    session.handle(0.2, Lost(D1))
+    assert session.handle(0.3, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset({D0}))]
+    assert session.strikes == {D0: ["first", "second", "third"]}
+    assert session.quarantined == {D0}
+    assert session.handle(0.4, Received(T0, verified(session, 4))) == [Emit((4,), 0, 0)]
+
+
+def test_strikes_are_kept_when_the_target_moves():
+    session = running()
+    session.handle(0.1, Faulted(D0, 2, "first"))
+    session.handle(0.1, Faulted(D0, 2, "second"))
+    session.handle(0.2, Lost(T0))
+    session.handle(0.2, Placed(Role.TARGET, T1))
+    session.handle(0.2, Placed(Role.DRAFT, D0))
+    assert sent(session.handle(0.3, Faulted(D0, 4, "third")), Close)[0].peer == D0
+
+
+def test_a_drafter_that_does_what_its_session_did_not_ask_for_is_struck():
+    proposal = Proposal(ID, 2, 3, digests.of(PROMPT), (4,), (ANCHOR,))
+    branching = replace(proposal, tokens=(4, 5), parents=(ANCHOR, ANCHOR))
+    drawn = replace(proposal, q=(Support((4,), (65536,)),))
+    for session, wrong in (
+        (new(), drawn),
+        (new(rule=Rule.REJECTION), proposal),
+        (new(schedule=Schedule.SEQUENTIAL), branching),
+        (new(), verified(new(), 4, epoch=2)),
+    ):
+        running(session)
+        assert session.handle(0.1, Received(D0, wrong)) == []
+        assert list(session.strikes) == [D0]
+        assert session.output == ()
+    for session, right in ((new(), branching), (new(rule=Rule.REJECTION), drawn)):
+        running(session)
+        assert session.handle(0.1, Received(D0, right)) == [Send(T0, replace(right, epoch=1))]
+        assert not session.strikes
+
+
+def test_what_is_late_is_counted_and_held_against_nobody():
+    session = running()
+    proposal = Proposal(ID, 1, 3, digests.of(PROMPT), (4,), (ANCHOR,))
+    late = [Received(D0, proposal), Received(D1, proposal), Received(T0, verified(session, 5, epoch=0))]
+    for event in (
+        *late,
+        Faulted(D0, 1, "old"),
+        Faulted(D1, 2, "other"),
+        Received(T1, Refused(ID, 1, RefusalCode.INVALID)),
+    ):
+        assert session.handle(0.1, event) == []
+    assert session.stale == 6
+    assert not session.strikes
+
+
+def test_a_target_that_breaks_the_protocol_is_left_for_another():
+    session = running()
+    effects = session.handle(0.1, Faulted(T0, 1, "garbage"))
+    assert Place(Role.TARGET, frozenset({T0})) in effects
+    for target, epoch in ((T1, 3), (T0, 4)):
+        session.handle(0.1, Placed(Role.TARGET, target))
+        effects = session.handle(0.1, Faulted(target, epoch, "garbage"))
+    assert isinstance(effects[-1], Fail)
+    assert "garbage" in effects[-1].message
 
 
 def test_an_invalid_request_fails_at_once():

@@ -237,24 +237,19 @@ class Refused(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("sessions", "waiting", "free_tokens", "capacity_tokens", "draining", "counters")
-    class CountersEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("sessions", "waiting", "free_tokens", "capacity_tokens", "draining", "counters", "counter_names")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    COUNTER_NAMES_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     waiting: int
     free_tokens: int
     capacity_tokens: int
     draining: bool
-    counters: _containers.ScalarMap[str, int]
-    def __init__(self, sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    counters: _containers.RepeatedScalarFieldContainer[int]
+    counter_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sessions: _Optional[int] = ..., waiting: _Optional[int] = ..., free_tokens: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., counters: _Optional[_Iterable[int]] = ..., counter_names: _Optional[_Iterable[str]] = ...) -> None: ...
