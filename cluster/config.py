@@ -14,6 +14,9 @@ from typing import Any
 
 import yaml
 
+from speculation.messages import Rule as AcceptanceRule
+from speculation.messages import Schedule
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 BUNDLED = CHECKOUT / "models"
 """Where the bundled model pair lies."""
@@ -53,6 +56,7 @@ class TargetConfig:
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: the model's context, at least 32768)", at_least=0)
     max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
     max_waiting: int = _setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
+    record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = _setting(0.0, "GPUs that Ray reserves for a worker", at_least=0, at_most=64)
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")
 
@@ -69,6 +73,7 @@ class DraftConfig:
     threads: int = _setting(1, "CPU threads of a step", at_least=1, at_most=1024)
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: the model's context, at least 32768)", at_least=0)
     max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
+    record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = _setting(0.0, "GPUs that Ray reserves for a worker", at_least=0, at_most=64)
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
 
@@ -88,11 +93,25 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """How far drafting goes. None of it changes the text."""
+    """How drafting goes, unless a request says otherwise. Only the rule bears on the text, and not on its law."""
 
     enabled: bool = _setting(True, "start draft workers and use what they propose")
-    max_draft: int = _setting(8, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
+    rule: str = _setting(
+        "coupled",
+        "what keeps a draft token: coupled (one text for a seed, whatever is drafted) or rejection (the textbook rule)",
+        choices=tuple(AcceptanceRule),
+    )
+    schedule: str = _setting(
+        "trie",
+        "when to draft: trie (ahead, along likely outcomes); sequential and parallel are baselines for comparison",
+        choices=tuple(Schedule),
+    )
+    lookup: bool = _setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
+    max_depth: int = _setting(16, "longest path of drafts verified in one step", at_least=1, at_most=64)
+    max_draft: int = _setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
     lead: int = _setting(24, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
+    children: int = _setting(3, "alternatives drafted at one place", at_least=1, at_most=8)
+    width: int = _setting(6, "most places of a session that a drafter goes on from in one step", at_least=1, at_most=64)
 
 
 @dataclass(frozen=True, slots=True)

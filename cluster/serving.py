@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.config import Config, DraftConfig, TargetConfig
+from speculation.messages import Rule as AcceptanceRule
+from speculation.messages import Schedule, Source, Speculation
 
 if TYPE_CHECKING:  # they bring torch
     from draft_service.service import DraftSettings
@@ -24,7 +26,7 @@ def target_settings(config: Config) -> TargetSettings:
 
     budget = Budget(drafts_per_session=config.speculation.max_draft)
     limits = TargetLimits(running=config.target.max_running, waiting=config.target.max_waiting, budget=budget)
-    return TargetSettings(_engine(config.target), limits)
+    return TargetSettings(_engine(config.target), limits, config.target.record)
 
 
 def draft_settings(config: Config) -> DraftSettings:
@@ -33,9 +35,15 @@ def draft_settings(config: Config) -> DraftSettings:
     from draft_service.service import DraftSettings
     from speculation.draft_session import DraftLimits
 
-    lead = config.speculation.lead
-    draft = DraftLimits(lead=lead, nodes=max(lead, DraftLimits().nodes))
-    return DraftSettings(_engine(config.draft), LookaheadLimits(sessions=config.draft.max_sessions, draft=draft))
+    speculation = config.speculation
+    draft = DraftLimits(
+        lead=speculation.lead,
+        nodes=max(speculation.lead, DraftLimits().nodes),
+        children=speculation.children,
+        width=speculation.width,
+    )
+    limits = LookaheadLimits(sessions=config.draft.max_sessions, draft=draft)
+    return DraftSettings(_engine(config.draft), limits, config.draft.record)
 
 
 def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tuple[str, ...] = ()) -> RouterSettings:
@@ -51,8 +59,20 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
         port=config.router.port,
         tokenizer=config.router.tokenizer,
         ready_timeout=READY_SECONDS,
-        api=ApiSettings(model_name=config.router.model_name or None),
+        api=ApiSettings(model_name=config.router.model_name or None, speculation=speculation(config)),
         limits=DispatchLimits(sessions=config.router.max_sessions),
+    )
+
+
+def speculation(config: Config) -> Speculation:
+    """What requests get that do not say otherwise."""
+    chosen = config.speculation
+    return Speculation(
+        enabled=chosen.enabled,
+        max_depth=chosen.max_depth,
+        rule=AcceptanceRule(chosen.rule),
+        schedule=Schedule(chosen.schedule),
+        sources=frozenset(Source) if chosen.lookup else frozenset({Source.DRAFT}),
     )
 
 

@@ -1,7 +1,8 @@
-"""The lookahead of a draft worker: every step extends the drafts of many sessions by one forward.
+"""The lookahead of a draft worker: every step expands, in one forward, the places of all sessions that are worth most.
 
-It never waits to be asked. A session is extended while its lead over the committed tokens is short of the limit; the
-sessions with the shortest lead come first, because their targets will run out of drafts soonest. A verification
+It never waits to be asked. A place is worth the chance that the text gets there, so a session without drafts comes
+first, and among the branches of one session the likely outcomes of the verification now in flight. How many places go
+into a step is the target's own rule: as many as make the most of a second (:mod:`speculation.budget`). A verification
 re-roots the trie and the cache together, and what survives is kept.
 """
 
@@ -12,10 +13,16 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 
+from torch import Tensor
+
 from engine.kv_cache import CachedSequence, CacheFull
+from engine.recorder import Recorder
+from engine.rejection import draw_sparse
 from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
-from speculation.draft_session import DraftLimits, DraftSession, Sync
+from speculation.budget import StepCost, best_prefix
+from speculation.calibration import Calibration
+from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -25,6 +32,7 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
+    Rule,
     SessionId,
     ToWorker,
     Verification,
@@ -42,9 +50,11 @@ class LookaheadLimits:
 
     sessions: int = 256
     batch: int = 64
-    """Sessions extended in one step."""
+    """Places expanded in one step."""
     prefill: int = 512
     """Most committed tokens fed for one session in one step."""
+    warm: int = 32
+    """Committed tokens missing in the cache of a session that drafts nothing, before they are fed all the same."""
     draft: DraftLimits = DraftLimits()
 
 
@@ -66,18 +76,27 @@ class Drafted:
 
 @dataclass(slots=True)
 class Piece:
-    """One session's part of a step: feed committed tokens, or one draft node; ``expands`` tells what follows."""
+    """One session's part of a step: feed committed tokens, or draft nodes; ``expands`` are the places to go on from."""
 
     drafted: Drafted
-    node: Node
     tokens: Sequence[int]
-    parent: int
-    expands: bool
+    parents: Sequence[int]
+    expands: Sequence[Node]
+    """The nodes whose tokens come last."""
+
+    @property
+    def feeds_committed(self) -> bool:
+        """Whether the tokens are committed ones."""
+        return not self.expands or self.expands[0] is self.drafted.session.trie.root
 
     def chunk(self) -> Chunk:
         """What the engine computes."""
-        parents = [self.parent, *range(self.drafted.cached.pending, self.drafted.cached.pending + len(self.tokens) - 1)]
-        return Chunk(self.drafted.cached, self.tokens, parents, [len(self.tokens) - 1] if self.expands else [])
+        count = len(self.tokens)
+        return Chunk(self.drafted.cached, self.tokens, self.parents, range(count - len(self.expands), count))
+
+    def draws(self) -> list[Draw]:
+        """How the token after each expanded place is drawn."""
+        return [Draw(self.drafted.session.opened.sampling, node.end) for node in self.expands]
 
 
 @dataclass(slots=True)
@@ -86,6 +105,7 @@ class Counters:
 
     steps: int = 0
     step_microseconds: int = 0
+    computed: int = 0
     proposed: int = 0
     verified: int = 0
     accepted: int = 0
@@ -95,10 +115,19 @@ class Counters:
 class Lookahead:
     """All sessions of a draft worker. Implements :class:`transport.worker.Machine`."""
 
-    def __init__(self, engine: Engine, welcome: Welcome, limits: LookaheadLimits = LookaheadLimits()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        welcome: Welcome,
+        limits: LookaheadLimits = LookaheadLimits(),
+        recorder: Recorder | None = None,
+    ) -> None:
         """Nothing is open. The lookahead owns ``engine`` and its cache."""
         self._engine, self._welcome, self._limits = engine, welcome, limits
         self._held: dict[tuple[Hashable, SessionId], Drafted] = {}
+        self._calibration = Calibration()
+        self._cost = StepCost()
+        self._recorder = recorder
         self.counters = Counters()
 
     def welcome(self) -> Welcome:
@@ -116,7 +145,11 @@ class Lookahead:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
+    def due(self) -> float | None:
+        """Never to be woken but by a message."""
+        return None
+
+    def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:  # noqa: ARG002
         """Take one message of a router."""
         held = self._held.get((link, message.session))
         match message:
@@ -142,7 +175,12 @@ class Lookahead:
             return [_refused(link, opened, RefusalCode.INVALID, why)]
         if len(self._held) >= self._limits.sessions or len(opened.tokens) > self._engine.cache.free_tokens:
             return [_refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")]
-        session = DraftSession(opened, vocabulary=self._welcome.vocabulary, limits=self._limits.draft)
+        session = DraftSession(
+            opened,
+            vocabulary=self._welcome.vocabulary,
+            limits=self._limits.draft,
+            calibration=self._calibration,
+        )
         self._held[link, opened.session] = Drafted(link, session, self._engine.cache.sequence())
         return []
 
@@ -168,7 +206,7 @@ class Lookahead:
                 self._count(verification)
         kept = _fed_path(old_root, verification, held.session.tokens, pending)
         renumbered = held.cached.advance([pending[node] for node in kept])
-        if len(kept) < held.session.trie.position - old_root.end:
+        if len(kept) < held.session.trie.position - old_root.end or not len(held.session.trie):
             # The target went another way, or further than was fed: nothing fed beyond the path can be used.
             held.cached.rollback()
             held.pending = {}
@@ -192,40 +230,76 @@ class Lookahead:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> Outgoing | None:
-        """Extend the drafts of the sessions that need it most."""
-        outgoing: Outgoing = []
-        for held in self._held.values():
-            if held.session.unsent is not None:
-                outgoing.append((held.link, held.session.unsent))
-                held.session.unsent = None
-        pieces = self._plan()
-        if not pieces:
-            return outgoing or None
+        """Expand what is worth most, and push what has come together."""
         started = time.perf_counter()
-        outgoing += self._compute(pieces)
-        self.counters.steps += 1
-        self.counters.step_microseconds += round((time.perf_counter() - started) * 1e6)
+        pieces = self._plan()
+        outgoing = self._compute(pieces) if pieces else []
+        for held in self._held.values():
+            outgoing += ((held.link, proposal) for proposal in held.session.pushes())
+        if not pieces:
+            if self._recorder:
+                self._recorder.flush()
+            return outgoing or None
+        self._account(pieces, started)
         return outgoing
 
-    def _plan(self) -> list[Piece]:
-        wanted = [(held, node) for held in self._held.values() if (node := held.session.frontier()) is not None]
-        wanted.sort(key=lambda pair: pair[1].end - pair[0].session.trie.position)
-        return [self._piece(held, node) for held, node in wanted[: self._limits.batch]]
+    def _account(self, pieces: Sequence[Piece], started: float) -> None:
+        ended = time.perf_counter()
+        tokens = sum(len(piece.tokens) for piece in pieces)
+        self.counters.steps += 1
+        self.counters.step_microseconds += round((ended - started) * 1e6)
+        self.counters.computed += tokens
+        if all(len(piece.tokens) == len(piece.expands) for piece in pieces):
+            self._cost.observe(tokens, ended - started)
+        if self._recorder:
+            self._recorder.write(
+                role="draft",
+                start=started,
+                end=ended,
+                forward=self._engine.forward_seconds,
+                tokens=tokens,
+                sessions=[piece.drafted.session.opened.session for piece in pieces],
+            )
 
-    def _piece(self, held: Drafted, node: Node) -> Piece:
-        """Feed what the cache lacks of the committed tokens first, then the node to expand."""
-        root = held.session.trie.root
-        if node is root and held.uncached == 0:
+    def _plan(self) -> list[Piece]:
+        """Missing committed tokens are fed first; of the draft places, as many as pay are expanded."""
+        pieces: list[Piece] = []
+        places: list[tuple[float, Drafted, Node]] = []
+        for held in self._held.values():
+            frontier = held.session.frontier()
+            if frontier and frontier[0] is held.session.trie.root:
+                pieces.append(self._root_piece(held))
+            elif frontier:
+                places += ((node.weight, held, node) for node in frontier)
+            elif held.uncached >= self._limits.warm:
+                pieces.append(self._root_piece(held))
+        places.sort(key=lambda place: -place[0])
+        del places[self._limits.batch :]
+        base = sum(len(piece.tokens) for piece in pieces)
+        chosen: dict[Drafted, list[Node]] = {}
+        for _, held, node in places[: best_prefix([place[0] for place in places], len(pieces), base, self._cost)]:
+            chosen.setdefault(held, []).append(node)
+        return pieces + [self._piece(held, nodes) for held, nodes in chosen.items()]
+
+    def _root_piece(self, held: Drafted) -> Piece:
+        """Feed what the cache lacks of the committed tokens; once that is all, expand the end of the text."""
+        if held.uncached == 0:
             # The root's own logits are gone: feed its token again.
             held.cached.truncate(held.cached.length - 1)
-        if held.uncached:
-            start = held.cached.length
-            tokens = held.session.tokens[start : start + self._limits.prefill]
-            complete = start + len(tokens) == len(held.session.tokens)
-            return Piece(held, root, tokens, ANCHOR, expands=complete and node is root)
-        assert node.parent is not None
-        parent = ANCHOR if node.parent is root else held.pending[node.parent]
-        return Piece(held, node, [node.token], parent, expands=True)
+        start = held.cached.length
+        tokens = held.session.tokens[start : start + self._limits.prefill]
+        complete = start + len(tokens) == len(held.session.tokens)
+        pending = held.cached.pending
+        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
+        return Piece(held, tokens, parents, [held.session.trie.root] if complete and held.session.frontier() else [])
+
+    @staticmethod
+    def _piece(held: Drafted, nodes: Sequence[Node]) -> Piece:
+        root = held.session.trie.root
+        parents = [
+            ANCHOR if node.parent is root or node.parent is None else held.pending[node.parent] for node in nodes
+        ]
+        return Piece(held, [node.token for node in nodes], parents, nodes)
 
     def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
         """Run the pieces in one forward; a session that the cache has no room for is given back to its router."""
@@ -236,24 +310,38 @@ class Lookahead:
             self._drop(victim)
             why = _refused(victim.link, victim.session.opened, RefusalCode.OVERLOADED, "no room in the draft cache")
             return [why, *(self._compute(pieces[:-1]) if len(pieces) > 1 else [])]
-        expanding = [piece for piece in pieces if piece.expands]
-        draws = [Draw(piece.drafted.session.opened.sampling, piece.node.end) for piece in expanding]
-        found = iter(candidates(logits_RV, draws, k=1))
-        outgoing: Outgoing = []
+        found = iter(self._candidates(pieces, logits_RV))
         for piece in pieces:
             self._settle(piece)
-            if piece.expands and (proposal := piece.drafted.session.expand(piece.node, next(found))):
-                self.counters.proposed += len(proposal.tokens)
-                outgoing.append((piece.drafted.link, proposal))
-        return outgoing
+            for node in piece.expands:
+                self.counters.proposed += piece.drafted.session.expand(node, next(found))
+        return []
+
+    @staticmethod
+    def _candidates(pieces: Sequence[Piece], logits_RV: Tensor) -> list[Sequence[Candidate]]:
+        """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
+        draws = [draw for piece in pieces for draw in piece.draws()]
+        drawn_from_q = [
+            row
+            for row, session in enumerate(piece.drafted.session for piece in pieces for _ in piece.expands)
+            if session.opened.speculation.rule is Rule.REJECTION
+        ]
+        most = max((piece.drafted.session.children for piece in pieces), default=1)
+        found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=most))
+        if drawn_from_q:
+            drafts = draw_sparse(logits_RV[drawn_from_q], [draws[row] for row in drawn_from_q])
+            for row, draft in zip(drawn_from_q, drafts, strict=True):
+                found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
+        return found
 
     @staticmethod
     def _settle(piece: Piece) -> None:
         held = piece.drafted
-        if piece.node is held.session.trie.root:
-            held.cached.advance(range(held.cached.pending - len(piece.tokens), held.cached.pending))
+        first = held.cached.pending - len(piece.tokens)
+        if piece.feeds_committed:
+            held.cached.advance(range(first, held.cached.pending))
         else:
-            held.pending[piece.node] = held.cached.pending - 1
+            held.pending.update((node, first + i) for i, node in enumerate(piece.expands))
 
 
 def _fed_path(root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]) -> list[Node]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.build import EngineSettings, build, welcome
+from engine.recorder import Recorder
 from transport.worker import Worker
 
 ROLE = "draft"
@@ -19,6 +21,8 @@ class DraftSettings:
 
     engine: EngineSettings
     limits: LookaheadLimits = LookaheadLimits()
+    record: str = ""
+    """File to record every step in; none if empty."""
 
 
 async def start_draft(settings: DraftSettings, listen: str, progress: Callable[[str], None] | None = None) -> Worker:
@@ -27,6 +31,8 @@ async def start_draft(settings: DraftSettings, listen: str, progress: Callable[[
     Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
     """
     engine = await asyncio.to_thread(build, settings.engine, progress)
-    worker = Worker(Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits), ROLE)
+    recorder = Recorder(Path(settings.record)) if settings.record else None
+    machine = Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
+    worker = Worker(machine, ROLE)
     await worker.start(listen)
     return worker

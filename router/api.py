@@ -31,7 +31,7 @@ from router.generation import GenerationError, Generator
 from router.requests import ApiRequest, Offer, parse_chat, parse_completion
 from router.responses import Envelope, Json, Usage
 from router.tokenizer import Tokenizer
-from speculation.messages import FinishReason
+from speculation.messages import FinishReason, Speculation
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ class ApiSettings:
     """Prompts times ``n`` of one request."""
     retry_after_s: float = 1.0
     """What a refused client is told to wait."""
+    speculation: Speculation = Speculation()
+    """How drafting goes where a request does not say."""
 
 
 def build_app(generator: Generator, tokenizer: Tokenizer, settings: ApiSettings | None = None) -> Starlette:
@@ -114,7 +116,7 @@ class _Api:
         if model is None:
             raise GenerationError("unavailable", "no target worker is connected; try again soon")
         name = self._settings.model_name or model.name
-        return Offer(name, model, self._tokenizer, self._settings.max_choices)
+        return Offer(name, model, self._tokenizer, self._settings.max_choices, self._settings.speculation)
 
     def _model_body(self) -> Json:
         offer = self._offer()

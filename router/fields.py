@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from router.errors import ApiError
@@ -119,6 +119,13 @@ class Fields:
             return default
         if not isinstance(value, str):
             raise self.wrong_type(name, "a string")
+        return value
+
+    def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
+        """One of a few strings."""
+        value = self.string(name, default)
+        if value not in choices:
+            raise self.wrong_value(name, f"one of {', '.join(choices)}")
         return value
 
     def nested(self, name: str) -> Fields:

@@ -20,7 +20,7 @@ from router.generation import Generation, ServedModel
 from router.openai_fields import CHAT_FIELDS, CHAT_NEUTRAL, COMPLETION_FIELDS, COMPLETION_NEUTRAL, Neutral
 from router.prompts import chat_prompt, completion_prompts
 from router.tokenizer import Tokenizer
-from speculation.messages import Sampling, Speculation, Token
+from speculation.messages import Rule, Sampling, Schedule, Source, Speculation, Token
 
 COMPLETION_MAX_TOKENS = 16
 """Default of ``max_tokens`` for completions, as in OpenAI's API. Chat takes the rest of the context."""
@@ -43,6 +43,8 @@ class Offer:
     model: ServedModel
     tokenizer: Tokenizer
     max_choices: int
+    speculation: Speculation = Speculation()
+    """What a request gets that does not say otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def _request(
 ) -> ApiRequest:
     sampling = _sampling(fields, offer.model.vocabulary)
     stop_tokens = _stop_tokens(fields, offer)
-    speculation = _speculation(fields)
+    speculation = _speculation(fields, offer.speculation)
     stream, include_usage, include_speculation = _streaming(fields)
     limits = [_max_tokens(fields, kind, len(prompt), offer.model.context) for prompt in prompts]
     return ApiRequest(
@@ -232,14 +234,28 @@ def _stop_tokens(fields: Fields, offer: Offer) -> frozenset[Token]:
     return frozenset(tokens) | {token for token in own if token < offer.model.vocabulary}
 
 
-def _speculation(fields: Fields) -> Speculation:
+def _speculation(fields: Fields, default: Speculation) -> Speculation:
     inner = fields.nested("speculation")
-    inner.refuse_others(frozenset({"enabled", "max_depth"}))
-    default = Speculation()
+    inner.refuse_others(frozenset({"enabled", "max_depth", "rule", "schedule", "sources"}))
     return Speculation(
         enabled=inner.boolean("enabled", default.enabled),
         max_depth=inner.integer("max_depth", default.max_depth, low=1, high=MAX_DRAFT_DEPTH),
+        rule=Rule(inner.choice("rule", default.rule, list(Rule))),
+        schedule=Schedule(inner.choice("schedule", default.schedule, list(Schedule))),
+        sources=_sources(inner, default.sources),
     )
+
+
+def _sources(inner: Fields, default: frozenset[Source]) -> frozenset[Source]:
+    value = inner.get("sources")
+    expected = f"a list of draft sources, among {', '.join(Source)}"
+    if value is None:
+        return default
+    if not isinstance(value, list):
+        raise inner.wrong_type("sources", expected)
+    if any(source not in list(Source) for source in value):
+        raise inner.wrong_value("sources", expected)
+    return frozenset(Source(source) for source in value)
 
 
 def _streaming(fields: Fields) -> tuple[bool, bool, bool]:

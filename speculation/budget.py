@@ -1,4 +1,4 @@
-"""How many draft tokens a step verifies: expected tokens against measured cost.
+"""How many draft tokens a step verifies, and when to wait for some: expected tokens against measured time.
 
 A step that computes ``n`` tokens takes ``T(n)`` seconds and commits one token for each session that decodes, plus every
 draft token that is kept. Drafts are worth adding, likeliest first, as long as tokens per second go up:
@@ -6,17 +6,22 @@ draft token that is kept. Drafts are worth adding, likeliest first, as long as t
     choose the m that maximises  (sessions + p_1 + ... + p_m) / T(base + m),   p_1 >= p_2 >= ...
 
 with ``p_i`` the probability that the i-th draft token is kept together with everything above it. Both sides are
-measured while serving: :class:`StepCost` learns ``T``, :class:`Calibration` learns what a drafter's confidence is
-worth. Zero is a candidate like any other, so verification switches itself off where it does not pay. What is known
-fades, so it is tried again later.
+measured while serving: :class:`StepCost` learns ``T``, :mod:`speculation.calibration` what a drafter's word is worth.
+Zero is a candidate like any other, so verification switches itself off where it does not pay. What is known fades, so
+it is tried again later. A draft worker divides its own steps by the same rule.
+
+A session that ran out of drafts may do better to wait than to compute a single token. Time has a price, the ``rate`` of
+tokens a second that the session makes on the whole; so of all there is to do, take what maximises
+
+    tokens gained  -  rate * seconds spent
+
+over "now, with what is there" and "once k drafts have come", k = 1, 2, ... (:func:`worth_waiting`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-
-BINS = 10
+from collections.abc import Callable, Sequence
 
 
 class StepCost:
@@ -30,9 +35,13 @@ class StepCost:
     """Assumed cost of one more token, as a share of a step, beyond what was measured: low, so that it gets measured."""
     LARGEST = 512
     """Larger steps are prefill and teach nothing about drafts."""
+    MEMORY = 2000
+    """Steps after which a size that did not occur again is forgotten, and so gets tried again."""
 
     def __init__(self) -> None:
         self._measured: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+        self._steps = 0
         self._sizes: list[int] = []
         self._costs: list[float] = []
 
@@ -44,6 +53,10 @@ class StepCost:
         if known is not None:
             seconds = known + self.SMOOTHING * (min(seconds, self.OUTLIER * known) - known)
         self._measured[tokens] = seconds
+        self._steps += 1
+        self._seen[tokens] = self._steps
+        for size in [size for size, step in self._seen.items() if step < self._steps - self.MEMORY]:
+            del self._measured[size], self._seen[size]
         self._sizes = sorted(self._measured)
         self._costs = _rising([self._measured[size] for size in self._sizes])
 
@@ -73,57 +86,52 @@ def _rising(costs: list[float]) -> list[float]:
     return [total / count for total, count in pools for _ in range(count)]
 
 
-class Calibration:
-    """What a drafter's confidence in one token is worth: how often tokens of that confidence are kept.
-
-    Counts only tokens whose parent was kept: the others were never put to the test.
-    """
-
-    DECAY = 0.995
-    """What a count is worth one step later."""
-    PRIOR = 4.0
-    """Trials the drafter's own word counts for."""
-
-    def __init__(self) -> None:
-        self._tried = [0.0] * BINS
-        self._kept = [0.0] * BINS
-
-    def __call__(self, confidence: float) -> float:
-        """Probability that a token of this confidence is kept if its parent is."""
-        at = _bin(confidence)
-        return (self._kept[at] + self.PRIOR * confidence) / (self._tried[at] + self.PRIOR)
-
-    def observe(self, confidence: float, kept: bool) -> None:
-        """Learn from one token that was put to the test."""
-        at = _bin(confidence)
-        self._tried[at] += 1
-        self._kept[at] += kept
-
-    def fade(self) -> None:
-        """Let a step pass."""
-        self._tried = [count * self.DECAY for count in self._tried]
-        self._kept = [count * self.DECAY for count in self._kept]
-
-
-def _bin(confidence: float) -> int:
-    return min(int(confidence * BINS), BINS - 1)
-
-
-def choose(odds: Sequence[Sequence[float]], base: int, cost: StepCost) -> list[int]:
+def choose(odds: Sequence[Sequence[float]], base: int, cost: Callable[[int], float]) -> list[int]:
     """How many of each session's draft tokens to verify.
 
     ``odds[s]`` are session ``s``'s path probabilities, falling; ``base`` is what the step computes anyway. Sessions
     without drafts have an empty entry; all of them commit one token of their own.
     """
     ranked = sorted(((p, s) for s, row in enumerate(odds) for p in row), key=lambda pair: -pair[0])
-    expected = float(len(odds))
-    best_rate, best_count = expected / cost(base), 0
-    for count, (p, _) in enumerate(ranked, start=1):
-        expected += p
+    chosen = [0] * len(odds)
+    for _, session in ranked[: best_prefix([p for p, _ in ranked], len(odds), base, cost)]:
+        chosen[session] += 1
+    return chosen
+
+
+def best_prefix(gains: Sequence[float], certain: float, base: int, cost: Callable[[int], float]) -> int:
+    """How many of the falling ``gains``, one for each token added to ``base``, make the most of a second.
+
+    ``certain`` is gained by the ``base`` tokens; with none of these either, something is always worth doing.
+    """
+    best_rate, best_count = (certain / cost(base), 0) if certain else (-1.0, 0)
+    expected = certain
+    for count, gain in enumerate(gains, start=1):
+        expected += gain
         rate = expected / cost(base + count)
         if rate > best_rate:
             best_rate, best_count = rate, count
-    chosen = [0] * len(odds)
-    for _, session in ranked[:best_count]:
-        chosen[session] += 1
-    return chosen
+    return best_count
+
+
+MISS_PRICE = 0.3
+"""Tokens that a wait must be ahead by: a long draft that was waited for is likelier to end in another miss."""
+
+
+def worth_waiting(
+    now: float, rate: float, agreement: float, due: Sequence[float], cost: Callable[[int], float]
+) -> int | None:
+    """How many drafts to wait for, or None for a step at once.
+
+    ``now`` is the value of a step at once: expected tokens less ``rate`` times its seconds. ``rate`` is in tokens a
+    second, ``agreement`` the chance of one draft token, ``due[k - 1]`` the seconds until a path of k is expected.
+    """
+    best, count = now + MISS_PRICE, None
+    tokens, chance = 1.0, 1.0
+    for k, seconds in enumerate(due, start=1):
+        chance *= agreement
+        tokens += chance
+        value = tokens - rate * (seconds + cost(1 + k))
+        if value > best:
+            best, count = value, k
+    return count

@@ -1,8 +1,11 @@
-"""One session at a draft worker: where to draft next, and what a verification leaves standing.
+"""One session at a draft worker: where to draft next, what to push when, and what a verification leaves standing.
 
-The drafter keeps the same trie as the target, ahead of it. It expands nodes without being asked, pushes what it adds,
-and re-roots at every verification. Expanded nodes carry an index into the worker's cache; ``verified`` says which of
-them survive. Knows nothing of models or scheduling.
+The drafter keeps the same trie as the target, ahead of it: a tree of likely outcomes, grown best first. It expands
+nodes without being asked, pushes what it adds, and re-roots at every verification. What the verification now in flight
+may turn out to be is in the tree already, alternatives included, so after a refusal drafting goes on where the text
+does.
+
+Under the baseline schedules, and under the rejection rule, the tree is a chain. Knows nothing of models or scheduling.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from speculation.messages import ANCHOR, Open, Proposal, Token, Verification
-from speculation.pace import Pace
+from speculation.calibration import Calibration
+from speculation.messages import ANCHOR, Open, Proposal, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
 
 
@@ -22,7 +25,25 @@ class DraftLimits:
 
     lead: int = 24
     """Longest path below the committed prefix."""
-    nodes: int = 64
+    nodes: int = 128
+    children: int = 3
+    """Alternatives at one place."""
+    width: int = 6
+    """Most places of one session expanded in one step."""
+    least: float = 0.04
+    """Chance of being kept below which nothing is drafted."""
+    hold: int = 3
+    """Steps whose drafts go out together, while the target has enough."""
+    enough: int = 8
+    """Lead pushed to the target from which on there is no hurry."""
+
+
+PATIENCE = 3
+"""Verifications in a row that ignore what was pushed, before it is pushed again; doubles each time."""
+
+
+REPEATED = 5
+"""Known nodes repeated in a proposal that cost as many bytes as another proposal."""
 
 
 class Sync(Enum):
@@ -42,48 +63,150 @@ class Candidate:
 
     token: Token
     confidence: float
+    q: Support | None = None
+    """What the token was drawn from, under the rejection rule."""
 
 
 class DraftSession:
-    """The committed tokens of a session as far as known here, and the drafts pushed beyond them."""
+    """The committed tokens of a session as far as known here, and the drafts beyond them."""
 
-    def __init__(self, opened: Open, *, vocabulary: int, limits: DraftLimits = DraftLimits()) -> None:
-        """Take over a session as the router opened it."""
+    def __init__(
+        self,
+        opened: Open,
+        *,
+        vocabulary: int,
+        limits: DraftLimits = DraftLimits(),
+        calibration: Calibration | None = None,
+    ) -> None:
+        """Take over a session as the router opened it. ``calibration``: what other sessions have shown."""
         assert opened.tokens, "a session has at least one token"
         self.opened = opened
-        trie_limits = TrieLimits(nodes=limits.nodes, depth=limits.lead)
-        self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits)
-        self.pace = Pace(limits.lead)
-        self.unsent: Proposal | None = None
-        """Drafts the target seems not to have; set by ``verified``, to be sent and cleared by the worker."""
+        self.limits = limits
+        self.calibration = Calibration(calibration or Calibration())
+        self.children = 1 if opened.speculation.chains else limits.children
+        """Candidates wanted at each place."""
+        trie_limits = TrieLimits(limits.nodes, limits.lead, self.children)
+        self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
+        self._lead = limits.lead
+        self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
+        self._unsent: dict[Node, None] = {}
+        self._held = 0
+        """Steps that have added to what is unsent."""
+        self._sent_end = self.trie.position
+        self._ignored = 0
+        """Verifications in a row that offered nothing although drafts stood."""
+        self._patience = PATIENCE
 
     @property
     def tokens(self) -> Sequence[Token]:
         """Committed tokens, prompt included."""
         return self.trie.tokens
 
-    def frontier(self) -> Node | None:
-        """The node to expand next, or None while the lead is long enough.
+    # -- drafting ------------------------------------------------------------------------------------------------------
 
-        A chain is drafted: the node is the end of the only path.
+    def frontier(self) -> list[Node]:
+        """The places worth expanding now, best first by the chance that the text gets there; none if all is done."""
+        if len(self.trie) >= self.limits.nodes or not self._lead:
+            return []
+        deepest = self.trie.position + self._depth
+        worth = [node for node in self._leaves if node.weight >= self.limits.least and node.end < deepest]
+        worth = [node for node in worth if node is self.trie.root or node.token not in self.opened.limits.stop_tokens]
+        worth.sort(key=lambda node: -node.weight)
+        return worth[: 1 if self.opened.speculation.chains else self.limits.width]
+
+    @property
+    def _depth(self) -> int:
+        """How many draft tokens may follow each other now."""
+        room = self.opened.limits.end - 1 - self.trie.position
+        if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
+            return min(self.opened.speculation.max_depth, room)
+        if self.opened.speculation.schedule is Schedule.PARALLEL:
+            return min(2 * self.opened.speculation.max_depth, self.limits.lead, room)
+        return min(self._lead, self.limits.lead, room)
+
+    def expand(self, node: Node, candidates: Sequence[Candidate]) -> int:
+        """Add ``candidates``, best first, below ``node``; return how many are new.
+
+        The first is taken whatever it is worth, or a wrong estimate would end drafting for good; the others if they may
+        still be expanded themselves.
         """
-        node = self.trie.root
-        while node.children:
-            node = next(iter(node.children.values()))
-        limits = self.opened.limits
-        last_word = node.token in limits.stop_tokens or node.end >= limits.end - 1
-        full = node.end - self.trie.position >= self.pace.lead or len(self.trie) >= self.trie.limits.nodes
-        return None if last_word or full else node
+        self._leaves.pop(node, None)
+        added = 0
+        for rank, candidate in enumerate(candidates[: self.children]):
+            if candidate.token in node.children:
+                continue
+            child = self.trie.add(node, candidate.token, candidate.confidence, q=candidate.q)
+            if child is None:
+                break
+            if rank and child.weight < self.limits.least:
+                self.trie.remove(child)
+                break
+            self._leaves[child] = self._unsent[child] = None
+            added += 1
+        return added
 
-    def expand(self, node: Node, candidates: Sequence[Candidate]) -> Proposal | None:
-        """Add ``candidates`` below ``node`` and return the proposal that says so; None if nothing was new."""
-        added = [
-            child
-            for candidate in candidates
-            if candidate.token not in node.children
-            and (child := self.trie.add(node, candidate.token, candidate.confidence))
-        ]
-        return self._proposal(node, added, [ANCHOR] * len(added)) if added else None
+    # -- pushing -------------------------------------------------------------------------------------------------------
+
+    def pushes(self) -> list[Proposal]:
+        """What is to be sent now: called once after each step that expanded this session, or that left it alone.
+
+        While the target has enough to go on with, the drafts of a few steps go out together.
+        """
+        if not self._unsent:
+            return []
+        self._held += 1
+        short = self._sent_end - self.trie.position < self.limits.enough
+        if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
+            ready = not self.frontier()
+        else:
+            ready = short or self._held >= self.limits.hold or not self.frontier()
+        if not ready:
+            return []
+        nodes, self._unsent, self._held = self._unsent, {}, 0
+        self._sent_end = max(self._sent_end, *(node.end for node in nodes))
+        return self._proposals(list(nodes))
+
+    def _proposals(self, nodes: Sequence[Node]) -> list[Proposal]:
+        """New nodes in the fewest bytes: one proposal for each place they hang from, or one that spans them all.
+
+        The latter repeats the known nodes between, which does no harm, and is cheaper unless there are many.
+        """
+        unsent = set(nodes)
+        parts: dict[Node, list[Node]] = {}
+        anchors: dict[Node, Node] = {}
+        for node in nodes:
+            above = _parent(node)
+            anchors[node] = anchor = anchors[above] if above in unsent else above
+            parts.setdefault(anchor, []).append(node)
+        common, spanning = self._span(list(parts), nodes)
+        if len(spanning) - len(nodes) <= REPEATED * (len(parts) - 1):
+            return [self._proposal(common, spanning)]
+        return [self._proposal(anchor, part) for anchor, part in parts.items()]
+
+    def _span(self, anchors: Sequence[Node], nodes: Sequence[Node]) -> tuple[Node, list[Node]]:
+        """The deepest place above all ``anchors``, and everything between it and ``nodes``, parents first."""
+        paths = [anchor.path_from(self.trie.root) for anchor in anchors]
+        shared = 0
+        while all(len(path) > shared and path[shared] is paths[0][shared] for path in paths):
+            shared += 1
+        common = paths[0][shared - 1] if shared else self.trie.root
+        between = {node: None for path in paths for node in path[shared:]} | dict.fromkeys(nodes)
+        return common, sorted(between, key=lambda node: node.end)
+
+    def _proposal(self, anchor: Node, nodes: Sequence[Node]) -> Proposal:
+        index = {node: i for i, node in enumerate(nodes)}
+        return Proposal(
+            session=self.opened.session,
+            epoch=self.opened.epoch,
+            anchor_position=anchor.end,
+            anchor_digest=anchor.digest,
+            tokens=tuple(node.token for node in nodes),
+            parents=tuple(ANCHOR if node.parent is anchor else index[_parent(node)] for node in nodes),
+            confidence=tuple(node.confidence for node in nodes),
+            q=tuple(node.q for node in nodes if node.q is not None),
+        )
+
+    # -- following the target ------------------------------------------------------------------------------------------
 
     def verified(self, verification: Verification) -> Sync:
         """Follow the target. Safe against repeats, old epochs and gaps."""
@@ -94,40 +217,39 @@ class DraftSession:
             return Sync.LOST
         if known >= len(verification.tokens):
             return Sync.FINISHED if verification.finish else Sync.IGNORED
-        fresh = verification.tokens[known:]
-        self.pace.observe(*self._followed(fresh), verification.accepted)
-        if self.trie.advance(fresh) and not verification.offered and len(self.trie):
-            self.unsent = self._everything()
+        self._advance(verification.tokens[known:], verification.offered)
+        if verification.lead is not None:
+            self._lead = verification.lead
         if self.trie.digest != verification.digest:
             return Sync.LOST
         return Sync.FINISHED if verification.finish else Sync.ADVANCED
 
-    def _followed(self, tokens: Sequence[Token]) -> tuple[int, bool]:
-        """How many drafts ``tokens`` follow, and whether they then leave the drafts for another way."""
+    def _advance(self, tokens: Sequence[Token], offered: int) -> None:
+        self._learn(tokens)
+        self.trie.advance(tokens)
+        if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
+            self.trie.clear()
+        standing = list(self.trie)
+        self._leaves = {node: None for node in (self.trie.root, *standing) if not node.children}
+        self._unsent = {node: None for node in standing if node in self._unsent}
+        if offered:
+            self._ignored, self._patience = 0, PATIENCE
+        elif len(standing) > len(self._unsent):
+            self._ignored += 1
+        if self._ignored >= self._patience:
+            # Pushed long ago and never verified: the push may have been lost. Or the target does not want them.
+            self._unsent, self._ignored, self._patience = dict.fromkeys(standing), 0, 2 * self._patience
+        sent = [node.end for node in standing if node not in self._unsent]
+        self._sent_end = max(sent, default=self.trie.position)
+
+    def _learn(self, tokens: Sequence[Token]) -> None:
         node = self.trie.root
-        for matched, token in enumerate(tokens):
+        for token in tokens:
+            for child in node.children.values():
+                self.calibration.observe(child, child.token == token)
             if token not in node.children:
-                return matched, bool(node.children)
+                return
             node = node.children[token]
-        return len(tokens), False
-
-    def _everything(self) -> Proposal:
-        """All drafts as one proposal: the target verified none although they were pushed before, so a push was lost."""
-        nodes = list(self.trie)
-        index = {node: i for i, node in enumerate(nodes)}
-        parents = [ANCHOR if node.parent is self.trie.root else index[_parent(node)] for node in nodes]
-        return self._proposal(self.trie.root, nodes, parents)
-
-    def _proposal(self, anchor: Node, nodes: Sequence[Node], parents: Sequence[int]) -> Proposal:
-        return Proposal(
-            session=self.opened.session,
-            epoch=self.opened.epoch,
-            anchor_position=anchor.end,
-            anchor_digest=anchor.digest,
-            tokens=tuple(node.token for node in nodes),
-            parents=tuple(parents),
-            confidence=tuple(node.confidence for node in nodes),
-        )
 
 
 def _parent(node: Node) -> Node:

@@ -1,4 +1,4 @@
-"""How far a drafter runs ahead of one session, and when it rests.
+"""How far drafters shall run ahead of one session, and when they rest. The target finds out and tells them.
 
 Two things are learned from each verification. How often the target says what was drafted gives the longest lead whose
 last token still has a fair chance; drafting further would only keep a processor from better work. And how many drafts
@@ -26,27 +26,34 @@ LONGEST_REST = 512
 class Pace:
     """The lead that one session deserves."""
 
-    def __init__(self, longest: int) -> None:
-        """``longest``: the lead never exceeds it."""
+    def __init__(self, longest: int, wider: Pace | None = None) -> None:
+        """``longest``: the lead never exceeds it. ``wider``: what all sessions have seen; learns from this one too."""
         self._longest = longest
-        self._agreement = 0.8
-        self._accepted = 1.0
+        self._wider = wider
+        self._agreement: float = wider._agreement if wider else 0.8
+        self._accepted: float = max(wider._accepted, TRIAL) if wider else 1.0
         self._resting = 0
         self._next_rest = FIRST_REST
+
+    @property
+    def agreement(self) -> float:
+        """Chance that the target goes on as drafted, by one token."""
+        return min(max(self._agreement, 0.01), 0.99)
 
     @property
     def lead(self) -> int:
         """How many tokens to run ahead; 0 while resting."""
         if self._resting:
             return 0
-        agreement = min(max(self._agreement, 0.01), 0.99)
-        return max(1, min(self._longest, math.ceil(math.log(FAIR_CHANCE) / math.log(agreement))))
+        return max(1, min(self._longest, math.ceil(math.log(FAIR_CHANCE) / math.log(self.agreement))))
 
     def observe(self, matched: int, diverged: bool, accepted: int) -> None:
         """Learn from a verification: ``matched`` drafts were followed, then one was not if ``diverged``.
 
         ``accepted`` is what the target could make use of: drafts that were in time.
         """
+        if self._wider:
+            self._wider.observe(matched, diverged, accepted)
         if self._resting:
             self._resting -= 1
             return

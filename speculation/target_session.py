@@ -1,18 +1,40 @@
-"""One session at a target worker: what to verify next, and what a verification commits.
+"""One session at a target worker: its committed tokens, its drafts, and the rules that turn one into the other.
 
 Knows nothing of models, caches or scheduling. The worker takes a first part of the candidates as its
-:class:`~speculation.trie.Offer`, runs the model over it, and hands back the tokens the target drew; between the two,
-proposals keep arriving.
+:class:`~speculation.trie.Offer`, runs the model over it, and hands back what the target drew; between the two,
+proposals keep arriving. What the session learns on the way (whom to believe, how far drafters shall run ahead, how long
+drafts take to come) it shares with the other sessions of its worker through :class:`Experience`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from speculation.acceptance import finish_at, walk
-from speculation.messages import FinishReason, Open, Proposal, Token, Verification
+from speculation.acceptance import Walk, finish_at, walk
+from speculation.arrivals import Arrivals
+from speculation.calibration import Calibration
+from speculation.lookup import PromptLookup
+from speculation.messages import ANCHOR, FinishReason, Open, Proposal, Rule, Schedule, Source, Token, Verification
+from speculation.pace import Pace
 from speculation.trie import Fate, Offer, Placement, SpeculationTrie, TrieLimits
+
+LONGEST_LEAD = 48
+RATE_MEMORY = 0.1
+"""Weight of the latest step in a session's rate."""
+LOOKUP_DEPTH = 8
+"""Tokens that prompt lookup proposes at once."""
+SURE_MATCH = 16
+"""Equal tokens from which on a lookup may take the one place of a chain before a draft model does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What the sessions of one target worker have learned together: where a new one starts from."""
+
+    calibration: Calibration = field(default_factory=Calibration)
+    pace: Pace = field(default_factory=lambda: Pace(LONGEST_LEAD))
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,53 +46,152 @@ class Commit:
 
 
 class TargetSession:
-    """The committed tokens of a session, its drafts, and the rules that turn one into the other."""
+    """The committed tokens of a session and the drafts at hand.
 
-    def __init__(self, opened: Open, *, vocabulary: int, trie_limits: TrieLimits = TrieLimits()) -> None:
+    Times are seconds on any clock, as long as it is one; without any, nothing is ever waited for.
+    """
+
+    def __init__(
+        self,
+        opened: Open,
+        *,
+        vocabulary: int,
+        trie_limits: TrieLimits = TrieLimits(),
+        experience: Experience | None = None,
+    ) -> None:
         """Take over a session as the router opened it. ``vocabulary`` bounds what drafts may contain."""
         assert opened.tokens, "a session has at least one token"
+        experience = experience or Experience()
         self.opened = opened
-        self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits)
+        self.calibration = Calibration(experience.calibration)
+        self.pace = Pace(LONGEST_LEAD, experience.pace)
+        self.arrivals = Arrivals(experience.arrivals)
+        if opened.speculation.chains:
+            trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
+        self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
         self.finished: FinishReason | None = None
+        self.missed_at: float | None = None
+        """When the last commit left no drafts, if it did."""
+        self.in_vain = False
+        """The last wait ended without drafts, and none has come since."""
+        self.committed_at: float | None = None
+        self._missed_position = 0
+        self._reached = 0
+        self._seconds_a_step = 0.0
+        self._tokens_a_step = 1.0
         self._offer: Offer | None = None
+        allowed = opened.speculation.enabled and Source.LOOKUP in opened.speculation.sources
+        self._looked_up = -1
+        self._drafted_chain = opened.speculation.chains and Source.DRAFT in opened.speculation.sources
+        self._lookup = PromptLookup() if allowed and opened.speculation.schedule is Schedule.TRIE else None
 
     @property
     def tokens(self) -> Sequence[Token]:
         """Committed tokens, prompt included."""
         return self.trie.tokens
 
-    def propose(self, proposal: Proposal) -> Placement:
+    @property
+    def room(self) -> int:
+        """How many draft tokens can follow each other before the session's last position, which is the target's own."""
+        return self.opened.limits.end - self.trie.position - 1
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, on the whole; 0 before anything was measured."""
+        return self._tokens_a_step / self._seconds_a_step if self._seconds_a_step else 0.0
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def propose(self, proposal: Proposal, at: float = 0.0) -> Placement:
         """Take in a proposal; one of another epoch, or of a session that wants no drafts, is stale."""
-        if proposal.epoch != self.opened.epoch or not self.opened.speculation.enabled:
+        speculation = self.opened.speculation
+        if proposal.epoch != self.opened.epoch or not speculation.enabled or proposal.source not in speculation.sources:
             return Placement(Fate.STALE)
-        return self.trie.insert(proposal)
+        if speculation.rule is Rule.REJECTION and not proposal.q:
+            return Placement(Fate.MISSING_Q)
+        placement = self.trie.insert(proposal)
+        if placement.fate in (Fate.PLACED, Fate.STALE):
+            self._arrived(proposal, at)
+        return placement
+
+    def _arrived(self, proposal: Proposal, at: float) -> None:
+        """Time the first drafts after a miss."""
+        self.in_vain = False
+        if self.missed_at is None or not proposal.tokens:
+            return
+        depths: list[int] = []
+        for parent in proposal.parents:
+            depths.append(1 + (0 if parent == ANCHOR else depths[parent]))
+        reached = proposal.anchor_position + max(depths) - self._missed_position
+        for depth in range(self._reached + 1, reached + 1):
+            self.arrivals.observe(depth, max(at - self.missed_at, 0.0))
+        self._reached = max(self._reached, reached)
+
+    def waited_in_vain(self, now: float) -> None:
+        """No drafts came in the time they were given."""
+        self.in_vain = True
+        if self.missed_at is not None:
+            self.arrivals.in_vain(now - self.missed_at)
 
     def candidates(self, budget: int) -> Offer:
         """The at most ``budget`` draft tokens most likely to be kept, best first.
 
         Drafts past the last position the session may reach are never among them.
         """
-        if not self.opened.speculation.enabled:
+        if not self.opened.speculation.enabled or budget <= 0:
             return Offer()
-        room = self.opened.limits.end - self.trie.position - 1
-        return self.trie.select(budget, min(self.opened.speculation.max_depth, room))
+        self._look_up()
+        return self.trie.select(budget, min(self.opened.speculation.max_depth, self.room))
 
     def offer(self, chosen: Offer) -> Offer:
-        """Verify ``chosen``, a first part of ``candidates``, in the step that ``commit`` ends."""
+        """Verify ``chosen`` in the step that ``commit`` ends; returns it in the order to compute it in."""
         assert self._offer is None and self.finished is None
-        self._offer = chosen
-        return chosen
+        self._offer = chosen.depth_first()
+        return self._offer
 
-    def commit(self, drawn: Sequence[Token]) -> Commit:
-        """Decide the step: ``drawn[0]`` is the target's token after the prefix, ``drawn[i + 1]`` after offer ``i``."""
+    def index(self, end: int) -> None:
+        """Let prompt lookup see the tokens before ``end``: a long prompt is indexed as it is prefilled."""
+        if self._lookup is not None:
+            self._lookup.extend(self.trie.tokens[len(self._lookup) : end])
+
+    def _look_up(self) -> None:
+        """Propose what followed when the text last read as it does now."""
+        if self._lookup is None or self._looked_up == self.trie.position:
+            return
+        self.index(self.trie.position)
+        self._looked_up = self.trie.position
+        found = self._lookup.propose(LOOKUP_DEPTH)
+        if self._drafted_chain and (len(self.trie) or found.matched < SURE_MATCH):
+            return
+        node = self.trie.root
+        for token, confidence in zip(found.tokens, found.confidence, strict=True):
+            child = node.children.get(token) or self.trie.add(node, token, confidence, Source.LOOKUP)
+            if child is None:
+                return
+            node = child
+
+    # -- outcomes ------------------------------------------------------------------------------------------------------
+
+    def commit(self, drawn: Sequence[Token], at: float | None = None) -> Commit:
+        """Decide the step by the coupled rule.
+
+        ``drawn[0]`` is the target's token after the prefix, ``drawn[i + 1]`` its token after offer ``i``; ``at``: now.
+        """
+        assert self._offer is not None, "commit without offer"
+        return self.settle(walk(self._offer.tokens, self._offer.parents, drawn), at)
+
+    def settle(self, outcome: Walk, at: float | None = None) -> Commit:
+        """Decide the step by an outcome that a rule has come to."""
         offer, self._offer = self._offer, None
-        assert offer is not None, "commit without offer"
-        outcome = walk(offer.tokens, offer.parents, drawn)
+        assert offer is not None, "settle without offer"
         tokens = (*(offer.nodes[i].token for i in outcome.kept), outcome.own)
         position = self.trie.position
         count, self.finished = finish_at(position, tokens, self.opened.limits)
         tokens, kept = tokens[:count], outcome.kept[:count]
+        self._learn(tokens, len(kept))
         self.trie.advance(tokens)
+        if at is not None:
+            self._clock(at, count)
         verification = Verification(
             session=self.opened.session,
             epoch=self.opened.epoch,
@@ -80,5 +201,29 @@ class TargetSession:
             accepted=len(kept),
             offered=len(offer.nodes),
             finish=self.finished,
+            lead=self.pace.lead,
         )
         return Commit(verification, kept)
+
+    def _learn(self, tokens: Sequence[Token], accepted: int) -> None:
+        """Compare all drafts along the way, verified or not, with what was committed."""
+        node, matched, diverged = self.trie.root, 0, False
+        for token in tokens:
+            for child in node.children.values():
+                self.calibration.observe(child, child.token == token)
+            diverged = bool(node.children)
+            if token not in node.children:
+                break
+            node, matched, diverged = node.children[token], matched + 1, False
+        self.pace.observe(matched, diverged, accepted)
+
+    def _clock(self, at: float, count: int) -> None:
+        if self.committed_at is not None:
+            seconds = at - self.committed_at
+            known = self._seconds_a_step
+            self._seconds_a_step = known + RATE_MEMORY * (seconds - known) if known else seconds
+            self._tokens_a_step += RATE_MEMORY * (count - self._tokens_a_step)
+        self.committed_at = at
+        self.missed_at = None
+        if not len(self.trie):
+            self.missed_at, self._missed_position, self._reached = at, self.trie.position, 0

@@ -82,7 +82,7 @@ class TargetWorker:
 
 
 class DraftWorker:
-    """A drafter: adds one token to every session's chain a step."""
+    """A drafter: expands two places of every session a step."""
 
     step_seconds = 0.004
 
@@ -120,14 +120,11 @@ class DraftWorker:
         """One forward over all sessions."""
         sent: list[FromWorker] = []
         for session in self.sessions.values():
-            if session.unsent:
-                sent.append(session.unsent)
-                session.unsent = None
-            node = session.frontier()
-            if node is None:
-                continue
-            context = [*session.tokens, *(above.token for above in node.path_from(session.trie.root))]
-            token = toy_model(context, session.opened.sampling.seed, len(context), self.agreement)
-            if proposal := session.expand(node, [Candidate(token, 0.8)]):
-                sent.append(proposal)
+            seed = session.opened.sampling.seed
+            for node in session.frontier()[:2]:
+                context = [*session.tokens, *(above.token for above in node.path_from(session.trie.root))]
+                first = toy_model(context, seed, len(context), self.agreement)
+                others = [Candidate((first + step) % VOCABULARY, 0.1) for step in (VOCABULARY - 1, 1)]
+                session.expand(node, [Candidate(first, 0.8), *others])
+            sent += session.pushes()
         return sent

@@ -11,15 +11,18 @@ twice, late, or for a branch that was refused changes nothing. Everything is bou
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from speculation import digest as digests
-from speculation.messages import ANCHOR, Proposal, Source, Token
+from speculation.messages import ANCHOR, Proposal, Source, Support, Token
 
 DEFAULT_CONFIDENCE = 0.7
 """Assumed probability of a draft token when its proposal does not say."""
+
+
+LEAST_CONFIDENCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,18 @@ class Node:
     digest: int
     """Names that prefix."""
     weight: float = 1.0
-    """The drafter's word for the probability that the path to this token is kept (relative to the root's)."""
+    """Probability that the path from the root to this token is kept."""
     confidence: float = 1.0
-    """The drafter's word for this token alone, given its parent."""
+    """The draft source's own word for this token alone, given its parent."""
+    odds: float = 1.0
+    """What is made of that word: the probability that this token is kept if its parent is."""
     source: Source = Source.DRAFT
+    rank: int = 0
+    """How many siblings were there first. Sources propose the likeliest first."""
+    ahead: int = 0
+    """How many draft tokens it had above it when it was added."""
+    q: Support | None = None
+    """What it was drawn from; None if it was chosen."""
     parent: Node | None = None
     children: dict[Token, Node] = field(default_factory=dict)
 
@@ -71,6 +82,8 @@ class Fate(StrEnum):
     CONFLICT = "conflict"
     """Its anchor contradicts the committed prefix."""
     INVALID_TOKEN = "invalid_token"
+    MISSING_Q = "missing_q"
+    """It does not say what its tokens were drawn from, in a session under the rejection rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +106,49 @@ class Offer:
         """The draft tokens, in offer order."""
         return tuple(node.token for node in self.nodes)
 
+    @property
+    def odds(self) -> list[float]:
+        """Probability of each token to be kept together with all above it; falls along the offer if best first."""
+        return [node.weight for node in self.nodes]
+
     def first(self, count: int) -> Offer:
         """The part that was chosen first; a parent always comes before its children."""
         return Offer(self.nodes[:count], self.parents[:count])
+
+    def depth_first(self) -> Offer:
+        """The same tokens branch by branch, the likeliest branch first, so that runs of parent and child are long."""
+        below: list[list[int]] = [[] for _ in range(len(self.nodes) + 1)]  # the root's come last
+        for i, parent in enumerate(self.parents):
+            below[parent].append(i)
+        nodes: list[Node] = []
+        parents: list[int] = []
+        stack = [(i, ANCHOR) for i in reversed(below[ANCHOR])]
+        while stack:
+            i, parent = stack.pop()
+            nodes.append(self.nodes[i])
+            parents.append(parent)
+            stack.extend((child, len(nodes) - 1) for child in reversed(below[i]))
+        return Offer(tuple(nodes), tuple(parents))
+
+
+Odds = Callable[[Node], float]
+"""The probability that a new node is kept if its parent is."""
+
+
+def own_word(node: Node) -> float:
+    """The odds of one who takes the draft source at its word."""
+    return node.confidence
 
 
 class SpeculationTrie:
     """The committed tokens of one session and the draft tree that hangs from their end."""
 
-    def __init__(self, tokens: Sequence[Token], *, vocabulary: int, limits: TrieLimits = TrieLimits()) -> None:
+    def __init__(
+        self, tokens: Sequence[Token], *, vocabulary: int, limits: TrieLimits = TrieLimits(), odds: Odds = own_word
+    ) -> None:
         """Start with ``tokens`` committed and nothing drafted. Draft tokens must be below ``vocabulary``."""
         self.limits = limits
+        self._odds = odds
         self._vocabulary = vocabulary
         self._tokens: list[Token] = []
         self._digests = [digests.EMPTY]
@@ -161,7 +206,8 @@ class SpeculationTrie:
                 confidence = proposal.confidence[i] if proposal.confidence else DEFAULT_CONFIDENCE
                 place = above.children.get(token)
                 if place is None:
-                    place = self.add(above, token, confidence, proposal.source)
+                    q = proposal.q[i] if proposal.q else None
+                    place = self.add(above, token, confidence, proposal.source, q)
                     added += place is not None
                     cut |= place is None
                 places.append(place)
@@ -169,22 +215,45 @@ class SpeculationTrie:
                 places.append(None if above is None else self._along_committed(above, token))
         return Placement(Fate.PLACED if added else Fate.CUT if cut else Fate.STALE, added)
 
-    def add(self, parent: Node, token: Token, confidence: float, source: Source = Source.DRAFT) -> Node | None:
+    def add(
+        self,
+        parent: Node,
+        token: Token,
+        confidence: float,
+        source: Source = Source.DRAFT,
+        q: Support | None = None,
+    ) -> Node | None:
         """Add one draft token below ``parent``; None if a limit forbids it."""
         assert token not in parent.children
         limits = self.limits
-        if (
-            len(self) >= limits.nodes
-            or parent.end - self.position >= limits.depth
-            or len(parent.children) >= limits.children
-        ):
+        ahead = parent.end - self.position
+        if len(self) >= limits.nodes or ahead >= limits.depth or len(parent.children) >= limits.children:
             return None
-        confidence = min(max(confidence, 1e-6), 1.0)
-        digest = digests.extend(parent.digest, token)
-        node = Node(token, parent.end + 1, digest, parent.weight * confidence, confidence, source, parent)
+        node = Node(
+            token=token,
+            end=parent.end + 1,
+            digest=digests.extend(parent.digest, token),
+            confidence=min(confidence, 1.0) if confidence > LEAST_CONFIDENCE else LEAST_CONFIDENCE,
+            source=source,
+            rank=len(parent.children),
+            ahead=ahead,
+            q=q,
+            parent=parent,
+        )
+        node.odds = self._odds(node)
+        node.weight = parent.weight * node.odds
         parent.children[token] = node
-        self._by_digest[digest] = node
+        self._by_digest[node.digest] = node
         return node
+
+    def remove(self, leaf: Node) -> None:
+        """Take a draft token without children back."""
+        assert leaf.parent is not None and not leaf.children
+        del leaf.parent.children[leaf.token], self._by_digest[leaf.digest]
+
+    def clear(self) -> None:
+        """Forget all drafts."""
+        self._plant(Node(token=-1, end=self.position, digest=self.digest))
 
     def _locate(self, position: int, digest: int) -> Node | int | Fate:
         """The place an anchor names: a node, or a position strictly inside the committed prefix."""
@@ -241,7 +310,7 @@ class SpeculationTrie:
             node = node.children.get(token) if node else None
         self._commit(tokens)
         if node is None:
-            self._plant(Node(token=-1, end=self.position, digest=self.digest))
+            self.clear()
         else:
             node.parent = None
             self._plant(node)
@@ -253,10 +322,14 @@ class SpeculationTrie:
             self._digests.append(digests.extend(self._digests[-1], token))
 
     def _plant(self, root: Node) -> None:
+        """Make ``root`` the root: what was its chance is a fact now, so the weights below start from it."""
         self._root = root
         self._by_digest = {}
+        root.weight = 1.0
         stack = [root]
         while stack:
             node = stack.pop()
             self._by_digest[node.digest] = node
+            for child in node.children.values():
+                child.weight = node.weight * child.odds
             stack.extend(node.children.values())

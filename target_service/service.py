@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.build import EngineSettings, build, welcome
+from engine.recorder import Recorder
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.worker import Worker
 
@@ -19,6 +21,8 @@ class TargetSettings:
 
     engine: EngineSettings
     limits: TargetLimits = TargetLimits()
+    record: str = ""
+    """File to record every step in; none if empty."""
 
 
 async def start_target(settings: TargetSettings, listen: str, progress: Callable[[str], None] | None = None) -> Worker:
@@ -27,6 +31,8 @@ async def start_target(settings: TargetSettings, listen: str, progress: Callable
     Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
     """
     engine = await asyncio.to_thread(build, settings.engine, progress)
-    worker = Worker(VerifyLoop(engine, welcome(settings.engine, engine.model, ROLE), settings.limits), ROLE)
+    recorder = Recorder(Path(settings.record)) if settings.record else None
+    machine = VerifyLoop(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
+    worker = Worker(machine, ROLE)
     await worker.start(listen)
     return worker

@@ -1,22 +1,24 @@
-"""The verify loop of a target worker: every step commits at least one token for every session that decodes.
+"""The verify loop of a target worker: every step commits at least one token for every session in it that decodes.
 
 A step picks its chunks (:mod:`target_service.scheduler`) and, of the drafts at hand, those that pay
-(:mod:`speculation.budget`), runs all in one forward, draws the target's token on every row, and lets each session
-decide what is kept (:mod:`speculation.target_session`). With no drafts it is plain decoding. It never waits for one.
+(:mod:`speculation.planner`), runs all in one forward, draws the target's token on every row, and lets each session
+decide what is kept (:mod:`speculation.target_session`). With no drafts it is plain decoding.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from engine.kv_cache import CachedSequence
+from engine.recorder import Recorder
+from engine.rejection import verify_chain
 from engine.sampling import Draw, sample
 from engine.step import Chunk, Engine
-from speculation.budget import Calibration, StepCost, choose
+from speculation.acceptance import Chosen, Draft, Sampled, Walk, walk
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -25,12 +27,15 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
+    Rule,
     SessionId,
+    Source,
     ToWorker,
     Verification,
     Welcome,
 )
-from speculation.target_session import TargetSession
+from speculation.planner import Asked, Planner
+from speculation.target_session import Commit, TargetSession
 from speculation.trie import Fate, Offer
 from target_service.scheduler import Budget, Demand, Share, preempt, shares
 from transport.worker import Outgoing
@@ -79,19 +84,11 @@ class Piece:
 
     running: Running
     feed: int
-    candidates: Offer | None
-    """None while the prompt is not complete: then nothing is drawn."""
+    drafts: int | None
+    """Room for drafts; None while the prompt is not complete: then nothing is drawn."""
     offer: Offer | None = None
-    """The first part of the candidates that is verified; None with them."""
-
-    def odds(self, calibration: Calibration) -> list[float]:
-        """Probability of each candidate to be kept with all above it; falling, so that any first part is the best."""
-        assert self.candidates is not None
-        odds: list[float] = []
-        for node, parent in zip(self.candidates.nodes, self.candidates.parents, strict=True):
-            above = 1.0 if parent == ANCHOR else odds[parent]
-            odds.append(min(above * calibration(node.confidence), odds[-1] if odds else 1.0))
-        return odds
+    outcome: dict[str, object] | None = None
+    """For the record."""
 
     def chunk(self) -> Chunk:
         """What the engine computes: a chain of fed tokens, the offered tree hanging from its end."""
@@ -113,6 +110,21 @@ class Piece:
         positions = [session.trie.position, *(node.end for node in self.offer.nodes)]
         return [Draw(session.opened.sampling, position) for position in positions]
 
+    @property
+    def rows(self) -> int:
+        """How many tokens are drawn."""
+        return 0 if self.offer is None else len(self.offer.nodes) + 1
+
+    @property
+    def by_rejection(self) -> bool:
+        """Whether drafts are accepted by the rejection rule."""
+        return self.running.session.opened.speculation.rule is Rule.REJECTION
+
+    def drafted(self) -> list[Draft]:
+        """The offer, a chain, as the rejection rule takes it."""
+        assert self.offer is not None
+        return [Chosen(node.token) if node.q is None else Sampled(node.token, node.q) for node in self.offer.nodes]
+
 
 @dataclass(slots=True)
 class Counters:
@@ -120,6 +132,10 @@ class Counters:
 
     steps: int = 0
     step_microseconds: int = 0
+    forward_microseconds: int = 0
+    waits: int = 0
+    """Steps put off because drafts were expected."""
+    wait_microseconds: int = 0
     prefilled: int = 0
     committed: int = 0
     offered: int = 0
@@ -127,26 +143,50 @@ class Counters:
     preempted: int = 0
     refused: int = 0
     proposals: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
+    offered_from: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+    accepted_from: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+
+    def count(self, offer: Offer, commit: Commit) -> None:
+        """Add what a session's step came to; each draft source gets its own credit."""
+        self.committed += len(commit.verification.tokens)
+        self.offered += len(offer.nodes)
+        self.accepted += len(commit.kept)
+        for node in offer.nodes:
+            self.offered_from[node.source] += 1
+        for i in commit.kept:
+            self.accepted_from[offer.nodes[i].source] += 1
 
     def flat(self) -> dict[str, int]:
         """By name."""
-        totals = asdict(self)
-        fates: dict[Fate, int] = totals.pop("proposals")
-        return totals | {f"proposals_{fate}": count for fate, count in fates.items()}
+        totals: dict[str, int] = {}
+        for name, value in asdict(self).items():
+            parts = (
+                {name: value} if isinstance(value, int) else {f"{name}_{key}": count for key, count in value.items()}
+            )
+            totals |= parts
+        return totals
 
 
 class VerifyLoop:
     """All sessions of a target worker. Implements :class:`transport.worker.Machine`."""
 
-    def __init__(self, engine: Engine, welcome: Welcome, limits: TargetLimits = TargetLimits()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        welcome: Welcome,
+        limits: TargetLimits = TargetLimits(),
+        recorder: Recorder | None = None,
+    ) -> None:
         """Nothing is open. The loop owns ``engine`` and its cache."""
         self._engine, self._welcome, self._limits = engine, welcome, limits
         self._held: dict[tuple[Hashable, SessionId], Running] = {}
         self._running: list[Running] = []  # oldest first
         self._waiting: deque[Running] = deque()
         self.counters = Counters()
-        self._calibration = Calibration()
-        self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by size class of the batch
+        self._planner = Planner(adaptive=limits.adaptive)
+        self._recorder = recorder
+        self._due: float | None = None
+        self._waiting_since: float | None = None
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""
@@ -164,7 +204,11 @@ class VerifyLoop:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
+    def due(self) -> float | None:
+        """When to step although no message came: a session may have stopped waiting for drafts by then."""
+        return self._due
+
+    def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
         """Take one message of a router."""
         held = self._held.get((link, message.session))
         match message:
@@ -172,7 +216,7 @@ class VerifyLoop:
                 return self._open(link, message, held)
             case Proposal():
                 if held is not None:
-                    self.counters.proposals[held.session.propose(message).fate] += 1
+                    self.counters.proposals[held.session.propose(message, at).fate] += 1
             case Close():
                 if held is not None and held.session.opened.epoch <= message.epoch:
                     self._drop(held)
@@ -189,7 +233,7 @@ class VerifyLoop:
                 self._drop(held)
             self.counters.refused += 1
             return [(link, refusal)]
-        session = TargetSession(opened, vocabulary=self._welcome.vocabulary)
+        session = self._planner.session(opened, self._welcome.vocabulary)
         if held is not None:
             # Opened again: the place in the queue stays, the cache is computed anew.
             held.cached.free()
@@ -233,34 +277,65 @@ class VerifyLoop:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> Outgoing | None:
-        """Compute once over all running sessions."""
-        self._admit()
-        pieces = self._plan()
-        if not pieces:
-            return None
-        cost = self._costs[len(pieces).bit_length()]
-        self._choose(pieces, cost)
+        """Compute once over all running sessions but those that wait for drafts; None if there is nothing to do."""
         started = time.perf_counter()
+        self._due = None
+        self._admit()
+        pieces = self._offer(self._plan(), started)
+        if not pieces:
+            self._pause(started)
+            return None
+        self._resume(started)
         outgoing = self._compute(pieces)
-        seconds = time.perf_counter() - started
-        self.counters.steps += 1
-        self.counters.step_microseconds += round(seconds * 1e6)
-        if all(piece.feed == 1 for piece in pieces):
-            cost.observe(sum(1 + len(piece.offer.nodes) for piece in pieces if piece.offer is not None), seconds)
-        self._calibration.fade()
+        self._account(pieces, started, time.perf_counter())
         return outgoing
 
-    def _choose(self, pieces: Sequence[Piece], cost: StepCost) -> None:
-        """Settle what each session offers."""
-        drawing = [piece for piece in pieces if piece.candidates is not None]
-        if self._limits.adaptive:
-            fed = sum(piece.feed for piece in pieces)
-            counts = choose([piece.odds(self._calibration) for piece in drawing], fed, cost)
-        else:
-            counts = [len(piece.candidates.nodes) for piece in drawing if piece.candidates is not None]
-        for piece, count in zip(drawing, counts, strict=True):
-            assert piece.candidates is not None
-            piece.offer = piece.running.session.offer(piece.candidates.first(count))
+    def _offer(self, pieces: Sequence[Piece], now: float) -> list[Piece]:
+        """Settle what each session verifies; those that wait for drafts sit this step out."""
+        drawing = [piece for piece in pieces if piece.drafts is not None]
+        asked = [Asked(piece.running.session, piece.drafts or 0) for piece in drawing]
+        prefilled = sum(piece.feed for piece in pieces) - sum(piece.drafts is not None for piece in pieces)
+        plan = self._planner.plan(asked, now, prefilled)
+        for piece, offer in zip(drawing, plan.offers, strict=True):
+            piece.offer = offer
+        self._due = plan.wake
+        return [piece for piece in pieces if piece.drafts is None or piece.offer is not None]
+
+    def _pause(self, now: float) -> None:
+        """Nothing to compute: either nothing is open, or all wait for drafts."""
+        if self._due is None:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        if self._recorder:
+            self._recorder.flush()
+
+    def _resume(self, now: float) -> None:
+        if self._waiting_since is None:
+            return
+        self.counters.waits += 1
+        self.counters.wait_microseconds += round((now - self._waiting_since) * 1e6)
+        if self._recorder:
+            self._recorder.write(role="target", wait=[self._waiting_since, now])
+        self._waiting_since = None
+
+    def _account(self, pieces: Sequence[Piece], started: float, ended: float) -> None:
+        """Learn and tell what the step took."""
+        self.counters.steps += 1
+        self.counters.step_microseconds += round((ended - started) * 1e6)
+        self.counters.forward_microseconds += round(self._engine.forward_seconds * 1e6)
+        tokens = sum(piece.feed + max(piece.rows - 1, 0) for piece in pieces)
+        if all(piece.feed == 1 and piece.offer is not None for piece in pieces):
+            self._planner.observe(len(pieces), tokens, ended - started)
+        if self._recorder:
+            self._recorder.write(
+                role="target",
+                start=started,
+                end=ended,
+                forward=self._engine.forward_seconds,
+                tokens=tokens,
+                sessions=[piece.outcome for piece in pieces if piece.outcome],
+            )
 
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have so far."""
@@ -300,13 +375,12 @@ class VerifyLoop:
 
     @staticmethod
     def _piece(running: Running, share: Share) -> Piece:
-        complete = share.feed == running.uncached
-        return Piece(running, share.feed, running.session.candidates(share.drafts) if complete else None)
+        return Piece(running, share.feed, share.drafts if share.feed == running.uncached else None)
 
     def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
         """Run the pieces in one forward. If that fails, each alone, so that a fault hits only its own session."""
         try:
-            drawn = self._draw(pieces)
+            outcomes = self._draw(pieces)
         except Exception as error:  # whatever a model may raise; the culprit is found below
             if len(pieces) == 1:
                 log.exception("a step failed for session %d", pieces[0].running.session.opened.session)
@@ -314,36 +388,64 @@ class VerifyLoop:
                 self.counters.refused += 1
                 return [pieces[0].running.refused(RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")]
             return [message for piece in pieces for message in self._compute([piece])]
-        outgoing: Outgoing = []
+        now = time.perf_counter()
+        return [
+            message
+            for piece, outcome in zip(pieces, outcomes, strict=True)
+            for message in self._settle(piece, outcome, now)
+        ]
+
+    def _draw(self, pieces: Sequence[Piece]) -> list[Walk | None]:
+        """The forward, the target's draws, and what they make of each session's offer."""
+        logits_RV = self._engine.run([piece.chunk() for piece in pieces])
+        drawn = sample(logits_RV, [draw for piece in pieces for draw in piece.draws()])
+        outcomes: list[Walk | None] = []
         at = 0
         for piece in pieces:
-            rows = 0 if piece.offer is None else len(piece.offer.nodes) + 1
-            outgoing += self._settle(piece, drawn[at : at + rows])
-            at += rows
-        return outgoing
+            rows = slice(at, at + piece.rows)
+            at += piece.rows
+            if piece.offer is None:
+                outcomes.append(None)
+            elif piece.by_rejection:
+                outcomes.append(verify_chain(logits_RV[rows], piece.draws(), piece.drafted()))
+            else:
+                outcomes.append(walk(piece.offer.tokens, piece.offer.parents, drawn[rows]))
+        return outcomes
 
-    def _draw(self, pieces: Sequence[Piece]) -> list[int]:
-        logits_RV = self._engine.run([piece.chunk() for piece in pieces])
-        return sample(logits_RV, [draw for piece in pieces for draw in piece.draws()])
-
-    def _settle(self, piece: Piece, drawn: Sequence[int]) -> Outgoing:
+    def _settle(self, piece: Piece, outcome: Walk | None, now: float) -> Outgoing:
         """Commit what a session decides, in its tokens and in its cache."""
         running, cached = piece.running, piece.running.cached
-        if piece.offer is None:
+        if piece.offer is None or outcome is None:
             cached.advance(range(piece.feed))
+            running.session.index(cached.length)
             self.counters.prefilled += piece.feed
             return []
-        commit = running.session.commit(drawn)
-        for i, (node, parent) in enumerate(zip(piece.offer.nodes, piece.offer.parents, strict=True)):
-            if parent == ANCHOR or parent in commit.kept:
-                self._calibration.observe(node.confidence, i in commit.kept)
+        commit = running.session.settle(outcome, now)
         cached.advance([*range(piece.feed), *(piece.feed + i for i in commit.kept)])
         cached.rollback()
         verification = commit.verification
+        self.counters.count(piece.offer, commit)
         self.counters.prefilled += piece.feed - 1
-        self.counters.committed += len(verification.tokens)
-        self.counters.offered += verification.offered
-        self.counters.accepted += verification.accepted
+        if self._recorder:
+            piece.outcome = _record(piece, commit)
         if verification.finish:
             self._drop(running)
         return [(running.link, verification)]
+
+
+def _record(piece: Piece, commit: Commit) -> dict[str, object]:
+    """What the recorder keeps of one session's step."""
+    assert piece.offer is not None
+    verification = commit.verification
+    return {
+        "session": verification.session,
+        "position": verification.position,
+        "feed": piece.feed,
+        "offered": verification.offered,
+        "accepted": verification.accepted,
+        "committed": len(verification.tokens),
+        "depths": [node.end - verification.position for node in piece.offer.nodes],
+        "parents": list(piece.offer.parents),
+        "odds": [round(node.weight, 4) for node in piece.offer.nodes],
+        "kept": list(commit.kept),
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
@@ -29,8 +30,8 @@ class Machine(Protocol):
         """How the worker introduces itself."""
         ...
 
-    def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
-        """Take one message of a router. Must not compute."""
+    def receive(self, link: Hashable, message: ToWorker, at: float) -> Outgoing:
+        """Take one message of a router, which arrived ``at`` (``time.perf_counter``). Must not compute."""
         ...
 
     def forget(self, link: Hashable) -> None:
@@ -39,6 +40,10 @@ class Machine(Protocol):
 
     def step(self) -> Outgoing | None:
         """Compute once; None if there is nothing to do until the next message."""
+        ...
+
+    def due(self) -> float | None:
+        """When to step again although no message came (``time.perf_counter``); None: not before one comes."""
         ...
 
     def load(self) -> Load:
@@ -53,7 +58,7 @@ class Worker:
         """Nothing happens before ``start``."""
         self._machine, self._role = machine, role
         self._wake = threading.Condition()
-        self._inbox: list[tuple[Link, ToWorker | None]] = []
+        self._inbox: list[tuple[Link, ToWorker | None, float]] = []
         self._stopping = False
         self._links: set[Link] = set()
         self._thread = threading.Thread(target=self._compute, name=f"{role}-steps", daemon=True)
@@ -106,7 +111,7 @@ class Worker:
 
     def _post(self, link: Link, message: ToWorker | None) -> None:
         with self._wake:
-            self._inbox.append((link, message))
+            self._inbox.append((link, message, time.perf_counter()))
             self._wake.notify()
 
     def _deliver(self, outgoing: Sequence[tuple[Hashable, FromWorker]]) -> None:
@@ -125,20 +130,20 @@ class Worker:
 
     def _compute(self) -> None:
         try:
-            idle = True
+            idle = False
             while True:
                 with self._wake:
-                    while idle and not self._inbox and not self._stopping:
-                        self._wake.wait()
+                    if idle:
+                        self._await_work(self._machine.due())
                     if self._stopping:
                         return
                     inbox, self._inbox = self._inbox, []
                 outgoing: Outgoing = []
-                for link, message in inbox:
+                for link, message, at in inbox:
                     if message is None:
                         self._machine.forget(link)
                     else:
-                        outgoing += self._machine.receive(link, message)
+                        outgoing += self._machine.receive(link, message, at)
                 computed = self._machine.step()
                 idle = computed is None
                 outgoing += computed or []
@@ -147,6 +152,14 @@ class Worker:
         except Exception as error:  # the process boundary: whatever it was, the worker is of no use any more
             log.exception("the %s worker failed", self._role)
             self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _await_work(self, due: float | None) -> None:
+        """Until a message comes, or it is time."""
+        while not self._inbox and not self._stopping:
+            left = None if due is None else due - time.perf_counter()
+            if left is not None and left <= 0:
+                return
+            self._wake.wait(left)
 
     def _fail(self, error: Exception) -> None:
         if not self.failed.done():

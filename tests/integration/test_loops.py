@@ -11,6 +11,7 @@ from engine.build import build, welcome
 from engine.step import Engine
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
+    ANCHOR,
     Close,
     FinishReason,
     Limits,
@@ -20,6 +21,7 @@ from speculation.messages import (
     Refused,
     Sampling,
     SessionId,
+    Source,
     Speculation,
     Verification,
 )
@@ -28,6 +30,7 @@ from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import held_out_prompts, settings
 
 LINK = "router"
+CHAIN = LookaheadLimits(draft=DraftLimits(children=1, width=1, hold=1))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,8 @@ def test_a_drafter_with_the_targets_weights_is_always_right(engines, temperature
     alone = target_loop(engines)
     alone.receive(LINK, replace(opening, speculation=Speculation(enabled=False)))
     plain = run(alone)
-    target, drafter = target_loop(engines), lookahead(engines, "target")
+    opening = replace(opening, speculation=Speculation(sources=frozenset({Source.DRAFT})))
+    target, drafter = target_loop(engines), lookahead(engines, "target", CHAIN)
     target.receive(LINK, opening)
     drafter.receive(LINK, opening)
     drafted = run(target, drafter)
@@ -125,13 +129,22 @@ def test_both_sides_keep_their_caches_through_acceptance_and_rejection(engines):
     assert drafter.counters.lost == 0
 
 
-def test_the_lead_of_a_drafter_is_bounded(engines):
-    drafter = lookahead(engines, limits=LookaheadLimits(draft=DraftLimits(lead=4)))
+@pytest.mark.parametrize(("nodes", "depth", "total"), [(400, 4, 3 + 9 + 27 + 81), (20, 3, 20)])
+def test_lead_and_size_of_a_draft_tree_are_bounded(engines, nodes, depth, total):
+    drafter = lookahead(engines, limits=LookaheadLimits(draft=DraftLimits(lead=4, nodes=nodes, least=0.0)))
     drafter.receive(LINK, opened())
     proposals = []
     while (sent := drafter.step()) is not None:
         proposals += [message for _, message in sent]
-    assert len(proposals) == 4
+    deepest = 0
+    for proposal in proposals:
+        above = proposal.anchor_position - len(opened().tokens)
+        depths = []
+        for parent in proposal.parents:
+            depths.append(1 + (above if parent == ANCHOR else depths[parent]))
+        deepest = max(deepest, *depths)
+    assert deepest == depth
+    assert sum(len(proposal.tokens) for proposal in proposals) == total
     drafter.receive(LINK, Close(SessionId(1), 1))
 
 

@@ -1,8 +1,6 @@
-from random import Random
-
 import pytest
 
-from speculation.budget import Calibration, StepCost, choose
+from speculation.budget import StepCost, best_prefix, choose, worth_waiting
 
 
 def learned(*costs: float) -> StepCost:
@@ -69,15 +67,35 @@ def test_cost_follows_a_machine_that_slows_down():
     assert cost(1) == pytest.approx(2.0, rel=0.01)
 
 
-def test_confidence_is_calibrated_by_what_was_kept_and_fades_back():
-    calibration = Calibration()
-    assert calibration(0.85) == pytest.approx(0.85)
-    rng = Random(1)
-    for _ in range(300):
-        calibration.observe(0.85, rng.random() < 0.3)
-        calibration.fade()
-    assert calibration(0.85) == pytest.approx(0.3, abs=0.1)
-    assert calibration(0.25) == pytest.approx(0.25)
-    for _ in range(2000):
-        calibration.fade()
-    assert calibration(0.85) == pytest.approx(0.85, abs=0.01)
+def test_a_size_that_no_longer_occurs_is_forgotten_and_so_tried_again():
+    cost = learned(1.0, 1.0)
+    cost.observe(9, 100.0)  # a hiccup the first time it was tried
+    assert choose([[0.9] * 8], 1, cost) != [8]
+    for _ in range(StepCost.MEMORY + 1):
+        cost.observe(2, 1.0)
+    assert choose([[0.9] * 8], 1, cost) == [8]
+
+
+def test_something_is_always_worth_doing_when_nothing_is_certain():
+    assert best_prefix([0.5, 0.1], 0.0, 0, FLAT) == 2
+    assert best_prefix([0.5, 0.1], 0.0, 0, LINEAR) == 1
+    assert best_prefix([], 0.0, 0, LINEAR) == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "due", "count"),
+    [
+        (0.1, [0.0, 0.0, 0.0], 3),  # they are here any moment
+        (0.1, [30.0, 30.0, 30.0], None),  # three steps' worth of tokens are lost meanwhile
+        (0.1, [1.0, 2.0, 60.0], 2),
+        (0.1, [], None),
+        (0.0, [1e9] * 3, 3),  # time has no price yet
+    ],
+)
+def test_a_wait_must_gain_more_tokens_than_its_time_is_worth(rate, due, count):
+    now = 1.0 - rate * 10.0
+    assert worth_waiting(now, rate, 0.8, due, lambda tokens: 10.0) == count
+
+
+def test_one_does_not_wait_for_drafts_that_are_always_wrong():
+    assert worth_waiting(0.0, 0.1, 0.01, [0.1] * 8, lambda tokens: 10.0) is None

@@ -1,0 +1,114 @@
+"""What a draft source's word is worth, learned from what the target says.
+
+A source states a confidence for every token it proposes. How often such a token is then the target's depends on the
+source, on the pair of models, on the text. Here the stated confidence is corrected in steps, from the wide to the
+narrow; each step starts from what the one before it believes, and departs from that only as far as it has seen trials:
+
+    1. by source and rank (first choice, second, others): a factor. A source that is always wrong is found out at once.
+    2. by confidence, in tenths: the margin of the draft, as far as it is known.
+    3. by how far ahead of the committed text it was drafted.
+    4. in this session: a factor again, by source and rank.
+
+A token is put to the test when its parent is committed, whether it was verified or not: the target's next token is then
+known, and it is one child of that parent or none. So the odds of drafts that are not being verified are learned too,
+and speculation that was switched off can come back. Old trials fade.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from speculation.messages import Source
+from speculation.trie import Node
+
+BINS = 10
+RANKS = 3
+"""First choice, second, and all others together."""
+DEPTHS = (2, 6, 14)
+"""Where the classes of distance end."""
+
+LEAST = 1e-4
+"""No token is hopeless: what is never tried is never learned."""
+MOST = 0.999
+
+Cell = tuple[object, ...]
+
+
+class _Tally:
+    """Successes among trials, against what was expected of them; old ones fade."""
+
+    __slots__ = ("expected", "kept", "tried")
+
+    def __init__(self) -> None:
+        self.tried = self.kept = self.expected = 0.0
+
+    def add(self, kept: bool, expected: float, memory: float) -> None:
+        fade = 1.0 - 1.0 / memory
+        self.tried = self.tried * fade + 1.0
+        self.kept = self.kept * fade + kept
+        self.expected = self.expected * fade + expected
+
+    def share(self, belief: float, prior: float) -> float:
+        """The success rate, starting from ``belief`` as if from ``prior`` trials."""
+        return (self.kept + prior * belief) / (self.tried + prior)
+
+    def factor(self, prior: float) -> float:
+        """Successes over expected ones, starting from 1 as if from ``prior`` expected successes."""
+        return (self.kept + prior) / (self.expected + prior)
+
+
+class Calibration:
+    """Turns stated confidences into odds. One for a worker, and one for each of its sessions that starts from it."""
+
+    MEMORY = 400.0
+    """Trials after which an old one counts for a third."""
+    PRIOR = 4.0
+    """Trials that the wider belief counts for."""
+    SESSION_MEMORY = 60.0
+    SESSION_PRIOR = 6.0
+
+    def __init__(self, wider: Calibration | None = None) -> None:
+        """``wider``: what is believed before this session has shown otherwise."""
+        self._wider = wider
+        self._tallies: defaultdict[Cell, _Tally] = defaultdict(_Tally)
+
+    def __call__(self, node: Node) -> float:
+        """Probability that the node is kept if its parent is."""
+        return min(max(self._estimate(node), LEAST), MOST)
+
+    def observe(self, node: Node, kept: bool) -> None:
+        """Learn from a node whose parent was committed."""
+        if self._wider is not None:
+            tally = self._tallies[_kind(node)]
+            tally.add(kept, self._wider(node), self.SESSION_MEMORY)
+            self._wider.observe(node, kept)
+            return
+        kind, margin, depth = _kind(node), _margin(node), _depth(node)
+        self._tallies[kind].add(kept, node.confidence, self.MEMORY)
+        self._tallies[margin].add(kept, 0.0, self.MEMORY)
+        self._tallies[depth].add(kept, 0.0, self.MEMORY)
+
+    def _estimate(self, node: Node) -> float:
+        if self._wider is not None:
+            return self._wider(node) * self._factor(node, self.SESSION_PRIOR)
+        odds = min(node.confidence * self._factor(node, self.PRIOR), 1.0)
+        for cell in (_margin(node), _depth(node)):
+            if cell in self._tallies:
+                odds = self._tallies[cell].share(odds, self.PRIOR)
+        return odds
+
+    def _factor(self, node: Node, prior: float) -> float:
+        tally = self._tallies.get(_kind(node))
+        return 1.0 if tally is None else tally.factor(prior)
+
+
+def _kind(node: Node) -> tuple[Source, int]:
+    return node.source, min(node.rank, RANKS - 1)
+
+
+def _margin(node: Node) -> Cell:
+    return *_kind(node), min(int(node.confidence * BINS), BINS - 1)
+
+
+def _depth(node: Node) -> Cell:
+    return *_margin(node), sum(node.ahead >= end for end in DEPTHS)

@@ -1,0 +1,151 @@
+"""What a target does next: which drafts each session verifies, and who waits for some.
+
+The one place where a target's decisions about speculation are taken; the verify loop and the simulator both ask it.
+Pure: it sees sessions and times, never a model. The rule itself is in :mod:`speculation.budget`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from speculation.budget import StepCost, choose, worth_waiting
+from speculation.messages import Open, Rule, Schedule, Token
+from speculation.target_session import Experience, TargetSession
+from speculation.trie import Offer
+
+WAIT_SLACK = 1.5
+"""How much longer than expected drafts are waited for."""
+LEAST_WAIT = 0.001
+"""Seconds; expected sooner than this, drafts are waited for this long."""
+DEAF_AFTER = 0.5
+"""Seconds that the baseline schedules wait for a drafter before they go on without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A session that can commit in this step, and how many drafts there is room for."""
+
+    session: TargetSession
+    drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``offers[i]`` is what the i-th session asked about verifies; None: it sits this step out, until ``wake``."""
+
+    offers: tuple[Offer | None, ...]
+    wake: float | None = None
+    """When to decide again if no message comes before; None if nobody waits."""
+
+
+class Planner:
+    """Decides for all sessions of a worker, and learns what steps cost."""
+
+    def __init__(self, *, adaptive: bool = True) -> None:
+        """``adaptive``: verify what pays; else all there is room for, and wait for nothing."""
+        self.experience = Experience()
+        self._adaptive = adaptive
+        self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by size class of the batch
+
+    def session(self, opened: Open, vocabulary: int) -> TargetSession:
+        """Start a session that learns from the others."""
+        return TargetSession(opened, vocabulary=vocabulary, experience=self.experience)
+
+    def cost(self, sessions: int) -> StepCost:
+        """Seconds of a step over this many sessions, by its tokens."""
+        return self._costs[sessions.bit_length()]
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
+        """Learn from a step that decoded ``sessions`` sessions and prefilled nothing."""
+        self.cost(sessions).observe(tokens, seconds)
+
+    def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0) -> Plan:
+        """Settle the next step, which computes ``prefilled`` tokens besides."""
+        candidates = [one.session.candidates(one.drafts) for one in asked]
+        waits = [self._baseline_wait(one, offer, now) for one, offer in zip(asked, candidates, strict=True)]
+        going = [i for i, until in enumerate(waits) if until is None]
+        counts = self._counts([asked[i] for i in going], [candidates[i] for i in going], prefilled)
+        if len(asked) == 1 and going and not prefilled:
+            waits[0] = self._wait(asked[0].session, candidates[0].first(counts[0]), now)
+        offers: list[Offer | None] = [None] * len(asked)
+        for i, count in zip(going, counts, strict=True):
+            if waits[i] is None:
+                offers[i] = asked[i].session.offer(candidates[i].first(count))
+        wakes = [until for until in waits if until is not None]
+        return Plan(tuple(offers), min(wakes) if wakes else None)
+
+    def _counts(self, asked: Sequence[Asked], candidates: Sequence[Offer], prefilled: int) -> list[int]:
+        """How many of its candidates each session verifies."""
+        counts = [len(offer.nodes) for offer in candidates]
+        if not self._adaptive:
+            return counts
+        cost, base = self.cost(len(asked)), len(asked) + prefilled
+        free = [i for i, one in enumerate(asked) if _by_marginal_gain(one.session)]
+        for i, one in enumerate(asked):
+            if one.session.opened.speculation.schedule is Schedule.TRIE and i not in free:
+                counts[i] = _first_below(candidates[i].odds, _price(len(asked), base, counts[i], cost))
+                base += counts[i]
+        for i, count in zip(free, choose([candidates[i].odds for i in free], base, cost), strict=True):
+            counts[i] = count
+        return counts
+
+    def _wait(self, session: TargetSession, offer: Offer, now: float) -> float | None:
+        """Until when a session that computes alone does better to wait for drafts than to go on."""
+        missed = session.missed_at
+        schedule = session.opened.speculation.schedule
+        if not self._adaptive or schedule is not Schedule.TRIE or missed is None or session.in_vain:
+            return None
+        due = session.arrivals.due(now - missed)[: min(session.room, session.opened.speculation.max_depth)]
+        cost = self.cost(1)
+        value = 1.0 + sum(offer.odds) - session.rate * cost(1 + len(offer.nodes))
+        count = worth_waiting(value, session.rate, session.pace.agreement, due, cost) if session.pace.lead else None
+        if count is None or count <= session.trie.lead:
+            return None
+        until = missed + max(WAIT_SLACK * session.arrivals.seconds(count), LEAST_WAIT)
+        if now < until:
+            return until
+        session.waited_in_vain(now)
+        return None
+
+    @staticmethod
+    def _baseline_wait(asked: Asked, offer: Offer, now: float) -> float | None:
+        """The baseline schedules verify a whole draft or nothing, and wait for it."""
+        session = asked.session
+        speculation = session.opened.speculation
+        wanted = min(speculation.max_depth, session.room, asked.drafts)
+        if speculation.schedule is Schedule.TRIE or not speculation.enabled or session.in_vain or wanted <= 0:
+            return None
+        if len(offer.nodes) >= wanted or _ends(offer, session.opened.limits.stop_tokens):
+            return None
+        if session.committed_at is None:
+            session.committed_at = now
+        if now < session.committed_at + DEAF_AFTER:
+            return session.committed_at + DEAF_AFTER
+        session.waited_in_vain(now)
+        return None
+
+
+def _ends(offer: Offer, stop_tokens: frozenset[Token]) -> bool:
+    """Whether the draft ends with a token after which there is nothing to draft."""
+    return bool(offer.nodes) and offer.nodes[-1].token in stop_tokens
+
+
+def _by_marginal_gain(session: TargetSession) -> bool:
+    speculation = session.opened.speculation
+    return speculation.rule is Rule.COUPLED and speculation.schedule is Schedule.TRIE
+
+
+def _price(sessions: int, base: int, drafts: int, cost: Callable[[int], float]) -> float:
+    """Tokens that a draft token must promise to be worth its time, whatever the others promise."""
+    return sessions / cost(base) * (cost(base + drafts) - cost(base)) / max(drafts, 1)
+
+
+def _first_below(odds: Sequence[float], price: float) -> int:
+    """How many to take under the rejection rule: up to the first that is too dear.
+
+    Not the best prefix: that would leave out a drawn token because of what follows it, hence because of its value, and
+    such a choice biases the text (:mod:`speculation.acceptance`).
+    """
+    return next((i for i, chance in enumerate(odds) if chance < price), len(odds))

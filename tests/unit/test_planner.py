@@ -1,0 +1,183 @@
+"""Decisions of a target over its sessions, without models or clocks."""
+
+from dataclasses import replace
+
+import pytest
+
+from speculation.arrivals import Arrivals
+from speculation.messages import (
+    ANCHOR,
+    SUPPORT_TOTAL,
+    Limits,
+    Open,
+    Proposal,
+    Rule,
+    Sampling,
+    Schedule,
+    SessionId,
+    Source,
+    Speculation,
+    Support,
+)
+from speculation.planner import DEAF_AFTER, Asked, Planner
+from speculation.target_session import TargetSession
+
+PROMPT = (1, 2, 3)
+DRAFT = Speculation(sources=frozenset({Source.DRAFT}))
+
+
+def session(planner: Planner, speculation: Speculation = DRAFT) -> TargetSession:
+    return planner.session(Open(SessionId(1), 1, PROMPT, Sampling(), Limits(500), speculation), 100)
+
+
+def push(to: TargetSession, *tokens: int, confidence: float = 0.9, at: float = 0.0) -> None:
+    anchor, parents = to.trie.position, tuple(range(ANCHOR, len(tokens) - 1))
+    to.propose(Proposal(SessionId(1), 1, anchor, to.trie.digest, tokens, parents, (confidence,) * len(tokens)), at)
+
+
+def planner(slope: float = 0.001, step: float = 0.03) -> Planner:
+    """One that has measured its steps: ``step`` seconds, and ``slope`` more for every further token."""
+    made = Planner()
+    for sessions in (1, 2, 4):
+        for tokens in range(1, 33):
+            made.observe(sessions, tokens, step + slope * (tokens - 1))
+    return made
+
+
+def step(made: Planner, one: TargetSession, now: float, drawn: list[int] | None = None) -> float:
+    """Plan, verify and commit as the target drew; return when the step ended."""
+    (offer,) = made.plan([Asked(one, 8)], now).offers
+    assert offer is not None
+    now += made.cost(1)(1 + len(offer.nodes))
+    one.commit((drawn or []) + [9] * (1 + len(offer.nodes) - len(drawn or [])), now)
+    return now
+
+
+def test_what_pays_is_verified_and_nothing_where_nothing_pays():
+    cheap, dear = planner(slope=0.0001), planner(slope=0.06)
+    for made, count in ((cheap, 3), (dear, 0)):
+        one = session(made)
+        push(one, 4, 5, 6)
+        (offer,) = made.plan([Asked(one, 8)], 0.0).offers
+        assert offer is not None
+        assert len(offer.nodes) == count
+
+
+def test_a_session_without_drafts_goes_on_at_once_when_nothing_is_known_of_arrivals():
+    made = planner()
+    plan = made.plan([Asked(session(made), 8)], 0.0)
+    assert plan.wake is None
+    assert plan.offers[0] is not None
+
+
+def missed(made: Planner, one: TargetSession, delay: float) -> float:
+    """Bring a session to where its drafts come ``delay`` after every miss, four at a time; return the time."""
+    now = step(made, one, 0.0)
+    for _ in range(12):
+        assert one.missed_at == now
+        push(one, 4, 5, 6, 7, at=now + delay)
+        now = step(made, one, now + delay, [4, 5, 6, 7])
+    return now
+
+
+def test_a_lone_session_waits_for_drafts_that_come_soon_and_not_for_late_ones():
+    for delay, waits in ((0.002, True), (0.5, False)):
+        made = planner()
+        one = session(made)
+        now = missed(made, one, delay)
+        plan = made.plan([Asked(one, 8)], now)
+        assert (plan.wake is not None) is waits
+        assert (plan.offers[0] is None) is waits
+        if plan.wake is not None:
+            assert now < plan.wake < now + 0.01
+
+
+def test_a_wait_ends_with_the_drafts_or_in_vain_and_is_not_repeated_for_ever():
+    made = planner()
+    one = session(made)
+    now = missed(made, one, 0.002)
+    wake = made.plan([Asked(one, 8)], now).wake
+    assert wake is not None
+    waits = 0
+    for _ in range(10):  # the drafter is dead now
+        plan = made.plan([Asked(one, 8)], now)
+        if plan.wake is not None:
+            waits += 1
+            plan = made.plan([Asked(one, 8)], plan.wake)
+            now = plan.wake or now
+        assert plan.offers[0] is not None
+        now += 0.03
+        one.commit([9], now)
+    assert waits == 1
+
+
+def test_nobody_waits_when_others_compute():
+    made = planner()
+    one = session(made)
+    now = missed(made, one, 0.002)
+    plan = made.plan([Asked(one, 8), Asked(session(made), 8)], now)
+    assert plan.wake is None
+    assert None not in plan.offers
+
+
+@pytest.mark.parametrize("schedule", [Schedule.SEQUENTIAL, Schedule.PARALLEL])
+def test_the_baselines_verify_a_whole_draft_or_nothing(schedule):
+    made = planner(slope=0.06)  # where the rule would verify none
+    one = session(made, replace(DRAFT, schedule=schedule, max_depth=3))
+    assert made.plan([Asked(one, 8)], 1.0).offers == (None,)
+    push(one, 4, 5)
+    plan = made.plan([Asked(one, 8)], 1.1)
+    assert plan.offers == (None,)
+    assert plan.wake == 1.0 + DEAF_AFTER
+    push(one, 4, 5, 6)
+    (offer,) = made.plan([Asked(one, 8)], 1.2).offers
+    assert offer is not None
+    assert offer.tokens == (4, 5, 6)
+
+
+def test_a_baseline_without_a_drafter_goes_on_alone():
+    made = planner()
+    one = session(made, replace(DRAFT, schedule=Schedule.SEQUENTIAL, max_depth=3))
+    other = session(made)
+    plan = made.plan([Asked(one, 8), Asked(other, 8)], 0.0)
+    assert plan.offers[0] is None  # and the other is not held up
+    assert plan.offers[1] is not None
+    (offer,) = made.plan([Asked(one, 8)], DEAF_AFTER).offers
+    assert offer is not None
+    one.commit([9], DEAF_AFTER)
+    assert made.plan([Asked(one, 8)], DEAF_AFTER).offers != (None,)
+
+
+def test_under_the_rejection_rule_a_token_is_not_left_out_because_of_what_follows():
+    """The best prefix does look ahead: a dear second token is paid for by sure ones behind it, or not at all."""
+    made = Planner()
+    for tokens in range(1, 33):
+        made.observe(1, tokens, 0.03 if tokens == 1 else 0.04)
+    q = Support((4,), (SUPPORT_TOTAL,))
+    counts: dict[Rule, list[int]] = {Rule.COUPLED: [], Rule.REJECTION: []}
+    for rule in Rule:
+        for follows in (0.99, 0.01):
+            one = session(made, replace(DRAFT, rule=rule))
+            proposal = Proposal(
+                SessionId(1), 1, 3, one.trie.digest, (4,) * 4, (ANCHOR, 0, 1, 2), (0.15, *[follows] * 3)
+            )
+            one.propose(replace(proposal, q=(q,) * 4) if rule is Rule.REJECTION else proposal)
+            (offer,) = made.plan([Asked(one, 4)], 0.0).offers
+            assert offer is not None
+            counts[rule].append(len(offer.nodes))
+    assert counts[Rule.COUPLED] == [4, 0]
+    assert min(counts[Rule.REJECTION]) >= 1
+
+
+def test_arrivals_are_learned_and_disappointment_makes_waiting_less_attractive():
+    arrivals = Arrivals()
+    assert arrivals.due(0.0) == []
+    arrivals.observe(1, 0.010)
+    arrivals.observe(3, 0.020)
+    assert arrivals.due(0.004) == [pytest.approx(0.006)]  # the second was never seen
+    arrivals.observe(2, 0.015)
+    assert arrivals.due(0.016) == pytest.approx([0.0, 0.0, 0.004])
+    other = Arrivals(arrivals)
+    other.in_vain(0.05)
+    assert other.seconds(1) == pytest.approx(0.1)
+    assert Arrivals(arrivals).seconds(1) == pytest.approx(0.1)
