@@ -101,7 +101,7 @@ class Sampled:
     @property
     def confidence(self) -> float:
         """The largest probability in q, in (0, 1]: how sure the drafter was *before* it drew."""
-        return max(self.q.weights) / SUPPORT_TOTAL
+        return self.q.peak
 
 
 Draft = Chosen | Sampled

@@ -179,6 +179,11 @@ class Support:
         if sum(self.weights) != SUPPORT_TOTAL:
             raise ValueError(f"the weights of q add up to {sum(self.weights)}, not to {SUPPORT_TOTAL}")
 
+    @property
+    def peak(self) -> float:
+        """The largest probability: how sure the drafter was before it drew."""
+        return max(self.weights) / SUPPORT_TOTAL
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:

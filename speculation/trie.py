@@ -203,10 +203,9 @@ class SpeculationTrie:
         for i, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
             above = anchor if parent == ANCHOR else places[parent]
             if isinstance(above, Node):
-                confidence = proposal.confidence[i] if proposal.confidence else DEFAULT_CONFIDENCE
                 place = above.children.get(token)
                 if place is None:
-                    q = proposal.q[i] if proposal.q else None
+                    q, confidence = _drawn_from(proposal, i)
                     place = self.add(above, token, confidence, proposal.source, q)
                     added += place is not None
                     cut |= place is None
@@ -333,3 +332,13 @@ class SpeculationTrie:
             for child in node.children.values():
                 child.weight = node.weight * child.odds
             stack.extend(node.children.values())
+
+
+def _drawn_from(proposal: Proposal, i: int) -> tuple[Support | None, float]:
+    """The q of a proposed token, and the confidence in it: q's alone if there is one, whatever the proposal says.
+
+    Under the rejection rule, what decides whether a token is verified must not depend on the token.
+    """
+    if proposal.q:
+        return proposal.q[i], proposal.q[i].peak
+    return None, proposal.confidence[i] if proposal.confidence else DEFAULT_CONFIDENCE

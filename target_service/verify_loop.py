@@ -7,15 +7,19 @@ decide what is kept (:mod:`speculation.target_session`). With no drafts it is pl
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 
+import torch
+from torch import Tensor
+
 from engine.kv_cache import CachedSequence
 from engine.recorder import Recorder
-from engine.rejection import verify_chain
+from engine.rejection import verify_chains
 from engine.sampling import Draw, sample
 from engine.step import Chunk, Engine
 from speculation.acceptance import Chosen, Draft, Sampled, Walk, walk
@@ -117,8 +121,9 @@ class Piece:
 
     @property
     def by_rejection(self) -> bool:
-        """Whether drafts are accepted by the rejection rule."""
-        return self.running.session.opened.speculation.rule is Rule.REJECTION
+        """Whether drafts are accepted by the rejection rule. Without randomness both rules come to the same."""
+        opened = self.running.session.opened
+        return opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
 
     def drafted(self) -> list[Draft]:
         """The offer, a chain, as the rejection rule takes it."""
@@ -398,19 +403,34 @@ class VerifyLoop:
     def _draw(self, pieces: Sequence[Piece]) -> list[Walk | None]:
         """The forward, the target's draws, and what they make of each session's offer."""
         logits_RV = self._engine.run([piece.chunk() for piece in pieces])
-        drawn = sample(logits_RV, [draw for piece in pieces for draw in piece.draws()])
-        outcomes: list[Walk | None] = []
-        at = 0
-        for piece in pieces:
-            rows = slice(at, at + piece.rows)
-            at += piece.rows
-            if piece.offer is None:
-                outcomes.append(None)
-            elif piece.by_rejection:
-                outcomes.append(verify_chain(logits_RV[rows], piece.draws(), piece.drafted()))
-            else:
-                outcomes.append(walk(piece.offer.tokens, piece.offer.parents, drawn[rows]))
+        parts = torch.split(logits_RV, [piece.rows for piece in pieces])
+        outcomes = dict(self._by_coupling(pieces, parts) + self._by_rejection(pieces, parts))
+        return [outcomes.get(i) for i in range(len(pieces))]
+
+    @staticmethod
+    def _by_coupling(pieces: Sequence[Piece], parts: Sequence[Tensor]) -> list[tuple[int, Walk]]:
+        """What the target's own draws make of the offers, whatever was drafted."""
+        chosen = [i for i, piece in enumerate(pieces) if piece.offer is not None and not piece.by_rejection]
+        if not chosen:
+            return []
+        draws = [draw for i in chosen for draw in pieces[i].draws()]
+        drawn = iter(sample(torch.cat([parts[i] for i in chosen]), draws))
+        outcomes: list[tuple[int, Walk]] = []
+        for i in chosen:
+            offer = pieces[i].offer
+            assert offer is not None
+            outcomes.append((i, walk(offer.tokens, offer.parents, list(itertools.islice(drawn, pieces[i].rows)))))
         return outcomes
+
+    @staticmethod
+    def _by_rejection(pieces: Sequence[Piece], parts: Sequence[Tensor]) -> list[tuple[int, Walk]]:
+        """What p and q make of the offers."""
+        chosen = [i for i, piece in enumerate(pieces) if piece.offer is not None and piece.by_rejection]
+        if not chosen:
+            return []
+        draws = [draw for i in chosen for draw in pieces[i].draws()]
+        walks = verify_chains(torch.cat([parts[i] for i in chosen]), draws, [pieces[i].drafted() for i in chosen])
+        return list(zip(chosen, walks, strict=True))
 
     def _settle(self, piece: Piece, outcome: Walk | None, now: float) -> Outgoing:
         """Commit what a session decides, in its tokens and in its cache."""

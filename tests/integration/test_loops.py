@@ -11,7 +11,6 @@ from engine.build import build, welcome
 from engine.step import Engine
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
-    ANCHOR,
     Close,
     FinishReason,
     Limits,
@@ -25,6 +24,7 @@ from speculation.messages import (
     Speculation,
     Verification,
 )
+from speculation.trie import SpeculationTrie
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import held_out_prompts, settings
@@ -133,18 +133,13 @@ def test_both_sides_keep_their_caches_through_acceptance_and_rejection(engines):
 def test_lead_and_size_of_a_draft_tree_are_bounded(engines, nodes, depth, total):
     drafter = lookahead(engines, limits=LookaheadLimits(draft=DraftLimits(lead=4, nodes=nodes, least=0.0)))
     drafter.receive(LINK, opened())
-    proposals = []
+    seen = SpeculationTrie(opened().tokens, vocabulary=10**6)
     while (sent := drafter.step()) is not None:
-        proposals += [message for _, message in sent]
-    deepest = 0
-    for proposal in proposals:
-        above = proposal.anchor_position - len(opened().tokens)
-        depths = []
-        for parent in proposal.parents:
-            depths.append(1 + (above if parent == ANCHOR else depths[parent]))
-        deepest = max(deepest, *depths)
-    assert deepest == depth
-    assert sum(len(proposal.tokens) for proposal in proposals) == total
+        for _, message in sent:
+            assert isinstance(message, Proposal)
+            assert seen.insert(message).added
+    assert seen.lead == depth
+    assert len(seen) == total
     drafter.receive(LINK, Close(SessionId(1), 1))
 
 

@@ -1,13 +1,15 @@
-"""The law by exact enumeration: no sampling, no tolerance."""
+"""The law on single cases. That it is lossless is proven in ``tests/property/test_exact_acceptance.py``."""
 
 from fractions import Fraction
-from itertools import product
-from random import Random
 
 import pytest
 
-from speculation.acceptance import finish_at, walk
-from speculation.messages import ANCHOR, FinishReason, Limits
+from speculation.acceptance import Chosen, Sampled, finish_at, keep, keep_chain, residual, walk
+from speculation.messages import ANCHOR, SUPPORT_TOTAL, FinishReason, Limits, Support
+from speculation.noise import uniform
+
+QUARTER = SUPPORT_TOTAL // 4
+EVEN = Support((0, 1), (2 * QUARTER, 2 * QUARTER))
 
 
 def test_a_chain_is_kept_up_to_the_first_difference():
@@ -27,88 +29,72 @@ def test_a_branch_is_found_after_its_sibling_fails():
     assert outcome.own == 7
 
 
-def random_law(rng: Random, vocabulary: int) -> tuple[Fraction, ...]:
-    weights = [rng.randint(0, 5) for _ in range(vocabulary)]
-    weights[rng.randrange(vocabulary)] += 1
-    return tuple(Fraction(weight, sum(weights)) for weight in weights)
+def test_a_draft_is_kept_below_the_ratio_and_not_at_it():
+    half = 2 * QUARTER
+    assert keep(Fraction(1, 4), half, Fraction(499, 1000))
+    assert not keep(Fraction(1, 4), half, Fraction(1, 2))
+    assert keep(Fraction(1, 2), half, Fraction(999, 1000))
 
 
-def random_tree(rng: Random, vocabulary: int, nodes: int) -> tuple[list[int], list[int]]:
-    tokens: list[int] = []
-    parents: list[int] = []
-    for _ in range(nodes):
-        parent, token = rng.randrange(-1, len(tokens)), rng.randrange(vocabulary)
-        if (parent, token) not in set(zip(parents, tokens, strict=True)):
-            parents.append(parent)
-            tokens.append(token)
-    return tokens, parents
+def test_extreme_coins_neither_keep_an_excluded_token_nor_refuse_one_as_likely_as_drafted():
+    lowest, highest = uniform(0), uniform(2**32 - 1)
+    for weight in (1, QUARTER, SUPPORT_TOTAL):
+        assert not keep(0.0, weight, lowest)
+        assert not keep(Fraction(0), weight, Fraction(0))
+        assert keep(weight / SUPPORT_TOTAL, weight, highest)
 
 
-def prefix_of(node: int, tokens: list[int], parents: list[int]) -> tuple[int, ...]:
-    return () if node == ANCHOR else (*prefix_of(parents[node], tokens, parents), tokens[node])
+def test_floats_decide_as_fractions_do_next_to_the_ratio():
+    for word in (0, 1, 12345, 2**31, 2**32 - 2):
+        for weight in (1, 3, 40_001, SUPPORT_TOTAL - 1, SUPPORT_TOTAL):
+            exact = Fraction(2 * word + 1, 2**33) * Fraction(weight, SUPPORT_TOTAL)
+            assert not keep(float(exact), weight, uniform(word))
+            assert keep(float(exact) * (1 + 2**-52), weight, uniform(word))
+            assert not keep(exact, weight, Fraction(2 * word + 1, 2**33))
 
 
-def committed_law(tokens, parents, model, vocabulary, rule) -> dict[tuple[int, ...], Fraction]:
-    """The exact distribution of the tokens one step commits, over every combination of the target's draws."""
-    prefixes = [prefix_of(node, tokens, parents) for node in range(-1, len(tokens))]
-    law: dict[tuple[int, ...], Fraction] = {}
-    for drawn in product(range(vocabulary), repeat=len(prefixes)):
-        probability = Fraction(1)
-        for prefix, token in zip(prefixes, drawn, strict=True):
-            probability *= model(prefix)[token]
-        if probability:
-            outcome = rule(tokens, parents, drawn)
-            committed = (*(tokens[i] for i in outcome.kept), outcome.own)
-            law[committed] = law.get(committed, Fraction(0)) + probability
-    return law
+def test_what_a_refused_token_is_replaced_from():
+    third = Fraction(1, 3)
+    assert residual([third] * 3, EVEN) == [0, 0, 1]
+    assert residual([Fraction(3, 4), Fraction(0), Fraction(1, 4)], EVEN) == [Fraction(1, 2), 0, Fraction(1, 2)]
+    assert residual([third] * 3, Chosen(1).q) == [Fraction(1, 2), 0, Fraction(1, 2)]
+    assert residual([0.75, 0.0, 0.25], EVEN) == [0.5, 0.0, 0.5]
 
 
-def complete(law, model, length) -> dict[tuple[int, ...], Fraction]:
-    """Continue every outcome with plain decoding to a common length."""
-    full: dict[tuple[int, ...], Fraction] = {}
-
-    def extend(sequence: tuple[int, ...], probability: Fraction) -> None:
-        if len(sequence) >= length:
-            full[sequence[:length]] = full.get(sequence[:length], Fraction(0)) + probability
-            return
-        for token, p in enumerate(model(sequence)):
-            if p:
-                extend((*sequence, token), probability * p)
-
-    for sequence, probability in law.items():
-        extend(sequence, probability)
-    return full
+def test_nothing_is_left_where_the_drafter_is_right():
+    assert residual([0.5, 0.5, 0.0], EVEN) == [0.5, 0.5, 0.0]
 
 
-def biased_walk(tokens, parents, drawn):
-    """A planted error: refuses a leaf although the target drew it."""
-    outcome = walk(tokens, parents, drawn)
-    if len(outcome.kept) == 1 and drawn[0] == 0:
-        return type(outcome)((), drawn[-1])
-    return outcome
+def test_a_drafter_with_a_larger_vocabulary():
+    q = Support((0, 7), (QUARTER, 3 * QUARTER))
+    assert residual([0.5, 0.5], q) == [pytest.approx(1 / 3), pytest.approx(2 / 3)]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_committed_tokens_have_exactly_the_targets_distribution(seed: int):
-    rng = Random(seed)
-    vocabulary = rng.choice([2, 3])
-    laws: dict[tuple[int, ...], tuple[Fraction, ...]] = {}
-
-    def model(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
-        return laws.setdefault(prefix, random_law(rng, vocabulary))
-
-    tokens, parents = random_tree(rng, vocabulary, nodes=5)
-    depth = max((len(prefix_of(i, tokens, parents)) for i in range(len(tokens))), default=0) + 1
-    plain = complete({(): Fraction(1)}, model, depth)
-    assert complete(committed_law(tokens, parents, model, vocabulary, walk), model, depth) == plain
+def test_a_chain_of_sampled_and_chosen_tokens_ends_at_the_first_refusal():
+    chain = [Sampled(0, EVEN), Chosen(4), Sampled(1, EVEN)]
+    assert keep_chain(chain, [0.25, 0.5, 0.25], [0.4, 0.4, 0.4]) == 3
+    assert keep_chain(chain, [0.25, 0.5, 0.25], [0.4, 0.4, 0.6]) == 2
+    assert keep_chain(chain, [0.25, 0.5, 0.25], [0.4, 0.6, 0.4]) == 1
+    assert keep_chain(chain, [0.25, 0.5, 0.25], [0.6, 0.4, 0.4]) == 0
+    assert keep_chain([], [], []) == 0
 
 
-def test_the_enumeration_catches_a_planted_error():
-    def model(prefix: tuple[int, ...]) -> tuple[Fraction, ...]:
-        return (Fraction(1, 3), Fraction(2, 3)) if len(prefix) % 2 else (Fraction(1, 2), Fraction(1, 2))
+def test_coins_after_a_refusal_are_not_asked_for():
+    def coins():
+        yield 0.9
+        raise AssertionError("nothing behind a refused token is looked at")
 
-    plain = complete({(): Fraction(1)}, model, 2)
-    assert complete(committed_law([0], [ANCHOR], model, 2, biased_walk), model, 2) != plain
+    assert keep_chain([Chosen(4), Chosen(5)], [0.5, 0.5], coins()) == 0
+
+
+def test_confidence_is_the_same_for_every_token_that_q_may_give():
+    q = Support((3, 8, 5), (QUARTER, 2 * QUARTER, QUARTER))
+    assert [Sampled(token, q).confidence for token in q.tokens] == [0.5] * 3
+
+
+def test_a_token_cannot_be_drawn_from_a_q_without_it():
+    with pytest.raises(AssertionError, match="token 2 cannot"):
+        Sampled(2, EVEN)
 
 
 def test_a_session_ends_at_its_limit_or_after_a_stop_token():
