@@ -1,0 +1,266 @@
+"""The law of the text, through the machines that serve: whatever becomes of drafts, tokens come with the target's p.
+
+Target and drafter are real loops over real caches; only the models are tables. Under the target, the difference
+between a token and the one before it (modulo the vocabulary) has the law ``BASE`` whatever came before, so all tokens
+of all sessions can be counted together. 40,000 tokens are drawn, in sessions of different seeds: a bias of 0.01 on
+any token is at least 5 standard errors. The bound is 3.8, so it is found with probability 0.9 or more, and an
+unbiased table exceeds the bound in one run of a thousand.
+
+Coupled acceptance promises more than a law: for each seed, the text of decoding without drafts. So the law is counted
+for that, and every path of drafting must come to the same text. The rejection rule promises the law only, which is
+counted for each path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_service.lookahead import Lookahead
+from engine.kv_cache import KVCache
+from engine.step import Chunk, Engine
+from speculation import planner
+from speculation.messages import (
+    Limits,
+    Open,
+    Proposal,
+    Rule,
+    Sampling,
+    Schedule,
+    SessionId,
+    Source,
+    Speculation,
+    Verification,
+    Welcome,
+)
+from target_service.scheduler import Budget
+from target_service.verify_loop import TargetLimits, VerifyLoop
+
+BASE = (0.2, 0.18, 0.15, 0.13, 0.12, 0.1, 0.07, 0.05)
+OTHER = (0.05, 0.05, 0.3, 0.1, 0.1, 0.1, 0.1, 0.2)
+VOCABULARY = len(BASE)
+TOKENS = 10
+SESSIONS = 4020
+BATCH = 60
+SEED = 20
+BOUND = 3.8
+"""Standard errors."""
+LINK = "router"
+WELCOME = Welcome("target", "table", VOCABULARY, 10_000)
+
+
+class TableEngine(Engine):
+    """An engine whose model knows the last token only: ``p(next | last) = base[(next - last) % V]``."""
+
+    def __init__(self, base: Sequence[float], seed: int = 0, blur: float = 0.0) -> None:
+        model: Any = SimpleNamespace(
+            module=torch.nn.Module(), vocabulary=VOCABULARY, context=10_000, dtype=torch.float64, layers=0,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        super().__init__(model, KVCache(0, 200_000, dtype=torch.float64, device="cpu"))
+        table = torch.tensor(
+            [[base[(token - last) % VOCABULARY] for token in range(VOCABULARY)] for last in range(VOCABULARY)]
+        )
+        noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self._logits = table.double().log() + blur * noise
+
+    def _forward(self, chunks: Sequence[Chunk], tokens: list[int], slots: list[int], rows: list[int]) -> Tensor:
+        return self._logits[torch.tensor(tokens)[torch.tensor(rows, dtype=torch.long)]]
+
+
+@dataclass
+class Path:
+    """One way through the loops."""
+
+    speculation: Speculation = Speculation(sources=frozenset({Source.DRAFT}))
+    drafter: Callable[[], TableEngine] | None = None
+    temperatures: tuple[float, ...] = (1.0,)
+    limits: TargetLimits = TargetLimits(budget=Budget(drafts_per_session=4, verify=1000), adaptive=False)
+    failovers: float = 0.0
+    """Chance that the target is lost after a step."""
+    delivered: float = 1.0
+    """Chance that a proposal arrives in time; the others come a step late."""
+    random_budgets: bool = False
+
+
+@dataclass
+class Count:
+    """What came out: by temperature, how often each difference; and how drafts fared."""
+
+    differences: dict[float, Counter[int]] = field(default_factory=dict)
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    accepted: int = 0
+    offered: int = 0
+
+
+def targets_engine() -> TableEngine:
+    return TableEngine(BASE)
+
+
+def run(path: Path, sessions: int, seed: int = SEED) -> Count:
+    rng = Random(seed)
+    count = Count({temperature: Counter() for temperature in path.temperatures})
+    engine = targets_engine()
+    draft_engine = path.drafter() if path.drafter else None
+    target = VerifyLoop(engine, WELCOME, path.limits)
+    for first in range(0, sessions, BATCH):
+        drafter = Lookahead(draft_engine, WELCOME) if draft_engine else None
+        _serve(path, rng, target, drafter, range(first, first + BATCH), seed, count)
+        target.forget(LINK)
+        if drafter:
+            drafter.forget(LINK)
+        if path.failovers or path.random_budgets:
+            target = VerifyLoop(engine, WELCOME, _limits(path, rng))
+    return count
+
+
+def _limits(path: Path, rng: Random) -> TargetLimits:
+    if not path.random_budgets:
+        return path.limits
+    return replace(path.limits, budget=Budget(drafts_per_session=rng.randrange(6), verify=1000))
+
+
+def _serve(
+    path: Path, rng: Random, target: VerifyLoop, drafter: Lookahead | None, numbers: range, seed: int, count: Count
+) -> None:
+    texts: dict[int, list[int]] = {}
+    epochs = dict.fromkeys(numbers, 1)
+    late: list[Proposal] = []
+
+    def opening(number: int) -> Open:
+        sampling = Sampling(_temperature(path, number), seed=seed * SESSIONS + number)
+        tokens = (0, *texts.setdefault(number, []))
+        return Open(SessionId(number), epochs[number], tokens, sampling, Limits(1 + TOKENS), path.speculation)
+
+    for number in numbers:
+        for worker in (target, drafter):
+            if worker:
+                worker.receive(LINK, opening(number))
+    live = set(numbers)
+    while live:
+        arriving, late = late, []
+        for _ in range(3):
+            for _, message in (drafter.step() or []) if drafter else []:
+                assert isinstance(message, Proposal)
+                (arriving if rng.random() < path.delivered else late).append(message)
+        for proposal in arriving:
+            target.receive(LINK, replace(proposal, epoch=epochs[proposal.session]))
+        for _, message in target.step() or []:
+            assert isinstance(message, Verification), message
+            texts[message.session] += message.tokens
+            count.accepted += message.accepted
+            count.offered += message.offered
+            if message.finish:
+                live.discard(message.session)
+            if drafter:
+                drafter.receive(LINK, replace(message, epoch=1))
+        if rng.random() < path.failovers:
+            for number in live:
+                epochs[number] += 1
+                target.receive(LINK, opening(number))
+    count.texts |= texts
+    for number, text in texts.items():
+        assert len(text) == TOKENS
+        count.differences[_temperature(path, number)].update(
+            (token - last) % VOCABULARY for last, token in zip([0, *text], text, strict=False)
+        )
+
+
+def _temperature(path: Path, number: int) -> float:
+    return path.temperatures[number % len(path.temperatures)]
+
+
+def deviations(differences: Counter[int], temperature: float) -> list[float]:
+    """How far each token's share is from its probability, in standard errors."""
+    powers = [p ** (1 / temperature) for p in BASE]
+    total = differences.total()
+    law = [power / sum(powers) for power in powers]
+    return [(differences[i] / total - p) / math.sqrt(p * (1 - p) / total) for i, p in enumerate(law)]
+
+
+def alike() -> TableEngine:
+    return TableEngine(BASE, seed=3, blur=0.5)
+
+
+def unlike() -> TableEngine:
+    return TableEngine(OTHER)
+
+
+DRAFTED = Speculation(sources=frozenset({Source.DRAFT}))
+REJECTION = replace(DRAFTED, rule=Rule.REJECTION)
+PLAIN = replace(DRAFTED, enabled=False)
+ADAPTIVE = TargetLimits(budget=Budget(drafts_per_session=4, verify=1000))
+COUPLED_PATHS = {
+    "hit": Path(drafter=targets_engine),
+    "miss": Path(drafter=unlike),
+    "partial": Path(drafter=alike),
+    "lookup": Path(Speculation(), drafter=alike),
+    "late": Path(drafter=alike, delivered=0.5),
+    "failover": Path(drafter=alike, failovers=0.2),
+    "zero budget": Path(drafter=alike, limits=TargetLimits(budget=Budget(drafts_per_session=0))),
+    "random budgets": Path(drafter=alike, random_budgets=True),
+    "adaptive": Path(drafter=alike, limits=ADAPTIVE),
+    "wait timed out": Path(replace(DRAFTED, schedule=Schedule.SEQUENTIAL, max_depth=3)),
+    "sequential": Path(replace(DRAFTED, schedule=Schedule.SEQUENTIAL, max_depth=3), drafter=alike),
+    "parallel": Path(replace(DRAFTED, schedule=Schedule.PARALLEL, max_depth=3), drafter=alike),
+}
+REJECTION_PATHS = {
+    "hit": Path(REJECTION, drafter=targets_engine),
+    "miss, and lookup": Path(replace(REJECTION, sources=frozenset(Source)), drafter=unlike),
+    "late, failover, random budgets": Path(REJECTION, drafter=alike, delivered=0.5, failovers=0.2, random_budgets=True),
+    "adaptive, mixed temperatures": Path(REJECTION, drafter=alike, limits=ADAPTIVE, temperatures=(0.7, 1.3)),
+}
+
+
+def check(count: Count) -> None:
+    for temperature, differences in count.differences.items():
+        found = deviations(differences, temperature)
+        assert max(map(abs, found)) < BOUND, f"seed {SEED}, temperature {temperature}: {found} standard errors"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """There is no clock here: what would be waited for has not come, and a draft costs little, whatever tables take."""
+    monkeypatch.setattr(planner, "DEAF_AFTER", 0.0)
+    monkeypatch.setattr(planner.Planner, "observe", lambda *_: None)
+    monkeypatch.setattr(planner.StepCost, "SLOPE", 0.001)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_plain_decoding_has_the_targets_law(temperature):
+    check(run(Path(PLAIN, temperatures=(temperature,)), SESSIONS))
+
+
+@pytest.mark.parametrize("name", COUPLED_PATHS)
+def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
+    for temperatures in ((1.0,), (0.0, 0.7, 1.3)):
+        path = replace(COUPLED_PATHS[name], temperatures=temperatures)
+        drafted, plain = run(path, 5 * BATCH), run(Path(PLAIN, temperatures=temperatures), 5 * BATCH)
+        assert drafted.texts == plain.texts
+        assert (drafted.accepted > 0) is (path.drafter is not None and name != "zero budget")
+
+
+@pytest.mark.parametrize("name", REJECTION_PATHS)
+def test_text_under_the_rejection_rule_has_the_targets_law_on_every_path(name):
+    count = run(REJECTION_PATHS[name], SESSIONS)
+    assert count.accepted > 0
+    assert (count.accepted < count.offered) is (name != "hit")
+    check(count)
+
+
+def test_a_bias_of_one_hundredth_would_be_found():
+    """The same count over a target that is off by 0.01 on one token."""
+    target = VerifyLoop(TableEngine((0.21, 0.17, *BASE[2:])), WELCOME, Path().limits)
+    count = Count({1.0: Counter()})
+    for first in range(0, SESSIONS, BATCH):
+        _serve(Path(), Random(0), target, None, range(first, first + BATCH), SEED, count)
+    assert max(map(abs, deviations(count.differences[1.0], 1.0))) > BOUND
