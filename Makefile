@@ -30,10 +30,10 @@ check: setup
 	$(BIN)/python -m protos.generate --check
 
 sim: setup
-	$(BIN)/python -m speculation.simulate --seeds 2000 $(ARGS)
+	$(BIN)/python -m speculation.faults --seeds 2000 $(ARGS)
 
 bench: setup
-	$(BIN)/python -m benchmarks.speculation $(ARGS)
+	$(BIN)/paceline bench speculation $(ARGS)
 
 protos: setup
 	$(BIN)/python -m protos.generate

@@ -1,1 +1,6 @@
-"""Measurements. Every figure is a ratio of things measured side by side in one run, and says what it ran on."""
+"""Measurements. Every figure is a ratio of things measured side by side in one run, and says what it ran on.
+
+``speculation`` designs the settings and runs them; ``contenders`` says who takes part, ``measure`` how they take turns
+and what a run is, ``records`` what the workers' step records mean, ``figures`` turns both into rows and ratios,
+``report`` and ``plots`` show them. ``workers`` and ``baseline`` start the processes, ``pair`` builds the models.
+"""

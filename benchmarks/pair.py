@@ -2,19 +2,22 @@
 
 Stretching (``models.stretch``) gives the bundled target the cost of a model many times its size without changing what
 it says; noise in the added layers then sets how often the draft agrees. So the ratio of step costs and the acceptance
-are those of a real pair, and no download is needed. The result is kept in a folder that git ignores.
+are those of a real pair, and no download is needed. What is built is kept in a folder that git ignores.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from models.pair import load, load_tokenizer, parameter_count, save_tokenizer
+from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer
 from models.stretch import calibrate_noise, calibration_prompts, stretch
 
 ROOT = Path(__file__).parent.parent
@@ -36,9 +39,11 @@ class Shape:
 class Pair:
     """Two model folders."""
 
+    name: str
     target: Path
     draft: Path
     parameters: int
+    """Of the target."""
     about: str
     """What a reader of the figures must know."""
 
@@ -46,27 +51,36 @@ class Pair:
 def trained_pair() -> Pair:
     """The bundled target and draft, as they are."""
     parameters = parameter_count(load(BUNDLED, torch.bfloat16))
-    return Pair(BUNDLED, ROOT / "models" / "draft", parameters, "Target and draft: the bundled pair, as trained.")
+    about = f"Target ({parameters / 1e6:.1f}M parameters) and draft: the bundled pair, as trained."
+    return Pair("trained", BUNDLED, ROOT / "models" / "draft", parameters, about)
 
 
 def stretched_pair(shape: Shape) -> Pair:
     """Build the pair, or find it as built before from the same bundled checkpoint."""
-    checkpoint = sha256((BUNDLED / "model.safetensors").read_bytes()).hexdigest()[:8]
-    folder = CACHE / f"{checkpoint}-h{shape.hidden}-l{shape.layers}-a{shape.acceptance:.2f}"
-    record = folder / "pair.json"
-    if not record.exists():
-        _build(shape, folder, record)
-    known = json.loads(record.read_text())
+    folder = CACHE / f"{_checkpoint(BUNDLED)}-h{shape.hidden}-l{shape.layers}-a{shape.acceptance:.2f}"
+    _once(folder, lambda fresh: _stretch(shape, fresh))
+    known = json.loads((folder / "pair.json").read_text())
     about = (
         f"Target: the bundled model stretched to {known['parameters'] / 1e6:.0f}M parameters, "
         f"noise {known['noise']:.3g}. "
         f"Draft: the bundled target, unstretched; it agrees greedily on {known['agreement']:.2f} of the tokens. "
         "The cost is real, the agreement is set."
     )
-    return Pair(folder, BUNDLED, known["parameters"], about)
+    return Pair(f"stretched {shape.acceptance:g}", folder, BUNDLED, known["parameters"], about)
 
 
-def _build(shape: Shape, folder: Path, record: Path) -> None:
+def wrong_draft(pair: Pair) -> Path:
+    """A copy of the pair's draft that costs the same and is always wrong.
+
+    It reads as the draft does and then says another token: the rows of its output layer have changed places, so that
+    none of the vocabulary stays where it was.
+    """
+    folder = CACHE / f"{_checkpoint(pair.draft)}-wrong"
+    _once(folder, lambda fresh: _scramble(pair.draft, fresh))
+    return folder
+
+
+def _stretch(shape: Shape, folder: Path) -> None:
     draft, tokenizer = load(BUNDLED, torch.bfloat16), load_tokenizer(BUNDLED)
     size = {"hidden_size": shape.hidden, "layers": shape.layers}
     found = calibrate_noise(
@@ -75,4 +89,29 @@ def _build(shape: Shape, folder: Path, record: Path) -> None:
     target = stretch(draft, noise=found.noise, seed=SEED, **size)
     target.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
-    record.write_text(json.dumps({"shape": asdict(shape), "parameters": parameter_count(target), **asdict(found)}))
+    known = {"shape": asdict(shape), "parameters": parameter_count(target), **asdict(found)}
+    (folder / "pair.json").write_text(json.dumps(known))
+
+
+def _scramble(draft: Path, folder: Path) -> None:
+    model = load(draft, torch.bfloat16)
+    rows_VD = model.lm_head.weight.detach().clone()
+    rows_VD[:VOCABULARY] = rows_VD[:VOCABULARY].roll(VOCABULARY // 2, dims=0)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(rows_VD)
+    model.save_pretrained(folder)
+    save_tokenizer(load_tokenizer(draft), folder)
+
+
+def _checkpoint(folder: Path) -> str:
+    return sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8]
+
+
+def _once(folder: Path, build: Callable[[Path], None]) -> None:
+    """Build ``folder`` unless it is there; half of one is never taken for all of it."""
+    if folder.exists():
+        return
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    build(fresh)
+    fresh.rename(folder)

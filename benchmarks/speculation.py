@@ -1,230 +1,219 @@
-"""Speculative against plain decoding of the same system: one target, one drafter, a core each.
+"""Ours against plain decoding, sequential and PEARL-like drafting and transformers: runs the design of ``settings``.
 
-    python -m benchmarks.speculation [--quick] [--json FILE]
-
-Both contenders are the same processes; a request says whether it wants drafts. They take turns on the same held-out
-prompts, and the ratio is taken prompt by prompt, so a machine that changes its pace changes both.
+One target, one drafter, a core each; the router is this process. What a contender does is said in its requests, so all
+of ours run on the same processes. The server is used as it would be: learned costs and acceptances carry over from one
+setting to the next, and its drafter dies, and is replaced by a wrong one, late in its life.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import itertools
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from tokenizers import Tokenizer
+from transformers.utils import logging as transformers_logging
 
-from benchmarks.pair import ROOT, Pair, Shape, stretched_pair, trained_pair
-from benchmarks.workers import WorkerPlan, connected, running
+from benchmarks import baseline, contenders, report
+from benchmarks.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
+from benchmarks.figures import ASSISTED, Measured, Outcome, Timeline, rows
+from benchmarks.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.pair import ROOT, Pair, Shape, stretched_pair, trained_pair, wrong_draft
+from benchmarks.records import Log, read_log
+from benchmarks.settings import (
+    DEAD,
+    FAR,
+    NEAR,
+    TRANSFORMERS,
+    WRONG,
+    WRONG_COLD,
+    Options,
+    PairPlan,
+    Setting,
+)
+from benchmarks.workers import RunningWorker, WorkerPlan, connected, running, until_lost
 from models.corpus import read_prompts
 from router.dispatch import Dispatcher
-from router.generation import Committed, Generation
 from speculation.events import Role
-from speculation.messages import Load, Sampling, Speculation, Token
 
 WARM_UP = 2
+"""Rounds before those that count."""
+SWEEP_PROMPTS = 2
+"""Prompts on which draft lengths are tried; others than those measured."""
+COLD_ROUNDS = 2
+"""Rounds after a wrong drafter came that are reported apart."""
+TIMELINE_SECONDS = 0.4
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """One generation and its pace after the first token."""
+@dataclass(slots=True)
+class Bench:
+    """The comparisons of one pair, on a running server."""
 
-    tokens: tuple[Token, ...]
-    seconds: float
-    accepted: int
-    offered: int
-    steps: int
+    pair: Pair
+    options: Options
+    prompts: Sequence[tuple[int, ...]]
+    progress: Progress
+    measured: list[Measured] = field(default_factory=list)
+    tried: list[Measured] = field(default_factory=list)
 
-    @property
-    def rate(self) -> float:
-        """Tokens a second, from the first token to the last."""
-        return (len(self.tokens) - 1) / self.seconds
+    def batches(self, setting: Setting) -> list[Batch]:
+        """What every contender decodes in a setting."""
+        count = self.options.prompts if setting.batch == 1 else self.options.bursts
+        endless = itertools.cycle(self.prompts[:-SWEEP_PROMPTS])
+        return [
+            Batch(tuple(itertools.islice(endless, setting.batch)), self.options.tokens, setting.temperature, seed)
+            for seed in range(count)
+        ]
 
+    async def compare(
+        self, setting: Setting, runners: Mapping[str, Runner], choices: Mapping[str, str], warm_up: int = WARM_UP
+    ) -> None:
+        """Measure the contenders of a setting. ``choices``: what was chosen for whom."""
+        batches = self.batches(setting)
+        if setting == WRONG_COLD:
+            batches = batches[:COLD_ROUNDS]
+        runs = await self._take_turns(f"{self.pair.name}, {setting.name}", runners, batches, warm_up)
+        self.measured += [
+            Measured(self.pair.name, setting, name, tuple(runs[name]), choices.get(name, "")) for name in runners
+        ]
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What one setting came to. Times in milliseconds, rates in tokens a second, the rest ratios."""
+    async def choose(self, setting: Setting, contender: str, choices: Mapping[str, Runner]) -> str:
+        """The best of the choices for a contender in a setting, on prompts that are not measured."""
+        tokens = max(2 * self.options.tokens // 3, 8)
+        batches = [Batch((prompt,), tokens, setting.temperature) for prompt in self.prompts[-SWEEP_PROMPTS:]]
+        title = f"{self.pair.name}, {setting.name}: best {contender}"
+        runs = await self._take_turns(title, choices, batches, warm_up=0)
+        self.tried += [Measured(self.pair.name, setting, contender, tuple(runs[choice]), choice) for choice in choices]
+        return best(runs)
 
-    temperature: float
-    plain_rate: float
-    drafted_rate: float
-    over_plain: float
-    over_plain_spread: tuple[float, float]
-    """Lowest and highest over the prompts."""
-    offered_kept: float
-    """Share of the drafts offered that were kept; those behind a refused one count as refused."""
-    tokens_per_step: float
-    same_text: float
-    """Share of prompts with the same text both ways. In bfloat16 a near tie may fall differently with the batch."""
-    target_step_ms: float
-    draft_step_ms: float
-
-
-async def decode(dispatcher: Dispatcher, generation: Generation) -> Decoded:
-    """Run one generation and time it."""
-    tokens: list[Token] = []
-    accepted = offered = steps = 0
-    started = time.perf_counter()
-    async for item in dispatcher.generate(generation):
-        if isinstance(item, Committed):
-            if not tokens:
-                started = time.perf_counter()
-            tokens += item.tokens
-            accepted, offered, steps = accepted + item.accepted, offered + item.offered, steps + 1
-    return Decoded(tuple(tokens), time.perf_counter() - started, accepted, offered, steps)
-
-
-def _step_ms(before: Load, after: Load) -> float:
-    steps = after.counters["steps"] - before.counters["steps"]
-    micros = after.counters["step_microseconds"] - before.counters["step_microseconds"]
-    return micros / max(steps, 1) / 1000
+    async def _take_turns(
+        self, title: str, runners: Mapping[str, Runner], batches: Sequence[Batch], warm_up: int
+    ) -> dict[str, list[Run]]:
+        task = self.progress.add_task(title, total=len(runners) * (len(batches) + warm_up))
+        return await take_turns(runners, batches, warm_up, lambda: self.progress.advance(task))
 
 
-class Loads:
-    """What the workers last reported, by role."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    async def now(self, role: Role) -> Load:
-        """A report that covers everything until now."""
-        await asyncio.sleep(0.6)
-        return next(peer.load for peer in self._dispatcher.pool.peers.values() if peer.role is role)
-
-
-async def compare(
-    dispatcher: Dispatcher, prompts: Sequence[tuple[Token, ...]], tokens: int, temperature: float, progress: Progress
-) -> Summary:
-    """Decode every prompt plainly and with drafts, in turn."""
-    loads = Loads(dispatcher)
-    plain: list[Decoded] = []
-    drafted: list[Decoded] = []
-    target_micros = {False: [0, 0], True: [0, 0]}
-    task = progress.add_task(f"temperature {temperature}", total=len(prompts) + WARM_UP)
-    draft_before = await loads.now(Role.DRAFT)
-    for number, prompt in enumerate([*prompts[:WARM_UP], *prompts]):
-        for speculate in (False, True):
-            before = await loads.now(Role.TARGET)
-            sampling = Sampling(temperature=temperature, seed=number)
-            generation = Generation(prompt, sampling, tokens, speculation=Speculation(enabled=speculate))
-            decoded = await decode(dispatcher, generation)
-            after = await loads.now(Role.TARGET)
-            if number >= WARM_UP:
-                (drafted if speculate else plain).append(decoded)
-                for i, name in enumerate(("steps", "step_microseconds")):
-                    target_micros[speculate][i] += after.counters[name] - before.counters[name]
-        progress.advance(task)
-    draft_after = await loads.now(Role.DRAFT)
-    ratios = [fast.rate / slow.rate for fast, slow in zip(drafted, plain, strict=True)]
-    return Summary(
-        temperature=temperature,
-        plain_rate=statistics.median(run.rate for run in plain),
-        drafted_rate=statistics.median(run.rate for run in drafted),
-        over_plain=statistics.median(ratios),
-        over_plain_spread=(min(ratios), max(ratios)),
-        offered_kept=sum(run.accepted for run in drafted) / max(sum(run.offered for run in drafted), 1),
-        tokens_per_step=sum(len(run.tokens) for run in drafted) / sum(run.steps for run in drafted),
-        same_text=statistics.mean(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True)),
-        target_step_ms=target_micros[False][1] / max(target_micros[False][0], 1) / 1000,
-        draft_step_ms=_step_ms(draft_before, draft_after),
-    )
+async def compare_ours(bench: Bench, dispatcher: Dispatcher, setting: Setting, lookup: bool) -> None:
+    """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
+    dispatcher.pool.delays[Role.DRAFT] = setting.rtt_ms / 2000
+    everyone = [contenders.PLAIN, contenders.OURS]
+    choices: dict[str, str] = {}
+    if setting.batch == 1:
+        if lookup:
+            everyone += [contenders.OURS_AND_LOOKUP, contenders.LOOKUP]
+        for lengths, make in ((LENGTHS, sequential), (PARALLEL_LENGTHS, parallel)):
+            known = {f"K = {length}": make(length) for length in lengths}
+            name = make(1).name
+            choices[name] = await bench.choose(setting, name, _served(dispatcher, known))
+            everyone.append(known[choices[name]])
+    await bench.compare(setting, _served(dispatcher, {one.name: one for one in everyone}), choices)
+    dispatcher.pool.delays[Role.DRAFT] = 0.0
 
 
-async def measure(pair: Pair, options: argparse.Namespace) -> list[Summary]:
-    """Start the workers and compare at every temperature."""
+async def compare_transformers(bench: Bench, dispatcher: Dispatcher, lookup: bool) -> None:
+    """The other library, in turn with ours."""
+    async with baseline.transformers(bench.pair, bench.options.dtype) as other:
+        modes = {str(mode): other.runner(mode) for mode in baseline.ASSISTED}
+        chosen = await bench.choose(TRANSFORMERS, ASSISTED, modes)
+        runners = {
+            contenders.OURS.name: served(dispatcher, contenders.OURS.speculation),
+            "transformers plain": other.runner(baseline.PLAIN),
+            ASSISTED: modes[chosen],
+        }
+        if lookup:
+            runners["transformers lookup"] = other.runner(baseline.LOOKUP)
+        await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
+
+
+async def compare_dead(bench: Bench, dispatcher: Dispatcher, draft: RunningWorker) -> None:
+    """Kill the drafter and go on asking for drafts."""
+    await draft.kill()
+    await until_lost(dispatcher, Role.DRAFT)
+    await bench.compare(DEAD, _plain_and_ours(dispatcher), {})
+
+
+async def compare_wrong(bench: Bench, target: RunningWorker, wrong: RunningWorker) -> None:
+    """A wrong drafter comes: at once, and when the target has seen its drafts for a while."""
+    async with connected(target, wrong) as dispatcher:
+        for setting, warm_up in ((WRONG_COLD, 0), (WRONG, WARM_UP)):
+            await bench.compare(setting, _plain_and_ours(dispatcher), {}, warm_up)
+
+
+def _plain_and_ours(dispatcher: Dispatcher) -> dict[str, Runner]:
+    return _served(dispatcher, {one.name: one for one in (contenders.PLAIN, contenders.OURS)})
+
+
+def _served(dispatcher: Dispatcher, known: Mapping[str, Contender]) -> dict[str, Runner]:
+    return {name: served(dispatcher, contender.speculation) for name, contender in known.items()}
+
+
+async def measure(pair: Pair, plan: PairPlan, options: Options, progress: Progress) -> Outcome:
+    """Start a server for the pair and run its plan."""
     tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(text).ids) for text in read_prompts(ROOT / "models" / "prompts.jsonl")]
+    bench = Bench(pair, options, prompts, progress)
     flags = ["--dtype", options.dtype, "--threads", "1"]
-    target = WorkerPlan(Role.TARGET, pair.target, 0, [*flags, "--max-draft", str(options.max_draft)])
-    draft = WorkerPlan(Role.DRAFT, pair.draft, 1, flags)
-    with Progress(console=Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        records = [Path(name) / f"{worker}.jsonl" for worker in ("target", "draft", "wrong")]
         async with (
-            running(target) as target_address,
-            running(draft) as draft_address,
-            connected([target_address], [draft_address]) as dispatcher,
+            running(WorkerPlan(Role.TARGET, pair.target, 0, records[0], flags)) as target,
+            running(WorkerPlan(Role.DRAFT, pair.draft, 1, records[1], flags)) as draft,
+            connected(target, draft) as dispatcher,
         ):
-            return [
-                await compare(dispatcher, prompts[: options.prompts], options.tokens, temperature, progress)
-                for temperature in options.temperatures
-            ]
+            for setting in plan.settings:
+                await compare_ours(bench, dispatcher, setting, plan.lookup)
+            if plan.extras:
+                await compare_transformers(bench, dispatcher, plan.lookup)
+                await compare_dead(bench, dispatcher, draft)
+                async with running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong:
+                    await compare_wrong(bench, target, wrong)
+        log = read_log(records)  # complete only now: workers write when they are idle
+    return Outcome(pair, rows(bench.measured, log), rows(bench.tried, log), timelines(bench.measured, log))
 
 
-def show(pair: Pair, summaries: Sequence[Summary], options: argparse.Namespace) -> None:
-    """Print the table."""
-    table = Table(title=f"speculative over plain decoding, {options.dtype}, one core each, batch 1")
-    for column in ("temperature", "plain tok/s", "drafted tok/s", "speed-up", "lowest to highest", "drafts kept",
-                   "tokens a step", "same text", "target step", "draft step", "ratio"):  # fmt: skip
-        table.add_column(column, justify="right")
-    for s in summaries:
-        table.add_row(
-            f"{s.temperature:g}",
-            f"{s.plain_rate:.1f}",
-            f"{s.drafted_rate:.1f}",
-            f"{s.over_plain:.2f} x",
-            f"{s.over_plain_spread[0]:.2f} to {s.over_plain_spread[1]:.2f}",
-            f"{s.offered_kept:.2f}",
-            f"{s.tokens_per_step:.2f}",
-            f"{s.same_text:.0%}",
-            f"{s.target_step_ms:.1f} ms",
-            f"{s.draft_step_ms:.2f} ms",
-            f"{s.target_step_ms / s.draft_step_ms:.1f}",
-        )
-    console = Console(width=160 if not sys.stdout.isatty() else None)
-    console.print(table)
-    console.print(pair.about)
-
-
-def machine() -> str:
-    """The processor, as the kernel names it."""
-    cpus = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+def timelines(measured: Sequence[Measured], log: Log) -> list[Timeline]:
+    """How target and drafter worked together in the middle run of ours and of the sequential baseline."""
+    shown = [
+        one
+        for one in measured
+        if one.setting in (NEAR, FAR) and one.contender in (contenders.OURS.name, sequential(1).name)
     ]
-    return f"{cpus[0]}, {len(cpus)} cores" if cpus else platform.processor()
+    found = []
+    for one in shown:
+        run = one.runs[len(one.runs) // 2]
+        end = min(run.start + TIMELINE_SECONDS, run.end)
+        found.append(Timeline(one.setting, one.contender, run.start, end, log.during(run.start, end)))
+    return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the pair, measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts, temperature 0 only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--prompts", type=int, default=12, help="held-out prompts (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens a prompt (default: %(default)s)")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-draft", type=int, default=8, help="most drafts verified a step (default: %(default)s)")
-    parser.add_argument("--trained", action="store_true", help="the bundled pair itself instead of the stretched one")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--acceptance", type=float, default=0.8, help="greedy agreement to calibrate for")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.prompts, options.temperatures = min(options.prompts, 5), [0.0]
-    shape = Shape(options.hidden, options.layers, options.acceptance)
-    pair = trained_pair() if options.trained else stretched_pair(shape)
-    summaries = asyncio.run(measure(pair, options))
-    show(pair, summaries, options)
+def main(options: Options) -> int:
+    """Build the pairs, measure, and report."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("router.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
+    console = Console(stderr=True)
+    outcomes = []
+    for plan in options.plans:
+        with console.status("building the pair, or finding it as built before"):
+            pair = _pair(plan, options)
+        with Progress(console=console) as progress:
+            outcomes.append(asyncio.run(measure(pair, plan, options, progress)))
+    result = report.Result(datetime.now(UTC).date(), report.describe_machine(), options, outcomes)
+    report.show(result)
     if options.json:
-        record = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": machine(),
-            "options": {key: value for key, value in vars(options).items() if key != "json"},
-            "pair": asdict(pair) | {"target": pair.target.name, "draft": pair.draft.name},
-            "settings": [asdict(summary) for summary in summaries],
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        report.write_json(result, options.json)
+    if not options.quick:
+        report.write_folder(result, options.out)
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _pair(plan: PairPlan, options: Options) -> Pair:
+    if plan.acceptance is None:
+        return trained_pair()
+    return stretched_pair(Shape(options.hidden, options.layers, plan.acceptance))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from cluster import run_complete, run_config, run_router, run_up, run_worker
+from cluster import run_bench, run_complete, run_config, run_router, run_simulate, run_up, run_worker
 from cluster.checks import CheckError
 from cluster.config import ConfigError
 from cluster.console import CommandError, complain
@@ -25,6 +25,8 @@ COMMANDS: dict[str, ModuleType] = {
     "worker": run_worker,
     "router": run_router,
     "config": run_config,
+    "bench": run_bench,
+    "simulate": run_simulate,
 }
 
 DESCRIPTION = """\

@@ -1,0 +1,63 @@
+"""Who takes part: what each request asks for, and which draft length a baseline runs with.
+
+All contenders but those of another library are requests to the same processes; what differs is what the request says.
+The baselines get their best draft length: each is tried with several in the very setting it is measured in, and then
+measured again with the best, so that the choice does not flatter the figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from benchmarks.measure import Run
+from speculation.messages import Schedule, Source, Speculation
+
+LENGTHS = (2, 3, 4, 5, 6, 8)
+"""Draft lengths K that the sequential baseline is tried with."""
+PARALLEL_LENGTHS = (4, 6, 8)
+"""Draft lengths that the PEARL-like baseline is tried with."""
+
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A name for the tables and what its requests ask for."""
+
+    name: str
+    speculation: Speculation
+
+
+_DRAFT = frozenset({Source.DRAFT})
+
+PLAIN = Contender("plain", Speculation(enabled=False))
+"""Ordinary decoding by the same target."""
+OURS = Contender("ours", Speculation(sources=_DRAFT))
+"""Drafts of the draft model only, so that it is compared with others on equal terms."""
+OURS_AND_LOOKUP = Contender("ours with lookup", Speculation())
+"""What a request gets that asks for nothing."""
+LOOKUP = Contender("lookup only", Speculation(sources=frozenset({Source.LOOKUP})))
+"""No draft model: drafts copied from the session's own tokens."""
+
+
+def sequential(length: int) -> Contender:
+    """Draft ``length`` tokens, then verify them, in turn (Leviathan et al. 2023), over the same wire."""
+    return Contender("sequential", Speculation(max_depth=length, schedule=Schedule.SEQUENTIAL, sources=_DRAFT))
+
+
+def parallel(length: int) -> Contender:
+    """Draft the next ``length`` tokens during verification, drop them at a refusal (as PEARL does, Liu et al. 2024)."""
+    return Contender("PEARL-like", Speculation(max_depth=length, schedule=Schedule.PARALLEL, sources=_DRAFT))
+
+
+def pace(runs: Sequence[Run]) -> float:
+    """Tokens a second over all runs together; long waits count as long as they were."""
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def best(tried: Mapping[Choice, Sequence[Run]]) -> Choice:
+    """The choice with the highest pace; the first of equals."""
+    return max(tried, key=lambda choice: pace(tried[choice]))

@@ -1,0 +1,156 @@
+"""What a run is, how it is timed, and how contenders take turns.
+
+Pace is taken from the moment every request of a run has its first tokens to its last token: the prompt's computation
+is the same for all and is left out. Contenders take turns prompt by prompt, and who begins changes from prompt to
+prompt, so a machine that changes its pace changes all of them. What the figures mean is decided in ``figures``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from router.dispatch import Dispatcher
+from router.generation import Committed, Generation
+from router.pool import Traffic
+from speculation.events import Role
+from speculation.messages import Sampling, Speculation, Token
+
+SETTLE_SECONDS = 0.05
+"""Pause between two runs, for the end of one to reach all workers."""
+RUN_SECONDS = 600.0
+"""After this long something hangs."""
+
+Name = TypeVar("Name")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts to be continued at the same time, and how."""
+
+    prompts: tuple[tuple[Token, ...], ...]
+    tokens: int
+    """New tokens a prompt; text ends there and nowhere else."""
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens that arrived together."""
+
+    at: float
+    """Seconds, on the monotonic clock that all processes of a machine share."""
+    tokens: int
+    accepted: int = 0
+    offered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One request."""
+
+    tokens: tuple[Token, ...]
+    commits: tuple[Commit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contender on one batch."""
+
+    decoded: tuple[Decoded, ...]
+    traffic: Traffic | None = None
+    """Between router and target, heartbeats included; None where there is no wire."""
+
+    @property
+    def start(self) -> float:
+        """When every request had its first tokens."""
+        return max(request.commits[0].at for request in self.decoded)
+
+    @property
+    def end(self) -> float:
+        """When the last token came."""
+        return max(request.commits[-1].at for request in self.decoded)
+
+    @property
+    def seconds(self) -> float:
+        """What the pace is taken over."""
+        return self.end - self.start
+
+    @property
+    def counted(self) -> tuple[Commit, ...]:
+        """Commits after ``start``."""
+        start = self.start
+        return tuple(commit for request in self.decoded for commit in request.commits if commit.at > start)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens committed after ``start``."""
+        return sum(commit.tokens for commit in self.counted)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all requests together."""
+        return self.tokens / self.seconds
+
+
+Runner = Callable[[Batch], Awaitable[Run]]
+"""A contender at work."""
+
+
+def served(dispatcher: Dispatcher, speculation: Speculation) -> Runner:
+    """A contender that is a request to our workers."""
+
+    async def run(batch: Batch) -> Run:
+        sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
+        before = dispatcher.pool.traffic(Role.TARGET)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    decode(dispatcher, Generation(prompt, sampling, batch.tokens, speculation=speculation))
+                )
+                for prompt in batch.prompts
+            ]
+        after = dispatcher.pool.traffic(Role.TARGET)
+        used = Traffic(after.sent - before.sent, after.received - before.received)
+        return Run(tuple(task.result() for task in tasks), used)
+
+    return run
+
+
+async def decode(dispatcher: Dispatcher, generation: Generation) -> Decoded:
+    """Run one generation; raises :class:`router.generation.GenerationError`."""
+    tokens: list[Token] = []
+    commits: list[Commit] = []
+    async for item in dispatcher.generate(generation):
+        if isinstance(item, Committed):
+            commits.append(Commit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
+            tokens += item.tokens
+    return Decoded(tuple(tokens), tuple(commits))
+
+
+async def take_turns(
+    runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, advance: Callable[[], None]
+) -> dict[Name, list[Run]]:
+    """Let every contender decode every batch, in turn; the first ``warm_up`` rounds do not count.
+
+    Returns the runs by contender, in the order of ``batches``. Calls ``advance`` after every run. Raises
+    TimeoutError if one hangs.
+    """
+    names = list(runners)
+    runs: dict[Name, list[Run]] = {name: [] for name in names}
+    rounds = [*itertools.islice(itertools.cycle(batches), warm_up), *batches]
+    for number, batch in enumerate(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            await asyncio.sleep(SETTLE_SECONDS)
+            async with asyncio.timeout(RUN_SECONDS):
+                run = await runners[name](batch)
+            if number >= warm_up:
+                runs[name].append(run)
+            advance()
+    return runs
