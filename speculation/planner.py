@@ -19,6 +19,8 @@ WAIT_SLACK = 1.5
 """How much longer than expected drafts are waited for."""
 LEAST_WAIT = 0.001
 """Seconds; expected sooner than this, drafts are waited for this long."""
+LONGEST_WAIT = 2.0
+"""Plain steps that a session waits at most."""
 DEAF_AFTER = 0.5
 """Seconds that the baseline schedules wait for a drafter before they go on without."""
 
@@ -94,16 +96,19 @@ class Planner:
     def _wait(self, session: TargetSession, offer: Offer, now: float) -> float | None:
         """Until when a session that computes alone does better to wait for drafts than to go on."""
         missed = session.missed_at
-        schedule = session.opened.speculation.schedule
-        if not self._adaptive or schedule is not Schedule.TRIE or missed is None or session.in_vain:
+        if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
+            return None
+        if missed is None or session.in_vain or not session.expects_drafts:
             return None
         due = session.arrivals.due(now - missed)[: min(session.room, session.opened.speculation.max_depth)]
         cost = self.cost(1)
-        value = 1.0 + sum(offer.odds) - session.rate * cost(1 + len(offer.nodes))
-        count = worth_waiting(value, session.rate, session.pace.agreement, due, cost) if session.pace.lead else None
+        rate = max(session.rate, 1.0 / cost(1))  # plain decoding is always to be had
+        value = 1.0 + sum(offer.odds) - rate * cost(1 + len(offer.nodes))
+        count = worth_waiting(value, rate, session.pace.agreement, due, cost)
         if count is None or count <= session.trie.lead:
             return None
-        until = missed + max(WAIT_SLACK * session.arrivals.seconds(count), LEAST_WAIT)
+        expected = max(WAIT_SLACK * session.arrivals.seconds(count), LEAST_WAIT)
+        until = missed + min(expected, LONGEST_WAIT * cost(1))
         if now < until:
             return until
         session.waited_in_vain(now)

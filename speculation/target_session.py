@@ -96,6 +96,12 @@ class TargetSession:
         return self.opened.limits.end - self.trie.position - 1
 
     @property
+    def expects_drafts(self) -> bool:
+        """Whether a draft worker may be at work for it, and is not told to rest."""
+        speculation = self.opened.speculation
+        return speculation.enabled and Source.DRAFT in speculation.sources and self.pace.lead > 0
+
+    @property
     def rate(self) -> float:
         """Tokens a second, on the whole; 0 before anything was measured."""
         return self._tokens_a_step / self._seconds_a_step if self._seconds_a_step else 0.0
@@ -201,7 +207,7 @@ class TargetSession:
             accepted=len(kept),
             offered=len(offer.nodes),
             finish=self.finished,
-            lead=self.pace.lead,
+            lead=self.pace.lead if self.opened.speculation.schedule is Schedule.TRIE else None,
         )
         return Commit(verification, kept)
 
