@@ -30,7 +30,7 @@ async def start_draft(settings: DraftSettings, listen: str, progress: Callable[[
 
     Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
     """
-    engine = await asyncio.to_thread(build, settings.engine, progress)
+    engine = await asyncio.to_thread(build, settings.engine, progress, invariant=False)
     recorder = Recorder(Path(settings.record)) if settings.record else None
     machine = Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
     worker = Worker(machine, ROLE)

@@ -2,16 +2,16 @@
 
 Registered under :data:`NAME` with transformers' AttentionInterface, so any model that dispatches its attention there
 runs packed: the tokens of all sequences in one row, each chunk looking at its own keys. Decides how one chunk's
-attention is computed. Which slots it reads and what it may see is :mod:`engine.visibility`'s decision.
+attention is computed. Which slots it reads and what it may see is decided in :mod:`engine.visibility` and
+:mod:`engine.invariance`.
 
 What a step needs travels in a forward context next to the call, not in keyword arguments: some models drop those.
 
-In bfloat16 on a CPU attention is *batch-invariant*: a query's result has the same bits whether it is computed alone or
-with others, so that verifying drafts cannot tip a near tie that decoding would have decided otherwise. See
-:func:`invariant_attention`.
+In bfloat16 on a CPU attention can be *batch-invariant*: a query's result has the same bits whether it is computed alone
+or with others, so that verifying drafts cannot tip a near tie that decoding would have decided otherwise.
 
-Tensor legend: Q query heads, H key/value heads, G = Q / H, T tokens, K keys, S slots, D key head size, E value head
-size.
+Tensor legend: Q query heads, H key/value heads, G = Q / H, T tokens, M = G * T rows of a key head, K keys, S slots,
+D key head size, E value head size.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.invariance import position_ordered
 from engine.kv_cache import CachedSequence, KVCache
-from engine.visibility import KeyView, view_keys
+from engine.visibility import KeyView, slot_ordered
 
 NAME = "paceline"
 
@@ -38,6 +39,9 @@ CPU kernels then read each key once instead of G times (up to 10 times faster fo
 repeated mask would cost more than it saves.
 """
 
+WRITTEN_ABOVE = 1 << 19
+"""Multiplications of a query-key product above which, in bfloat16 on a CPU, the fused kernel is the slower one."""
+
 
 class UnsupportedAttention(Exception):
     """The model asks its attention for something this engine does not compute."""
@@ -47,12 +51,16 @@ class Step:
     """What the attention layers need to know about the forward in progress."""
 
     def __init__(
-        self, cache: KVCache, chunks: Sequence[tuple[CachedSequence, int]], slots: Sequence[int], layers: int
+        self,
+        cache: KVCache,
+        chunks: Sequence[tuple[CachedSequence, int]],
+        slots: Sequence[int],
+        layers: int,
+        invariant: bool,
     ) -> None:
         """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order."""
         self.cache = cache
-        self.invariant = cache.dtype == torch.bfloat16 and cache.device.type == "cpu"
-        self.sizes = [tokens for _, tokens in chunks]
+        self.invariant = invariant
         self.first = slots[0] if list(slots) == list(range(slots[0], slots[0] + len(slots))) else None
         self.slots_T = torch.tensor(slots, device=cache.device)
         self.calls = [0] * layers
@@ -61,16 +69,16 @@ class Step:
         self._views: dict[int | None, list[KeyView]] = {}
 
     def views(self, window: int | None) -> list[KeyView]:
-        """One view per chunk; shared by all layers with the same window."""
+        """Views of all tokens in packed order; shared by all layers with the same window."""
         if window not in self._views:
-            cache = self.cache
-            self._views[window] = [
-                view_keys(
-                    sequence, tokens, window, cache.dtype, cache.device, room=cache.capacity if self.invariant else None
-                )
-                for sequence, tokens in self._chunks
-            ]
+            self._views[window] = [view for chunk in self._chunks for view in self._chunk_views(*chunk, window)]
         return self._views[window]
+
+    def _chunk_views(self, sequence: CachedSequence, tokens: int, window: int | None) -> Sequence[KeyView]:
+        cache = self.cache
+        if self.invariant:
+            return position_ordered(sequence, tokens, window, cache.capacity, cache.device)
+        return [slot_ordered(sequence, tokens, window, cache.dtype, cache.device)]
 
 
 class _Current(threading.local):
@@ -116,97 +124,100 @@ def paged_attention(
     step.calls[layer] += 1
     keys_1HSD, values_1HSE = step.cache.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
     views = step.views(sliding_window)
-    queries = (query_1QTD,) if len(views) == 1 else torch.split(query_1QTD, step.sizes, 2)
+    queries = (query_1QTD,) if len(views) == 1 else torch.split(query_1QTD, [view.queries for view in views], 2)
     outputs = []
     for view, chunk_1QTD in zip(views, queries, strict=True):
-        keys_1HKD, values_1HKE = view.of(keys_1HSD), view.of(values_1HSE)
-        if softcap or s_aux is not None:
-            out_1QTE = explicit_attention(chunk_1QTD, keys_1HKD, values_1HKE, view, scaling, softcap, s_aux)
-        elif step.invariant:
-            out_1QTE = invariant_attention(chunk_1QTD, keys_1HKD, values_1HKE, view, scaling)
+        if step.invariant or softcap or s_aux is not None or _written_is_faster(chunk_1QTD, view):
+            out_1QTE = written_attention(chunk_1QTD, keys_1HSD, values_1HSE, view, scaling, softcap, s_aux)
         else:
-            out_1QTE = fused_attention(chunk_1QTD, keys_1HKD, values_1HKE, view, scaling)
+            out_1QTE = fused_attention(chunk_1QTD, keys_1HSD, values_1HSE, view, scaling)
         outputs.append(out_1QTE)
     packed_1QTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
     return packed_1QTE.transpose(1, 2), None
 
 
+def _written_is_faster(query_1QTD: Tensor, view: KeyView) -> bool:
+    on_cpu = query_1QTD.dtype == torch.bfloat16 and query_1QTD.device.type == "cpu"
+    return on_cpu and query_1QTD.numel() * view.keys > WRITTEN_ABOVE
+
+
 def fused_attention(
-    query_1QTD: Tensor, keys_1HKD: Tensor, values_1HKE: Tensor, view: KeyView, scaling: float | None
+    query_1QTD: Tensor, keys_1HSD: Tensor, values_1HSE: Tensor, view: KeyView, scaling: float | None
 ) -> Tensor:
-    """Softmax attention by torch's fused kernel."""
+    """Softmax attention by torch's fused kernel, ``[1, Q, T, E]``; keys and values are all of a layer's."""
     _, query_heads, tokens, size = query_1QTD.shape
-    heads = keys_1HKD.shape[1]
+    heads = keys_1HSD.shape[1]
     group = query_heads // heads
+    keys_1HKD, values_1HKE = view.of(keys_1HSD, 0, view.keys), view.of(values_1HSE, 0, view.keys)
     if tokens > FOLD_BELOW:
         return scaled_dot_product_attention(
             query_1QTD, keys_1HKD, values_1HKE, attn_mask=view.mask_TK, scale=scaling, enable_gqa=group > 1
         )
-    folded_1HGTD = query_1QTD.reshape(1, heads, group * tokens, size)
-    mask_GTK = view.repeated_mask(group)
-    out_1HGTE = scaled_dot_product_attention(folded_1HGTD, keys_1HKD, values_1HKE, attn_mask=mask_GTK, scale=scaling)
-    return out_1HGTE.view(1, query_heads, tokens, -1)
+    folded_1HMD = query_1QTD.reshape(1, heads, group * tokens, size)
+    mask_MK = view.repeated_mask(group, 0, tokens, query_1QTD.dtype)
+    out_1HME = scaled_dot_product_attention(folded_1HMD, keys_1HKD, values_1HKE, attn_mask=mask_MK, scale=scaling)
+    return out_1HME.view(1, query_heads, tokens, -1)
 
 
-def invariant_attention(
-    query_1QTD: Tensor, keys_1HKD: Tensor, values_1HKE: Tensor, view: KeyView, scaling: float | None
+def written_attention(
+    query_1QTD: Tensor,
+    keys_1HSD: Tensor,
+    values_1HSE: Tensor,
+    view: KeyView,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks_Q: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention whose bits, per query, do not depend on the other queries.
+    """The same written out, also with capped scores and attention sinks.
 
-    Sums run over the keys in the order of their positions, and what follows them (keys of later queries, padding up to
-    a full block) has weight 0, which changes no partial sum. The fused kernel blocks differently by the number of
-    queries; written out in bfloat16 with a float32 softmax this is also the faster one. A lone row is doubled: oneDNN
-    multiplies a single row by another kernel, which adds in another order.
+    A sink is a learned score per query head that takes part in the softmax and has no value. On a bfloat16 CPU, with
+    keys in the order of :mod:`engine.invariance`, a query's bits do not depend on the other queries.
     """
     _, query_heads, tokens, size = query_1QTD.shape
-    heads = keys_1HKD.shape[1]
+    heads = keys_1HSD.shape[1]
     group = query_heads // heads
     scale = size**-0.5 if scaling is None else scaling
+    # Contiguous before it is transposed: the product would copy it element by element otherwise.
+    keys_HDK = view.of(keys_1HSD, 0, view.keys)[0].contiguous().transpose(1, 2)
+    values_HKE = [view.of(values_1HSE, *segment)[0] for segment in view.segments]
     outputs = []
     for start in range(0, tokens, FOLD_BELOW):
-        part_1QTD = query_1QTD[:, :, start : start + FOLD_BELOW]
-        rows = part_1QTD.shape[2]
-        folded_1HGTD = part_1QTD.reshape(1, heads, group * rows, size)
-        if group * rows == 1:
-            folded_1HGTD = folded_1HGTD.expand(-1, -1, 2, -1)
-        scores = (folded_1HGTD @ keys_1HKD.transpose(2, 3)).float().mul_(scale)
-        mask_GTK = view.repeated_mask(group, start, rows)
-        if mask_GTK is not None:
-            scores += mask_GTK
-        out_1HGTE = scores.softmax(-1).to(values_1HKE.dtype) @ values_1HKE
-        outputs.append(out_1HGTE[:, :, : group * rows].reshape(1, query_heads, rows, -1))
+        stop = min(start + FOLD_BELOW, tokens)
+        rows = group * (stop - start)
+        folded_HMD = query_1QTD[0, :, start:stop].reshape(heads, rows, size)
+        if rows == 1:  # a lone row may be multiplied by another kernel, which adds up in another order
+            folded_HMD = folded_HMD.expand(-1, 2, -1)
+        scores_HMK = _scores(folded_HMD @ keys_HDK, scale, softcap, view.repeated_mask(group, start, stop))
+        if sinks_Q is None:
+            weights_HMK = scores_HMK.softmax(-1)
+        else:
+            sinks_HM1 = sinks_Q.to(scores_HMK.dtype).view(heads, group).repeat_interleave(stop - start, 1)[..., None]
+            weights_HMK = torch.cat((scores_HMK, sinks_HM1.expand(-1, scores_HMK.shape[1], 1)), -1).softmax(-1)
+        out_HME = _weighted_sum(weights_HMK.to(query_1QTD.dtype), values_HKE, view.segments)
+        outputs.append(out_HME[:, :rows].reshape(1, query_heads, stop - start, -1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
-def explicit_attention(
-    query_1QTD: Tensor,
-    keys_1HKD: Tensor,
-    values_1HKE: Tensor,
-    view: KeyView,
-    scaling: float | None,
-    softcap: float | None,
-    sinks_Q: Tensor | None,
-) -> Tensor:
-    """The same written out, for what the fused kernel lacks: capped scores and attention sinks.
-
-    A sink is a learned score per head that takes part in the softmax and has no value.
-    """
-    _, query_heads, tokens, size = query_1QTD.shape
-    heads = keys_1HKD.shape[1]
-    folded_1HGTD = query_1QTD.reshape(1, heads, -1, size)
-    scores = folded_1HGTD @ keys_1HKD.transpose(2, 3) * (size**-0.5 if scaling is None else scaling)
+def _scores(products_HMK: Tensor, scale: float, softcap: float | None, mask_MK: Tensor | None) -> Tensor:
+    """What the softmax takes, in float32 at least."""
+    scores_HMK = products_HMK.to(torch.promote_types(products_HMK.dtype, torch.float32))
     if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    mask_GTK = view.repeated_mask(query_heads // heads)
-    if mask_GTK is not None:
-        scores = scores + mask_GTK
-    precise = torch.promote_types(scores.dtype, torch.float32)
-    if sinks_Q is None:
-        weights_1HGTK = scores.softmax(-1, dtype=precise)
-    else:
-        sinks = sinks_Q.repeat_interleave(tokens).view(1, heads, -1, 1).to(scores.dtype)
-        weights_1HGTK = torch.cat((scores, sinks), -1).softmax(-1, dtype=precise)[..., :-1]
-    return (weights_1HGTK.to(values_1HKE.dtype) @ values_1HKE).view(1, query_heads, tokens, -1)
+        scores_HMK = torch.tanh(scores_HMK * (scale / softcap))
+        scale = softcap
+    if mask_MK is None:
+        return scores_HMK.mul_(scale)
+    return torch.add(mask_MK, scores_HMK, alpha=scale)
+
+
+def _weighted_sum(weights_HMK: Tensor, values_HKE: Sequence[Tensor], segments: Sequence[tuple[int, int]]) -> Tensor:
+    """``[H, M, E]``: each segment's sum by itself, then one after the other."""
+    sums = [weights_HMK[..., start:stop] @ part for part, (start, stop) in zip(values_HKE, segments, strict=True)]
+    if len(sums) == 1:
+        return sums[0]
+    total_HME = sums[0].to(torch.promote_types(sums[0].dtype, torch.float32))
+    for part_HME in sums[1:]:
+        total_HME += part_HME
+    return total_HME.to(weights_HMK.dtype)
 
 
 AttentionInterface.register(NAME, paged_attention)

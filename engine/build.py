@@ -33,8 +33,11 @@ class EngineSettings:
     """Name the model is served under; default: the last part of ``model``."""
 
 
-def build(settings: EngineSettings, progress: Callable[[str], None] | None = None) -> Engine:
-    """Load the model and set up its cache; raises :class:`engine.model.ModelError`."""
+def build(settings: EngineSettings, progress: Callable[[str], None] | None = None, *, invariant: bool = True) -> Engine:
+    """Load the model and set up its cache; raises :class:`engine.model.ModelError`.
+
+    ``invariant``: see :class:`engine.step.Engine`. A drafter, whose tokens are only hints, does without.
+    """
     model = load(
         settings.model,
         dtype=settings.dtype,
@@ -44,7 +47,7 @@ def build(settings: EngineSettings, progress: Callable[[str], None] | None = Non
     )
     capacity = settings.cache_tokens or max(model.context, DEFAULT_CACHE_TOKENS)
     cache = KVCache(model.layers, capacity, dtype=model.dtype, device=model.device)
-    return Engine(model, cache)
+    return Engine(model, cache, invariant=invariant)
 
 
 def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:

@@ -112,7 +112,9 @@ class CachedSequence:
         """Parent of every pending node, or ROOT."""
         self.depths: list[int] = []
         """Distance of every pending node from the prefix's end: its position is ``length + depth``."""
-        self._pending_slots: list[int] = []
+        self.pending_slots: list[int] = []
+        self.ascending = 0
+        """How many committed tokens, from the first on, have slots that go up one by one."""
         self._slots = array("q")  # of the committed tokens
         self._blocks: list[int] = []  # in the order they were taken
         self._spare: list[int] = []  # sorted slots of own blocks that hold nothing
@@ -134,11 +136,15 @@ class CachedSequence:
 
     def slots(self, start: int = 0) -> Tensor:
         """Slots of the committed tokens from position ``start`` on, then of all pending nodes."""
-        pending_P = torch.tensor(self._pending_slots, dtype=torch.int64)
+        pending_P = torch.tensor(self.pending_slots, dtype=torch.int64)
         if start >= len(self._slots):
             return pending_P
         # Read in place, then copied by cat: an array cannot grow while a tensor shares its memory.
         return torch.cat((torch.frombuffer(self._slots, dtype=torch.int64, offset=8 * start), pending_P))
+
+    def committed_slots(self, start: int, stop: int | None = None) -> list[int]:
+        """Slots of the committed tokens from position ``start`` on, up to ``stop``."""
+        return self._slots[start:stop].tolist()
 
     def blocks_needed(self, count: int) -> int:
         """Blocks to be taken from the ledger before ``count`` more tokens fit."""
@@ -159,15 +165,15 @@ class CachedSequence:
         slots = self._reserve(len(parents))
         self.parents += parents
         self.depths = depths
-        self._pending_slots += slots
+        self.pending_slots += slots
         return slots
 
     def retract(self, count: int) -> None:
         """Drop the ``count`` nodes appended last."""
         keep = self.pending - count
         assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
-        dropped = self._pending_slots[keep:]
-        del self.parents[keep:], self.depths[keep:], self._pending_slots[keep:]
+        dropped = self.pending_slots[keep:]
+        del self.parents[keep:], self.depths[keep:], self.pending_slots[keep:]
         self._release(dropped)
 
     def advance(self, path: Sequence[int]) -> dict[int, int]:
@@ -186,11 +192,12 @@ class CachedSequence:
             if node > last and (parent == last or parent in renumbered):
                 renumbered[node] = len(renumbered)
         kept = renumbered.keys() | path
-        freed = [slot for node, slot in enumerate(self._pending_slots) if node not in kept]
-        self._slots.extend(self._pending_slots[node] for node in path)
+        freed = [slot for node, slot in enumerate(self.pending_slots) if node not in kept]
+        for node in path:
+            self._commit_slot(self.pending_slots[node])
         self.parents = [renumbered.get(self.parents[node], ROOT) for node in renumbered]
         self.depths = [self.depths[node] - len(path) for node in renumbered]
-        self._pending_slots = [self._pending_slots[node] for node in renumbered]
+        self.pending_slots = [self.pending_slots[node] for node in renumbered]
         self._release(freed)
         return renumbered
 
@@ -206,6 +213,7 @@ class CachedSequence:
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
         freed = self._slots[length:].tolist()
         del self._slots[length:]
+        self.ascending = min(self.ascending, length)
         self._release(freed)
 
     def free(self) -> None:
@@ -213,15 +221,21 @@ class CachedSequence:
         # All at once: slot by slot would take quadratic time in a long sequence.
         for block in self._blocks:
             self._cache.ledger.give(block)
-        for holdings in (self.parents, self.depths, self._pending_slots, self._slots, self._blocks, self._spare):
+        for holdings in (self.parents, self.depths, self.pending_slots, self._slots, self._blocks, self._spare):
             del holdings[:]
+        self.ascending = 0
         self._cache.sequences.discard(self)
 
     def owned_slots(self) -> Iterable[int]:
         """Every slot of this sequence's blocks, whether it holds a token or is spare (for the cache's check)."""
         yield from self._slots
-        yield from self._pending_slots
+        yield from self.pending_slots
         yield from self._spare
+
+    def _commit_slot(self, slot: int) -> None:
+        if self.ascending == self.length and (not self._slots or slot == self._slots[-1] + 1):
+            self.ascending += 1
+        self._slots.append(slot)
 
     def _reserve(self, count: int) -> list[int]:
         needed = self.blocks_needed(count)

@@ -90,7 +90,7 @@ class SharedProduct:
         """What layer ``index`` makes of ``x_NI``."""
         if x_NI is not self._input_NI:
             self._input_NI = x_NI
-            self._parts = torch.split(self._linear.forward(x_NI), self._sizes, -1)
+            self._parts = torch.split_with_sizes(self._linear.forward(x_NI), self._sizes, -1)
         part = self._parts[index]
         if index == len(self._sizes) - 1:
             self._input_NI, self._parts = None, ()

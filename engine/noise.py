@@ -7,15 +7,22 @@ Tensor legend: N keys (rows), V vocabulary, B one block of the vocabulary.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from speculation.noise import GOLDEN_32, LOWBIAS_1, LOWBIAS_2, MASK32
+from speculation.noise import GOLDEN_32, LOWBIAS_1, LOWBIAS_2, MASK32, key
 
 BLOCK = 1 << 15
 """Tokens hashed at once: some twenty passes over a block that stays in the processor's own cache."""
+
+POSITIONS = 8
+"""Positions of one seed hashed together, if their words fit into a block."""
+
+KEPT_BLOCKS = 128
+"""Such groups of positions kept by a thread: at 4 bytes a word at most 80 MB for a vocabulary of 150,000."""
 
 
 def noise_bits(keys: Sequence[int] | Tensor, vocabulary: int, device: torch.device | str) -> Tensor:
@@ -39,12 +46,43 @@ def gumbel(keys: Sequence[int] | Tensor, vocabulary: int, dtype: torch.dtype, de
     return noise_NV
 
 
+class RecentNoise(threading.local):
+    """The noise of draws at positions drawn before, or about to be; each thread has its own.
+
+    Hashing is some thirty small operations, however few tokens. So with a small vocabulary it is done for several
+    positions at once, and kept: the branches of a tree share positions, and the next step looks at the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
+
+    def rows(
+        self, draws: Sequence[tuple[int, int]], vocabulary: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """:func:`gumbel` for the draw of every (seed, position), ``[N, V]``."""
+        together = max(1, min(POSITIONS, BLOCK // vocabulary))
+        wanted = [(seed, position // together, vocabulary, dtype, device) for seed, position in draws]
+        missing = [block for block in dict.fromkeys(wanted) if block not in self._blocks]
+        if missing:
+            keys = [key(seed, first * together + i) for seed, first, *_ in missing for i in range(together)]
+            hashed_NV = gumbel(keys, vocabulary, dtype, device)
+            for i, block in enumerate(missing):
+                # A copy, or one block would keep the memory of all.
+                self._blocks[block] = hashed_NV[i * together : (i + 1) * together].clone()
+        noise_NV = torch.stack(
+            [self._blocks[block][position % together] for block, (_, position) in zip(wanted, draws, strict=True)]
+        )
+        while len(self._blocks) > KEPT_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]
+        return noise_NV
+
+
 def _halves(keys: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high 32 bits of every key as int32 ``[N, 1]``."""
     if isinstance(keys, Tensor):
         keys_N = keys.to(device)
     else:
-        keys_N = torch.tensor([_wrap(key, 64) for key in keys], dtype=torch.int64, device=device)
+        keys_N = torch.tensor([_wrap(each, 64) for each in keys], dtype=torch.int64, device=device)
     # The high half's arithmetic shift and both narrowing casts keep exactly the 32 bits wanted.
     return keys_N.to(torch.int32)[:, None], (keys_N >> 32).to(torch.int32)[:, None]
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.noise import gumbel, noise_bits
+from engine.noise import RecentNoise, gumbel, noise_bits
 from speculation.draft_session import Candidate
 from speculation.messages import Sampling
-from speculation.noise import key
 
 __all__ = ["Candidate", "Draw", "candidates", "filtered_log_probs", "gumbel", "noise_bits", "sample"]
 
-NUCLEUS_GUESS = 1024
+NUCLEUS_GUESS = 128
 """Tokens sorted first for top-p; a row whose first tokens hold less than the wanted mass is sorted further."""
 
 NUCLEUS_GROWTH = 8
@@ -30,6 +29,8 @@ NUCLEUS_GROWTH = 8
 
 RIVALS = 4
 """Tokens beyond the candidates asked for that share in the confidence."""
+
+_recent_noise = RecentNoise()
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,12 @@ def candidates(logits_NV: Tensor, draws: Sequence[Draw], k: int) -> list[list[Ca
 def _perturbed(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Scores whose argmax is the draw: log p up to a constant per row, plus the noise unless greedy."""
     scores_NV = _filtered_scores(logits_NV, draws)
-    random = [not draw.sampling.greedy for draw in draws]
-    random_M = _rows(draws, random, logits_NV.device)
+    random_M = _rows(draws, [not draw.sampling.greedy for draw in draws], logits_NV.device)
     if random_M is None:
         return scores_NV
-    keys = [key(draw.sampling.seed, draw.position) for draw, drawn in zip(draws, random, strict=True) if drawn]
-    noise_MV = gumbel(keys, scores_NV.shape[-1], scores_NV.dtype, scores_NV.device)
-    if len(keys) == len(draws):
+    drawn = [(draw.sampling.seed, draw.position) for draw in draws if not draw.sampling.greedy]
+    noise_MV = _recent_noise.rows(drawn, scores_NV.shape[-1], scores_NV.dtype, scores_NV.device)
+    if len(noise_MV) == len(draws):
         return scores_NV + noise_MV
     return scores_NV.index_add(0, random_M, noise_MV)
 

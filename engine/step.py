@@ -9,6 +9,7 @@ Tensor legend: T tokens of the step, R rows asked for, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,11 +48,18 @@ class Chunk:
 class Engine:
     """A model over a cache."""
 
-    def __init__(self, model: Model, cache: KVCache) -> None:
+    def __init__(self, model: Model, cache: KVCache, *, invariant: bool = True) -> None:
+        """``invariant``: give a token the same bits however it is batched, where that can be had.
+
+        That is in bfloat16 on a CPU. It costs nothing for chains, but a tree with many branches is read faster without.
+        """
         self.model = model
         self.cache = cache
+        self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
         self.last_calls: list[int] = []
         """How often each layer's attention was called in the last step."""
+        self.forward_seconds = 0.0
+        """How long the model itself took in the last step."""
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
 
     @torch.inference_mode()
@@ -113,8 +121,10 @@ class Engine:
         positions = [
             chunk.sequence.length + depth for chunk in chunks for depth in chunk.sequence.depths[-len(chunk.tokens) :]
         ]
-        step = Step(self.cache, [(chunk.sequence, len(chunk.tokens)) for chunk in chunks], slots, model.layers)
+        packed = [(chunk.sequence, len(chunk.tokens)) for chunk in chunks]
+        step = Step(self.cache, packed, slots, model.layers, self.invariant)
         wanted = torch.tensor(rows or [len(tokens) - 1], device=device)
+        started = time.perf_counter()
         with forward_context(step):
             output = model.module(
                 input_ids=torch.tensor([tokens], device=device),
@@ -122,6 +132,7 @@ class Engine:
                 use_cache=False,
                 **({"logits_to_keep": wanted} if self._keeps_rows else {}),
             )
+        self.forward_seconds = time.perf_counter() - started
         self.last_calls = step.calls
         logits_RV: Tensor = output.logits[0] if self._keeps_rows else output.logits[0, wanted]
         return logits_RV[: len(rows), : model.vocabulary].to(self._logits_dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine import attention
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.loader import Model
 from engine.step import Chunk, Engine
@@ -28,8 +29,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_tiny("llama", tmp_path_factory.mktemp("llama"))
 
 
-def engine_of(model: Model, capacity: int = 512) -> Engine:
-    return Engine(model, KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device))
+def engine_of(model: Model, capacity: int = 512, invariant: bool = False) -> Engine:
+    engine = Engine(model, KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device))
+    # Set, not asked for: float32 does not promise it, but shows exactly whether the order of keys is right.
+    engine.invariant = invariant
+    return engine
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -66,10 +70,11 @@ def test_chunked_and_mixed(pair: tuple[Model, Stock]) -> None:
     assert_close(torch.cat(got_b), stock(b))
 
 
-def test_random_trees_with_rollback_and_advance(pair: tuple[Model, Stock]) -> None:
+@pytest.mark.parametrize("invariant", [False, True])
+def test_random_trees_with_rollback_and_advance(pair: tuple[Model, Stock], invariant: bool) -> None:
     """A node's logits are those of the stock forward on the path to it; two sequences step together."""
     model, stock = pair
-    engine = engine_of(model)
+    engine = engine_of(model, invariant=invariant)
     rng = random.Random(5)
     lives = []
     for seed in (3, 4):
@@ -110,10 +115,11 @@ def path(nodes: list[tuple[int, int]], node: int) -> list[int]:
     return taken[::-1]
 
 
-def test_scattered_slots_give_the_same_logits(pair: tuple[Model, Stock]) -> None:
+@pytest.mark.parametrize("invariant", [False, True])
+def test_scattered_slots_give_the_same_logits(pair: tuple[Model, Stock], invariant: bool) -> None:
     """A sequence whose blocks lie apart is gathered instead of read in place."""
     model, stock = pair
-    engine = engine_of(model, capacity=96)
+    engine = engine_of(model, capacity=96, invariant=invariant)
     others = [engine.cache.sequence() for _ in range(6)]
     for other in others:
         prefill(engine, other, tokens(14, 1))
@@ -138,6 +144,25 @@ def test_a_chain_continues_from_the_last_pending_node(llama: Model) -> None:
     in_parts = engine.run([Chunk(two, text[9:], rows=[2])])
     assert_close(in_parts, at_once)
     assert two.parents == list(range(-1, 11))
+
+
+def test_written_and_fused_attention_agree(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(llama)
+    sequence = engine.cache.sequence()
+    prefill(engine, sequence, tokens(70, 1))
+    rows = []
+    for written in (False, True):
+        monkeypatch.setattr(attention, "_written_is_faster", lambda *_, written=written: written)
+        rows.append(engine.run([Chunk(sequence, tokens(100, 2), rows=range(100))]))
+        sequence.rollback()
+    assert_close(rows[1], rows[0])
+
+
+def test_the_time_in_the_model_is_known(llama: Model) -> None:
+    engine = engine_of(llama)
+    assert engine.forward_seconds == 0.0
+    engine.run([Chunk(engine.cache.sequence(), [5])])
+    assert engine.forward_seconds > 0.0
 
 
 def test_rows_come_in_chunk_order_and_only_when_asked(llama: Model) -> None:

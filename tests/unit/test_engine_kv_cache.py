@@ -88,6 +88,27 @@ def test_sequences_live_across_inference_mode() -> None:
     assert sequence.slots(2).tolist() == [7]
 
 
+def test_the_leading_run_of_slots_is_known() -> None:
+    sequence = make().sequence()
+    sequence.append([-1, 0, 1])
+    sequence.advance([0, 1])
+    assert sequence.ascending == 2
+    sequence.append([0, 0])  # slots 3 and 4 behind the pending slot 2
+    sequence.advance([0, 2])
+    assert sequence.committed_slots(0) == [0, 1, 2, 4]
+    assert sequence.ascending == 3
+    sequence.append([-1])  # fills the hole at 3
+    sequence.advance([0])
+    sequence.append([-1, 0])  # goes on at 5 and 6: in order again, but not with the beginning
+    sequence.advance([0, 1])
+    assert sequence.committed_slots(2) == [2, 4, 3, 5, 6]
+    assert sequence.ascending == 3
+    sequence.truncate(2)
+    assert sequence.ascending == 2
+    sequence.free()
+    assert sequence.ascending == 0
+
+
 def test_a_freed_sequence_takes_nothing_more() -> None:
     cache = make()
     sequence = cache.sequence()

@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine import noise as engine_noise
 from engine import sampling
 from engine.sampling import Draw, candidates, filtered_log_probs, sample
 from speculation import noise
@@ -178,3 +179,20 @@ def test_fewer_tokens_than_candidates() -> None:
     assert (only.token, only.confidence) == (1, 1.0)
     greedy = replace(draw, sampling=Sampling(temperature=0.0))
     assert len(candidates(torch.tensor([[0.0, 2.0, 1.0]]), [greedy], 9)[0]) == 3
+
+
+@pytest.mark.parametrize("vocabulary", [5, 4001, 40_000])
+def test_kept_noise_is_the_noise(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was asked before, in whatever company, and also when little is kept."""
+    monkeypatch.setattr(engine_noise, "KEPT_BLOCKS", 2)
+    recent = engine_noise.RecentNoise()
+    rng = random.Random(vocabulary)
+    for _ in range(20):
+        draws = [(rng.choice([-3, 7]), rng.randrange(30)) for _ in range(rng.randint(1, 5))]
+        rows_NV = recent.rows(draws, vocabulary, torch.float32, torch.device("cpu"))
+        keys = [noise.key(seed, position) for seed, position in draws]
+        expected_NV = sampling.gumbel(keys, vocabulary, torch.float32, "cpu")
+        torch.testing.assert_close(rows_NV, expected_NV, atol=1e-6, rtol=1e-6)
+    before = recent.rows([(7, 3)], vocabulary, torch.float32, torch.device("cpu"))
+    assert torch.equal(recent.rows([(1, 1), (7, 3)], vocabulary, torch.float32, torch.device("cpu"))[1:], before)
+    assert recent.rows([(7, 3)], vocabulary, torch.float64, torch.device("cpu")).dtype == torch.float64
