@@ -128,6 +128,7 @@ class Lookahead:
         self._calibration = Calibration()
         self._cost = StepCost()
         self._recorder = recorder
+        self._outcomes: list[dict[str, object]] = []  # for the record of the next step
         self.counters = Counters()
 
     def welcome(self) -> Welcome:
@@ -181,6 +182,7 @@ class Lookahead:
             limits=self._limits.draft,
             calibration=self._calibration,
         )
+        session.outcomes = [] if self._recorder else None
         self._held[link, opened.session] = Drafted(link, session, self._engine.cache.sequence())
         return []
 
@@ -191,6 +193,7 @@ class Lookahead:
         old_root = held.session.trie.root
         pending = held.pending
         sync = held.session.verified(verification)
+        self._note(held.session)
         match sync:
             case Sync.IGNORED:
                 return []
@@ -213,6 +216,13 @@ class Lookahead:
         else:
             held.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
         return []
+
+    def _note(self, session: DraftSession) -> None:
+        """Keep for the record what the session has learned about its candidates."""
+        if session.outcomes:
+            found = [[[round(c, 4) for c in one.confidences], one.right] for one in session.outcomes]
+            self._outcomes.append({"session": session.opened.session, "outcomes": found})
+            session.outcomes.clear()
 
     def _count(self, verification: Verification) -> None:
         self.counters.verified += 1
@@ -259,7 +269,9 @@ class Lookahead:
                 forward=self._engine.forward_seconds,
                 tokens=tokens,
                 sessions=[piece.drafted.session.opened.session for piece in pieces],
+                learned=self._outcomes,
             )
+            self._outcomes = []
 
     def _plan(self) -> list[Piece]:
         """Missing committed tokens are fed first; of the draft places, as many as pay are expanded."""

@@ -2,7 +2,9 @@
 
 When a commit leaves a trie empty (a *miss*), the drafter hears of it, drafts from the new end and pushes. The seconds
 until the first, second, ... token of its path are there are learned here, so that a target can tell whether waiting
-would pay. A wait that was in vain makes the next one less attractive; a dead drafter is waited for once or twice.
+would pay. Some come at once, because they were under way already; the others take a round trip. The estimate leans
+towards the latter: it follows late arrivals quickly and early ones slowly. A wait that was in vain makes the next one
+less attractive; a dead drafter is waited for once or twice.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import math
 
 DEEPEST = 8
 """Tokens of a path that are timed."""
-WEIGHT = 0.2
-"""Weight of the latest observation."""
+LATER, SOONER = 0.3, 0.04
+"""Weight of the latest observation if it was later than expected, or sooner."""
 DISAPPOINTMENT = 2.0
 """How much longer than it was waited for in vain drafts are then expected to take."""
 
@@ -40,7 +42,8 @@ class Arrivals:
         if depth > DEEPEST:
             return
         known = self._seconds[depth - 1]
-        self._seconds[depth - 1] = seconds if known == math.inf else known + WEIGHT * (seconds - known)
+        weight = LATER if seconds > known else SOONER
+        self._seconds[depth - 1] = seconds if known == math.inf else known + weight * (seconds - known)
         for deeper in range(depth, DEEPEST):
             self._seconds[deeper] = max(self._seconds[deeper], self._seconds[depth - 1])
         if self._wider:

@@ -11,7 +11,7 @@ Zero is a candidate like any other, so verification switches itself off where it
 it is tried again later. A draft worker divides its own steps by the same rule.
 
 A session that ran out of drafts may do better to wait than to compute a single token. Time has a price, the ``rate`` of
-tokens a second that the session makes on the whole; so of all there is to do, take what maximises
+tokens a second that the session makes while it has drafts; so of all there is to do, take what maximises
 
     tokens gained  -  rate * seconds spent
 
@@ -114,10 +114,6 @@ def best_prefix(gains: Sequence[float], certain: float, base: int, cost: Callabl
     return best_count
 
 
-MISS_PRICE = 0.3
-"""Tokens that a wait must be ahead by: a long draft that was waited for is likelier to end in another miss."""
-
-
 def worth_waiting(
     now: float, rate: float, agreement: float, due: Sequence[float], cost: Callable[[int], float]
 ) -> int | None:
@@ -126,7 +122,7 @@ def worth_waiting(
     ``now`` is the value of a step at once: expected tokens less ``rate`` times its seconds. ``rate`` is in tokens a
     second, ``agreement`` the chance of one draft token, ``due[k - 1]`` the seconds until a path of k is expected.
     """
-    best, count = now + MISS_PRICE, None
+    best, count = now, None
     tokens, chance = 1.0, 1.0
     for k, seconds in enumerate(due, start=1):
         chance *= agreement

@@ -30,8 +30,8 @@ class DraftLimits:
     """Alternatives at one place."""
     width: int = 6
     """Most places of one session expanded in one step."""
-    least: float = 0.04
-    """Chance of being kept below which nothing is drafted."""
+    least: float = 0.01
+    """Chance of being kept below which nothing is drafted; the baselines draft all they are told to."""
     hold: int = 3
     """Steps whose drafts go out together, while the target has enough."""
     enough: int = 8
@@ -67,6 +67,20 @@ class Candidate:
     """What the token was drawn from, under the rejection rule."""
 
 
+NONE_RIGHT = -1
+"""The target took none of the candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the drafter thought of its candidates at a place that the text went through, and which one came true."""
+
+    confidences: tuple[float, ...]
+    """Best first; at least one."""
+    right: int
+    """Index of the one that the target took, or :data:`NONE_RIGHT`."""
+
+
 class DraftSession:
     """The committed tokens of a session as far as known here, and the drafts beyond them."""
 
@@ -96,6 +110,9 @@ class DraftSession:
         self._ignored = 0
         """Verifications in a row that offered nothing although drafts stood."""
         self._patience = PATIENCE
+        self.outcomes: list[Outcome] | None = None
+        """What became of the places along the text, in its order, for a record; None: not kept."""
+        self._said: dict[Node, Sequence[Candidate]] = {}  # at every place that was expanded, for the outcomes
 
     @property
     def tokens(self) -> Sequence[Token]:
@@ -109,7 +126,8 @@ class DraftSession:
         if len(self.trie) >= self.limits.nodes or not self._lead:
             return []
         deepest = self.trie.position + self._depth
-        worth = [node for node in self._leaves if node.weight >= self.limits.least and node.end < deepest]
+        least = self.limits.least if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+        worth = [node for node in self._leaves if node.weight >= least and node.end < deepest]
         worth = [node for node in worth if node is self.trie.root or node.token not in self.opened.limits.stop_tokens]
         worth.sort(key=lambda node: -node.weight)
         return worth[: 1 if self.opened.speculation.chains else self.limits.width]
@@ -121,7 +139,8 @@ class DraftSession:
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
             return min(self.opened.speculation.max_depth, room)
         if self.opened.speculation.schedule is Schedule.PARALLEL:
-            return min(2 * self.opened.speculation.max_depth, self.limits.lead, room)
+            # What is being verified, the target's own token after it, and the next draft.
+            return min(2 * self.opened.speculation.max_depth + 1, self.limits.lead, room)
         return min(self._lead, self.limits.lead, room)
 
     def expand(self, node: Node, candidates: Sequence[Candidate]) -> int:
@@ -131,6 +150,8 @@ class DraftSession:
         still be expanded themselves.
         """
         self._leaves.pop(node, None)
+        if self.outcomes is not None:
+            self._said[node] = candidates
         added = 0
         for rank, candidate in enumerate(candidates[: self.children]):
             if candidate.token in node.children:
@@ -232,6 +253,7 @@ class DraftSession:
         standing = list(self.trie)
         self._leaves = {node: None for node in (self.trie.root, *standing) if not node.children}
         self._unsent = {node: None for node in standing if node in self._unsent}
+        self._said = {node: self._said[node] for node in (self.trie.root, *standing) if node in self._said}
         if offered:
             self._ignored, self._patience = 0, PATIENCE
         elif len(standing) > len(self._unsent):
@@ -247,6 +269,8 @@ class DraftSession:
         for token in tokens:
             for child in node.children.values():
                 self.calibration.observe(child, child.token == token)
+            if self.outcomes is not None and node in self._said:
+                self.outcomes.append(_outcome(self._said[node], token))
             if token not in node.children:
                 return
             node = node.children[token]
@@ -255,3 +279,8 @@ class DraftSession:
 def _parent(node: Node) -> Node:
     assert node.parent is not None
     return node.parent
+
+
+def _outcome(candidates: Sequence[Candidate], token: Token) -> Outcome:
+    right = next((rank for rank, candidate in enumerate(candidates) if candidate.token == token), NONE_RIGHT)
+    return Outcome(tuple(candidate.confidence for candidate in candidates), right)

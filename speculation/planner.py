@@ -19,8 +19,8 @@ WAIT_SLACK = 1.5
 """How much longer than expected drafts are waited for."""
 LEAST_WAIT = 0.001
 """Seconds; expected sooner than this, drafts are waited for this long."""
-LONGEST_WAIT = 2.0
-"""Plain steps that a session waits at most."""
+LONGEST_WAIT = 1 / 3
+"""Share of a plain step beyond which drafts are not waited for: until then drafting goes on during that step."""
 DEAF_AFTER = 0.5
 """Seconds that the baseline schedules wait for a drafter before they go on without."""
 
@@ -100,15 +100,16 @@ class Planner:
             return None
         if missed is None or session.in_vain or not session.expects_drafts:
             return None
-        due = session.arrivals.due(now - missed)[: min(session.room, session.opened.speculation.max_depth)]
         cost = self.cost(1)
+        longest = LONGEST_WAIT * cost(1)
+        due = session.arrivals.due(now - missed)[: min(session.room, session.opened.speculation.max_depth)]
+        due = [seconds for seconds in due if now - missed + seconds <= longest]
         rate = max(session.rate, 1.0 / cost(1))  # plain decoding is always to be had
         value = 1.0 + sum(offer.odds) - rate * cost(1 + len(offer.nodes))
         count = worth_waiting(value, rate, session.pace.agreement, due, cost)
         if count is None or count <= session.trie.lead:
             return None
-        expected = max(WAIT_SLACK * session.arrivals.seconds(count), LEAST_WAIT)
-        until = missed + min(expected, LONGEST_WAIT * cost(1))
+        until = missed + max(WAIT_SLACK * session.arrivals.seconds(count), LEAST_WAIT)
         if now < until:
             return until
         session.waited_in_vain(now)

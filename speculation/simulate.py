@@ -1,323 +1,402 @@
-"""A deterministic simulation of router, drafters and targets under faults.
+"""How fast it decodes: a discrete-event model of targets, drafters and the network between them.
 
-One heap, one seeded generator, virtual time. The machines are the ones that serve:
-:class:`speculation.session.Session`, :class:`speculation.target_session.TargetSession` and
-:class:`speculation.draft_session.DraftSession`. Only the models are toys (a hash of the context) and the network is a
-list. The cut is at the stream between router and worker; on it, messages are delayed, lost and doubled, streams break
-with or without the worker noticing, workers restart empty or hang.
+One heap, one seeded generator, virtual time. All decisions are taken by the code that serves: the target asks
+:class:`speculation.planner.Planner`, sessions are :class:`speculation.target_session.TargetSession` and
+:class:`speculation.draft_session.DraftSession`, a drafter fills its steps with :func:`speculation.budget.best_prefix`.
+Given from outside are what steps and messages take (:mod:`speculation.costs`) and how the models agree
+(:mod:`speculation.agreement`), either recorded from a real run or made up.
 
-Checked after every run: the output of each session equals decoding with the target alone, nothing was retracted or
-emitted twice, every session ends, and (unless messages were lost) no worker keeps a session after that.
+Left out: prompts, caches, the router's own work beyond the delay of a message, prompt lookup, faults (for these see
+:mod:`speculation.faults`). Messages reach a worker between its steps, as they do in :mod:`transport.worker`.
 
-    python -m speculation.simulate --seeds 2000
+Checked in every run: all text is the target's own.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from random import Random
-from time import perf_counter
 
-from speculation.events import (
-    Available,
-    Effect,
-    Emit,
-    Event,
-    Fail,
-    Finish,
-    Lost,
-    PeerId,
-    Place,
-    Placed,
-    Received,
-    Role,
-    Send,
-    Start,
-    Stop,
-    Tick,
-    Wake,
-)
+from speculation.agreement import VOCABULARY, Text
+from speculation.budget import StepCost, best_prefix
+from speculation.calibration import Calibration
+from speculation.costs import Costs
+from speculation.draft_session import DraftLimits, DraftSession, Outcome, Sync
 from speculation.messages import (
-    FromWorker,
     Limits,
+    Open,
     Proposal,
-    Refused,
     Sampling,
+    Schedule,
     SessionId,
-    Token,
-    ToWorker,
+    Source,
+    Speculation,
     Verification,
 )
-from speculation.session import Phase, Session, SessionLimits
-from speculation.toy_workers import VOCABULARY, DraftWorker, TargetWorker, target_only
+from speculation.planner import Asked, Planner
+from speculation.target_session import TargetSession
+from speculation.trie import Node, Offer
 
-OUTPUT = 40
-SESSIONS = 6
-HORIZON = 600.0
-"""Virtual seconds after which a session that has not ended counts as stuck."""
-HEALED = 120.0
-"""Faults stop here, so that progress can be demanded."""
+WITHIN = 0.03
+"""Throughput this close to the best is as good as the best."""
+WARM_UP = 128
+"""Tokens a session before anything counts: the workers have learned by then what they cost and whom to believe."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """The faults of one run."""
+class Bounds:
+    """Limits of the workers, as in :mod:`target_service.scheduler` and :mod:`draft_service.lookahead`."""
 
-    loss: float = 0.0
-    doubling: float = 0.0
-    delay: float = 0.002
-    """Mean one-way delay in seconds, exponentially distributed; order within a stream is kept."""
-    crash_every: float = 0.0
-    """Mean seconds between worker crashes (0: never)."""
-    hang_every: float = 0.0
-    agreement: float = 0.8
+    drafts_per_session: int = 12
+    verify: int = 64
+    """Most tokens of a target's step."""
+    places: int = 64
+    """Most places of a drafter's step."""
+    draft: DraftLimits = DraftLimits()
 
-    @classmethod
-    def random(cls, rng: Random) -> Weather:
-        """One of many kinds of weather, calm ones included."""
-        return cls(
-            loss=rng.choice([0.0, 0.0, 0.01, 0.1]),
-            doubling=rng.choice([0.0, 0.05]),
-            delay=rng.choice([0.0005, 0.005, 0.05]),
-            crash_every=rng.choice([0.0, 0.3, 2.0]),
-            hang_every=rng.choice([0.0, 1.0, 5.0]),
-            agreement=rng.choice([0.0, 0.5, 0.8, 1.0]),
+    def drafts(self, sessions: int) -> int:
+        """Room for drafts of each of so many sessions in one step."""
+        return min(self.drafts_per_session, max(self.verify - sessions, 0) // sessions)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated: workers, requests that are always running, and how drafts are made."""
+
+    schedule: Schedule | None = Schedule.TRIE
+    """None: plain decoding."""
+    draft_length: int = 5
+    """Tokens of a draft, under the baseline schedules."""
+    rtt: float = 0.0
+    """Seconds from router to drafter and back, over what costs say."""
+    sessions: int = 1
+    """Requests at a time; when one ends, the next begins. Spread evenly over targets and over drafters."""
+    targets: int = 1
+    drafters: int = 1
+    request_tokens: int = 128
+
+    @property
+    def speculation(self) -> Speculation:
+        """What every request asks for."""
+        if self.schedule is None:
+            return Speculation(enabled=False)
+        sources = frozenset({Source.DRAFT})
+        if self.schedule is Schedule.TRIE:
+            return Speculation(sources=sources)
+        return Speculation(max_depth=self.draft_length, schedule=self.schedule, sources=sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a simulated run came to."""
+
+    setting: Setting
+    seconds: float
+    tokens: int
+    verifications: int
+    offered: int
+    accepted: int
+    target_busy: float
+    """Share of the time in which targets verify: the pipeline efficiency, 1 if drafts are never waited for."""
+    draft_busy: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all requests."""
+        return self.tokens / self.seconds
+
+    @property
+    def rate_per_request(self) -> float:
+        """Tokens a second that one user sees."""
+        return self.rate / self.setting.sessions
+
+    @property
+    def rate_per_target(self) -> float:
+        """Tokens a second of one target."""
+        return self.rate / self.setting.targets
+
+    @property
+    def tokens_per_verification(self) -> float:
+        """Tokens that a step commits for one session."""
+        return self.tokens / self.verifications
+
+
+def simulate(
+    setting: Setting,
+    costs: Costs,
+    outcomes: Sequence[Outcome],
+    rng: Random,
+    *,
+    tokens: int = 1000,
+    bounds: Bounds = Bounds(),
+) -> Report:
+    """Run until ``tokens`` are committed for every session, after a warm-up.
+
+    ``outcomes``: the text that is replayed, each request from a place of its own.
+    """
+    return _World(setting, costs, outcomes, rng, bounds).run(tokens)
+
+
+def enough(rates: Mapping[int, float], goal: float | None = None) -> int | None:
+    """The smallest count whose rate is as good as ``goal`` (the best of ``rates`` if not given); None if none is."""
+    goal = max(rates.values()) if goal is None else goal
+    return min((count for count, rate in rates.items() if rate >= (1 - WITHIN) * goal), default=None)
+
+
+class _World:
+    """Clock, requests and workers of one run."""
+
+    def __init__(
+        self, setting: Setting, costs: Costs, outcomes: Sequence[Outcome], rng: Random, bounds: Bounds
+    ) -> None:
+        self.setting, self.costs, self.bounds = setting, costs, bounds
+        self.now = 0.0
+        self.totals = _Totals()
+        self._outcomes, self._rng = outcomes, rng
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+        self._opened = 0
+        self._targets = [_Target(self) for _ in range(setting.targets)]
+        self._drafters = [_Drafter(self) for _ in range(setting.drafters)]
+
+    def run(self, tokens: int) -> Report:
+        """See :func:`simulate`."""
+        for slot in range(self.setting.sessions):
+            self.open(slot)
+        self._until(WARM_UP * self.setting.sessions)
+        before, started = replace(self.totals), self.now
+        self._until(before.tokens + tokens * self.setting.sessions)
+        seconds, done = self.now - started, self.totals.less(before)
+        return Report(
+            setting=self.setting,
+            seconds=seconds,
+            tokens=done.tokens,
+            verifications=done.verifications,
+            offered=done.offered,
+            accepted=done.accepted,
+            target_busy=done.verifying / seconds / self.setting.targets,
+            draft_busy=done.drafting / seconds / self.setting.drafters,
         )
+
+    def _until(self, tokens: int) -> None:
+        while self.totals.tokens < tokens:
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run ``action`` so much later; what is due at the same time runs in the order of these calls."""
+        self._serial += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._serial, action))
+
+    def open(self, slot: int) -> None:
+        """Begin the next request of a slot."""
+        self._opened += 1
+        text = Text(self._outcomes, self._rng.randrange(len(self._outcomes)), self._rng.getrandbits(64))
+        opened = Open(
+            SessionId(self._opened),
+            epoch=1,
+            tokens=(text.token(0),),
+            sampling=Sampling(),
+            limits=Limits(end=1 + self.setting.request_tokens),
+            speculation=self.setting.speculation,
+        )
+        target = self._targets[slot % len(self._targets)]
+        drafter = self._drafters[slot % len(self._drafters)] if opened.speculation.enabled else None
+        if drafter is not None:
+            drafter.open(opened, text, target)
+        target.open(opened, text, slot, drafter)
+
+    def varied(self, seconds: float) -> float:
+        """A step's time, which is not always the same."""
+        jitter = self.costs.jitter
+        return seconds * self._rng.lognormvariate(-(jitter**2) / 2, jitter) if jitter else seconds
 
 
 @dataclass(slots=True)
-class Peer:
-    """A worker as the world sees it. ``life`` counts restarts; messages of an earlier life vanish."""
+class _Totals:
+    """Since the start."""
 
-    name: PeerId
-    role: Role
-    worker: TargetWorker | DraftWorker
-    life: int = 0
-    up: bool = True
-    hung_until: float = 0.0
-    known: bool = True
-    """Whether the router believes its stream to be up."""
-    arrivals: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    verifications: int = 0
+    offered: int = 0
+    accepted: int = 0
+    verifying: float = 0.0
+    drafting: float = 0.0
+
+    def less(self, before: _Totals) -> _Totals:
+        return _Totals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
-class World:
-    """Clock, network and router shell of one run."""
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """A session at its target."""
 
-    def __init__(self, seed: int, weather: Weather | None = None) -> None:
-        self.rng = Random(seed)
-        self.weather = weather or Weather.random(self.rng)
-        self.now = 0.0
-        self.events = 0
-        self._serial = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        names = [(Role.TARGET, "t0"), (Role.TARGET, "t1"), (Role.DRAFT, "d0"), (Role.DRAFT, "d1"), (Role.DRAFT, "d2")]
-        self.peers = {PeerId(name): Peer(PeerId(name), role, self._worker(role)) for role, name in names}
-        self.sessions: list[Session] = []
-        self.emitted: list[list[Token]] = []
-        self.failures: list[str] = []
-        self.stopped: set[int] = set()
-        self.accepted = 0
+    session: TargetSession
+    text: Text
+    slot: int
+    drafter: _Drafter | None
 
-    def _worker(self, role: Role) -> TargetWorker | DraftWorker:
-        return TargetWorker() if role is Role.TARGET else DraftWorker(self.weather.agreement)
 
-    def at(self, when: float, action: Callable[[], None]) -> None:
-        """Run ``action`` at virtual time ``when``."""
-        self._serial += 1
-        heapq.heappush(self._heap, (when, self._serial, action))
+class _Target:
+    """The verify loop over sessions whose prompts are in the cache."""
 
-    def run(self) -> None:
-        """Serve all sessions to their end, then check the promises."""
-        bounds = SessionLimits(
-            fruitless_openings=1_000, draft_openings=50, placement_timeout=HORIZON, stall_timeout=2.0
-        )
-        for i in range(SESSIONS):
-            prompt = tuple(self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, 6)))
-            sampling = Sampling(seed=self.rng.getrandbits(64))
-            session = Session(SessionId(i), prompt, sampling, Limits(len(prompt) + OUTPUT), session_limits=bounds)
-            self.sessions.append(session)
-            self.emitted.append([])
-            self.at(self.rng.random(), lambda i=i: self._deliver(i, Start()))  # type: ignore[misc]
-        if self.rng.random() < 0.5:
-            self.at(self.rng.uniform(0.1, 1.5), lambda: self._client_stops(0))
-        for peer in self.peers.values():
-            self._schedule_step(peer)
-            self._schedule_faults(peer)
-        while self._heap and (self._running() or self.now < 1.0):
-            self.now, _, action = heapq.heappop(self._heap)
-            self.events += 1
-            assert self.now < HORIZON, f"stuck: {[(s.phase, len(s.output)) for s in self.sessions]}"
-            action()
-        while self._heap:
-            self.now, _, action = heapq.heappop(self._heap)
-            action()
-        self._check()
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self._planner = Planner()
+        self._held: dict[SessionId, _Verified] = {}
+        self._inbox: list[tuple[Proposal, float]] = []
+        self._idle = True
+        self._woken = 0
 
-    def _running(self) -> bool:
-        return any(session.phase is not Phase.ENDED for session in self.sessions)
+    def open(self, opened: Open, text: Text, slot: int, drafter: _Drafter | None) -> None:
+        self._held[opened.session] = _Verified(self._planner.session(opened, VOCABULARY), text, slot, drafter)
+        self._wake()
 
-    def _client_stops(self, i: int) -> None:
-        self.stopped.add(i)
-        self._deliver(i, Stop())
+    def hear(self, proposal: Proposal) -> None:
+        self._inbox.append((proposal, self._world.now))
+        self._wake()
 
-    def _check(self) -> None:
-        for i, session in enumerate(self.sessions):
-            prompt = session._tokens[: session.prompt_length]
-            truth = target_only(prompt, session._sampling.seed, session._limits.end)
-            assert tuple(self.emitted[i]) == session.output, "what was emitted is not what is committed"
-            if i in self.stopped:
-                truth = truth[: len(session.output)]
-            assert session.output == truth, f"session {i} differs from the target alone"
-        assert not self.failures, self.failures
-        if not self.weather.loss:
-            held = {peer.name: list(peer.worker.sessions) for peer in self.peers.values() if peer.worker.sessions}
-            assert not held, f"sessions left behind: {held}"
+    def _wake(self) -> None:
+        """Step, unless a step is under way: then what has come waits for its end."""
+        if self._idle:
+            self._idle = False
+            self._world.after(0.0, self._step)
 
-    # -- router shell --------------------------------------------------------------------------------------------------
-
-    def _deliver(self, i: int, event: Event) -> None:
-        session = self.sessions[i]
-        for effect in session.handle(self.now, event):
-            self._perform(i, effect)
-
-    def _perform(self, i: int, effect: Effect) -> None:
-        match effect:
-            case Place(role=role, avoid=avoid):
-                names = [p.name for p in self.peers.values() if p.known and p.role is role and p.name not in avoid]
-                self._deliver(i, Placed(role, self.rng.choice(names) if names else None))
-            case Send(peer=peer, message=message):
-                self._to_worker(self.peers[peer], message)
-            case Emit(tokens=tokens, accepted=accepted):
-                self.emitted[i].extend(tokens)
-                self.accepted += accepted
-            case Wake(at=when):
-                self.at(when, lambda: self._deliver(i, Tick()))
-            case Fail(message=message):
-                self.failures.append(message)
-            case Finish():
-                pass
-
-    def _broadcast(self, event: Event) -> None:
-        for i in range(len(self.sessions)):
-            self._deliver(i, event)
-
-    # -- network -------------------------------------------------------------------------------------------------------
-
-    def _transmit(self, peer: Peer, direction: str, action: Callable[[], None]) -> None:
-        """Deliver in order after a delay, unless the stream breaks first; lose or double as the weather has it."""
-        life = peer.life
-        faulty = self.now < HEALED
-        if faulty and self.rng.random() < self.weather.loss:
+    def _step(self) -> None:
+        self._woken += 1
+        for proposal, at in self._inbox:
+            if proposal.session in self._held:
+                self._held[proposal.session].session.propose(proposal, at)
+        self._inbox.clear()
+        held = list(self._held.values())
+        room = self._world.bounds.drafts(len(held)) if held else 0
+        plan = self._planner.plan([Asked(one.session, room) for one in held], self._world.now)
+        going = [(one, offer) for one, offer in zip(held, plan.offers, strict=True) if offer is not None]
+        if not going:
+            self._rest(plan.wake)
             return
-        for _ in range(2 if faulty and self.rng.random() < self.weather.doubling else 1):
-            arrival = max(self.now + self.rng.expovariate(1 / self.weather.delay), peer.arrivals.get(direction, 0.0))
-            peer.arrivals[direction] = arrival
-            self.at(arrival, lambda: action() if peer.life == life else None)
+        tokens = sum(1 + len(offer.nodes) for _, offer in going)
+        seconds = self._world.varied(self._world.costs.verify_seconds(len(going), tokens))
+        self._world.after(seconds, lambda: self._commit(going, tokens, seconds))
 
-    def _to_worker(self, peer: Peer, message: ToWorker) -> None:
-        def arrive() -> None:
-            for reply in peer.worker.receive(message) if peer.up else []:
-                self._to_router(peer, reply)
+    def _rest(self, wake: float | None) -> None:
+        self._idle = True
+        if wake is not None:
+            woken = self._woken
+            # A wait that a message has ended meanwhile must not end the next one.
+            self._world.after(wake - self._world.now, lambda: self._wake() if self._woken == woken else None)
 
-        self._transmit(peer, "to", arrive)
+    def _commit(self, going: Sequence[tuple[_Verified, Offer]], tokens: int, seconds: float) -> None:
+        world = self._world
+        self._planner.observe(len(going), tokens, seconds)
+        world.totals.verifying += seconds
+        for one, offer in going:
+            root = one.session.trie.root
+            drawn = [one.text.drawn(node.end, node.digest) for node in (root, *offer.nodes)]
+            verification = one.session.commit(drawn, world.now).verification
+            self._account(one, verification)
+        world.after(world.costs.verify_pause, self._step)
 
-    def _to_router(self, peer: Peer, message: FromWorker) -> None:
-        assert isinstance(message, Verification | Proposal | Refused)
-        session = message.session
-        self._transmit(
-            peer, "from", lambda: self._deliver(session, Received(peer.name, message)) if peer.known else None
+    def _account(self, one: _Verified, verification: Verification) -> None:
+        """Tell the drafter, and go on with the next request after the last token."""
+        world = self._world
+        own = tuple(one.text.token(position) for position in range(verification.position, verification.end))
+        assert verification.tokens == own, "the text differs from that of the target alone"
+        world.totals.tokens += len(verification.tokens)
+        world.totals.verifications += 1
+        world.totals.offered += verification.offered
+        world.totals.accepted += verification.accepted
+        if one.drafter is not None:
+            drafter = one.drafter
+            world.after(world.costs.to_draft + world.setting.rtt / 2, lambda: drafter.hear(verification))
+        if verification.finish:
+            del self._held[verification.session]
+            world.open(one.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """A session at its drafter."""
+
+    session: DraftSession
+    text: Text
+    target: _Target
+
+
+class _Drafter:
+    """The lookahead over sessions whose prompts are in the cache."""
+
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self._held: dict[SessionId, _Drafted] = {}
+        self._inbox: list[Verification] = []
+        self._calibration = Calibration()
+        self._cost = StepCost()
+        self._idle = True
+
+    def open(self, opened: Open, text: Text, target: _Target) -> None:
+        session = DraftSession(
+            opened, vocabulary=VOCABULARY, limits=self._world.bounds.draft, calibration=self._calibration
         )
+        self._held[opened.session] = _Drafted(session, text, target)
+        self._wake()
 
-    def _schedule_step(self, peer: Peer) -> None:
-        def step() -> None:
-            if peer.up and self.now >= peer.hung_until:
-                for message in peer.worker.step():
-                    self._to_router(peer, message)
-            if self._running():
-                self._schedule_step(peer)
+    def hear(self, verification: Verification) -> None:
+        self._inbox.append(verification)
+        self._wake()
 
-        self.at(self.now + peer.worker.step_seconds * self.rng.uniform(0.8, 1.5), step)
+    def _wake(self) -> None:
+        if self._idle:
+            self._idle = False
+            self._world.after(0.0, self._step)
 
-    # -- faults --------------------------------------------------------------------------------------------------------
+    def _step(self) -> None:
+        for verification in self._inbox:
+            sync = self._held[verification.session].session.verified(verification)
+            assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"
+            if sync is Sync.FINISHED:
+                del self._held[verification.session]
+        self._inbox.clear()
+        places = self._places()
+        if places:
+            seconds = self._world.varied(self._world.costs.draft(len(places)))
+            self._world.after(seconds, lambda: self._expand(places, seconds))
+        else:
+            self._idle = True
+            self._push()
 
-    def _schedule_faults(self, peer: Peer) -> None:
-        self._repeat(self.weather.crash_every, lambda: self._crash(peer))
-        self._repeat(self.weather.hang_every, lambda: self._hang(peer))
+    def _places(self) -> list[tuple[_Drafted, Node]]:
+        """What to expand, by the rule of :mod:`draft_service.lookahead`: ends of texts first, then what pays."""
+        ends: list[tuple[_Drafted, Node]] = []
+        further: list[tuple[_Drafted, Node]] = []
+        for held in self._held.values():
+            frontier = held.session.frontier()
+            if frontier and frontier[0] is held.session.trie.root:
+                ends.append((held, frontier[0]))
+            else:
+                further += ((held, node) for node in frontier)
+        further.sort(key=lambda place: -place[1].weight)
+        del further[self._world.bounds.places :]
+        weights = [node.weight for _, node in further]
+        return ends + further[: best_prefix(weights, len(ends), len(ends), self._cost)]
 
-    def _repeat(self, mean: float, fault: Callable[[], None]) -> None:
-        """Let ``fault`` happen again and again until the faults stop."""
+    def _expand(self, places: Sequence[tuple[_Drafted, Node]], seconds: float) -> None:
+        world = self._world
+        self._cost.observe(len(places), seconds)
+        world.totals.drafting += seconds
+        for held, node in places:
+            held.session.expand(node, held.text.candidates(node.end, node.digest))
+        self._push()
+        world.after(world.costs.draft_pause, self._step)
 
-        def strike() -> None:
-            fault()
-            self._repeat(mean, fault)
-
-        when = self.now + self.rng.expovariate(1 / mean) if mean else HEALED
-        if when < HEALED and self._running():
-            self.at(when, strike)
-
-    def _crash(self, peer: Peer) -> None:
-        """Kill the worker; its replacement is empty. Half the time the router learns late, as after a lost FIN."""
-        peer.life += 1
-        peer.up = False
-        peer.worker = self._worker(peer.role)
-        life = peer.life
-        late = self.now + self.rng.choice([0.003, 1.0])
-        self.at(late, lambda: self._notice(peer) if peer.life == life and not peer.up else None)
-        self.at(self.now + self.rng.uniform(0.01, 3.0), lambda: self._restart(peer))
-
-    def _notice(self, peer: Peer) -> None:
-        if peer.known:
-            peer.known = False
-            self._broadcast(Lost(peer.name))
-
-    def _restart(self, peer: Peer) -> None:
-        if peer.up and peer.known:
-            return  # an earlier restart was enough
-        self._notice(peer)
-        peer.up = peer.known = True
-        self._broadcast(Available(peer.role))
-
-    def _hang(self, peer: Peer) -> None:
-        """Stop the worker for a while. The router may cut the stream meanwhile, which ends the worker's sessions."""
-        peer.hung_until = self.now + self.rng.uniform(0.05, 4.0)
-        if self.rng.random() < 0.5:
-            peer.life += 1
-            peer.worker.sessions.clear()
-            self._notice(peer)
-            self.at(peer.hung_until, lambda: self._restart(peer))
+    def _push(self) -> None:
+        world = self._world
+        for held in self._held.values():
+            for proposal in held.session.pushes():
+                world.after(world.costs.to_target + world.setting.rtt / 2, _delivery(held.target, proposal))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run many seeds; on the first failure say how to replay it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m speculation.simulate", description=__doc__.split("\n")[0] if __doc__ else None
-    )
-    parser.add_argument("--seeds", type=int, default=500, help="number of runs (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    started, events, accepted, reopened = perf_counter(), 0, 0, 0
-    for seed in range(options.first, options.first + options.seeds):
-        world = World(seed)
-        try:
-            world.run()
-        except AssertionError as error:
-            sys.stderr.write(f"seed {seed}: {error}\nreplay: python -m speculation.simulate --first {seed} --seeds 1\n")
-            return 1
-        events += world.events
-        accepted += world.accepted
-        reopened += sum(session.reopened for session in world.sessions)
-    rate = options.seeds / (perf_counter() - started)
-    tokens = options.seeds * SESSIONS * OUTPUT
-    sys.stdout.write(
-        f"{options.seeds} seeds passed ({rate:.0f} a second): {events} events, "
-        f"{accepted} of about {tokens} tokens drafted, {reopened} failovers\n"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _delivery(target: _Target, proposal: Proposal) -> Callable[[], None]:
+    return lambda: target.hear(proposal)

@@ -37,6 +37,15 @@ class Experience:
     arrivals: Arrivals = field(default_factory=Arrivals)
 
 
+@dataclass(slots=True)
+class _Miss:
+    """A commit that left no drafts: when, where, and how long the path is that has come since."""
+
+    at: float
+    position: int
+    reached: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """What one step decided: the message to send, and the offer indices whose cache entries stay."""
@@ -70,13 +79,11 @@ class TargetSession:
             trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
         self.finished: FinishReason | None = None
-        self.missed_at: float | None = None
-        """When the last commit left no drafts, if it did."""
         self.in_vain = False
         """The last wait ended without drafts, and none has come since."""
         self.committed_at: float | None = None
-        self._missed_position = 0
-        self._reached = 0
+        self._miss: _Miss | None = None
+        self._earlier_miss: _Miss | None = None
         self._seconds_a_step = 0.0
         self._tokens_a_step = 1.0
         self._offer: Offer | None = None
@@ -96,6 +103,11 @@ class TargetSession:
         return self.opened.limits.end - self.trie.position - 1
 
     @property
+    def missed_at(self) -> float | None:
+        """When the last commit left no drafts, if it did."""
+        return self._miss.at if self._miss else None
+
+    @property
     def expects_drafts(self) -> bool:
         """Whether a draft worker may be at work for it, and is not told to rest."""
         speculation = self.opened.speculation
@@ -103,7 +115,7 @@ class TargetSession:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, on the whole; 0 before anything was measured."""
+        """Tokens a second while drafts are at hand; 0 before that was ever the case."""
         return self._tokens_a_step / self._seconds_a_step if self._seconds_a_step else 0.0
 
     # -- drafts --------------------------------------------------------------------------------------------------------
@@ -121,23 +133,30 @@ class TargetSession:
         return placement
 
     def _arrived(self, proposal: Proposal, at: float) -> None:
-        """Time the first drafts after a miss."""
+        """Time the first drafts after a miss.
+
+        What arrives during a step is looked at after it. So drafts may turn out to have been here before the last
+        commit: then that was no miss, and they answer the one before it.
+        """
         self.in_vain = False
-        if self.missed_at is None or not proposal.tokens:
+        if self._miss is not None and at < self._miss.at and len(self.trie):
+            self._miss = None
+        miss = next((miss for miss in (self._miss, self._earlier_miss) if miss and miss.at <= at), None)
+        if miss is None or not proposal.tokens:
             return
         depths: list[int] = []
         for parent in proposal.parents:
             depths.append(1 + (0 if parent == ANCHOR else depths[parent]))
-        reached = proposal.anchor_position + max(depths) - self._missed_position
-        for depth in range(self._reached + 1, reached + 1):
-            self.arrivals.observe(depth, max(at - self.missed_at, 0.0))
-        self._reached = max(self._reached, reached)
+        reached = proposal.anchor_position + max(depths) - miss.position
+        for depth in range(miss.reached + 1, reached + 1):
+            self.arrivals.observe(depth, at - miss.at)
+        miss.reached = max(miss.reached, reached)
 
     def waited_in_vain(self, now: float) -> None:
         """No drafts came in the time they were given."""
         self.in_vain = True
-        if self.missed_at is not None:
-            self.arrivals.in_vain(now - self.missed_at)
+        if self._miss is not None:
+            self.arrivals.in_vain(now - self._miss.at)
 
     def candidates(self, budget: int) -> Offer:
         """The at most ``budget`` draft tokens most likely to be kept, best first.
@@ -197,7 +216,7 @@ class TargetSession:
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
         if at is not None:
-            self._clock(at, count)
+            self._clock(at, count, len(offer.nodes))
         verification = Verification(
             session=self.opened.session,
             epoch=self.opened.epoch,
@@ -223,13 +242,13 @@ class TargetSession:
             node, matched, diverged = node.children[token], matched + 1, False
         self.pace.observe(matched, diverged, accepted)
 
-    def _clock(self, at: float, count: int) -> None:
-        if self.committed_at is not None:
+    def _clock(self, at: float, count: int, offered: int) -> None:
+        """Measure the pace of steps with drafts, and note whether this one left some."""
+        if offered and self.committed_at is not None and self._miss is None:
             seconds = at - self.committed_at
             known = self._seconds_a_step
             self._seconds_a_step = known + RATE_MEMORY * (seconds - known) if known else seconds
-            self._tokens_a_step += RATE_MEMORY * (count - self._tokens_a_step)
+            self._tokens_a_step += RATE_MEMORY * (count - self._tokens_a_step) if known else count - self._tokens_a_step
         self.committed_at = at
-        self.missed_at = None
-        if not len(self.trie):
-            self.missed_at, self._missed_position, self._reached = at, self.trie.position, 0
+        self._earlier_miss = self._miss or self._earlier_miss
+        self._miss = None if len(self.trie) else _Miss(at, self.trie.position)

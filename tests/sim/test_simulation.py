@@ -6,9 +6,9 @@ import pytest
 
 from speculation import acceptance, target_session
 from speculation.events import Emit
+from speculation.faults import Weather, World, main
 from speculation.messages import Sampling, Verification
 from speculation.session import Session
-from speculation.simulate import Weather, World, main
 
 SEEDS = 60
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5, hang_every=1.0)
@@ -42,7 +42,7 @@ def test_a_seed_replays_exactly():
 
 def found(monkeypatch: pytest.MonkeyPatch, seeds: int = 40) -> bool:
     """Whether the simulator notices what was planted."""
-    monkeypatch.setattr("speculation.simulate.HORIZON", 200.0)
+    monkeypatch.setattr("speculation.faults.HORIZON", 200.0)
     for seed in range(seeds):
         try:
             World(seed, replace(STORM, hang_every=0.0)).run()

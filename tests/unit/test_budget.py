@@ -98,4 +98,4 @@ def test_a_wait_must_gain_more_tokens_than_its_time_is_worth(rate, due, count):
 
 
 def test_one_does_not_wait_for_drafts_that_are_always_wrong():
-    assert worth_waiting(0.0, 0.1, 0.01, [0.1] * 8, lambda tokens: 10.0) is None
+    assert worth_waiting(0.0, 0.1, 0.01, [0.2] * 8, lambda tokens: 10.0) is None

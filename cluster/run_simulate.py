@@ -1,0 +1,291 @@
+"""``paceline simulate``: what speed to expect, of a recorded or a made-up set-up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cluster.config import default_of
+from cluster.console import CommandError, stages
+from cluster.flags import BAD_INPUT, Parser
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cluster.sweep import Simulator, Sweep
+    from speculation.costs import Costs
+    from speculation.draft_session import Outcome
+
+ABOUT = "predict decoding speed for other distances, loads and numbers of workers"
+DETAILS = """\
+A model in virtual time, which takes its decisions with the code that serves. It starts from the records of a
+run (workers with --record FILE; best with plain and drafted requests in turn, and no added delay):
+
+  paceline simulate --record target.jsonl --record draft.jsonl --rtt 0,5,20
+
+or from figures:
+
+  paceline simulate --target-step-ms 30 --draft-step-ms 2 --acceptance 0.8 --rtt 20 \\
+    --sessions 1,4,16,64 --drafters 1,2,4
+
+Flags of a sweep take several values, separated by commas or by repeating the flag; all combinations are run.
+"""
+MADE_UP = {
+    "target_step_ms": 30.0,
+    "verify_slope": 0.01,
+    "draft_step_ms": 2.0,
+    "draft_slope": 0.04,
+    "relay_ms": 1.4,
+    "acceptance": 0.8,
+}
+"""A made-up set-up, where the flags do not say otherwise."""
+BOUNDS = {
+    "target_step_ms": (0.001, 60_000.0),
+    "verify_slope": (0.0, 10.0),
+    "draft_step_ms": (0.001, 60_000.0),
+    "draft_slope": (0.0, 10.0),
+    "relay_ms": (0.0, 60_000.0),
+    "acceptance": (0.0, 1.0),
+}
+SWEEP = {
+    "rtt": "0",
+    "sessions": "1",
+    "targets": "1",
+    "drafters": "1",
+    "schedule": "trie,sequential,parallel,plain",
+    "draft_length": "3,5,8",
+}
+"""What is swept, where the flags do not say otherwise."""
+MOST = 4096
+"""Sessions, workers, or tokens of a draft."""
+LONGEST_TRIP_MS = 60_000.0
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+PIPE_WIDTH = 200
+"""Columns of a table that goes to a file."""
+
+Value = TypeVar("Value")
+
+
+def add(parser: Parser) -> None:
+    """Its flags."""
+    recorded = parser.add_argument_group("a recorded set-up")
+    recorded.add_argument("--record", type=Path, action="append", metavar="FILE", help="records of a worker; repeat")
+    made_up = parser.add_argument_group("a made-up set-up")
+    for name, about in (
+        ("target_step_ms", "a step of the target that computes one token"),
+        ("verify_slope", "cost of each further token, as a share of that"),
+        ("draft_step_ms", "a step of the drafter that expands one place"),
+        ("draft_slope", "cost of each further place, as a share of that"),
+        ("relay_ms", "way of a message from worker to worker, without any distance"),
+        ("acceptance", "chance that the drafter's first choice is right"),
+    ):
+        text = f"{about} (default: {MADE_UP[name]:g})"
+        made_up.add_argument(_flag(name), type=float, metavar="X", help=text)
+    about = "chance that a further choice is right where those before it are not (default: 0.6 of --acceptance)"
+    made_up.add_argument("--coverage", type=float, metavar="X", help=about)
+    sweep = parser.add_argument_group("what is swept")
+    for name, about in (
+        ("rtt", "added round trip between router and drafters, in ms"),
+        ("sessions", "requests at a time"),
+        ("targets", "target workers"),
+        ("drafters", "draft workers"),
+        ("schedule", "how drafting and verification take turns"),
+        ("draft_length", "tokens of a draft under sequential and parallel; the best is shown"),
+    ):
+        text = f"{about} (default: {SWEEP[name]})"
+        sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=text)
+    other = parser.add_argument_group("the run and its results")
+    most = default_of("speculation.max_draft")
+    about = f"most draft tokens verified for a session in a step (default: {most})"
+    other.add_argument("--max-draft", type=int, default=most, metavar="N", help=about)
+    other.add_argument("--tokens", type=int, default=1000, metavar="N", help="tokens a session (default: 1000)")
+    other.add_argument("--jitter", type=float, default=0.0, metavar="X", help="relative spread of steps (default: 0)")
+    other.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures (default: 0)")
+    other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
+    other.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was swept")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and report."""
+    from cluster.sweep import plot, table, write_csv
+
+    sweep = _sweep(args)
+    _check_results(args, sweep)
+    simulator = _simulator(args)
+    with stages() as progress:
+        rows = simulator.rows(sweep, progress)
+        verdicts = list(simulator.verdicts(sweep))
+    _show(table(rows), verdicts)
+    if args.csv:
+        write_csv(rows, args.csv)
+    if args.plot:
+        plot(rows, sweep, args.plot)
+    return 0
+
+
+def _show(table: Table, verdicts: Sequence[str]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(table)
+    for verdict in verdicts:
+        console.print(verdict, soft_wrap=True)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _sweep(args: argparse.Namespace) -> Sweep:
+    from cluster.sweep import SCHEDULES, Sweep
+
+    def schedule(text: str) -> str:
+        if text not in SCHEDULES:
+            raise ValueError(f"one of {', '.join(SCHEDULES)}")
+        return text
+
+    def count(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST:
+            raise ValueError(f"a whole number from 1 to {MOST}")
+        return int(text)
+
+    def seconds(text: str) -> float:
+        try:
+            milliseconds = float(text)
+        except ValueError:
+            milliseconds = -1.0
+        if not 0 <= milliseconds <= LONGEST_TRIP_MS:
+            raise ValueError(f"milliseconds from 0 to {LONGEST_TRIP_MS:g}")
+        return milliseconds / 1000
+
+    return Sweep(
+        schedules=_values(args, "schedule", schedule),
+        draft_lengths=_values(args, "draft_length", count),
+        rtts=_values(args, "rtt", seconds),
+        sessions=_values(args, "sessions", count),
+        targets=_values(args, "targets", count),
+        drafters=_values(args, "drafters", count),
+    )
+
+
+def _values(args: argparse.Namespace, name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
+    """The values of a sweep, in the order given, each once. ``parse`` raises ValueError saying what would be right."""
+    given = getattr(args, name) or [SWEEP[name]]
+    found: dict[Value, None] = {}
+    for text in ",".join(given).split(","):
+        try:
+            found[parse(text.strip())] = None
+        except ValueError as error:
+            raise CommandError(f"{_flag(name)} {text!r}: must be {error}", BAD_INPUT) from None
+    return tuple(found)
+
+
+def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
+    """What would only fail once all is simulated."""
+    from cluster.sweep import axes_of
+
+    for name in ("csv", "plot"):
+        file = getattr(args, name)
+        if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise CommandError(f"--{name} {file}: must be a file in a folder that exists", BAD_INPUT)
+    if not args.plot:
+        return
+    if args.plot.suffix not in PLOT_FORMATS:
+        raise CommandError(f"--plot {args.plot}: must end in one of {', '.join(PLOT_FORMATS)}", BAD_INPUT)
+    if not axes_of(sweep):
+        raise CommandError("--plot needs several values of --rtt, --sessions or --drafters", BAD_INPUT)
+    if not find_spec("matplotlib"):
+        raise CommandError("--plot needs matplotlib: pip install matplotlib", BAD_INPUT)
+
+
+def _simulator(args: argparse.Namespace) -> Simulator:
+    from cluster.sweep import Simulator
+    from speculation.simulate import Bounds
+
+    for name, least, most in (
+        ("tokens", 1, 10**6),
+        ("max_draft", 0, 64),
+        ("jitter", 0.0, 1.0),
+        ("seed", 0, 2**63),
+    ):
+        _within(name, getattr(args, name), least, most)
+    costs, outcomes = _recorded(args) if args.record else _made_up(args)
+    bounds = Bounds(drafts_per_session=args.max_draft)
+    return Simulator(replace(costs, jitter=args.jitter), outcomes, bounds, args.tokens, args.seed)
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise CommandError(f"{_flag(name)} {value:g}: must be from {least:g} to {most:g}", BAD_INPUT)
+
+
+def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
+    from speculation.agreement import made_up
+    from speculation.costs import Costs, Curve
+
+    given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in MADE_UP.items()}
+    for name, value in given.items():
+        least, most = BOUNDS[name]
+        _within(name, value, least, most)
+    if args.coverage is not None:
+        _within("coverage", args.coverage, 0, 1)
+    relay = given["relay_ms"] / 1000
+    costs = Costs(
+        verify={1: Curve.straight(given["target_step_ms"] / 1000, given["verify_slope"])},
+        draft=Curve.straight(given["draft_step_ms"] / 1000, given["draft_slope"]),
+        to_target=relay,
+        to_draft=relay,
+    )
+    return costs, made_up(Random(args.seed), given["acceptance"], args.coverage)
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
+    from speculation.recorded import UselessRecord, read
+
+    for name in [*MADE_UP, "coverage"]:
+        if getattr(args, name) is not None:
+            raise CommandError(f"{_flag(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
+    try:
+        found = read([line for file in args.record for line in _lines(file)])
+    except UselessRecord as error:
+        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {error}", BAD_INPUT) from error
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"not what a worker of this version writes: {type(error).__name__}: {error}"
+        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {message}", BAD_INPUT) from error
+    return found.costs, found.outcomes
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of one record. A last line that is cut short, by ``kill -9`` say, is left out."""
+    try:
+        with file.open(encoding="utf-8") as stream:
+            for number, text in enumerate(stream, 1):
+                if text.endswith("\n"):
+                    yield _line(file, number, text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise CommandError(f"--record {file}: {reason}; give what a worker wrote with --record", BAD_INPUT) from error
+
+
+def _line(file: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or line.get("role") not in ("target", "draft"):
+        raise CommandError(f"--record {file}: line {number} is not one that a worker writes with --record", BAD_INPUT)
+    return line

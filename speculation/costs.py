@@ -1,0 +1,70 @@
+"""What steps and messages cost, for the simulator: curves through measured times.
+
+What a worker believes about its own steps, learned while serving, is :class:`speculation.budget.StepCost`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+FAR = 1 << 12
+"""A step so large that a straight line to it is a straight line to everything."""
+
+
+class Curve:
+    """Seconds of a step by the tokens it computes: never falling, on straight lines between what was measured."""
+
+    def __init__(self, measured: Iterable[tuple[int, float, float]]) -> None:
+        """``measured``: tokens, seconds, and how much this measurement counts. At least one."""
+        pools: list[tuple[float, float, list[int]]] = []  # sum of weighted seconds, weight, sizes
+        for tokens, seconds, weight in sorted(measured):
+            total, sizes = seconds * weight, [tokens]
+            # Pool adjacent violators: the closest curve that never falls.
+            while pools and pools[-1][0] / pools[-1][1] >= total / weight:
+                above, more, before = pools.pop()
+                total, weight, sizes = total + above, weight + more, before + sizes
+            pools.append((total, weight, sizes))
+        self._sizes = [size for _, _, sizes in pools for size in sizes]
+        self._seconds = [total / weight for total, weight, sizes in pools for _ in sizes]
+        assert self._sizes, "a curve needs a point"
+
+    @classmethod
+    def straight(cls, seconds: float, slope: float) -> Curve:
+        """``seconds`` for one token, and the share ``slope`` of that for each further one."""
+        return cls([(1, seconds, 1.0), (FAR, seconds * (1 + slope * (FAR - 1)), 1.0)])
+
+    def __call__(self, tokens: int) -> float:
+        """Seconds; outside of what was measured, on the line through its two ends, and never less than the least."""
+        sizes, seconds = self._sizes, self._seconds
+        at = bisect_left(sizes, tokens)
+        if at < len(sizes) and (at == 0 or sizes[at] == tokens):
+            return seconds[at]
+        left, right = (0, -1) if at == len(sizes) else (at - 1, at)
+        run = sizes[right] - sizes[left]
+        slope = (seconds[right] - seconds[left]) / run if run else 0.0
+        return seconds[right] + slope * (tokens - sizes[right])
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that things take in one set-up."""
+
+    verify: Mapping[int, Curve]
+    """A step of the target, by sessions and tokens. At least one entry."""
+    draft: Curve
+    """A step of the drafter, by places expanded."""
+    to_target: float
+    """A message's way from drafter to target through the router, without any distance: queues, wake-ups, encoding."""
+    to_draft: float
+    verify_pause: float = 0.0
+    """Between two steps of a target that does not wait."""
+    draft_pause: float = 0.0
+    jitter: float = 0.0
+    """Relative standard deviation of a step's time."""
+
+    def verify_seconds(self, sessions: int, tokens: int) -> float:
+        """A step of the target; where so many sessions were not measured, as with the next fewer."""
+        known = [count for count in self.verify if count <= sessions]
+        return self.verify[max(known) if known else min(self.verify)](tokens)

@@ -1,0 +1,133 @@
+"""What the workers' step records say about costs and agreement: what the simulator needs to predict this set-up.
+
+A worker started with ``--record FILE`` writes one JSON object a step (:mod:`target_service.verify_loop`,
+:mod:`draft_service.lookahead`). The records should come from a run in which messages were not held back, and best from
+one in which plain and drafted requests alternate, so that few and many drafts are verified.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import Any
+
+from speculation.costs import Costs, Curve
+from speculation.draft_session import NONE_RIGHT, Outcome
+
+BACK_TO_BACK = 0.001
+"""Seconds; a worker that takes longer to begin its next step had nothing to do."""
+LARGEST_DRAFT = 64
+"""Places; a drafter's larger steps read a prompt."""
+RELAY = 0.0014
+"""Seconds from worker to worker through the router on one machine, where a record shows too few cases to tell."""
+FEWEST = 5
+"""Cases from which a time is taken."""
+
+Line = Mapping[str, Any]
+
+
+class UselessRecord(ValueError):
+    """A record lacks something that cannot be done without. Says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a run has shown."""
+
+    costs: Costs
+    outcomes: list[Outcome]
+    """The texts one after another."""
+
+
+def read(lines: Iterable[Line]) -> Recorded:
+    """Draw costs and agreement from the lines of all workers, in any order.
+
+    Raises :class:`UselessRecord` when something is missing; KeyError, TypeError or ValueError for any other line.
+    """
+    lines = list(lines)
+    target = sorted((line for line in lines if line["role"] == "target" and "start" in line), key=_start)
+    waits = [line["wait"] for line in lines if line["role"] == "target" and "wait" in line]
+    draft = sorted((line for line in lines if line["role"] == "draft"), key=_start)
+    costs = Costs(
+        verify=_verify(target),
+        draft=_draft(draft),
+        to_target=_relay([end for _, end in waits], draft),
+        to_draft=_relay([after["start"] for _, after in _idle(draft)], target),
+        verify_pause=_pause(target),
+        draft_pause=_pause(draft),
+    )
+    outcomes = _outcomes(draft)
+    if not outcomes:
+        raise UselessRecord("it holds no drafts that the target decided on; record requests that use the draft model")
+    return Recorded(costs, outcomes)
+
+
+def _start(line: Line) -> float:
+    return float(line["start"])
+
+
+def _seconds(line: Line) -> float:
+    return float(line["end"] - line["start"])
+
+
+def _verify(steps: Iterable[Line]) -> dict[int, Curve]:
+    """By number of sessions; steps that read prompts are left out."""
+    seconds: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        if step["sessions"] and all(session["feed"] == 1 for session in step["sessions"]):
+            seconds[len(step["sessions"])][step["tokens"]].append(_seconds(step))
+    if not seconds:
+        raise UselessRecord("it holds no step in which a target decodes; record a target worker too")
+    return {sessions: _curve(by_tokens) for sessions, by_tokens in seconds.items()}
+
+
+def _draft(steps: Iterable[Line]) -> Curve:
+    seconds: defaultdict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        if step["tokens"] <= LARGEST_DRAFT:
+            seconds[step["tokens"]].append(_seconds(step))
+    if not seconds:
+        raise UselessRecord("it holds no step of a drafter; record a draft worker too")
+    return _curve(seconds)
+
+
+def _curve(seconds: Mapping[int, Sequence[float]]) -> Curve:
+    """Medians: a step during which the machine did something else says nothing about steps."""
+    return Curve((tokens, median(times), len(times)) for tokens, times in seconds.items())
+
+
+def _idle(steps: Sequence[Line]) -> list[tuple[Line, Line]]:
+    """Steps that follow each other with nothing to do in between."""
+    return [(before, after) for before, after in pairwise(steps) if after["start"] - before["end"] > BACK_TO_BACK]
+
+
+def _pause(steps: Sequence[Line]) -> float:
+    gaps = [after["start"] - before["end"] for before, after in pairwise(steps)]
+    gaps = [gap for gap in gaps if gap <= BACK_TO_BACK]
+    return max(median(gaps), 0.0) if gaps else 0.0
+
+
+def _relay(woken: Iterable[float], steps: Sequence[Line]) -> float:
+    """Seconds from the end of a step to the moment at which its message ended the other worker's idleness.
+
+    Not every such moment is due to a message, so a low one of many is taken.
+    """
+    ends = sorted(float(step["end"]) for step in steps)
+    after = [when - ends[at - 1] for when in woken if (at := bisect_right(ends, when))]
+    return quantiles(after, n=4)[0] if len(after) >= FEWEST else RELAY
+
+
+def _outcomes(steps: Iterable[Line]) -> list[Outcome]:
+    """Session by session, in the order of the text. A record of before this was kept has none."""
+    found: defaultdict[int, list[Outcome]] = defaultdict(list)
+    for step in steps:
+        for learned in step.get("learned", ()):
+            for confidences, right in learned["outcomes"]:
+                if not confidences or not NONE_RIGHT <= right < len(confidences):
+                    raise UselessRecord(f"an outcome says that candidate {right} of {len(confidences)} was right")
+                found[learned["session"]].append(Outcome(tuple(confidences), right))
+    return [outcome for outcomes in found.values() for outcome in outcomes]
