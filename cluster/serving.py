@@ -41,6 +41,7 @@ def draft_settings(config: Config) -> DraftSettings:
         nodes=max(speculation.lead, DraftLimits().nodes),
         children=speculation.children,
         width=speculation.width,
+        bytes_a_token=speculation.push_bytes,
     )
     limits = LookaheadLimits(sessions=config.draft.max_sessions, draft=draft)
     return DraftSettings(_engine(config.draft), limits, config.draft.record)

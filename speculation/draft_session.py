@@ -33,17 +33,21 @@ class DraftLimits:
     least: float = 0.01
     """Chance of being kept below which nothing is drafted; the baselines draft all they are told to."""
     hold: int = 3
-    """Steps whose drafts go out together, while the target has enough."""
+    """Steps whose drafts go out together, unless the target has none at all."""
     enough: int = 8
-    """Lead pushed to the target from which on there is no hurry."""
+    """Lead pushed to the target from which on twice as many go out together."""
+    bytes_a_token: float = 58.0
+    """What may be pushed for every token committed, in bytes; chains, which are all drafted to be sent, may exceed it."""
 
 
 PATIENCE = 3
 """Verifications in a row that ignore what was pushed, before it is pushed again; doubles each time."""
 
 
-REPEATED = 5
-"""Known nodes repeated in a proposal that cost as many bytes as another proposal."""
+PROPOSAL_BYTES = 26
+"""What a proposal costs on the wire, besides its nodes."""
+MOST_CREDIT = 8
+"""Committed tokens whose bytes may be saved up."""
 
 
 class Sync(Enum):
@@ -107,6 +111,7 @@ class DraftSession:
         self._held = 0
         """Steps that have added to what is unsent."""
         self._sent_end = self.trie.position
+        self._credit = MOST_CREDIT * limits.bytes_a_token
         self._ignored = 0
         """Verifications in a row that offered nothing although drafts stood."""
         self._patience = PATIENCE
@@ -171,21 +176,41 @@ class DraftSession:
     def pushes(self) -> list[Proposal]:
         """What is to be sent now: called once after each step that expanded this session, or that left it alone.
 
-        While the target has enough to go on with, the drafts of a few steps go out together.
+        While the target has enough to go on with, the drafts of a few steps go out together. The likeliest go first,
+        as many as the bytes allow; others may become likely later.
         """
         if not self._unsent:
             return []
         self._held += 1
-        short = self._sent_end - self.trie.position < self.limits.enough
+        lead = self._sent_end - self.trie.position
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
             ready = not self.frontier()
         else:
-            ready = short or self._held >= self.limits.hold or not self.frontier()
-        if not ready:
+            patience = self.limits.hold * (1 if lead < self.limits.enough else 2)
+            ready = lead == 0 or self._held >= patience or not self.frontier()
+        chosen = self._affordable() if ready else []
+        if not chosen:
             return []
-        nodes, self._unsent, self._held = self._unsent, {}, 0
-        self._sent_end = max(self._sent_end, *(node.end for node in nodes))
-        return self._proposals(list(nodes))
+        self._held = 0
+        self._sent_end = max(self._sent_end, *(node.end for node in chosen))
+        proposals = self._proposals(chosen)
+        for node in chosen:
+            del self._unsent[node]
+        self._credit -= sum(PROPOSAL_BYTES + sum(map(_bytes, proposal.tokens)) for proposal in proposals)
+        return proposals
+
+    def _affordable(self) -> list[Node]:
+        """The likeliest of what is unsent that may be sent; a parent is never less likely than its child."""
+        if self.opened.speculation.chains:
+            return list(self._unsent)
+        chosen: list[Node] = []
+        left = self._credit - PROPOSAL_BYTES
+        for node in sorted(self._unsent, key=lambda node: (-node.weight, node.end)):
+            left -= _bytes(node.token)
+            if left < 0:
+                break
+            chosen.append(node)
+        return chosen
 
     def _proposals(self, nodes: Sequence[Node]) -> list[Proposal]:
         """New nodes in the fewest bytes: one proposal for each place they hang from, or one that spans them all.
@@ -200,7 +225,8 @@ class DraftSession:
             anchors[node] = anchor = anchors[above] if above in unsent else above
             parts.setdefault(anchor, []).append(node)
         common, spanning = self._span(list(parts), nodes)
-        if len(spanning) - len(nodes) <= REPEATED * (len(parts) - 1):
+        repeated = sum(_bytes(node.token) for node in spanning if node not in unsent)
+        if repeated <= PROPOSAL_BYTES * (len(parts) - 1):
             return [self._proposal(common, spanning)]
         return [self._proposal(anchor, part) for anchor, part in parts.items()]
 
@@ -246,6 +272,8 @@ class DraftSession:
         return Sync.FINISHED if verification.finish else Sync.ADVANCED
 
     def _advance(self, tokens: Sequence[Token], offered: int) -> None:
+        limits = self.limits
+        self._credit = min(self._credit + limits.bytes_a_token * len(tokens), MOST_CREDIT * limits.bytes_a_token)
         self._learn(tokens)
         self.trie.advance(tokens)
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
@@ -284,3 +312,8 @@ def _parent(node: Node) -> Node:
 def _outcome(candidates: Sequence[Candidate], token: Token) -> Outcome:
     right = next((rank for rank, candidate in enumerate(candidates) if candidate.token == token), NONE_RIGHT)
     return Outcome(tuple(candidate.confidence for candidate in candidates), right)
+
+
+def _bytes(token: Token) -> int:
+    """What a draft token costs on the wire: itself as a varint, its parent, its confidence."""
+    return (token.bit_length() + 6) // 7 + 2

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.lookahead import LookaheadLimits
 from speculation.draft_session import DraftLimits
-from speculation.messages import Sampling, Speculation
+from speculation.messages import Sampling, Source, Speculation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits
 from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_invariant_bf16, target_worker
@@ -31,6 +31,9 @@ def reference(slow_target) -> list[list[int]]:
     return texts
 
 
+DRAFTS = Speculation(sources=frozenset({Source.DRAFT}))
+
+
 @pytest.mark.parametrize("at_once", [1, 8])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 async def test_greedy_text_equals_transformers(slow_target, reference, drafted: bool, at_once: int):
@@ -41,7 +44,7 @@ async def test_greedy_text_equals_transformers(slow_target, reference, drafted: 
 
             async def one(prompt):
                 async with gate:
-                    return await decode(serving, prompt, NEW_TOKENS, stop_tokens=STOP)
+                    return await decode(serving, prompt, NEW_TOKENS, stop_tokens=STOP, speculation=DRAFTS)
 
             results = await asyncio.gather(*map(one, held_out_prompts()[:20]))
     assert [result.tokens for result in results] == reference

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from speculation import digest as digests
-from speculation.draft_session import PATIENCE, Candidate, DraftLimits, DraftSession, Sync
+from speculation.draft_session import MOST_CREDIT, PATIENCE, Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -22,6 +22,7 @@ from speculation.messages import (
 )
 from speculation.target_session import TargetSession
 from speculation.trie import Fate, Offer
+from transport.codec import encode_to_worker
 
 PROMPT = (1, 2, 3)
 
@@ -44,8 +45,8 @@ def target(**kwargs) -> TargetSession:
     return TargetSession(opened(**kwargs), vocabulary=100)
 
 
-def draft(lead: int = 8, hold: int = 3, **kwargs) -> DraftSession:
-    return DraftSession(opened(**kwargs), vocabulary=100, limits=DraftLimits(lead=lead, hold=hold))
+def draft(lead: int = 8, hold: int = 1, enough: int = 20, **kwargs) -> DraftSession:
+    return DraftSession(opened(**kwargs), vocabulary=100, limits=DraftLimits(lead=lead, hold=hold, enough=enough))
 
 
 def test_a_target_commits_accepted_drafts_and_its_own_token():
@@ -193,15 +194,33 @@ def test_the_first_choice_is_drafted_however_doubtful():
     assert session.frontier() == []  # and nothing beyond it
 
 
-def test_while_the_target_has_enough_pushes_wait_for_each_other():
-    session = draft(lead=20)
-    grow(session, *range(10, 18))  # eight ahead: enough
+def test_pushes_wait_for_each_other_unless_the_target_has_nothing():
+    session = draft(lead=24, hold=2, enough=6)
     sizes = []
-    for token in range(18, 24):
+    for token in range(10, 22):
         (node, *_) = session.frontier()
         session.expand(node, [Candidate(token, 0.9)])
-        sizes.append([len(proposal.tokens) for proposal in session.pushes()])
-    assert sizes == [[], [], [3], [], [], [3]]
+        sizes.append(sum(len(proposal.tokens) for proposal in session.pushes()))
+    assert sizes == [1, 0, 2, 0, 2, 0, 2, 0, 0, 0, 4, 0]  # at once, every two steps, and every four from six ahead
+
+
+def test_pushes_keep_to_the_bytes_that_committed_tokens_earn_and_the_likeliest_go_first():
+    session = DraftSession(
+        opened(end=1000), vocabulary=10**6, limits=DraftLimits(nodes=10**4, lead=10**3, hold=1, least=0.0, width=8)
+    )
+    sent, position, rounds = 0, len(PROMPT), 60
+    for _ in range(rounds):
+        for step in range(8):
+            for rank, node in enumerate(session.frontier()):
+                tokens = range(1000 * step + 10 * rank, 1000 * step + 10 * rank + 3)
+                session.expand(node, [Candidate(token, 0.5 / (1 + i)) for i, token in enumerate(tokens)])
+            for proposal in session.pushes():
+                sent += len(encode_to_worker(proposal)) + 2  # and its place in the frame
+        tokens = (*session.tokens[len(PROMPT) :], 999_999)  # never what was drafted
+        digest = digests.of((*PROMPT, *tokens))
+        session.verified(Verification(SessionId(1), 4, position, (999_999,), digest, 0, 1))
+        position += 1
+    assert 0.5 * 58 * rounds < sent <= 58 * (rounds + MOST_CREDIT)
 
 
 def test_new_nodes_at_several_places_make_one_proposal_if_they_are_near():
@@ -230,7 +249,8 @@ def test_new_nodes_far_from_each_other_make_a_proposal_each():
     session.pushes()
     session.expand(tip, [Candidate(6, 0.9)])
     session.expand(session.trie.root.children[5], [Candidate(7, 0.9)])
-    assert [(p.anchor_position, p.tokens) for p in session.pushes()] == [(tip.end, (6,)), (len(PROMPT) + 1, (7,))]
+    pushed = {(proposal.anchor_position, proposal.tokens) for proposal in session.pushes()}
+    assert pushed == {(tip.end, (6,)), (len(PROMPT) + 1, (7,))}
 
 
 def test_what_a_drafter_pushes_is_understood_by_a_target():
