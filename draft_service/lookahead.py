@@ -20,7 +20,7 @@ from engine.recorder import Recorder
 from engine.rejection import draw_sparse
 from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
-from speculation.budget import StepCost, best_prefix
+from speculation.budget import StepCost, worth_drafting
 from speculation.calibration import Calibration
 from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
@@ -289,7 +289,7 @@ class Lookahead:
         del places[self._limits.batch :]
         base = sum(len(piece.tokens) for piece in pieces)
         chosen: dict[Drafted, list[Node]] = {}
-        for _, held, node in places[: best_prefix([place[0] for place in places], len(pieces), base, self._cost)]:
+        for _, held, node in places[: worth_drafting([place[0] for place in places], base, len(pieces), self._cost)]:
             chosen.setdefault(held, []).append(node)
         return pieces + [self._piece(held, nodes) for held, nodes in chosen.items()]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-FAIR_CHANCE = 0.05
-"""Drafting stops where the odds of a token to be reached fall below this."""
+FAIR_CHANCE = 0.002
+"""Drafting stops where the odds of a token to be reached fall below this. Low: the step in flight comes in between."""
 WEIGHT = 0.1
 """Weight of the latest observation."""
 USELESS = 0.1

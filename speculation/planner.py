@@ -98,7 +98,7 @@ class Planner:
         missed = session.missed_at
         if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
             return None
-        if missed is None or session.in_vain or not session.expects_drafts:
+        if missed is None or session.in_vain or not session.expects_drafts or not session.rate:
             return None
         cost = self.cost(1)
         longest = LONGEST_WAIT * cost(1)
@@ -106,7 +106,7 @@ class Planner:
         due = [seconds for seconds in due if now - missed + seconds <= longest]
         rate = max(session.rate, 1.0 / cost(1))  # plain decoding is always to be had
         value = 1.0 + sum(offer.odds) - rate * cost(1 + len(offer.nodes))
-        count = worth_waiting(value, rate, session.pace.agreement, due, cost)
+        count = worth_waiting(value, rate, session.agreement, due, cost)
         if count is None or count <= session.trie.lead:
             return None
         until = missed + max(WAIT_SLACK * session.arrivals.seconds(count), LEAST_WAIT)

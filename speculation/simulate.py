@@ -2,7 +2,7 @@
 
 One heap, one seeded generator, virtual time. All decisions are taken by the code that serves: the target asks
 :class:`speculation.planner.Planner`, sessions are :class:`speculation.target_session.TargetSession` and
-:class:`speculation.draft_session.DraftSession`, a drafter fills its steps with :func:`speculation.budget.best_prefix`.
+:class:`speculation.draft_session.DraftSession`, a drafter fills its steps with :func:`speculation.budget.worth_drafting`.
 Given from outside are what steps and messages take (:mod:`speculation.costs`) and how the models agree
 (:mod:`speculation.agreement`), either recorded from a real run or made up.
 
@@ -20,7 +20,7 @@ from dataclasses import astuple, dataclass, replace
 from random import Random
 
 from speculation.agreement import VOCABULARY, Text
-from speculation.budget import StepCost, best_prefix
+from speculation.budget import StepCost, worth_drafting
 from speculation.calibration import Calibration
 from speculation.costs import Costs
 from speculation.draft_session import DraftLimits, DraftSession, Outcome, Sync
@@ -380,7 +380,7 @@ class _Drafter:
         further.sort(key=lambda place: -place[1].weight)
         del further[self._world.bounds.places :]
         weights = [node.weight for _, node in further]
-        return ends + further[: best_prefix(weights, len(ends), len(ends), self._cost)]
+        return ends + further[: worth_drafting(weights, len(ends), len(ends), self._cost)]
 
     def _expand(self, places: Sequence[tuple[_Drafted, Node]], seconds: float) -> None:
         world = self._world

@@ -118,6 +118,11 @@ class TargetSession:
         """Tokens a second while drafts are at hand; 0 before that was ever the case."""
         return self._tokens_a_step / self._seconds_a_step if self._seconds_a_step else 0.0
 
+    @property
+    def agreement(self) -> float:
+        """Chance of one draft token to be kept, no higher than what steps with drafts have really committed allows."""
+        return min(self.pace.agreement, 1.0 - 1.0 / max(self._tokens_a_step, 1.0))
+
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def propose(self, proposal: Proposal, at: float = 0.0) -> Placement:

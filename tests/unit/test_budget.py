@@ -1,6 +1,6 @@
 import pytest
 
-from speculation.budget import StepCost, best_prefix, choose, worth_waiting
+from speculation.budget import CHEAP_PLACES, StepCost, best_prefix, choose, worth_drafting, worth_waiting
 
 
 def learned(*costs: float) -> StepCost:
@@ -80,6 +80,14 @@ def test_something_is_always_worth_doing_when_nothing_is_certain():
     assert best_prefix([0.5, 0.1], 0.0, 0, FLAT) == 2
     assert best_prefix([0.5, 0.1], 0.0, 0, LINEAR) == 1
     assert best_prefix([], 0.0, 0, LINEAR) == 0
+
+
+def test_a_draft_step_expands_a_few_places_always_and_more_where_they_make_more_of_it():
+    assert worth_drafting([0.9, 0.01], 0, 0, LINEAR) == 2
+    many = [0.5] * 20
+    assert worth_drafting(many, 0, 0, learned(*range(1, 30))) == CHEAP_PLACES
+    assert worth_drafting(many, 0, 0, learned(*[1.0] * 30)) == 20
+    assert worth_drafting([], 3, 3, FLAT) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_the_lead_follows_the_agreement():
     leads = [lead_at(agreement) for agreement in (0.0, 0.3, 0.6, 0.8, 0.97)]
     assert leads == sorted(leads)
     assert leads[0] <= 2
-    assert 4 <= leads[2] <= 9
+    assert 8 <= leads[2] <= 18
     assert leads[-1] == 24
 
 

@@ -73,6 +73,10 @@ def test_a_session_without_drafts_goes_on_at_once_when_nothing_is_known_of_arriv
 def missed(made: Planner, one: TargetSession, delay: float) -> float:
     """Bring a session to where its drafts come ``delay`` after every miss, four at a time; return the time."""
     now = step(made, one, 0.0)
+    push(one, *range(10, 20), at=now)
+    now = step(made, one, now, list(range(10, 19)))
+    now = step(made, one, now, [19])  # with drafts at hand: what its time is worth
+    assert one.rate > 0
     for _ in range(12):
         assert one.missed_at == now
         push(one, 4, 5, 6, 7, at=now + delay)
