@@ -37,7 +37,7 @@ class DraftLimits:
     enough: int = 8
     """Lead pushed to the target from which on twice as many go out together."""
     bytes_a_token: float = 58.0
-    """What may be pushed for every token committed, in bytes; chains, which are all drafted to be sent, may exceed it."""
+    """What may be pushed for every token committed, in bytes. Chains may exceed it: they are drafted to be sent."""
 
 
 PATIENCE = 3

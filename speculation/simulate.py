@@ -2,7 +2,7 @@
 
 One heap, one seeded generator, virtual time. All decisions are taken by the code that serves: the target asks
 :class:`speculation.planner.Planner`, sessions are :class:`speculation.target_session.TargetSession` and
-:class:`speculation.draft_session.DraftSession`, a drafter fills its steps with :func:`speculation.budget.worth_drafting`.
+:class:`speculation.draft_session.DraftSession`, drafters fill their steps by :func:`speculation.budget.worth_drafting`.
 Given from outside are what steps and messages take (:mod:`speculation.costs`) and how the models agree
 (:mod:`speculation.agreement`), either recorded from a real run or made up.
 
