@@ -98,13 +98,13 @@ class Planner:
         missed = session.missed_at
         if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
             return None
-        if missed is None or session.in_vain or not session.expects_drafts or not session.rate:
+        if missed is None or session.in_vain or not session.expects_drafts or not session.tempo.rate:
             return None
         cost = self.cost(1)
         longest = LONGEST_WAIT * cost(1)
         due = session.arrivals.due(now - missed)[: min(session.room, session.opened.speculation.max_depth)]
         due = [seconds for seconds in due if now - missed + seconds <= longest]
-        rate = max(session.rate, 1.0 / cost(1))  # plain decoding is always to be had
+        rate = max(session.tempo.rate, 1.0 / cost(1))  # plain decoding is always to be had
         value = 1.0 + sum(offer.odds) - rate * cost(1 + len(offer.nodes))
         count = worth_waiting(value, rate, session.agreement, due, cost)
         if count is None or count <= session.trie.lead:

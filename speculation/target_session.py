@@ -17,11 +17,10 @@ from speculation.calibration import Calibration
 from speculation.lookup import PromptLookup
 from speculation.messages import ANCHOR, FinishReason, Open, Proposal, Rule, Schedule, Source, Token, Verification
 from speculation.pace import Pace
+from speculation.tempo import Tempo
 from speculation.trie import Fate, Offer, Placement, SpeculationTrie, TrieLimits
 
 LONGEST_LEAD = 48
-RATE_MEMORY = 0.1
-"""Weight of the latest step in a session's rate."""
 LOOKUP_DEPTH = 8
 """Tokens that prompt lookup proposes at once."""
 SURE_MATCH = 16
@@ -35,6 +34,7 @@ class Experience:
     calibration: Calibration = field(default_factory=Calibration)
     pace: Pace = field(default_factory=lambda: Pace(LONGEST_LEAD))
     arrivals: Arrivals = field(default_factory=Arrivals)
+    tempo: Tempo = field(default_factory=Tempo)
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ class TargetSession:
         self.calibration = Calibration(experience.calibration)
         self.pace = Pace(LONGEST_LEAD, experience.pace)
         self.arrivals = Arrivals(experience.arrivals)
+        self.tempo = Tempo(experience.tempo)
         if opened.speculation.chains:
             trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
@@ -84,8 +85,6 @@ class TargetSession:
         self.committed_at: float | None = None
         self._miss: _Miss | None = None
         self._earlier_miss: _Miss | None = None
-        self._seconds_a_step = 0.0
-        self._tokens_a_step = 1.0
         self._offer: Offer | None = None
         allowed = opened.speculation.enabled and Source.LOOKUP in opened.speculation.sources
         self._looked_up = -1
@@ -114,14 +113,9 @@ class TargetSession:
         return speculation.enabled and Source.DRAFT in speculation.sources and self.pace.lead > 0
 
     @property
-    def rate(self) -> float:
-        """Tokens a second while drafts are at hand; 0 before that was ever the case."""
-        return self._tokens_a_step / self._seconds_a_step if self._seconds_a_step else 0.0
-
-    @property
     def agreement(self) -> float:
         """Chance of one draft token to be kept, no higher than what steps with drafts have really committed allows."""
-        return min(self.pace.agreement, 1.0 - 1.0 / max(self._tokens_a_step, 1.0))
+        return min(self.pace.agreement, 1.0 - 1.0 / max(self.tempo.tokens, 1.0))
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
@@ -250,10 +244,7 @@ class TargetSession:
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the pace of steps with drafts, and note whether this one left some."""
         if offered and self.committed_at is not None and self._miss is None:
-            seconds = at - self.committed_at
-            known = self._seconds_a_step
-            self._seconds_a_step = known + RATE_MEMORY * (seconds - known) if known else seconds
-            self._tokens_a_step += RATE_MEMORY * (count - self._tokens_a_step) if known else count - self._tokens_a_step
+            self.tempo.observe(count, at - self.committed_at)
         self.committed_at = at
         self._earlier_miss = self._miss or self._earlier_miss
         self._miss = None if len(self.trie) else _Miss(at, self.trie.position)

@@ -76,7 +76,7 @@ def missed(made: Planner, one: TargetSession, delay: float) -> float:
     push(one, *range(10, 20), at=now)
     now = step(made, one, now, list(range(10, 19)))
     now = step(made, one, now, [19])  # with drafts at hand: what its time is worth
-    assert one.rate > 0
+    assert one.tempo.rate > 0
     for _ in range(12):
         assert one.missed_at == now
         push(one, 4, 5, 6, 7, at=now + delay)
