@@ -48,7 +48,7 @@ async def test_drafted_text_equals_plain_text_and_arrives_bit_by_bit(url):
     expected = await plain(url, bodies)
     results = await streamed(url, bodies)
     assert [result.text for result in results] == expected
-    assert all(result.tokens == 60 and len(result.parts) > 10 for result in results)
+    assert all(result.tokens == 60 and len(result.parts) >= 60 / 13 for result in results)  # 12 drafts a step
     assert sum(result.accepted for result in results) > 0
 
 
