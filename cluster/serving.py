@@ -73,7 +73,7 @@ def speculation(config: Config) -> Speculation:
         max_depth=chosen.max_depth,
         rule=AcceptanceRule(chosen.rule),
         schedule=Schedule(chosen.schedule),
-        sources=frozenset(Source) if chosen.lookup else frozenset({Source.DRAFT}),
+        sources=frozenset(Source) if chosen.enabled and chosen.lookup else frozenset({Source.DRAFT}),
     )
 
 
