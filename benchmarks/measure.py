@@ -115,8 +115,7 @@ def served(dispatcher: Dispatcher, speculation: Speculation) -> Runner:
                 )
                 for prompt in batch.prompts
             ]
-        after = dispatcher.pool.traffic(Role.TARGET)
-        used = Traffic(after.sent - before.sent, after.received - before.received)
+        used = dispatcher.pool.traffic(Role.TARGET) - before
         return Run(tuple(task.result() for task in tasks), used)
 
     return run

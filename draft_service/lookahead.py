@@ -20,9 +20,9 @@ from engine.recorder import Recorder
 from engine.rejection import draw_sparse
 from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
-from speculation.budget import StepCost, worth_drafting
+from speculation.budget import StepCost
 from speculation.calibration import Calibration
-from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync
+from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync, best_places
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -276,25 +276,23 @@ class Lookahead:
     def _plan(self) -> list[Piece]:
         """Missing committed tokens are fed first; of the draft places, as many as pay are expanded."""
         pieces: list[Piece] = []
-        places: list[tuple[float, Drafted, Node]] = []
+        frontiers: list[tuple[Drafted, Sequence[Node]]] = []
         for held in self._held.values():
             frontier = held.session.frontier()
             if frontier and frontier[0] is held.session.trie.root:
-                pieces.append(self._root_piece(held))
+                pieces.append(self._root_piece(held, frontier))
             elif frontier:
-                places += ((node.weight, held, node) for node in frontier)
+                frontiers.append((held, frontier))
             elif held.uncached >= self._limits.warm:
-                pieces.append(self._root_piece(held))
-        places.sort(key=lambda place: -place[0])
-        del places[self._limits.batch :]
-        base = sum(len(piece.tokens) for piece in pieces)
+                pieces.append(self._root_piece(held, ()))
+        fed = sum(len(piece.tokens) for piece in pieces)
         chosen: dict[Drafted, list[Node]] = {}
-        for _, held, node in places[: worth_drafting([place[0] for place in places], base, len(pieces), self._cost)]:
+        for held, node in best_places(frontiers, self._limits.batch, fed, len(pieces), self._cost):
             chosen.setdefault(held, []).append(node)
         return pieces + [self._piece(held, nodes) for held, nodes in chosen.items()]
 
-    def _root_piece(self, held: Drafted) -> Piece:
-        """Feed what the cache lacks of the committed tokens; once that is all, expand the end of the text."""
+    def _root_piece(self, held: Drafted, frontier: Sequence[Node]) -> Piece:
+        """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
         if held.uncached == 0:
             # The root's own logits are gone: feed its token again.
             held.cached.truncate(held.cached.length - 1)
@@ -303,7 +301,7 @@ class Lookahead:
         complete = start + len(tokens) == len(held.session.tokens)
         pending = held.cached.pending
         parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
-        return Piece(held, tokens, parents, [held.session.trie.root] if complete and held.session.frontier() else [])
+        return Piece(held, tokens, parents, frontier if complete else ())
 
     @staticmethod
     def _piece(held: Drafted, nodes: Sequence[Node]) -> Piece:

@@ -58,7 +58,7 @@ class StepCost:
         for size in [size for size, step in self._seen.items() if step < self._steps - self.MEMORY]:
             del self._measured[size], self._seen[size]
         self._sizes = sorted(self._measured)
-        self._costs = _rising([self._measured[size] for size in self._sizes])
+        self._costs = rising([self._measured[size] for size in self._sizes], [1.0] * len(self._sizes))
 
     def __call__(self, tokens: int) -> float:
         """Expected seconds; between measured sizes on a straight line. 1 before anything was measured."""
@@ -74,16 +74,16 @@ class StepCost:
         return costs[at - 1] + share * (costs[at] - costs[at - 1])
 
 
-def _rising(costs: list[float]) -> list[float]:
-    """The closest sequence that never falls (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for cost in costs:
-        total, count = cost, 1
-        while pools and pools[-1][0] / pools[-1][1] > total / count:
-            above, size = pools.pop()
-            total, count = total + above, count + size
-        pools.append((total, count))
-    return [total / count for total, count in pools for _ in range(count)]
+def rising(costs: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The closest sequence that never falls (pool adjacent violators); ``weights``: how much each entry counts."""
+    pools: list[tuple[float, float, int]] = []  # weighted sum, weight, entries
+    for cost, weight in zip(costs, weights, strict=True):
+        total, count = cost * weight, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / weight:
+            above, more, size = pools.pop()
+            total, weight, count = total + above, weight + more, count + size
+        pools.append((total, weight, count))
+    return [total / weight for total, weight, count in pools for _ in range(count)]
 
 
 def choose(odds: Sequence[Sequence[float]], base: int, cost: Callable[[int], float]) -> list[int]:

@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from speculation.budget import rising
+
 FAR = 1 << 12
 """A step so large that a straight line to it is a straight line to everything."""
 
@@ -18,17 +20,10 @@ class Curve:
 
     def __init__(self, measured: Iterable[tuple[int, float, float]]) -> None:
         """``measured``: tokens, seconds, and how much this measurement counts. At least one."""
-        pools: list[tuple[float, float, list[int]]] = []  # sum of weighted seconds, weight, sizes
-        for tokens, seconds, weight in sorted(measured):
-            total, sizes = seconds * weight, [tokens]
-            # Pool adjacent violators: the closest curve that never falls.
-            while pools and pools[-1][0] / pools[-1][1] >= total / weight:
-                above, more, before = pools.pop()
-                total, weight, sizes = total + above, weight + more, before + sizes
-            pools.append((total, weight, sizes))
-        self._sizes = [size for _, _, sizes in pools for size in sizes]
-        self._seconds = [total / weight for total, weight, sizes in pools for _ in sizes]
-        assert self._sizes, "a curve needs a point"
+        points = sorted(measured)
+        assert points, "a curve needs a point"
+        self._sizes = [tokens for tokens, _, _ in points]
+        self._seconds = rising([seconds for _, seconds, _ in points], [weight for _, _, weight in points])
 
     @classmethod
     def straight(cls, seconds: float, slope: float) -> Curve:

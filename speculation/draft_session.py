@@ -10,10 +10,12 @@ Under the baseline schedules, and under the rejection rule, the tree is a chain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeVar
 
+from speculation.budget import StepCost, worth_drafting
 from speculation.calibration import Calibration
 from speculation.messages import ANCHOR, Open, Proposal, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
@@ -312,6 +314,22 @@ def _parent(node: Node) -> Node:
 def _outcome(candidates: Sequence[Candidate], token: Token) -> Outcome:
     right = next((rank for rank, candidate in enumerate(candidates) if candidate.token == token), NONE_RIGHT)
     return Outcome(tuple(candidate.confidence for candidate in candidates), right)
+
+
+Held = TypeVar("Held")
+
+
+def best_places(
+    frontiers: Iterable[tuple[Held, Sequence[Node]]], most: int, fed: int, certain: int, cost: StepCost
+) -> list[tuple[Held, Node]]:
+    """What a draft step expands of all sessions' frontiers: the likeliest places, as many as pay, ``most`` at most.
+
+    The step feeds ``fed`` tokens of ``certain`` other sessions besides.
+    """
+    places = sorted(
+        ((held, node) for held, frontier in frontiers for node in frontier), key=lambda place: -place[1].weight
+    )[:most]
+    return places[: worth_drafting([node.weight for _, node in places], fed, certain, cost)]
 
 
 def _bytes(token: Token) -> int:

@@ -222,6 +222,14 @@ class Proposal:
             if self.tokens[i] not in support.tokens:
                 raise ValueError(f"q[{i}] gives no probability to token {self.tokens[i]}, said to be drawn from it")
 
+    @property
+    def depths(self) -> list[int]:
+        """How far below the anchor each token is; 1 hangs from it."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ANCHOR else depths[parent] + 1)
+        return depths
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:

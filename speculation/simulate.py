@@ -2,7 +2,8 @@
 
 One heap, one seeded generator, virtual time. All decisions are taken by the code that serves: the target asks
 :class:`speculation.planner.Planner`, sessions are :class:`speculation.target_session.TargetSession` and
-:class:`speculation.draft_session.DraftSession`, drafters fill their steps by :func:`speculation.budget.worth_drafting`.
+:class:`speculation.draft_session.DraftSession`, drafters fill their steps by
+:func:`speculation.draft_session.best_places`.
 Given from outside are what steps and messages take (:mod:`speculation.costs`) and how the models agree
 (:mod:`speculation.agreement`), either recorded from a real run or made up.
 
@@ -20,10 +21,10 @@ from dataclasses import astuple, dataclass, replace
 from random import Random
 
 from speculation.agreement import VOCABULARY, Text
-from speculation.budget import StepCost, worth_drafting
+from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.costs import Costs
-from speculation.draft_session import DraftLimits, DraftSession, Outcome, Sync
+from speculation.draft_session import DraftLimits, DraftSession, Outcome, Sync, best_places
 from speculation.messages import (
     Limits,
     Open,
@@ -370,17 +371,14 @@ class _Drafter:
     def _places(self) -> list[tuple[_Drafted, Node]]:
         """What to expand, by the rule of :mod:`draft_service.lookahead`: ends of texts first, then what pays."""
         ends: list[tuple[_Drafted, Node]] = []
-        further: list[tuple[_Drafted, Node]] = []
+        further: list[tuple[_Drafted, Sequence[Node]]] = []
         for held in self._held.values():
             frontier = held.session.frontier()
             if frontier and frontier[0] is held.session.trie.root:
                 ends.append((held, frontier[0]))
             else:
-                further += ((held, node) for node in frontier)
-        further.sort(key=lambda place: -place[1].weight)
-        del further[self._world.bounds.places :]
-        weights = [node.weight for _, node in further]
-        return ends + further[: worth_drafting(weights, len(ends), len(ends), self._cost)]
+                further.append((held, frontier))
+        return ends + best_places(further, self._world.bounds.places, len(ends), len(ends), self._cost)
 
     def _expand(self, places: Sequence[tuple[_Drafted, Node]], seconds: float) -> None:
         world = self._world

@@ -15,7 +15,7 @@ from speculation.acceptance import Walk, finish_at, walk
 from speculation.arrivals import Arrivals
 from speculation.calibration import Calibration
 from speculation.lookup import PromptLookup
-from speculation.messages import ANCHOR, FinishReason, Open, Proposal, Rule, Schedule, Source, Token, Verification
+from speculation.messages import FinishReason, Open, Proposal, Rule, Schedule, Source, Token, Verification
 from speculation.pace import Pace
 from speculation.tempo import Tempo
 from speculation.trie import Fate, Offer, Placement, SpeculationTrie, TrieLimits
@@ -143,10 +143,7 @@ class TargetSession:
         miss = next((miss for miss in (self._miss, self._earlier_miss) if miss and miss.at <= at), None)
         if miss is None or not proposal.tokens:
             return
-        depths: list[int] = []
-        for parent in proposal.parents:
-            depths.append(1 + (0 if parent == ANCHOR else depths[parent]))
-        reached = proposal.anchor_position + max(depths) - miss.position
+        reached = proposal.anchor_position + max(proposal.depths) - miss.position
         for depth in range(miss.reached + 1, reached + 1):
             self.arrivals.observe(depth, at - miss.at)
         miss.reached = max(miss.reached, reached)

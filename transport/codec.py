@@ -242,18 +242,16 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
         source=_SOURCE.get(message.source, Source.DRAFT),
         q=tuple(Support(tuple(support.tokens), tuple(support.weights)) for support in message.q),
     )
-    _check_shape(proposal.parents)
+    _check_shape(proposal)
     return proposal
 
 
-def _check_shape(parents: Sequence[int]) -> None:
+def _check_shape(proposal: Proposal) -> None:
     """Raise ValueError if a tree is deeper or wider than any drafter has reason to make it."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent == ANCHOR else depths[parent] + 1)
+    depths = proposal.depths
     if max(depths, default=0) > MAX_DEPTH:
         raise ValueError(f"the tree is {max(depths)} tokens deep; at most {MAX_DEPTH} are allowed")
-    if max(Counter(parents).values(), default=0) > MAX_CHILDREN:
+    if max(Counter(proposal.parents).values(), default=0) > MAX_CHILDREN:
         raise ValueError(f"more than {MAX_CHILDREN} tokens follow the same place")
 
 
