@@ -18,6 +18,8 @@ class CheckError(Exception):
 
 def check(config: Config) -> None:
     """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, AddressError."""
+    if config.backend == "local" and config.router.replicas > 1:
+        raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     check_exposure(config.router.host, config.router.allow_remote)
     check_free(join(config.router.host, config.router.port))
     check_model(config.target.model, "--target")

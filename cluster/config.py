@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -26,6 +26,11 @@ class ConfigError(Exception):
     """A setting that cannot be used. One line that names it, its value and what would be right."""
 
 
+AUTO: Literal["auto"] = "auto"
+"""What a setting says that is to be chosen at the start."""
+Threads = int | Literal["auto"]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a setting means and which values it takes."""
@@ -34,10 +39,17 @@ class Rule:
     at_least: float | None = None
     at_most: float | None = None
     choices: tuple[str, ...] = ()
+    auto: bool = False
+    """Whether a whole number may also be :data:`AUTO`."""
 
 
 def _setting(default: Any, about: str, **limits: Any) -> Any:
     return field(default=default, metadata={"rule": Rule(about, **limits)})
+
+
+def _threads() -> Any:
+    about = "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)"
+    return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
 
 
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
@@ -52,7 +64,7 @@ class TargetConfig:
     replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
-    threads: int = _setting(1, "CPU threads of a step", at_least=1, at_most=1024)
+    threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: the model's context, at least 32768)", at_least=0)
     max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
     max_waiting: int = _setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
@@ -70,7 +82,7 @@ class DraftConfig:
     replicas: int = _setting(1, "number of draft workers", at_least=0, at_most=1024)
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
-    threads: int = _setting(1, "CPU threads of a step", at_least=1, at_most=1024)
+    threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: the model's context, at least 32768)", at_least=0)
     max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
     record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
@@ -152,6 +164,11 @@ class Config:
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
 
+def chosen_threads(worker: TargetConfig | DraftConfig) -> int:
+    """How many threads a worker computes with; one where nobody chose for it."""
+    return worker.threads if isinstance(worker.threads, int) else 1
+
+
 SECTIONS: Mapping[str, type[Any]] = {
     "target": TargetConfig,
     "draft": DraftConfig,
@@ -207,6 +224,11 @@ def _rule(entry: Field[Any]) -> Rule:
     return rule
 
 
+def _type_of(entry: Field[Any]) -> type[object]:
+    """The type of its values, apart from :data:`AUTO`."""
+    return int if _rule(entry).auto else type(entry.default)
+
+
 def _under(values: Mapping[str, object], prefix: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
@@ -254,7 +276,9 @@ def _checked(where: object, key: str, value: object) -> object:
     _known(where, key)
     entry = _SETTINGS[key]
     rule = _rule(entry)
-    kind = type(entry.default)
+    if rule.auto and value == AUTO:
+        return value
+    kind = _type_of(entry)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
@@ -272,8 +296,10 @@ def _checked(where: object, key: str, value: object) -> object:
 def _parsed(override: Override) -> object:
     """The value that the text of a flag stands for."""
     entry = _SETTINGS[override.key]
-    kind: type[object] = type(entry.default)
+    kind = _type_of(entry)
     value: object = override.text
+    if _rule(entry).auto and value == AUTO:
+        return value
     try:
         if kind is bool:
             value = {"true": True, "yes": True, "false": False, "no": False}[override.text.lower()]
@@ -300,6 +326,8 @@ def _wanted(kind: type[object], rule: Rule) -> str:
     if rule.choices:
         return f"one of {', '.join(rule.choices)}"
     name = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+    if rule.auto:
+        name = f"{AUTO} or {name}"
     low, high = rule.at_least, rule.at_most
     if low is not None and high is not None:
         return f"{name} from {low} to {high}"

@@ -55,7 +55,7 @@ def add_setting(parser: argparse._ActionsContainer, flag: str, *keys: str, about
     if default not in ("", 0) and "default" not in text:
         text += f" (default: {_short(default)})"
     kind = {int: "N", float: "X"}.get(type(default), "TEXT")
-    metavar = "{" + ",".join(rule.choices) + "}" if 0 < len(rule.choices) < 4 else kind
+    metavar = "{" + ",".join(rule.choices) + "}" if 0 < len(rule.choices) < 4 else "auto|N" if rule.auto else kind
 
     def overrides(given: str) -> list[Override]:
         return [Override(key, given, flag) for key in keys]

@@ -7,12 +7,13 @@ import signal
 import time
 from typing import Protocol
 
-from cluster.checks import CheckError, check
+from cluster.checks import check
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain, say, stages
 from cluster.flags import FAILED, add_file, add_setting, configuration
 from cluster.stretched import ABOUT as STRETCHED
 from cluster.stretched import stretched
+from cluster.threads import settled
 from transport.address import join
 
 ABOUT = "serve: start router, target and draft workers, and keep them running"
@@ -54,6 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "--draft", "draft.model", about="draft model: folder or hub id, same tokenizer as the target")
     add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
     add_setting(parser, "--device", "target.device", "draft.device")
+    add_setting(parser, "--threads", "target.threads", "draft.threads")
     add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
     add_setting(parser, "--host", "router.host")
     add_setting(parser, "--port", "router.port")
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
         signal.signal(number, signal.default_int_handler)
+    config = settled(config)
     backend = _backend(config)
     try:
         with stages() as report:
@@ -111,8 +114,6 @@ def _backend(config: Config) -> Backend:
         from cluster.ray_cluster import RayCluster
 
         return RayCluster(config)
-    if config.router.replicas > 1:
-        raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     from cluster.local import LocalProcesses
 
     return LocalProcesses(config)

@@ -15,7 +15,7 @@ import ray
 from ray import serve
 
 from cluster.checks import check_exposure
-from cluster.config import CHECKOUT, Config
+from cluster.config import CHECKOUT, Config, chosen_threads
 from cluster.discovery import ENDPOINT, Handles, serve_directory
 from cluster.placement import DEPLOYMENTS, Need, needs
 from cluster.serving import draft_settings, router_settings, target_settings
@@ -123,10 +123,10 @@ def build(config: Config) -> serve.Application:
     """The application, ready for ``serve.run``."""
     wanted = needs(config)
     local = config.ray.address == "local"
-    target = _deployment(TargetWorker, wanted["target"], environment(config.target.threads, local=local))
+    target = _deployment(TargetWorker, wanted["target"], environment(chosen_threads(config.target), local=local))
     workers = {Role.TARGET: target.bind(config)}
     if "draft" in wanted:
-        draft = _deployment(DraftWorker, wanted["draft"], environment(config.draft.threads, local=local))
+        draft = _deployment(DraftWorker, wanted["draft"], environment(chosen_threads(config.draft), local=local))
         workers[Role.DRAFT] = draft.bind(config)
     return _deployment(Router, wanted["router"], environment(1, local=local)).bind(config, workers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cluster.config import Config, DraftConfig, TargetConfig
+from cluster.config import Config, DraftConfig, TargetConfig, chosen_threads
 from speculation.messages import Rule as AcceptanceRule
 from speculation.messages import Schedule, Source, Speculation
 
@@ -84,7 +84,7 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         model=worker.model,
         dtype=worker.dtype,
         device=worker.device,
-        threads=worker.threads,
+        threads=chosen_threads(worker),
         cache_tokens=worker.cache_tokens,
         name=worker.name,
     )

@@ -25,7 +25,9 @@ def broken_model(tmp_path):
 
 
 def up(*arguments: str) -> Paceline:
-    return Paceline("up", "--backend", "local", "--dtype", "fp32", "--port", str(free_port()), *arguments)
+    """With a core each, so that nothing is measured."""
+    common = ["--backend", "local", "--dtype", "fp32", "--threads", "1", "--port", str(free_port())]
+    return Paceline("up", *common, *arguments)
 
 
 @pytest.mark.slow

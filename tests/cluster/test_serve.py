@@ -132,7 +132,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path):
     from tests.cluster.test_local import broken_model
 
     model = broken_model(tmp_path)
-    with Paceline("up", "--target", str(model), "--port", str(free_port())) as up:
+    with Paceline("up", "--target", str(model), "--threads", "1", "--port", str(free_port())) as up:
         line = up.expect(r"^paceline: (target cannot start: .*)", 60)
         assert re.fullmatch(rf"target cannot start: {model}: the weights lack \d+ tensors of the model, first .*", line)
         assert up.process.wait(20) == 1

@@ -3,7 +3,7 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from cluster.config import SECTIONS, Config, ConfigError, Override, default_of, load, rule_of
+from cluster.config import SECTIONS, Config, ConfigError, Override, chosen_threads, default_of, load, rule_of
 
 
 def written(tmp_path, text: str):
@@ -28,6 +28,15 @@ def test_the_file_is_read_and_flags_win_over_it(tmp_path):
 def test_what_is_printed_can_be_read_again(tmp_path):
     config = load(None, [Override("target.cache_tokens", "4096", "--set"), Override("ray.address", "auto", "--set")])
     assert load(written(tmp_path, config.to_yaml())) == config
+
+
+def test_threads_are_auto_or_a_number(tmp_path):
+    config = load(written(tmp_path, "target: {threads: 3}\ndraft: {threads: auto}\n"))
+    assert (config.target.threads, config.draft.threads) == (3, "auto")
+    assert (chosen_threads(config.target), chosen_threads(config.draft)) == (3, 1)
+    assert load(written(tmp_path, config.to_yaml())) == config
+    assert load(None, [Override("target.threads", "4", "--threads")]).target.threads == 4
+    assert load(None, [Override("target.threads", "auto", "--threads")]) == load()
 
 
 def test_an_empty_file_and_empty_sections_change_nothing(tmp_path):
@@ -56,6 +65,9 @@ def test_without_speculation_there_are_no_drafters():
         ("start_timeout: .nan", "start_timeout must be a number from 1 to 86400, got nan"),
         ("target: {dtype: int3}", "target.dtype must be one of auto, bfloat16"),
         ("target: {model: [a]}", "target.model must be text, got a list"),
+        ("target: {threads: 0}", "target.threads must be auto or a whole number from 1 to 1024, got 0"),
+        ("target: {threads: true}", "target.threads must be auto or a whole number from 1 to 1024, got True"),
+        ("draft: {threads: many}", "draft.threads must be auto or a whole number from 1 to 1024, got 'many'"),
         ("target: fast", "target must be a mapping of settings, got 'fast'"),
         ("- target", "must be a mapping of settings, got a list"),
         ("target: {", "is not YAML"),
@@ -74,6 +86,8 @@ def test_a_bad_file_is_refused_with_what_would_be_right(tmp_path, text, words):
     ("key", "text", "words"),
     [
         ("router.port", "abc", "--x: router.port must be a whole number from 1 to 65535, got 'abc'"),
+        ("draft.threads", "many", "--x: draft.threads must be auto or a whole number from 1 to 1024, got 'many'"),
+        ("draft.threads", "0", "--x: draft.threads must be auto or a whole number from 1 to 1024, got 0"),
         ("router.prot", "1", "--x: unknown setting 'router.prot'; did you mean 'router.port'?"),
         ("ray.cpus_per_worker", "-1", "--x: ray.cpus_per_worker must be a number from 0 to 1024, got -1.0"),
         ("speculation.enabled", "perhaps", "--x: speculation.enabled must be true or false, got 'perhaps'"),

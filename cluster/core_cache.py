@@ -1,0 +1,109 @@
+"""Keeps measured step times between starts, in ``paceline/cores.json`` of the user's cache folder.
+
+Kept is what was measured, not what was made of it, under everything that it depends on: the files and number formats
+of both models, the CPU, its cores, and the version of torch. Only a convenience: a file that is missing, damaged or
+cannot be written means measuring again, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cluster.config import Config, DraftConfig, TargetConfig
+from cluster.cores import Measured, decoded, encoded
+
+LAYOUT = 1
+"""Number of the file's layout; a file with another is not read."""
+MOST_ENTRIES = 32
+"""Measurements kept; the oldest go first."""
+MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
+"""What the speed of a model depends on."""
+
+
+class CoreCache:
+    """The step times in one file."""
+
+    def __init__(self, path: Path) -> None:
+        """``path`` need not exist."""
+        self.path = path
+
+    def get(self, key: str, cores: int) -> Measured | None:
+        """What was kept under ``key``, if it is whole."""
+        try:
+            return decoded(self._entries()[key], cores)
+        except (KeyError, ValueError):
+            return None
+
+    def put(self, key: str, measured: Measured) -> None:
+        """Keep it, as far as that is possible."""
+        entries = self._entries()
+        entries.pop(key, None)  # so that it becomes the newest
+        newest = list((entries | {key: encoded(measured)}).items())[-MOST_ENTRIES:]
+        with contextlib.suppress(OSError):
+            self._write(json.dumps({"layout": LAYOUT, "measured": dict(newest)}, indent=1))
+
+    def _entries(self) -> dict[str, Any]:
+        """All that the file holds, unchecked."""
+        try:
+            document = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        if not isinstance(document, dict) or document.get("layout") != LAYOUT:
+            return {}
+        entries = document.get("measured")
+        return entries if isinstance(entries, dict) else {}
+
+    def _write(self, text: str) -> None:
+        """Replace the file in one go, so that no reader finds half of it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, self.path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+def default_cache() -> CoreCache:
+    """Where the XDG base directory specification puts caches; it says to ignore a relative path."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = chosen if chosen.is_absolute() else Path("~/.cache").expanduser()
+    return CoreCache(folder / "paceline" / "cores.json")
+
+
+def key_of(config: Config, cores: int) -> str:
+    """A digest of all that the step times of this configuration depend on."""
+    parts = [
+        *(_model(worker) for worker in (config.target, config.draft)),
+        _cpu(),
+        cores,
+        importlib.metadata.version("torch"),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _model(worker: TargetConfig | DraftConfig) -> list[object]:
+    """A model by what its files look like from outside. One of the hub is known by its name."""
+    folder = Path(worker.model).expanduser()
+    files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)})
+    looks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return [worker.model, worker.dtype, looks]
+
+
+def _cpu() -> str:
+    """The name of the CPU."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,124 @@
+"""How one machine divides its cores between a target and a drafter.
+
+A core given to the drafter is a core taken from the target. There are two ways:
+
+- *split*: the drafter has a core of its own and the target all others. Drafting overlaps with verification, so a
+  cycle takes as long as the longer of the two.
+- *shared*: both compute with all cores. Then they take turns for them, whatever the schedule, so a cycle takes the sum.
+
+With K drafts to a step, each kept with probability a, a cycle brings tokens(K) = (1 - a^(K+1)) / (1 - a) tokens
+(Leviathan et al., 2023, equation 1). So
+
+    split     tokens(K) / max(T_target(1 + K), K * T_draft)     target on cores - 1, drafter on 1
+    shared    tokens(K) / (T_target(1 + K) + K * T_draft)       both on all cores
+
+are compared, each at its best K; K = 0, plain decoding, is a candidate. How often drafts will be kept is not known
+before anything is served: a is assumed, see :data:`ACCEPTANCE`. Sharing has to promise clearly more, see
+:data:`MARGIN`. Pure: knows neither models nor clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ACCEPTANCE = 0.8
+"""The chance that a draft token is kept, assumed."""
+MARGIN = 1.15
+"""How many times the speed of split sharing has to promise. Threads of one step wait for the slowest of them, so what
+else runs on the cores, the router to begin with, delays shared steps most. On two cores of an AMD EPYC a promise of
+1.06 came out as 0.98, and for plain decoding one of 1.14 as 0.75."""
+DRAFTS = (0, 2, 4, 8)
+"""The K that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long steps take with one number of threads, in milliseconds."""
+
+    target: Mapping[int, float]
+    """By K: a step of the target over one token and K drafts. Has all of :data:`DRAFTS`."""
+    draft: float
+    """A step of the drafter over one token."""
+
+    def __post_init__(self) -> None:
+        missing = set(DRAFTS) - self.target.keys()
+        if missing:
+            raise ValueError(f"no time of a step with {sorted(missing)} drafts")
+        for time in (*self.target.values(), self.draft):
+            if not 0 < time < math.inf:  # so that nan is refused as well
+                raise ValueError(f"a step takes a positive time, not {time} ms")
+
+
+Measured = Mapping[int, StepTimes]
+"""By number of threads, those of :func:`thread_counts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Threads of each worker, and the speeds in tokens a millisecond that the choice was made by."""
+
+    target: int
+    draft: int
+    split: float
+    shared: float
+
+    @property
+    def shares(self) -> bool:
+        """Whether both compute with all cores."""
+        return self.draft > 1
+
+    def __str__(self) -> str:
+        apart = "a core each" if self.shares or self.target == 1 else "the drafter on a core of its own"
+        split, shared = f"{apart}: {self.split:.3g}", f"all shared: {self.shared:.3g}"
+        chosen, other = (shared, split) if self.shares else (split, shared)
+        why = f", not {MARGIN} times as much" if not self.shares and self.shared > self.split else ""
+        return (
+            f"cores: {self.target} for the target, {self.draft} for the drafter "
+            f"({chosen} tokens/ms predicted; {other}{why}; acceptance assumed {ACCEPTANCE})"
+        )
+
+
+def thread_counts(cores: int) -> tuple[int, ...]:
+    """The numbers of threads whose step times are needed."""
+    return tuple(sorted({1, cores - 1, cores} - {0}))
+
+
+def divide(cores: int, measured: Measured) -> Division:
+    """The better of the two ways, for at least two cores.
+
+    ``measured`` holds the :func:`thread_counts`.
+    """
+    assert cores >= 2, f"{cores} cores cannot be divided"
+    apart, alone, every = measured[cores - 1].target, measured[1].draft, measured[cores]
+    split = max(tokens(k) / max(apart[k], k * alone) for k in DRAFTS)
+    shared = max(tokens(k) / (every.target[k] + k * every.draft) for k in DRAFTS)
+    threads = (cores, cores) if shared > MARGIN * split else (cores - 1, 1)
+    return Division(*threads, split, shared)
+
+
+def tokens(drafts: int) -> float:
+    """Tokens that a step over so many drafts brings, in the mean."""
+    return (1 - ACCEPTANCE ** (drafts + 1)) / (1 - ACCEPTANCE)
+
+
+def encoded(measured: Measured) -> dict[str, Any]:
+    """As JSON has it; see :func:`decoded`."""
+    return {str(threads): {"target": dict(times.target), "draft": times.draft} for threads, times in measured.items()}
+
+
+def decoded(value: Any, cores: int) -> Measured:
+    """What :func:`encoded` made, after its way through JSON. Raises ValueError if that is not what it is."""
+    try:
+        measured = {
+            int(threads): StepTimes({int(k): float(time) for k, time in times["target"].items()}, float(times["draft"]))
+            for threads, times in value.items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not step times: {error!r}") from error
+    missing = set(thread_counts(cores)) - measured.keys()
+    if missing:
+        raise ValueError(f"no step times with {sorted(missing)} threads")
+    return measured

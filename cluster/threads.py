@@ -1,0 +1,125 @@
+"""How many threads ``paceline up`` gives its workers where the configuration says ``auto``.
+
+On a GPU, with several workers of a kind, on other machines, with a single core, or where a number is given for one of
+the two, ``auto`` is 1. One target and one drafter that compute on the cores of this machine are measured, once, and
+get the division that :mod:`cluster.cores` predicts to be faster. When they cannot be measured, they get a core each:
+that is never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.child import environment
+from cluster.config import AUTO, Config
+from cluster.console import complain, say, stages
+from cluster.core_cache import CoreCache, default_cache, key_of
+from cluster.cores import Measured, decoded, divide, thread_counts
+
+MEASURE_SECONDS = 60.0
+"""How long measuring may take, loading included."""
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""
+
+
+class Unmeasured(Exception):
+    """Why there are no step times, in a few words."""
+
+
+def settled(config: Config) -> Config:
+    """The same configuration, with numbers of threads where they were measured; says which and why."""
+    cores = usable_cores()
+    if not divisible(config, cores):
+        return config
+    try:
+        measured = _kept_or_measured(config, cores, default_cache())
+    except Unmeasured as error:
+        complain(f"paceline: cannot measure how to divide {cores} cores ({error}); a core each, or set --threads")
+        return config
+    division = divide(cores, measured)
+    say(str(division))
+    return replace(
+        config,
+        target=replace(config.target, threads=division.target),
+        draft=replace(config.draft, threads=division.draft),
+    )
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, and so may what it starts."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def divisible(config: Config, cores: int) -> bool:
+    """Whether there is something to choose: one target and one drafter, on CPU cores of this machine."""
+    here = config.backend == "local" or config.ray.address == "local"
+    alone = config.target.replicas == 1 and config.drafts == 1
+    workers = (config.target, config.draft)
+    free = all(worker.threads == AUTO and not worker.gpus and _on_cpu(worker.device) for worker in workers)
+    return cores >= 2 and here and alone and free
+
+
+def _on_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not any(path.exists() for path in GPU_DEVICES))
+
+
+def _kept_or_measured(config: Config, cores: int, cache: CoreCache) -> Measured:
+    """From the cache, else measured and kept there. Raises :class:`Unmeasured`."""
+    key = key_of(config, cores)
+    kept = cache.get(key, cores)
+    if kept is not None:
+        return kept
+    with stages() as report:
+        report(f"measuring steps of target and drafter on {cores} cores, once for this pair (kept in {cache.path})")
+        said = output_of(measuring(config, cores), MEASURE_SECONDS)
+    try:
+        measured = decoded(json.loads(said), cores)
+    except ValueError as error:
+        raise Unmeasured(str(error)) from error
+    cache.put(key, measured)
+    return measured
+
+
+def measuring(config: Config, cores: int) -> list[str]:
+    """The command line of :mod:`cluster.core_times` for these models."""
+    # -P: a folder named cluster where the user happens to be must not be taken for ours.
+    command = [sys.executable, "-P", "-m", "cluster.core_times", "--exit-with", str(os.getpid())]
+    for role, worker in (("target", config.target), ("draft", config.draft)):
+        command += [f"--{role}", worker.model, f"--{role}-dtype", worker.dtype]
+    return [*command, "--threads", *map(str, thread_counts(cores))]
+
+
+def output_of(command: Sequence[str], seconds: float) -> str:
+    """What the command prints. It is over when this returns or raises, also on Ctrl-C. Raises :class:`Unmeasured`."""
+    # Offline: to download a model is for its worker, which has the time. In a session of its own, so that Ctrl-C
+    # reaches this process only.
+    process = subprocess.Popen(
+        command,
+        env=environment() | {"HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise Unmeasured(f"not done within {seconds:g} s") from None
+        finally:
+            process.kill()
+    if process.returncode < 0:
+        raise Unmeasured(f"killed by signal {-process.returncode}")
+    if process.returncode:
+        raise Unmeasured((errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return output
