@@ -1,24 +1,28 @@
 """What a draft source's word is worth, learned from what the target says.
 
 A source states a confidence for every token it proposes. How often such a token is then the target's depends on the
-source, on the pair of models, on the text. Here the stated confidence is corrected in steps, from the wide to the
-narrow; each step starts from what the one before it believes, and departs from that only as far as it has seen trials:
+source, on the pair of models, on the text. Siblings exclude each other, so each is asked about only where those before
+it are wrong: a second choice's *claim* is its share of what the first has left. A draft model that is surprised half
+the time may be surprised by its own second choice nearly always, and that is what alternatives live on.
+
+The claim is corrected in steps, from the wide to the narrow; each step starts from what the one before it believes, and
+departs from that only as far as it has seen trials:
 
     1. by source and rank (first choice, second, others): a factor. A source that is always wrong is found out at once.
-    2. by confidence, in tenths: the margin of the draft, as far as it is known.
+    2. by claim, in tenths: the margin of the draft, as far as it is known.
     3. by how far ahead of the committed text it was drafted.
     4. in this session: a factor again, by source and rank.
 
-A token is put to the test when its parent is committed, whether it was verified or not: the target's next token is then
-known, and it is one child of that parent or none. So the odds of drafts that are not being verified are learned too,
-and speculation that was switched off can come back. Old trials fade.
+Tokens are put to the test when their parent is committed, verified or not: the target's next token is then known, and
+it is one child of that parent or none. So the odds of drafts that are not being verified are learned too, and
+speculation that was switched off can come back. Old trials fade.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from speculation.messages import Source
+from speculation.messages import Source, Token
 from speculation.trie import Node
 
 BINS = 10
@@ -58,7 +62,7 @@ class _Tally:
 
 
 class Calibration:
-    """Turns stated confidences into odds. One for a worker, and one for each of its sessions that starts from it."""
+    """Turns claims into odds. One for a worker, and one for each of its sessions that starts from it."""
 
     MEMORY = 400.0
     """Trials after which an old one counts for a third."""
@@ -73,25 +77,31 @@ class Calibration:
         self._tallies: defaultdict[Cell, _Tally] = defaultdict(_Tally)
 
     def __call__(self, node: Node) -> float:
-        """Probability that the node is kept if its parent is."""
+        """Probability that the node is kept if its parent is and the siblings before it are not."""
         return min(max(self._estimate(node), LEAST), MOST)
 
-    def observe(self, node: Node, kept: bool) -> None:
-        """Learn from a node whose parent was committed."""
+    def observe(self, place: Node, token: Token) -> None:
+        """Learn from a committed place and the ``token`` after it: its children were tried until one was right."""
+        for child in place.children.values():
+            self._tried(child, child.token == token)
+            if child.token == token:
+                return
+
+    def _tried(self, node: Node, kept: bool) -> None:
         if self._wider is not None:
             tally = self._tallies[_kind(node)]
             tally.add(kept, self._wider(node), self.SESSION_MEMORY)
-            self._wider.observe(node, kept)
+            self._wider._tried(node, kept)
             return
         kind, margin, depth = _kind(node), _margin(node), _depth(node)
-        self._tallies[kind].add(kept, node.confidence, self.MEMORY)
+        self._tallies[kind].add(kept, node.claim, self.MEMORY)
         self._tallies[margin].add(kept, 0.0, self.MEMORY)
         self._tallies[depth].add(kept, 0.0, self.MEMORY)
 
     def _estimate(self, node: Node) -> float:
         if self._wider is not None:
             return self._wider(node) * self._factor(node, self.SESSION_PRIOR)
-        odds = min(node.confidence * self._factor(node, self.PRIOR), 1.0)
+        odds = min(node.claim * self._factor(node, self.PRIOR), 1.0)
         for cell in (_margin(node), _depth(node)):
             if cell in self._tallies:
                 odds = self._tallies[cell].share(odds, self.PRIOR)
@@ -107,7 +117,7 @@ def _kind(node: Node) -> tuple[Source, int]:
 
 
 def _margin(node: Node) -> Cell:
-    return *_kind(node), min(int(node.confidence * BINS), BINS - 1)
+    return *_kind(node), min(int(node.claim * BINS), BINS - 1)
 
 
 def _depth(node: Node) -> Cell:

@@ -47,8 +47,10 @@ class Node:
     """Probability that the path from the root to this token is kept."""
     confidence: float = 1.0
     """The draft source's own word for this token alone, given its parent."""
+    claim: float = 1.0
+    """What that comes to if the siblings that its source proposed before are wrong."""
     odds: float = 1.0
-    """What is made of that word: the probability that this token is kept if its parent is."""
+    """What is made of that claim: the probability that this token is kept if its parent is."""
     source: Source = Source.DRAFT
     rank: int = 0
     """How many siblings were there first. Sources propose the likeliest first."""
@@ -132,12 +134,12 @@ class Offer:
 
 
 Odds = Callable[[Node], float]
-"""The probability that a new node is kept if its parent is."""
+"""The probability that a new node is kept if its parent is and the siblings before it are not."""
 
 
 def own_word(node: Node) -> float:
     """The odds of one who takes the draft source at its word."""
-    return node.confidence
+    return node.claim
 
 
 class SpeculationTrie:
@@ -228,18 +230,23 @@ class SpeculationTrie:
         ahead = parent.end - self.position
         if len(self) >= limits.nodes or ahead >= limits.depth or len(parent.children) >= limits.children:
             return None
+        confidence = min(confidence, 1.0) if confidence > LEAST_CONFIDENCE else LEAST_CONFIDENCE
+        elders = parent.children.values()
+        said = sum(elder.confidence for elder in elders if elder.source is source)
         node = Node(
             token=token,
             end=parent.end + 1,
             digest=digests.extend(parent.digest, token),
-            confidence=min(confidence, 1.0) if confidence > LEAST_CONFIDENCE else LEAST_CONFIDENCE,
+            confidence=confidence,
+            claim=confidence / max(1.0 - said, confidence),
             source=source,
             rank=len(parent.children),
             ahead=ahead,
             q=q,
             parent=parent,
         )
-        node.odds = self._odds(node)
+        left = 1.0 - sum(elder.odds for elder in elders)
+        node.odds = max(left * self._odds(node), LEAST_CONFIDENCE)
         node.weight = parent.weight * node.odds
         parent.children[token] = node
         self._by_digest[node.digest] = node

@@ -1,7 +1,7 @@
 import pytest
 
 from speculation import digest as digests
-from speculation.messages import ANCHOR, Proposal, SessionId
+from speculation.messages import ANCHOR, Proposal, SessionId, Source
 from speculation.trie import Fate, SpeculationTrie, TrieLimits
 
 PROMPT = (1, 2, 3)
@@ -80,6 +80,44 @@ def test_what_cannot_be_placed_is_named_and_changes_nothing(proposal, fate):
     t = trie()
     assert t.insert(proposal).fate is fate
     assert len(t) == 0
+
+
+def test_what_an_elder_sibling_is_sure_of_is_not_there_for_the_younger():
+    t = trie()
+    first, second, third = (t.add(t.root, token, confidence) for token, confidence in ((4, 0.6), (5, 0.3), (6, 0.1)))
+    assert first is not None and second is not None and third is not None
+    assert [first.claim, second.claim, third.claim] == pytest.approx([0.6, 0.75, 1.0])
+    assert [first.odds, second.odds, third.odds] == pytest.approx([0.6, 0.3, 0.1])
+
+
+def test_a_sibling_gets_its_share_of_what_is_believed_to_be_left_not_of_what_is_claimed():
+    """Nobody believes the first choice; the second is right two times in three where the first is not."""
+    t = SpeculationTrie(PROMPT, vocabulary=100, odds=lambda node: 2 / 3 if node.rank else 0.1)
+    t.insert(propose(PROMPT, [4, 5, 6], [ANCHOR, ANCHOR, 1], [0.95, 0.01, 0.95]))
+    second = t.root.children[5]
+    assert second.claim == pytest.approx(0.2)
+    assert second.odds == pytest.approx(0.9 * 2 / 3)
+    assert second.children[6].weight == pytest.approx(0.9 * 2 / 3 * 0.1)
+    assert t.select(8).tokens[0] == 5
+
+
+def test_a_claim_is_about_the_siblings_of_the_same_source_only():
+    t = trie()
+    t.add(t.root, 4, 0.6, Source.LOOKUP)
+    drafted = t.add(t.root, 5, 0.5)
+    assert drafted is not None
+    assert drafted.claim == 0.5
+    assert drafted.odds == pytest.approx(0.4 * 0.5)
+
+
+def test_confidences_that_add_up_to_more_than_one_claim_no_more_than_all():
+    t = trie()
+    for token, confidence in ((4, 0.9), (5, 0.8), (6, 1.0)):
+        t.add(t.root, token, confidence)
+    children = list(t.root.children.values())
+    assert [child.claim for child in children] == [0.9, 1.0, 1.0]
+    assert all(child.odds > 0 for child in children)
+    assert sum(child.odds for child in children) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_limits_cut_without_losing_what_fits():
