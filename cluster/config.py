@@ -121,12 +121,12 @@ class SpeculationConfig:
     lookup: bool = _setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
     max_depth: int = _setting(16, "longest path of drafts verified in one step", at_least=1, at_most=64)
     max_draft: int = _setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
-    lead: int = _setting(24, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
+    lead: int = _setting(48, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
     push_bytes: float = _setting(
         58.0, "bytes of drafts pushed to a target for each committed token (coupled rule)", at_least=16, at_most=4096
     )
     children: int = _setting(3, "alternatives drafted at one place", at_least=1, at_most=8)
-    width: int = _setting(6, "most places of a session that a drafter goes on from in one step", at_least=1, at_most=64)
+    width: int = _setting(4, "most places of a session that a drafter goes on from in one step", at_least=1, at_most=64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,8 @@ class Lookahead:
             held.pending = {}
         else:
             held.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
-        return []
+        # A target that ran out of drafts may need what was drafted but not sent; the next step would hold it up.
+        return [(link, proposal) for proposal in held.session.pushes()]
 
     def _note(self, session: DraftSession) -> None:
         """Keep for the record what the session has learned about its candidates."""

@@ -25,17 +25,17 @@ from speculation.trie import Node, SpeculationTrie, TrieLimits
 class DraftLimits:
     """How far a drafter may run ahead of what is committed."""
 
-    lead: int = 24
+    lead: int = 48
     """Longest path below the committed prefix."""
     nodes: int = 128
     children: int = 3
     """Alternatives at one place."""
-    width: int = 6
+    width: int = 4
     """Most places of one session expanded in one step."""
     least: float = 0.01
     """Chance of being kept below which nothing is drafted; the baselines draft all they are told to."""
-    hold: int = 3
-    """Steps whose drafts go out together, unless the target has none at all."""
+    hold: int = 4
+    """Steps whose drafts go out together. Fewer while the target has hardly any."""
     enough: int = 8
     """Lead pushed to the target from which on twice as many go out together."""
     bytes_a_token: float = 58.0
@@ -48,8 +48,10 @@ PATIENCE = 3
 
 PROPOSAL_BYTES = 26
 """What a proposal costs on the wire, besides its nodes."""
-MOST_CREDIT = 8
-"""Committed tokens whose bytes may be saved up."""
+FIRST_CREDIT, MOST_CREDIT = 8, 64
+"""Committed tokens whose bytes a session may spend at its start, and may save up: a hard passage takes more."""
+LARGEST_SHARE = 0.5
+"""Share of the savings that one push may spend while the target has drafts: the next may be needed more."""
 
 
 class Sync(Enum):
@@ -113,13 +115,13 @@ class DraftSession:
         self._held = 0
         """Steps that have added to what is unsent."""
         self._sent_end = self.trie.position
-        self._credit = MOST_CREDIT * limits.bytes_a_token
+        self._credit = FIRST_CREDIT * limits.bytes_a_token
         self._ignored = 0
         """Verifications in a row that offered nothing although drafts stood."""
         self._patience = PATIENCE
         self.outcomes: list[Outcome] | None = None
         """What became of the places along the text, in its order, for a record; None: not kept."""
-        self._said: dict[Node, Sequence[Candidate]] = {}  # at every place that was expanded, for the outcomes
+        self._said: dict[Node, Sequence[Candidate]] = {}  # at every place that was expanded
 
     @property
     def tokens(self) -> Sequence[Token]:
@@ -151,16 +153,19 @@ class DraftSession:
         return min(self._lead, self.limits.lead, room)
 
     def expand(self, node: Node, candidates: Sequence[Candidate]) -> int:
-        """Add ``candidates``, best first, below ``node``; return how many are new.
-
-        The first is taken whatever it is worth, or a wrong estimate would end drafting for good; the others if they may
-        still be expanded themselves.
-        """
+        """Go on from ``node`` with ``candidates``, best first; return how many are new drafts."""
         self._leaves.pop(node, None)
-        if self.outcomes is not None:
-            self._said[node] = candidates
+        self._said[node] = candidates
+        return self._branch(node)
+
+    def _branch(self, node: Node) -> int:
+        """Add those candidates at an expanded place that are worth it by now; return how many.
+
+        The first is taken whatever it is worth, or a wrong estimate would end drafting for good; the others once they
+        may be expanded themselves. Far ahead of the text hardly any may; they are asked about again as it comes nearer.
+        """
         added = 0
-        for rank, candidate in enumerate(candidates[: self.children]):
+        for rank, candidate in enumerate(self._said[node][: self.children]):
             if candidate.token in node.children:
                 continue
             child = self.trie.add(node, candidate.token, candidate.confidence, q=candidate.q)
@@ -171,12 +176,14 @@ class DraftSession:
                 break
             self._leaves[child] = self._unsent[child] = None
             added += 1
+        if added:
+            self._leaves.pop(node, None)
         return added
 
     # -- pushing -------------------------------------------------------------------------------------------------------
 
     def pushes(self) -> list[Proposal]:
-        """What is to be sent now: called once after each step that expanded this session, or that left it alone.
+        """What is to be sent now: called after each step, whether it expanded this session or not, and verification.
 
         While the target has enough to go on with, the drafts of a few steps go out together. The likeliest go first,
         as many as the bytes allow; others may become likely later.
@@ -188,7 +195,8 @@ class DraftSession:
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
             ready = not self.frontier()
         else:
-            patience = self.limits.hold * (1 if lead < self.limits.enough else 2)
+            limits = self.limits
+            patience = 2 if lead < limits.hold else limits.hold if lead < limits.enough else 2 * limits.hold
             ready = lead == 0 or self._held >= patience or not self.frontier()
         chosen = self._affordable() if ready else []
         if not chosen:
@@ -205,14 +213,20 @@ class DraftSession:
         """The likeliest of what is unsent that may be sent; a parent is never less likely than its child."""
         if self.opened.speculation.chains:
             return list(self._unsent)
-        chosen: list[Node] = []
-        left = self._credit - PROPOSAL_BYTES
+        starved = self._sent_end <= self.trie.position
+        left = self._credit * (1.0 if starved else LARGEST_SHARE)
+        chosen: dict[Node, None] = {}
+        anchors: set[Node] = set()
         for node in sorted(self._unsent, key=lambda node: (-node.weight, node.end)):
+            above = _parent(node)
+            if above not in chosen and above not in anchors:
+                left -= PROPOSAL_BYTES  # at most: one proposal may span several places
+                anchors.add(above)
             left -= _bytes(node.token)
             if left < 0:
                 break
-            chosen.append(node)
-        return chosen
+            chosen[node] = None
+        return list(chosen)
 
     def _proposals(self, nodes: Sequence[Node]) -> list[Proposal]:
         """New nodes in the fewest bytes: one proposal for each place they hang from, or one that spans them all.
@@ -293,12 +307,13 @@ class DraftSession:
             self._unsent, self._ignored, self._patience = dict.fromkeys(standing), 0, 2 * self._patience
         sent = [node.end for node in standing if node not in self._unsent]
         self._sent_end = max(sent, default=self.trie.position)
+        for node in self._said:
+            self._branch(node)
 
     def _learn(self, tokens: Sequence[Token]) -> None:
         node = self.trie.root
         for token in tokens:
-            for child in node.children.values():
-                self.calibration.observe(child, child.token == token)
+            self.calibration.observe(node, token)
             if self.outcomes is not None and node in self._said:
                 self.outcomes.append(_outcome(self._said[node], token))
             if token not in node.children:

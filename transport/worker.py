@@ -138,20 +138,23 @@ class Worker:
                     if self._stopping:
                         return
                     inbox, self._inbox = self._inbox, []
-                outgoing: Outgoing = []
+                answers: Outgoing = []
                 for link, message, at in inbox:
                     if message is None:
                         self._machine.forget(link)
                     else:
-                        outgoing += self._machine.receive(link, message, at)
+                        answers += self._machine.receive(link, message, at)
+                self._send(answers)
                 computed = self._machine.step()
                 idle = computed is None
-                outgoing += computed or []
-                if outgoing:
-                    self._loop.call_soon_threadsafe(self._deliver, outgoing)
+                self._send(computed or [])
         except Exception as error:  # the process boundary: whatever it was, the worker is of no use any more
             log.exception("the %s worker failed", self._role)
             self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _send(self, outgoing: Outgoing) -> None:
+        if outgoing:
+            self._loop.call_soon_threadsafe(self._deliver, outgoing)
 
     def _await_work(self, due: float | None) -> None:
         """Until a message comes, or it is time."""

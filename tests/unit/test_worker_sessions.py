@@ -2,8 +2,20 @@
 
 from dataclasses import replace
 
+import pytest
+
 from speculation import digest as digests
-from speculation.draft_session import MOST_CREDIT, PATIENCE, Candidate, DraftLimits, DraftSession, Sync
+from speculation.arrivals import Arrivals, Miss
+from speculation.draft_session import (
+    FIRST_CREDIT,
+    LARGEST_SHARE,
+    MOST_CREDIT,
+    PATIENCE,
+    Candidate,
+    DraftLimits,
+    DraftSession,
+    Sync,
+)
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -25,6 +37,7 @@ from speculation.trie import Fate, Offer
 from transport.codec import encode_to_worker
 
 PROMPT = (1, 2, 3)
+DRAFTS_ONLY = Speculation(sources=frozenset({Source.DRAFT}))
 
 
 def opened(end: int = 20, stop: frozenset[int] = frozenset(), speculation: Speculation = Speculation()) -> Open:
@@ -39,6 +52,11 @@ def tree(*nodes: tuple[int, int, float]) -> Proposal:
     """Nodes as (token, parent, confidence)."""
     tokens, parents, confidence = zip(*nodes, strict=True)
     return Proposal(SessionId(1), 4, len(PROMPT), digests.of(PROMPT), tokens, parents, confidence)
+
+
+def follow(session: TargetSession, *tokens: int) -> Proposal:
+    """A chain that hangs from where the session's text ends now."""
+    return replace(chain(*tokens), anchor_position=session.trie.position, anchor_digest=session.trie.digest)
 
 
 def target(**kwargs) -> TargetSession:
@@ -158,6 +176,91 @@ def test_drafters_are_told_to_stop_when_they_are_never_right_and_to_try_again():
     assert leads[leads.index(0) :].count(0) < len(leads[leads.index(0) :])
 
 
+# -- misses ------------------------------------------------------------------------------------------------------------
+
+
+def without_drafts(session: TargetSession, token: int, at: float | None = None) -> Verification:
+    """A step that verifies nothing and commits ``token``."""
+    session.offer(Offer())
+    return session.commit([token], at).verification
+
+
+def with_drafts(session: TargetSession, *drawn: int, at: float | None = None) -> Verification:
+    """A step that verifies a draft less than what is drawn."""
+    offer = session.offer(session.candidates(len(drawn) - 1))
+    assert len(offer.nodes) == len(drawn) - 1
+    return session.commit(drawn, at).verification
+
+
+def share_by(arrivals: Arrivals, seconds: float, length: int = 1) -> float:
+    """Believed chance of a path of this length within so many seconds of a miss."""
+    return [moment.shares[length - 1] for moment in arrivals.moments(0.0) if moment.seconds <= seconds][-1]
+
+
+def test_a_miss_lasts_over_plain_steps_and_its_drafts_are_timed_from_its_beginning():
+    session = target(speculation=DRAFTS_ONLY)
+    without_drafts(session, 4, at=1.000)
+    assert session.miss == Miss(1.000, position=4)
+    miss, answer = session.miss, follow(session, 5, 6, 7)
+    without_drafts(session, 5, at=1.030)
+    assert session.miss is miss
+    session.propose(answer, at=1.005)  # it came during the step, and is looked at after it
+    assert miss.reached == pytest.approx([0.005] * 3)
+    assert share_by(session.arrivals, 0.010) == 0.0  # not learned before it is over
+    with_drafts(session, 6, 7, 9, at=1.060)
+    assert share_by(session.arrivals, 0.010, length=3) == pytest.approx(0.1)
+    assert share_by(session.arrivals, 0.010, length=4) == share_by(session.arrivals, 0.004) == 0.0
+    assert session.miss == Miss(1.060, position=8)
+
+
+def test_drafts_that_the_text_left_meanwhile_do_not_end_a_miss():
+    session = target(speculation=DRAFTS_ONLY)
+    without_drafts(session, 4, at=1.000)
+    answer = follow(session, 5, 6)
+    without_drafts(session, 9, at=1.030)
+    session.propose(answer, at=1.005)
+    without_drafts(session, 9, at=1.060)
+    assert session.miss is not None
+    assert (session.miss.at, session.miss.position) == (1.000, 4)
+
+
+def test_a_miss_ends_when_there_are_drafts_even_if_they_do_not_pay():
+    session = target(speculation=DRAFTS_ONLY)
+    without_drafts(session, 4, at=1.000)
+    session.propose(follow(session, 5, 6), at=1.005)
+    without_drafts(session, 5, at=1.030)
+    assert session.miss is None
+    assert share_by(session.arrivals, 0.010) == pytest.approx(0.1)
+
+
+def test_drafts_that_were_here_before_the_commit_were_not_missed():
+    session = target(speculation=DRAFTS_ONLY)
+    without_drafts(session, 4, at=1.000)
+    session.propose(follow(session, 5, 6), at=0.999)
+    assert session.miss is None
+    other = target(speculation=DRAFTS_ONLY)
+    without_drafts(other, 4, at=1.000)
+    other.propose(chain(5, 6), at=0.999)  # of a text that is no more: nothing has come
+    assert other.miss == Miss(1.000, position=4)
+
+
+def test_what_lookup_finds_at_once_says_nothing_of_when_drafts_come():
+    for plain_steps, share in ((0, 0.1), (1, 0.09)):
+        session = TargetSession(replace(opened(end=50), tokens=(7, 8, 9, 5, 6, 7, 8, 9, 5)), vocabulary=100)
+        session.arrivals.observe(Miss(0.0, 4, [0.002]))
+        now = 1.000
+        for token in (6, 7)[: 1 + plain_steps]:
+            without_drafts(session, token, at=now)
+            now += 0.030
+        found = session.offer(session.candidates(2))
+        assert {node.source for node in found.nodes} == {Source.LOOKUP}
+        session.commit([99, 99, 99], now)
+        assert share_by(session.arrivals, 0.010) == pytest.approx(share)
+
+
+# -- drafting ----------------------------------------------------------------------------------------------------------
+
+
 def grow(session: DraftSession, *tokens: int) -> list[Proposal]:
     """Draft a chain, pushing after every token."""
     proposals = []
@@ -166,6 +269,11 @@ def grow(session: DraftSession, *tokens: int) -> list[Proposal]:
         assert session.expand(node, [Candidate(token, 0.9)]) == 1
         proposals += session.pushes()
     return proposals
+
+
+def wire_bytes(proposal: Proposal) -> int:
+    """Its size, and its place in the frame."""
+    return len(encode_to_worker(proposal)) + 2
 
 
 def test_a_drafter_runs_ahead_until_its_lead_is_spent():
@@ -204,6 +312,67 @@ def test_pushes_wait_for_each_other_unless_the_target_has_nothing():
     assert sizes == [1, 0, 2, 0, 2, 0, 2, 0, 0, 0, 4, 0]  # at once, every two steps, and every four from six ahead
 
 
+def test_fewer_steps_are_held_back_while_the_target_has_hardly_any_drafts():
+    session = draft(lead=24, hold=4, enough=8)
+    sizes = []
+    for token in range(10, 24):
+        (node, *_) = session.frontier()
+        session.expand(node, [Candidate(token, 0.95)])
+        sizes.append(sum(len(proposal.tokens) for proposal in session.pushes()))
+    assert sizes == [1, 0, 2, 0, 2, 0, 0, 0, 4, 0, 0, 0, 0, 0]
+
+
+def test_a_target_that_ran_out_is_answered_with_the_verification_itself():
+    """What is drafted but held back is needed now, and nothing more has to be computed for it."""
+    drafting, verifying = draft(lead=24, hold=4), target()
+    for proposal in grow(drafting, 4, 5, 6, 7):
+        verifying.propose(proposal)
+    drafting.verified(with_drafts(verifying, 4, 5, 6))
+    assert len(verifying.trie) == 0
+    (proposal,) = drafting.pushes()
+    assert verifying.propose(proposal).added == 1
+    assert proposal.tokens == (7,)
+    assert drafting.pushes() == []
+
+
+def test_a_target_that_has_drafts_is_not_sent_more_for_every_verification():
+    drafting, verifying = draft(lead=24, hold=4), target()
+    for proposal in grow(drafting, 4, 5, 6, 7, 8, 9):
+        verifying.propose(proposal)
+    drafting.verified(without_drafts(verifying, 4))
+    assert [node.token for node in verifying.trie] == [5, 6, 7, 8]
+    assert [node.token for node in drafting.trie] == [5, 6, 7, 8, 9]
+    assert drafting.pushes() == []
+
+
+@pytest.mark.parametrize(("starved", "share"), [(True, 1.0), (False, LARGEST_SHARE)])
+def test_a_push_leaves_half_of_the_savings_for_later_unless_the_target_has_nothing(starved, share):
+    limits = DraftLimits(children=8, width=8, least=0.0, hold=1)
+    session = DraftSession(opened(), vocabulary=10**6, limits=limits)
+    savings = FIRST_CREDIT * limits.bytes_a_token
+    if not starved:
+        session.expand(session.trie.root, [Candidate(99, 0.1)])
+        savings -= sum(map(wire_bytes, session.pushes()))
+    while frontier := session.frontier():
+        for node in frontier:
+            session.expand(node, [Candidate(token, 0.12) for token in range(10**5, 10**5 + 8)])
+    size = sum(map(wire_bytes, session.pushes()))
+    assert 0.9 * share * savings < size <= share * savings
+
+
+def test_no_more_is_saved_up_than_the_most():
+    limits = DraftLimits(children=8, width=8, least=0.0, hold=1, bytes_a_token=2.0)
+    session = DraftSession(opened(end=10**4), vocabulary=10**6, limits=limits)
+    for position in range(len(PROMPT), 1000):
+        digest = digests.of((*PROMPT, *[9] * (position - len(PROMPT) + 1)))
+        session.verified(Verification(SessionId(1), 4, position, (9,), digest))
+    while frontier := session.frontier():
+        for node in frontier:
+            session.expand(node, [Candidate(token, 0.12) for token in range(10**5, 10**5 + 8)])
+    size = sum(map(wire_bytes, session.pushes()))
+    assert 0.9 * 2 * MOST_CREDIT < size <= 2 * MOST_CREDIT
+
+
 def test_pushes_keep_to_the_bytes_that_committed_tokens_earn_and_the_likeliest_go_first():
     session = DraftSession(
         opened(end=1000), vocabulary=10**6, limits=DraftLimits(nodes=10**4, lead=10**3, hold=1, least=0.0, width=8)
@@ -215,12 +384,104 @@ def test_pushes_keep_to_the_bytes_that_committed_tokens_earn_and_the_likeliest_g
                 tokens = range(1000 * step + 10 * rank, 1000 * step + 10 * rank + 3)
                 session.expand(node, [Candidate(token, 0.5 / (1 + i)) for i, token in enumerate(tokens)])
             for proposal in session.pushes():
-                sent += len(encode_to_worker(proposal)) + 2  # and its place in the frame
+                sent += wire_bytes(proposal)
         tokens = (*session.tokens[len(PROMPT) :], 999_999)  # never what was drafted
         digest = digests.of((*PROMPT, *tokens))
         session.verified(Verification(SessionId(1), 4, position, (999_999,), digest, 0, 1))
         position += 1
-    assert 0.5 * 58 * rounds < sent <= 58 * (rounds + MOST_CREDIT)
+    assert 0.5 * 58 * rounds < sent <= 58 * (rounds + FIRST_CREDIT)
+
+
+# -- alternatives that come back -----------------------------------------------------------------------------------
+
+
+def doubtful(session: DraftSession) -> list[Proposal]:
+    """Draft 4, 5, 6 with even odds, and 7 in place of 6, too unlikely so far ahead; return what is sent."""
+    proposals = []
+    for candidates in ([Candidate(4, 0.3)], [Candidate(5, 0.3)], [Candidate(6, 0.5), Candidate(7, 0.1)]):
+        (node, *_) = session.frontier()
+        assert session.expand(node, candidates) == 1
+        proposals += session.pushes()
+    return proposals
+
+
+def test_an_alternative_too_unlikely_far_ahead_is_drafted_when_the_text_comes_near():
+    drafting, verifying = draft(), target(speculation=DRAFTS_ONLY)
+    for proposal in doubtful(drafting):
+        verifying.propose(proposal)
+    drafting.verified(without_drafts(verifying, 4))
+    assert [node.token for node in drafting.trie] == [5, 6, 7]
+    (proposal,) = drafting.pushes()
+    assert verifying.propose(proposal).added == 1
+    place = drafting.trie.root.children[5].children[7]
+    assert place in drafting.frontier()
+    assert drafting.trie.root.children[5] not in drafting.frontier()
+    assert drafting.expand(place, [Candidate(8, 0.9)]) == 1
+    for proposal in drafting.pushes():
+        assert verifying.propose(proposal).added == 1
+    verification = with_drafts(verifying, 5, 7, 0, 8, 9)  # of 5, 6, 7, 8, the target wants 5, 7, 8
+    assert verification.tokens == (5, 7, 8, 9)
+    assert drafting.verified(verification) is Sync.ADVANCED
+    assert drafting.tokens == verifying.tokens
+
+
+def test_an_alternative_that_is_hopeless_near_the_text_too_stays_away():
+    drafting, verifying = draft(), target()
+    (root,) = drafting.frontier()
+    drafting.expand(root, [Candidate(4, 0.9)])
+    drafting.expand(root.children[4], [Candidate(5, 0.9), Candidate(6, 0.001)])
+    drafting.verified(without_drafts(verifying, 4))
+    assert [node.token for node in drafting.trie] == [5]
+
+
+def test_places_that_found_no_room_for_their_drafts_get_them_when_there_is_some_and_are_not_drafted_again():
+    limits = DraftLimits(nodes=4, hold=1)
+    drafting, verifying = DraftSession(opened(), vocabulary=100, limits=limits), target(speculation=DRAFTS_ONLY)
+    (root,) = drafting.frontier()
+    drafting.expand(root, [Candidate(4, 0.9)])
+    drafting.expand(root.children[4], [Candidate(5, 0.5), Candidate(6, 0.4)])
+    first, second = drafting.frontier()
+    assert drafting.expand(first, [Candidate(7, 0.9)]) == 1
+    assert drafting.expand(second, [Candidate(8, 0.9)]) == 0  # expanded in the same step; the trie is full
+    for proposal in drafting.pushes():
+        verifying.propose(proposal)
+    drafting.verified(without_drafts(verifying, 4))
+    assert second.children[8] in drafting.trie
+    assert drafting.frontier() == []  # full again
+    for proposal in drafting.pushes():
+        assert verifying.propose(proposal).added == 1
+    drafting.verified(without_drafts(verifying, 6))
+    assert [node.token for node in drafting.frontier()] == [8]
+
+
+def test_a_place_without_room_that_becomes_the_end_of_the_text_is_not_drafted_again():
+    limits = DraftLimits(nodes=3, hold=1)
+    drafting, verifying = DraftSession(opened(), vocabulary=100, limits=limits), target(speculation=DRAFTS_ONLY)
+    (root,) = drafting.frontier()
+    drafting.expand(root, [Candidate(4, 0.5), Candidate(5, 0.4)])
+    first, second = drafting.frontier()
+    assert drafting.expand(first, [Candidate(6, 0.9)]) == 1
+    assert drafting.expand(second, [Candidate(7, 0.9)]) == 0
+    drafting.verified(without_drafts(verifying, 5))
+    assert [node.token for node in drafting.frontier()] == [7]
+    (proposal,) = drafting.pushes()
+    assert verifying.propose(proposal).added == 1
+
+
+def test_an_alternative_that_comes_back_while_lost_drafts_are_sent_again_is_sent_too():
+    drafting, verifying = draft(lead=12), target(speculation=DRAFTS_ONLY)
+    grow(drafting, *range(10, 10 + PATIENCE - 1))
+    doubtful(drafting)  # all lost on the way
+    for token in range(10, 10 + PATIENCE - 1):
+        drafting.verified(without_drafts(verifying, token))
+        assert drafting.pushes() == []
+    drafting.verified(without_drafts(verifying, 4))
+    assert [node.token for node in drafting.trie] == [5, 6, 7]
+    (again,) = drafting.pushes()
+    assert verifying.propose(again).added == 3
+
+
+# -- what is sent, and what a verification leaves ------------------------------------------------------------------
 
 
 def test_new_nodes_at_several_places_make_one_proposal_if_they_are_near():
