@@ -15,13 +15,15 @@ tokens a second that the session makes while it has drafts; so of all there is t
 
     tokens gained  -  rate * seconds spent
 
-over "now, with what is there" and "once k drafts have come", k = 1, 2, ... (:func:`worth_waiting`).
+over "now" and "at a later moment, with the drafts that are likely to have come by then" (:func:`worth_waiting`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+
+from speculation.arrivals import Moment
 
 
 class StepCost:
@@ -128,19 +130,18 @@ def worth_drafting(weights: Sequence[float], fed: int, certain: int, cost: Calla
 
 
 def worth_waiting(
-    now: float, rate: float, agreement: float, due: Sequence[float], cost: Callable[[int], float]
-) -> int | None:
-    """How many drafts to wait for, or None for a step at once.
+    rate: float, agreement: float, moments: Sequence[Moment], behind: int, cost: Callable[[int], float]
+) -> float | None:
+    """Seconds to wait for drafts at most, or None for a step without any at once.
 
-    ``now`` is the value of a step at once: expected tokens less ``rate`` times its seconds. ``rate`` is in tokens a
-    second, ``agreement`` the chance of one draft token, ``due[k - 1]`` the seconds until a path of k is expected.
+    ``rate`` is in tokens a second, ``agreement`` the chance of one draft token. Drafts answer the place where there
+    were none; the text has gone on by ``behind`` tokens since, so that their first ones come too late.
     """
-    best, count = now, None
-    tokens, chance = 1.0, 1.0
-    for k, seconds in enumerate(due, start=1):
-        chance *= agreement
-        tokens += chance
-        value = tokens - rate * (seconds + cost(1 + k))
+    best, chosen = 1.0 - rate * cost(1), None
+    for moment in moments:
+        useful = moment.shares[behind:]
+        tokens = sum(share * agreement ** (behind + k) for k, share in enumerate(useful, start=1))
+        value = 1.0 + tokens - rate * (moment.seconds + cost(1 + round(sum(useful))))
         if value > best:
-            best, count = value, k
-    return count
+            best, chosen = value, moment.seconds
+    return chosen

@@ -15,10 +15,6 @@ from speculation.messages import Open, Rule, Schedule, Token
 from speculation.target_session import Experience, TargetSession
 from speculation.trie import Offer
 
-WAIT_SLACK = 1.5
-"""How much longer than expected drafts are waited for."""
-LEAST_WAIT = 0.001
-"""Seconds; expected sooner than this, drafts are waited for this long."""
 LONGEST_WAIT = 1 / 3
 """Share of a plain step beyond which drafts are not waited for: until then drafting goes on during that step."""
 DEAF_AFTER = 0.5
@@ -70,7 +66,7 @@ class Planner:
         going = [i for i, until in enumerate(waits) if until is None]
         counts = self._counts([asked[i] for i in going], [candidates[i] for i in going], prefilled)
         if len(asked) == 1 and going and not prefilled:
-            waits[0] = self._wait(asked[0].session, candidates[0].first(counts[0]), now)
+            waits[0] = self._wait(asked[0].session, candidates[0], now)
         offers: list[Offer | None] = [None] * len(asked)
         for i, count in zip(going, counts, strict=True):
             if waits[i] is None:
@@ -95,25 +91,18 @@ class Planner:
 
     def _wait(self, session: TargetSession, offer: Offer, now: float) -> float | None:
         """Until when a session that computes alone does better to wait for drafts than to go on."""
-        missed = session.missed_at
+        miss = session.miss
         if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
             return None
-        if missed is None or session.in_vain or not session.expects_drafts or not session.tempo.rate:
+        if miss is None or offer.nodes or not session.expects_drafts or not session.tempo.rate:
             return None
         cost = self.cost(1)
-        longest = LONGEST_WAIT * cost(1)
-        due = session.arrivals.due(now - missed)[: min(session.room, session.opened.speculation.max_depth)]
-        due = [seconds for seconds in due if now - missed + seconds <= longest]
+        behind = session.trie.position - miss.position
+        moments = session.arrivals.moments(now - miss.at, behind)
+        moments = [moment for moment in moments if moment.seconds <= LONGEST_WAIT * cost(1)]
         rate = max(session.tempo.rate, 1.0 / cost(1))  # plain decoding is always to be had
-        value = 1.0 + sum(offer.odds) - rate * cost(1 + len(offer.nodes))
-        count = worth_waiting(value, rate, session.agreement, due, cost)
-        if count is None or count <= session.trie.lead:
-            return None
-        until = missed + max(WAIT_SLACK * session.arrivals.seconds(count), LEAST_WAIT)
-        if now < until:
-            return until
-        session.waited_in_vain(now)
-        return None
+        seconds = worth_waiting(rate, session.agreement, moments, behind, cost)
+        return None if seconds is None else now + seconds
 
     @staticmethod
     def _baseline_wait(asked: Asked, offer: Offer, now: float) -> float | None:
@@ -129,7 +118,7 @@ class Planner:
             session.committed_at = now
         if now < session.committed_at + DEAF_AFTER:
             return session.committed_at + DEAF_AFTER
-        session.waited_in_vain(now)
+        session.in_vain = True
         return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from speculation.acceptance import Walk, finish_at, walk
-from speculation.arrivals import Arrivals
+from speculation.arrivals import Arrivals, Miss
 from speculation.calibration import Calibration
 from speculation.lookup import PromptLookup
 from speculation.messages import FinishReason, Open, Proposal, Rule, Schedule, Source, Token, Verification
@@ -35,15 +35,6 @@ class Experience:
     pace: Pace = field(default_factory=lambda: Pace(LONGEST_LEAD))
     arrivals: Arrivals = field(default_factory=Arrivals)
     tempo: Tempo = field(default_factory=Tempo)
-
-
-@dataclass(slots=True)
-class _Miss:
-    """A commit that left no drafts: when, where, and how long the path is that has come since."""
-
-    at: float
-    position: int
-    reached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +72,10 @@ class TargetSession:
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
         self.finished: FinishReason | None = None
         self.in_vain = False
-        """The last wait ended without drafts, and none has come since."""
+        """A baseline schedule waited for a draft that did not come, and none has come since."""
         self.committed_at: float | None = None
-        self._miss: _Miss | None = None
-        self._earlier_miss: _Miss | None = None
+        self.miss: Miss | None = None
+        """Since when, and where, no drafts are at hand, if so; not over before those that come are there and used."""
         self._offer: Offer | None = None
         allowed = opened.speculation.enabled and Source.LOOKUP in opened.speculation.sources
         self._looked_up = -1
@@ -100,11 +91,6 @@ class TargetSession:
     def room(self) -> int:
         """How many draft tokens can follow each other before the session's last position, which is the target's own."""
         return self.opened.limits.end - self.trie.position - 1
-
-    @property
-    def missed_at(self) -> float | None:
-        """When the last commit left no drafts, if it did."""
-        return self._miss.at if self._miss else None
 
     @property
     def expects_drafts(self) -> bool:
@@ -132,27 +118,17 @@ class TargetSession:
         return placement
 
     def _arrived(self, proposal: Proposal, at: float) -> None:
-        """Time the first drafts after a miss.
+        """Time the drafts after a miss.
 
-        What arrives during a step is looked at after it. So drafts may turn out to have been here before the last
-        commit: then that was no miss, and they answer the one before it.
+        What arrives during a step is looked at after it. So drafts may turn out to have been here before the commit
+        that seemed to leave none: then that was no miss.
         """
         self.in_vain = False
-        if self._miss is not None and at < self._miss.at and len(self.trie):
-            self._miss = None
-        miss = next((miss for miss in (self._miss, self._earlier_miss) if miss and miss.at <= at), None)
-        if miss is None or not proposal.tokens:
-            return
-        reached = proposal.anchor_position + max(proposal.depths) - miss.position
-        for depth in range(miss.reached + 1, reached + 1):
-            self.arrivals.observe(depth, at - miss.at)
-        miss.reached = max(miss.reached, reached)
-
-    def waited_in_vain(self, now: float) -> None:
-        """No drafts came in the time they were given."""
-        self.in_vain = True
-        if self._miss is not None:
-            self.arrivals.in_vain(now - self._miss.at)
+        if self.miss is not None and at < self.miss.at and len(self.trie):
+            self.miss = None
+        elif self.miss is not None and at >= self.miss.at and proposal.tokens:
+            reached = proposal.anchor_position + max(proposal.depths) - self.miss.position
+            self.miss.arrived(reached, at)
 
     def candidates(self, budget: int) -> Offer:
         """The at most ``budget`` draft tokens most likely to be kept, best first.
@@ -230,8 +206,7 @@ class TargetSession:
         """Compare all drafts along the way, verified or not, with what was committed."""
         node, matched, diverged = self.trie.root, 0, False
         for token in tokens:
-            for child in node.children.values():
-                self.calibration.observe(child, child.token == token)
+            self.calibration.observe(node, token)
             diverged = bool(node.children)
             if token not in node.children:
                 break
@@ -240,8 +215,13 @@ class TargetSession:
 
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the pace of steps with drafts, and note whether this one left some."""
-        if offered and self.committed_at is not None and self._miss is None:
+        if offered and self.committed_at is not None and self.miss is None:
             self.tempo.observe(count, at - self.committed_at)
-        self.committed_at = at
-        self._earlier_miss = self._miss or self._earlier_miss
-        self._miss = None if len(self.trie) else _Miss(at, self.trie.position)
+        watched, self.committed_at = self.committed_at, at
+        if self.miss is not None:
+            if not offered and not len(self.trie):
+                return  # still the same one
+            if self.miss.reached or watched != self.miss.at:
+                self.arrivals.observe(self.miss)
+            # Else prompt lookup had something for the very next step: that says nothing of drafts.
+        self.miss = None if len(self.trie) else Miss(at, self.trie.position)

@@ -1,5 +1,6 @@
 import pytest
 
+from speculation.arrivals import Moment
 from speculation.budget import CHEAP_PLACES, StepCost, best_prefix, choose, worth_drafting, worth_waiting
 
 
@@ -90,20 +91,50 @@ def test_a_draft_step_expands_a_few_places_always_and_more_where_they_make_more_
     assert worth_drafting([], 3, 3, FLAT) == 0
 
 
+def wait(
+    *moments: tuple[float, list[float]], rate: float = 0.1, agreement: float = 0.8, behind: int = 0
+) -> float | None:
+    """How long to wait where a step takes ten seconds; moments as (seconds from now, chance of 1, 2, ... tokens)."""
+    return worth_waiting(rate, agreement, [Moment(*moment) for moment in moments], behind, lambda tokens: 10.0)
+
+
 @pytest.mark.parametrize(
-    ("rate", "due", "count"),
+    ("moments", "seconds"),
     [
-        (0.1, [0.0, 0.0, 0.0], 3),  # they are here any moment
-        (0.1, [30.0, 30.0, 30.0], None),  # three steps' worth of tokens are lost meanwhile
-        (0.1, [1.0, 2.0, 60.0], 2),
-        (0.1, [], None),
-        (0.0, [1e9] * 3, 3),  # time has no price yet
+        ([(0.5, [1.0, 1.0, 1.0])], 0.5),
+        ([(30.0, [1.0, 1.0, 1.0])], None),  # three steps' worth of tokens are lost meanwhile
+        ([(1.0, [1.0, 1.0, 0.0]), (60.0, [1.0, 1.0, 1.0])], 1.0),  # the rest comes too late
+        ([(1.0, [0.3]), (3.0, [0.9])], 3.0),
+        ([(1.0, [0.8]), (3.0, [0.9])], 1.0),  # a little more is not worth two seconds
+        ([(3.9, [0.5])], 3.9),  # 0.5 * 0.8 tokens against 0.39
+        ([(4.1, [0.5])], None),
+        ([], None),
     ],
 )
-def test_a_wait_must_gain_more_tokens_than_its_time_is_worth(rate, due, count):
-    now = 1.0 - rate * 10.0
-    assert worth_waiting(now, rate, 0.8, due, lambda tokens: 10.0) == count
+def test_a_wait_must_gain_more_tokens_than_its_time_is_worth(moments, seconds):
+    assert wait(*moments) == seconds
+
+
+def test_time_without_a_price_is_waited_for_at_any_length():
+    assert wait((1e9, [0.1]), rate=0.0) == 1e9
 
 
 def test_one_does_not_wait_for_drafts_that_are_always_wrong():
-    assert worth_waiting(0.0, 0.1, 0.01, [0.2] * 8, lambda tokens: 10.0) is None
+    assert wait((0.2, [1.0] * 8), agreement=0.01) is None
+
+
+def test_what_the_text_has_gone_on_by_comes_too_late():
+    assert wait((1.0, [1.0])) == 1.0
+    assert wait((1.0, [1.0]), behind=1) is None
+    assert wait((1.0, [1.0, 1.0]), behind=1) == 1.0
+
+
+def test_a_draft_that_reaches_beyond_the_text_must_have_been_right_all_along():
+    assert wait((7.0, [1.0])) == 7.0  # 0.8 tokens against 0.7
+    assert wait((7.0, [1.0, 1.0]), behind=1) is None  # 0.64
+
+
+def test_verifying_what_one_waited_for_is_paid_for_too():
+    moments = [Moment(0.0, [1.0])]
+    assert worth_waiting(0.1, 0.8, moments, 0, lambda tokens: 7.0 + tokens) == 0.0
+    assert worth_waiting(0.1, 0.8, moments, 0, lambda tokens: 9.0 * tokens) is None

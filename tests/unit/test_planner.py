@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from speculation.arrivals import Arrivals
+from speculation import digest as digests
+from speculation.arrivals import Miss
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -78,7 +79,8 @@ def missed(made: Planner, one: TargetSession, delay: float) -> float:
     now = step(made, one, now, [19])  # with drafts at hand: what its time is worth
     assert one.tempo.rate > 0
     for _ in range(12):
-        assert one.missed_at == now
+        assert one.miss is not None
+        assert one.miss.at == now
         push(one, 4, 5, 6, 7, at=now + delay)
         now = step(made, one, now + delay, [4, 5, 6, 7])
     return now
@@ -173,15 +175,61 @@ def test_under_the_rejection_rule_a_token_is_not_left_out_because_of_what_follow
     assert min(counts[Rule.REJECTION]) >= 1
 
 
-def test_arrivals_are_learned_and_disappointment_makes_waiting_less_attractive():
-    arrivals = Arrivals()
-    assert arrivals.due(0.0) == []
-    arrivals.observe(1, 0.010)
-    arrivals.observe(3, 0.020)
-    assert arrivals.due(0.004) == [pytest.approx(0.006)]  # the second was never seen
-    arrivals.observe(2, 0.015)
-    assert arrivals.due(0.016) == pytest.approx([0.0, 0.0, 0.004])
-    other = Arrivals(arrivals)
-    other.in_vain(0.05)
-    assert other.seconds(1) == pytest.approx(0.1)
-    assert Arrivals(arrivals).seconds(1) == pytest.approx(0.1)
+def answered(after: float, depth: int = 8) -> tuple[Planner, TargetSession]:
+    """A session whose drafts, ``depth`` tokens, always came so many seconds after a miss, at its next miss at 1.0."""
+    made = planner(slope=0.0001, step=0.035)
+    one = session(made)
+    one.tempo.observe(4, 0.140)  # time is cheap, drafts are worth a wait of any length that is allowed
+    for _ in range(50):
+        one.arrivals.observe(Miss(0.0, 0, [after] * depth))
+    one.offer(one.candidates(0))
+    one.commit([9], 1.0)
+    return made, one
+
+
+def test_what_comes_during_the_next_step_anyway_is_not_waited_for_but_the_rest_of_the_way_is():
+    made, one = answered(after=0.038)
+    assert step(made, one, 1.0) == pytest.approx(1.035)  # it went on at once: 38 ms are more than a third of a step
+    plan = made.plan([Asked(one, 8)], 1.035)
+    assert plan.offers == (None,)
+    assert plan.wake is not None
+    assert 1.038 < plan.wake < 1.042
+    late = Proposal(SessionId(1), 1, len(PROMPT) + 1, digests.of((*PROMPT, 9)), (9, 5, 6), (ANCHOR, 0, 1))
+    one.propose(late, 1.038)
+    (offer,) = made.plan([Asked(one, 8)], 1.038).offers
+    assert offer is not None
+    assert offer.tokens == (5, 6)
+
+
+def test_drafts_too_short_to_reach_beyond_what_the_step_committed_are_not_waited_for():
+    made, one = answered(after=0.038, depth=1)
+    now = step(made, one, 1.0)
+    assert made.plan([Asked(one, 8)], now).wake is None
+    made, one = answered(after=0.003, depth=1)
+    assert made.plan([Asked(one, 8)], 1.0).wake is not None  # the same at the miss itself
+
+
+def test_a_wait_over_and_over_again_for_the_same_moment_does_not_happen():
+    """Even on a clock that wakes it on the dot."""
+    made, one = answered(after=0.003)
+    wakes = [1.0]
+    while (wake := made.plan([Asked(one, 8)], wakes[-1]).wake) is not None:
+        assert wake > wakes[-1]
+        wakes.append(wake)
+    assert len(wakes) == 2
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        replace(DRAFT, enabled=False),
+        replace(DRAFT, sources=frozenset({Source.LOOKUP})),
+    ],
+)
+def test_who_gets_no_drafts_waits_for_none(speculation):
+    made = planner()
+    missed(made, session(made), 0.002)
+    one = session(made, speculation)
+    now = step(made, one, 1.0)
+    assert one.miss is not None
+    assert made.plan([Asked(one, 8)], now).wake is None

@@ -38,6 +38,7 @@ def written(folder, *lines, cut: str = ""):
         (["--target-step-ms", "nan"], "--target-step-ms nan: must be from"),
         (["--coverage", "-1"], "--coverage -1: must be from 0 to 1"),
         (["--tokens", "0"], "--tokens 0: must be from 1"),
+        (["--request-tokens", "1"], "--request-tokens 1: must be from 2"),
         (["--max-draft", "65"], "--max-draft 65: must be from 0 to 64"),
         (["--csv", "/nowhere/table.csv"], "--csv /nowhere/table.csv: must be a file in a folder that exists"),
         (["--rtt", "0,5", "--plot", "plot.txt"], "--plot plot.txt: must end in one of .png"),

@@ -1,0 +1,30 @@
+"""Whatever the misses were like, what is expected of a wait are chances."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculation.arrivals import DEEPEST, TIMES, Arrivals, Miss
+
+answers = st.lists(st.floats(0.0, 2 * TIMES[-1]), max_size=DEEPEST).map(sorted)
+"""When a path of 1, 2, ... tokens was there."""
+
+
+@given(
+    st.lists(answers, max_size=40),
+    st.one_of(st.sampled_from(TIMES), st.floats(0.0, 2 * TIMES[-1])),
+    st.integers(0, DEEPEST + 2),
+)
+def test_longer_paths_are_less_likely_later_moments_more_and_all_are_chances(misses, age, behind):
+    arrivals = Arrivals()
+    for reached in misses:
+        arrivals.observe(Miss(0.0, 3, reached))
+    moments = arrivals.moments(age, behind)
+    for moment in moments:
+        assert moment.seconds > 0
+        assert len(moment.shares) == DEEPEST
+        assert all(1.0 >= shorter >= longer >= 0.0 for shorter, longer in pairwise(moment.shares))
+    for sooner, later in pairwise(moments):
+        assert sooner.seconds < later.seconds
+        assert all(less <= more for less, more in zip(sooner.shares, later.shares, strict=True))
