@@ -14,9 +14,9 @@ from typing import TypeVar
 from benchmarks.measure import Run
 from speculation.messages import Schedule, Source, Speculation
 
-LENGTHS = (2, 3, 4, 5, 6, 8)
+LENGTHS = (2, 4, 6, 8, 10, 12)
 """Draft lengths K that the sequential baseline is tried with."""
-PARALLEL_LENGTHS = (4, 6, 8)
+PARALLEL_LENGTHS = (6, 8, 10, 12)
 """Draft lengths that the PEARL-like baseline is tried with."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from benchmarks.settings import (
     DEAD,
     FAR,
     NEAR,
+    SHARED,
     TRANSFORMERS,
     WRONG,
     WRONG_COLD,
@@ -132,6 +134,20 @@ async def compare_transformers(bench: Bench, dispatcher: Dispatcher, lookup: boo
         await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
 
 
+async def compare_shared(bench: Bench, folder: Path) -> list[Path]:
+    """The same on workers that compute with all cores each; returns their records."""
+    cores = str(len(os.sched_getaffinity(0)))
+    flags = ["--dtype", bench.options.dtype, "--threads", cores]
+    records = [folder / f"shared-{role}.jsonl" for role in ("target", "draft")]
+    async with (
+        running(WorkerPlan(Role.TARGET, bench.pair.target, None, records[0], flags)) as target,
+        running(WorkerPlan(Role.DRAFT, bench.pair.draft, None, records[1], flags)) as draft,
+        connected(target, draft) as dispatcher,
+    ):
+        await compare_ours(bench, dispatcher, SHARED, lookup=False)
+    return records
+
+
 async def compare_dead(bench: Bench, dispatcher: Dispatcher, draft: RunningWorker) -> None:
     """Kill the drafter and go on asking for drafts."""
     await draft.kill()
@@ -174,6 +190,8 @@ async def measure(pair: Pair, plan: PairPlan, options: Options, progress: Progre
                 await compare_dead(bench, dispatcher, draft)
                 async with running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong:
                     await compare_wrong(bench, target, wrong)
+        if plan.shared:
+            records += await compare_shared(bench, Path(name))
         log = read_log(records)  # complete only now: workers write when they are idle
     return Outcome(pair, rows(bench.measured, log), rows(bench.tried, log), timelines(bench.measured, log))
 

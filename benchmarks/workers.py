@@ -1,4 +1,4 @@
-"""Worker processes for a benchmark, each on a core of its own, without Ray, and routers connected to them."""
+"""Worker processes for a benchmark, usually each on a core of its own, without Ray, and routers connected to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class WorkerPlan:
 
     role: Role
     model: Path
-    core: int
+    core: int | None
+    """The one it is bound to; None: it may use all."""
     record: Path
     """Where it writes its step records."""
     flags: Sequence[str] = ()
@@ -56,8 +57,9 @@ async def running(plan: WorkerPlan) -> AsyncIterator[RunningWorker]:
     command += ["--exit-with", str(os.getpid()), *plan.flags]
     cores = sorted(os.sched_getaffinity(0))
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
-    # From outside, long before it starts a thread: code run in a fork of this process would upset gRPC.
-    os.sched_setaffinity(process.pid, {cores[plan.core % len(cores)]})
+    if plan.core is not None:
+        # From outside, long before it starts a thread: code run in a fork of this process would upset gRPC.
+        os.sched_setaffinity(process.pid, {cores[plan.core % len(cores)]})
     try:
         yield RunningWorker(await _address(plan, process), process)
     finally:

@@ -18,8 +18,8 @@ quiet meanwhile.
   paceline bench speculation --quick --json figures.json
   paceline bench speculation
 """
-QUICK_PROMPTS, PROMPTS = 5, 12
-QUICK_BURSTS, BURSTS = 2, 4
+QUICK_PROMPTS, PROMPTS = 8, 10
+QUICK_BURSTS, BURSTS = 2, 3
 TOKENS = 8
 """Fewest new tokens a prompt; the first do not count."""
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -41,7 +41,7 @@ def add(parser: Parser) -> None:
     flag("--tokens", type=int, default=96, metavar="N", help="new tokens a prompt (default: 96)")
     flag("--dtype", default="bfloat16", metavar="TEXT", help="number format (default: bfloat16)")
     flag("--hidden", type=int, default=1024, metavar="N", help="hidden size of the stretched target (default: 1024)")
-    flag("--layers", type=int, default=32, metavar="N", help="layers of the stretched target (default: 32)")
+    flag("--layers", type=int, default=24, metavar="N", help="layers of the stretched target (default: 24)")
 
 
 def run(args: argparse.Namespace) -> int:
