@@ -64,6 +64,7 @@ SWEEP = {
 """What is swept, where the flags do not say otherwise."""
 MOST = 4096
 """Sessions, workers, or tokens of a draft."""
+REQUEST_TOKENS = 128
 LONGEST_TRIP_MS = 60_000.0
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 PIPE_WIDTH = 200
@@ -105,6 +106,8 @@ def add(parser: Parser) -> None:
     about = f"most draft tokens verified for a session in a step (default: {most})"
     other.add_argument("--max-draft", type=int, default=most, metavar="N", help=about)
     other.add_argument("--tokens", type=int, default=1000, metavar="N", help="tokens a session (default: 1000)")
+    about = f"tokens of a request, after which the next begins (default: {REQUEST_TOKENS})"
+    other.add_argument("--request-tokens", type=int, default=REQUEST_TOKENS, metavar="N", help=about)
     other.add_argument("--jitter", type=float, default=0.0, metavar="X", help="relative spread of steps (default: 0)")
     other.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures (default: 0)")
     other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
@@ -215,6 +218,7 @@ def _simulator(args: argparse.Namespace) -> Simulator:
 
     for name, least, most in (
         ("tokens", 1, 10**6),
+        ("request_tokens", 2, 10**6),
         ("max_draft", 0, 64),
         ("jitter", 0.0, 1.0),
         ("seed", 0, 2**63),
@@ -222,7 +226,8 @@ def _simulator(args: argparse.Namespace) -> Simulator:
         _within(name, getattr(args, name), least, most)
     costs, outcomes = _recorded(args) if args.record else _made_up(args)
     bounds = Bounds(drafts_per_session=args.max_draft)
-    return Simulator(replace(costs, jitter=args.jitter), outcomes, bounds, args.tokens, args.seed)
+    costs = replace(costs, jitter=args.jitter)
+    return Simulator(costs, outcomes, bounds, args.tokens, args.request_tokens, args.seed)
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:

@@ -87,10 +87,15 @@ class Row:
 class Simulator:
     """Simulates settings of one set-up; the same one is computed once."""
 
-    def __init__(self, costs: Costs, outcomes: Sequence[Outcome], bounds: Bounds, tokens: int, seed: int) -> None:
-        """See :func:`speculation.simulate.simulate`; every setting starts from ``seed``."""
+    def __init__(
+        self, costs: Costs, outcomes: Sequence[Outcome], bounds: Bounds, tokens: int, request_tokens: int, seed: int
+    ) -> None:
+        """See :func:`speculation.simulate.simulate`.
+
+        All settings have requests of ``request_tokens`` tokens and start from ``seed``.
+        """
         self._costs, self._outcomes, self._bounds = costs, outcomes, bounds
-        self._tokens, self._seed = tokens, seed
+        self._tokens, self._request_tokens, self._seed = tokens, request_tokens, seed
         self._known: dict[Setting, Report] = {}
 
     def report(self, setting: Setting) -> Report:
@@ -104,12 +109,13 @@ class Simulator:
 
     def row(self, sweep: Sweep, schedule: str, rtt: float, sessions: int, targets: int, drafters: int) -> Row:
         """One combination; of a baseline, with the draft length that suits it best."""
-        plain = self.report(Setting(None, sessions=sessions, targets=targets))
+        length = self._request_tokens
+        plain = self.report(Setting(None, sessions=sessions, targets=targets, request_tokens=length))
         kind = SCHEDULES[schedule]
         if kind is None:
             return Row(plain, 1.0)
         lengths = sweep.draft_lengths if kind is not Schedule.TRIE else (0,)
-        settings = [Setting(kind, length, rtt, sessions, targets, drafters) for length in lengths]
+        settings = [Setting(kind, drafts, rtt, sessions, targets, drafters, length) for drafts in lengths]
         best = max((self.report(setting) for setting in settings), key=lambda report: report.rate)
         return Row(best, best.rate / plain.rate)
 

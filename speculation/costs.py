@@ -49,7 +49,7 @@ class Costs:
     verify: Mapping[int, Curve]
     """A step of the target, by sessions and tokens. At least one entry."""
     draft: Curve
-    """A step of the drafter, by places expanded."""
+    """A step of the drafter, by tokens computed: places expanded, and committed tokens that it had not read."""
     to_target: float
     """A message's way from drafter to target through the router, without any distance: queues, wake-ups, encoding."""
     to_draft: float

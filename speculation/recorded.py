@@ -3,6 +3,9 @@
 A worker started with ``--record FILE`` writes one JSON object a step (:mod:`target_service.verify_loop`,
 :mod:`draft_service.lookahead`). The records should come from a run in which messages were not held back, and best from
 one in which plain and drafted requests alternate, so that few and many drafts are verified.
+
+Times are means, since what a run takes is the sum of its steps; only a step that took far longer than most of its size
+counts as less.
 """
 
 from __future__ import annotations
@@ -12,16 +15,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from speculation.costs import Costs, Curve
 from speculation.draft_session import NONE_RIGHT, Outcome
 
-BACK_TO_BACK = 0.001
-"""Seconds; a worker that takes longer to begin its next step had nothing to do."""
+BACK_TO_BACK = 0.002
+"""Seconds; a worker that takes longer to begin its next step had nothing to do. Sending takes half a millisecond."""
+OUTLIER = 3.0
+"""A time this many times the median counts as that long only: the machine did something else meanwhile."""
 LARGEST_DRAFT = 64
-"""Places; a drafter's larger steps read a prompt."""
+"""Tokens; a drafter's larger steps read a prompt."""
 RELAY = 0.0014
 """Seconds from worker to worker through the router on one machine, where a record shows too few cases to tell."""
 FEWEST = 5
@@ -96,8 +101,12 @@ def _draft(steps: Iterable[Line]) -> Curve:
 
 
 def _curve(seconds: Mapping[int, Sequence[float]]) -> Curve:
-    """Medians: a step during which the machine did something else says nothing about steps."""
-    return Curve((tokens, median(times), len(times)) for tokens, times in seconds.items())
+    return Curve((tokens, _usual(times), len(times)) for tokens, times in seconds.items())
+
+
+def _usual(times: Sequence[float]) -> float:
+    longest = OUTLIER * median(times)
+    return fmean(min(time, longest) for time in times)
 
 
 def _idle(steps: Sequence[Line]) -> list[tuple[Line, Line]]:
@@ -108,7 +117,7 @@ def _idle(steps: Sequence[Line]) -> list[tuple[Line, Line]]:
 def _pause(steps: Sequence[Line]) -> float:
     gaps = [after["start"] - before["end"] for before, after in pairwise(steps)]
     gaps = [gap for gap in gaps if gap <= BACK_TO_BACK]
-    return max(median(gaps), 0.0) if gaps else 0.0
+    return max(fmean(gaps), 0.0) if gaps else 0.0
 
 
 def _relay(woken: Iterable[float], steps: Sequence[Line]) -> float:
@@ -122,7 +131,10 @@ def _relay(woken: Iterable[float], steps: Sequence[Line]) -> float:
 
 
 def _outcomes(steps: Iterable[Line]) -> list[Outcome]:
-    """Session by session, in the order of the text. A record of before this was kept has none."""
+    """Session by session, in the order of the text. A record of before this was kept has none.
+
+    Of sessions that drafted chains, only the first choice at each place is known; beside others they are left out.
+    """
     found: defaultdict[int, list[Outcome]] = defaultdict(list)
     for step in steps:
         for learned in step.get("learned", ()):
@@ -130,4 +142,6 @@ def _outcomes(steps: Iterable[Line]) -> list[Outcome]:
                 if not confidences or not NONE_RIGHT <= right < len(confidences):
                     raise UselessRecord(f"an outcome says that candidate {right} of {len(confidences)} was right")
                 found[learned["session"]].append(Outcome(tuple(confidences), right))
-    return [outcome for outcomes in found.values() for outcome in outcomes]
+    width = {session: max(len(one.confidences) for one in outcomes) for session, outcomes in found.items()}
+    widest = max(width.values(), default=0)
+    return [outcome for session, outcomes in found.items() if width[session] == widest for outcome in outcomes]

@@ -7,8 +7,10 @@ One heap, one seeded generator, virtual time. All decisions are taken by the cod
 Given from outside are what steps and messages take (:mod:`speculation.costs`) and how the models agree
 (:mod:`speculation.agreement`), either recorded from a real run or made up.
 
-Left out: prompts, caches, the router's own work beyond the delay of a message, prompt lookup, faults (for these see
-:mod:`speculation.faults`). Messages reach a worker between its steps, as they do in :mod:`transport.worker`.
+Left out: what prompts take, caches, the router's own work beyond the delay of a message, prompt lookup, faults (for
+these see :mod:`speculation.faults`). A request's first step stands for its prompt: it verifies no drafts while the
+drafter gets ahead, and the pace of a request counts from its end. Messages reach a worker between its steps, as they do
+in :mod:`transport.worker`.
 
 Checked in every run: all text is the target's own.
 """
@@ -16,8 +18,8 @@ Checked in every run: all text is the target's own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from random import Random
 
 from speculation.agreement import VOCABULARY, Text
@@ -77,6 +79,10 @@ class Setting:
     targets: int = 1
     drafters: int = 1
     request_tokens: int = 128
+    """At least 2: a request's pace counts from its first token."""
+
+    def __post_init__(self) -> None:
+        assert self.request_tokens > 1, "a request of one token has no pace"
 
     @property
     def speculation(self) -> Speculation:
@@ -91,10 +97,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a simulated run came to."""
+    """What a simulated run came to. Tokens and verifications are those after the first of each request."""
 
     setting: Setting
     seconds: float
+    decoding: float
+    """Seconds between the commits of a request, of all requests together."""
     tokens: int
     verifications: int
     offered: int
@@ -106,12 +114,12 @@ class Report:
     @property
     def rate(self) -> float:
         """Tokens a second of all requests."""
-        return self.tokens / self.seconds
+        return self.rate_per_request * self.setting.sessions
 
     @property
     def rate_per_request(self) -> float:
-        """Tokens a second that one user sees."""
-        return self.rate / self.setting.sessions
+        """Tokens a second that one user sees, from the first token on."""
+        return self.tokens / self.decoding
 
     @property
     def rate_per_target(self) -> float:
@@ -135,7 +143,7 @@ def simulate(
 ) -> Report:
     """Run until ``tokens`` are committed for every session, after a warm-up.
 
-    ``outcomes``: the text that is replayed, each request from a place of its own.
+    ``outcomes``: the text that is replayed, round and round; each request goes on where the one before it ends.
     """
     return _World(setting, costs, outcomes, rng, bounds).run(tokens)
 
@@ -156,6 +164,7 @@ class _World:
         self.now = 0.0
         self.totals = _Totals()
         self._outcomes, self._rng = outcomes, rng
+        self._start = rng.randrange(len(outcomes))
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._opened = 0
@@ -173,6 +182,7 @@ class _World:
         return Report(
             setting=self.setting,
             seconds=seconds,
+            decoding=done.decoding,
             tokens=done.tokens,
             verifications=done.verifications,
             offered=done.offered,
@@ -193,8 +203,9 @@ class _World:
 
     def open(self, slot: int) -> None:
         """Begin the next request of a slot."""
+        first = (self._start + self._opened * self.setting.request_tokens) % len(self._outcomes)
         self._opened += 1
-        text = Text(self._outcomes, self._rng.randrange(len(self._outcomes)), self._rng.getrandbits(64))
+        text = Text(self._outcomes, first, self._rng.getrandbits(64))
         opened = Open(
             SessionId(self._opened),
             epoch=1,
@@ -223,8 +234,17 @@ class _Totals:
     verifications: int = 0
     offered: int = 0
     accepted: int = 0
+    decoding: float = 0.0
     verifying: float = 0.0
     drafting: float = 0.0
+
+    def count(self, verification: Verification, seconds: float) -> None:
+        """Add a verification that ended so long after the one before it."""
+        self.tokens += len(verification.tokens)
+        self.verifications += 1
+        self.offered += verification.offered
+        self.accepted += verification.accepted
+        self.decoding += seconds
 
     def less(self, before: _Totals) -> _Totals:
         return _Totals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
@@ -273,7 +293,8 @@ class _Target:
         self._inbox.clear()
         held = list(self._held.values())
         room = self._world.bounds.drafts(len(held)) if held else 0
-        plan = self._planner.plan([Asked(one.session, room) for one in held], self._world.now)
+        asked = [Asked(one.session, 0 if one.session.committed_at is None else room) for one in held]
+        plan = self._planner.plan(asked, self._world.now)
         going = [(one, offer) for one, offer in zip(held, plan.offers, strict=True) if offer is not None]
         if not going:
             self._rest(plan.wake)
@@ -285,6 +306,7 @@ class _Target:
     def _rest(self, wake: float | None) -> None:
         self._idle = True
         if wake is not None:
+            assert wake > self._world.now, "a wait until now would never end"
             woken = self._woken
             # A wait that a message has ended meanwhile must not end the next one.
             self._world.after(wake - self._world.now, lambda: self._wake() if self._woken == woken else None)
@@ -296,19 +318,18 @@ class _Target:
         for one, offer in going:
             root = one.session.trie.root
             drawn = [one.text.drawn(node.end, node.digest) for node in (root, *offer.nodes)]
+            before = one.session.committed_at
             verification = one.session.commit(drawn, world.now).verification
-            self._account(one, verification)
+            if before is not None:
+                world.totals.count(verification, world.now - before)
+            self._tell(one, verification)
         world.after(world.costs.verify_pause, self._step)
 
-    def _account(self, one: _Verified, verification: Verification) -> None:
+    def _tell(self, one: _Verified, verification: Verification) -> None:
         """Tell the drafter, and go on with the next request after the last token."""
         world = self._world
         own = tuple(one.text.token(position) for position in range(verification.position, verification.end))
         assert verification.tokens == own, "the text differs from that of the target alone"
-        world.totals.tokens += len(verification.tokens)
-        world.totals.verifications += 1
-        world.totals.offered += verification.offered
-        world.totals.accepted += verification.accepted
         if one.drafter is not None:
             drafter = one.drafter
             world.after(world.costs.to_draft + world.setting.rtt / 2, lambda: drafter.hear(verification))
@@ -317,13 +338,40 @@ class _Target:
             world.open(one.slot)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Drafted:
     """A session at its drafter."""
 
     session: DraftSession
     text: Text
     target: _Target
+    fed: set[Node] = field(default_factory=set)
+    """Drafts that the model has read."""
+    cached: int = 0
+    """Committed tokens that it has read."""
+
+    def verified(self, verification: Verification) -> Sync:
+        """Follow the target; what the model has read along the way it need not read again."""
+        node: Node | None = self.session.trie.root
+        for token in verification.tokens:
+            node = node.children.get(token) if node else None
+            self.cached += node in self.fed
+        sync = self.session.verified(verification)
+        self.fed.intersection_update(self.session.trie)
+        return sync
+
+    @property
+    def uncached(self) -> int:
+        """Tokens that a step which expands the end of the text computes: at least the last one, for its logits."""
+        return max(len(self.session.tokens) - self.cached, 1)
+
+    def expand(self, node: Node) -> None:
+        """The model has read up to ``node`` and says what follows."""
+        if node is self.session.trie.root:
+            self.cached = len(self.session.tokens)
+        else:
+            self.fed.add(node)
+        self.session.expand(node, self.text.candidates(node.end, node.digest))
 
 
 class _Drafter:
@@ -355,18 +403,26 @@ class _Drafter:
 
     def _step(self) -> None:
         for verification in self._inbox:
-            sync = self._held[verification.session].session.verified(verification)
-            assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"
-            if sync is Sync.FINISHED:
-                del self._held[verification.session]
+            self._follow(verification)
         self._inbox.clear()
         places = self._places()
         if places:
-            seconds = self._world.varied(self._world.costs.draft(len(places)))
-            self._world.after(seconds, lambda: self._expand(places, seconds))
+            tokens = sum(held.uncached if node is held.session.trie.root else 1 for held, node in places)
+            seconds = self._world.varied(self._world.costs.draft(tokens))
+            self._world.after(seconds, lambda: self._expand(places, tokens, seconds))
         else:
             self._idle = True
-            self._push()
+            self._push(self._held.values())
+
+    def _follow(self, verification: Verification) -> None:
+        """Take a verification, and answer with what is drafted already."""
+        held = self._held[verification.session]
+        sync = held.verified(verification)
+        assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"
+        if sync is Sync.FINISHED:
+            del self._held[verification.session]
+        else:
+            self._push([held])
 
     def _places(self) -> list[tuple[_Drafted, Node]]:
         """What to expand, by the rule of :mod:`draft_service.lookahead`: ends of texts first, then what pays."""
@@ -378,20 +434,22 @@ class _Drafter:
                 ends.append((held, frontier[0]))
             else:
                 further.append((held, frontier))
-        return ends + best_places(further, self._world.bounds.places, len(ends), len(ends), self._cost)
+        fed = sum(held.uncached for held, _ in ends)
+        return ends + best_places(further, self._world.bounds.places, fed, len(ends), self._cost)
 
-    def _expand(self, places: Sequence[tuple[_Drafted, Node]], seconds: float) -> None:
+    def _expand(self, places: Sequence[tuple[_Drafted, Node]], tokens: int, seconds: float) -> None:
         world = self._world
-        self._cost.observe(len(places), seconds)
+        if tokens == len(places):
+            self._cost.observe(tokens, seconds)
         world.totals.drafting += seconds
         for held, node in places:
-            held.session.expand(node, held.text.candidates(node.end, node.digest))
-        self._push()
+            held.expand(node)
+        self._push(self._held.values())
         world.after(world.costs.draft_pause, self._step)
 
-    def _push(self) -> None:
+    def _push(self, sessions: Iterable[_Drafted]) -> None:
         world = self._world
-        for held in self._held.values():
+        for held in sessions:
             for proposal in held.session.pushes():
                 world.after(world.costs.to_target + world.setting.rtt / 2, _delivery(held.target, proposal))
 

@@ -79,6 +79,21 @@ def test_a_drafter_that_is_always_wrong_costs_nothing(rtt):
     assert speedup(Setting(rtt=rtt), acceptance=0.0, coverage=0.0) == pytest.approx(1.0, abs=0.02)
 
 
+def test_the_pace_of_a_request_counts_from_its_first_token():
+    """The drafter gets ahead during the prompt, so the step after it can finish a short request."""
+    report = speed(Setting(request_tokens=9), acceptance=1.0, costs="free")
+    assert (report.tokens_per_verification, report.rate) == pytest.approx((8, 8 / VERIFY), rel=0.01)
+
+
+def test_a_chain_that_was_right_throughout_is_not_read_again_but_for_its_end():
+    """Where all was kept, the drafter lacks the last draft, which it never expanded, and the target's own token."""
+    dear = replace(FREE, draft=Curve([(1, DRAFT, 1.0), (2, 4 * DRAFT, 1.0)]))
+    rng = Random(SEED)
+    setting = Setting(Schedule.SEQUENTIAL, 5, request_tokens=ENDLESS)
+    report = simulate(setting, dear, made_up(rng, 1.0), rng, tokens=600)
+    assert report.rate == pytest.approx(6 / (VERIFY + 4 * DRAFT + 4 * DRAFT), rel=0.03)
+
+
 def test_second_choices_that_are_right_are_followed():
     """The first choice is never right: all that is gained comes from the others."""
     assert speedup(Setting(), acceptance=0.0, coverage=0.9) > 1.5
@@ -217,7 +232,7 @@ RECORD = [
 def test_a_record_gives_the_tables():
     found = recorded.read(RECORD)
     costs = found.costs
-    assert costs.verify_seconds(1, 1) == pytest.approx(0.031), "the median, prompts left out"
+    assert costs.verify_seconds(1, 1) == pytest.approx(0.031), "the mean, prompts left out"
     assert costs.verify_seconds(1, 5) == pytest.approx(0.036)
     assert costs.verify_seconds(2, 6) == pytest.approx(0.040)
     assert costs.verify_seconds(3, 6) == costs.verify_seconds(2, 6), "not measured: as with the next fewer"
@@ -240,6 +255,20 @@ def test_a_record_gives_the_way_of_a_message():
     costs = recorded.read(lines).costs
     assert costs.to_draft == pytest.approx(0.002)
     assert costs.to_target == pytest.approx(0.003)
+
+
+def test_a_step_that_something_else_held_up_counts_for_little():
+    steps = [target_step(2 + i, 0.031, 1) for i in range(20)] + [target_step(30, 5.0, 1)]
+    assert recorded.read(RECORD + steps).costs.verify_seconds(1, 1) == pytest.approx(
+        (22 + recorded.OUTLIER) * 0.031 / 23
+    )
+
+
+def test_chains_are_left_out_where_alternatives_are_known():
+    chain = draft_step(1.2, 0.002, 1, [{"session": 6, "outcomes": [[[0.6], 0]] * 10}])
+    assert recorded.read([*RECORD, chain]).outcomes == recorded.read(RECORD).outcomes
+    target = [line for line in RECORD if line["role"] == "target"]
+    assert recorded.read([*target, chain]).outcomes == [Outcome((0.6,), 0)] * 10, "better than nothing"
 
 
 @pytest.mark.parametrize(
