@@ -61,17 +61,7 @@ class Child:
         assert self.ended
         self._ready, self._started = threading.Event(), now
         self._said.clear()
-        # In a session of its own, so that Ctrl-C reaches the supervisor only.
-        self._process = process = subprocess.Popen(
-            self._command,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._process = process = spawn(self._command)
         assert process.stdout and process.stderr
         for target, stream in ((self._read_output, process.stdout), (self._read_errors, process.stderr)):
             threading.Thread(target=target, args=(stream, self._ready), daemon=True, name=self.name).start()
@@ -120,10 +110,32 @@ class Child:
                     self._heard(self.name, text)
 
 
+def spawn(command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+    """Start a process that is read from; ``variables`` are added to its environment.
+
+    In a session of its own, so that Ctrl-C reaches only the process that started it.
+    """
+    return subprocess.Popen(
+        command,
+        env=environment() | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
 def paceline(*arguments: str) -> list[str]:
     """A command line that runs Paceline with this interpreter; see :func:`environment`."""
+    return ours("cluster.cli", *arguments)
+
+
+def ours(module: str, *arguments: str) -> list[str]:
+    """A command line that runs one of our modules with this interpreter."""
     # -P: a folder named cluster where the user happens to be must not be taken for ours.
-    return [sys.executable, "-P", "-m", "cluster.cli", *arguments]
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:

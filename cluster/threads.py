@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.child import environment
+from cluster.child import ours, spawn
 from cluster.config import AUTO, Config
 from cluster.console import complain, say, stages
 from cluster.core_cache import CoreCache, default_cache, key_of
@@ -90,8 +90,7 @@ def _kept_or_measured(config: Config, cores: int, cache: CoreCache) -> Measured:
 
 def measuring(config: Config, cores: int) -> list[str]:
     """The command line of :mod:`cluster.core_times` for these models."""
-    # -P: a folder named cluster where the user happens to be must not be taken for ours.
-    command = [sys.executable, "-P", "-m", "cluster.core_times", "--exit-with", str(os.getpid())]
+    command = ours("cluster.core_times", "--exit-with", str(os.getpid()))
     for role, worker in (("target", config.target), ("draft", config.draft)):
         command += [f"--{role}", worker.model, f"--{role}-dtype", worker.dtype]
     return [*command, "--threads", *map(str, thread_counts(cores))]
@@ -99,18 +98,8 @@ def measuring(config: Config, cores: int) -> list[str]:
 
 def output_of(command: Sequence[str], seconds: float) -> str:
     """What the command prints. It is over when this returns or raises, also on Ctrl-C. Raises :class:`Unmeasured`."""
-    # Offline: to download a model is for its worker, which has the time. In a session of its own, so that Ctrl-C
-    # reaches this process only.
-    process = subprocess.Popen(
-        command,
-        env=environment() | {"HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    # Offline: to download a model is for its worker, which has the time.
+    process = spawn(command, HF_HUB_OFFLINE="1")
     with process:
         try:
             output, errors = process.communicate(timeout=seconds)

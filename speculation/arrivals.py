@@ -76,7 +76,7 @@ class Arrivals:
         return moments
 
     def observe(self, miss: Miss) -> None:
-        """Learn from a miss that is over, or from one whose drafts were waited for in vain."""
+        """Learn from a miss that is over."""
         for time, row in zip(TIMES, self._shares, strict=True):
             there = bisect_right(miss.reached, time)
             for depth in range(DEEPEST):

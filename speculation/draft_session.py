@@ -191,7 +191,7 @@ class DraftSession:
         if not self._unsent:
             return []
         self._held += 1
-        lead = self._sent_end - self.trie.position
+        lead = self._sent_lead
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
             ready = not self.frontier()
         else:
@@ -209,12 +209,16 @@ class DraftSession:
         self._credit -= sum(PROPOSAL_BYTES + sum(map(_bytes, proposal.tokens)) for proposal in proposals)
         return proposals
 
+    @property
+    def _sent_lead(self) -> int:
+        """How far the target has drafts, for all that is known here; 0: it has none."""
+        return self._sent_end - self.trie.position
+
     def _affordable(self) -> list[Node]:
         """The likeliest of what is unsent that may be sent; a parent is never less likely than its child."""
         if self.opened.speculation.chains:
             return list(self._unsent)
-        starved = self._sent_end <= self.trie.position
-        left = self._credit * (1.0 if starved else LARGEST_SHARE)
+        left = self._credit * (LARGEST_SHARE if self._sent_lead else 1.0)
         chosen: dict[Node, None] = {}
         anchors: set[Node] = set()
         for node in sorted(self._unsent, key=lambda node: (-node.weight, node.end)):
