@@ -27,7 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engine.invariance import position_ordered
-from engine.kv_cache import CachedSequence, KVCache
+from engine.kv_cache import CachedSequence
+from engine.kv_store import KVStore
 from engine.visibility import KeyView, slot_ordered
 
 NAME = "paceline"
@@ -52,17 +53,17 @@ class Step:
 
     def __init__(
         self,
-        cache: KVCache,
+        store: KVStore,
         chunks: Sequence[tuple[CachedSequence, int]],
         slots: Sequence[int],
         layers: int,
         invariant: bool,
     ) -> None:
         """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order."""
-        self.cache = cache
+        self.store = store
         self.invariant = invariant
         self.first = slots[0] if list(slots) == list(range(slots[0], slots[0] + len(slots))) else None
-        self.slots_T = torch.tensor(slots, device=cache.device)
+        self.slots_T = torch.tensor(slots, device=store.device)
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._chunks = chunks
@@ -75,10 +76,10 @@ class Step:
         return self._views[window]
 
     def _chunk_views(self, sequence: CachedSequence, tokens: int, window: int | None) -> Sequence[KeyView]:
-        cache = self.cache
+        store = self.store
         if self.invariant:
-            return position_ordered(sequence, tokens, window, cache.capacity, cache.device)
-        return [slot_ordered(sequence, tokens, window, cache.dtype, cache.device)]
+            return position_ordered(sequence, tokens, window, store.slots, store.device)
+        return [slot_ordered(sequence, tokens, window, store.dtype, store.device)]
 
 
 class _Current(threading.local):
@@ -122,7 +123,7 @@ def paged_attention(
         raise UnsupportedAttention("the model adds its own bias to the attention scores (ALiBi or similar)")
     layer: int = module.layer_idx  # type: ignore[assignment]
     step.calls[layer] += 1
-    keys_1HSD, values_1HSE = step.cache.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
+    keys_1HSD, values_1HSE = step.store.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
     views = step.views(sliding_window)
     queries = (query_1QTD,) if len(views) == 1 else torch.split(query_1QTD, [view.queries for view in views], 2)
     outputs = []

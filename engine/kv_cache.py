@@ -1,10 +1,8 @@
-"""Keys and values of every sequence, one slot per token.
+"""Which slot of the cache holds which token.
 
 Decides which slot a token gets and when it is free again. A session's state is a committed prefix plus a tree of
 pending nodes; committing a path through the tree re-points slots and copies nothing. Knows nothing about what the
-tokens are, about masks or about models.
-
-Tensor legend: H key/value heads, S slots, D key head size, E value head size, T tokens of one write, L positions.
+tokens are, about masks, tensors or models.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.block_ledger import BlockLedger
+from engine.kv_store import KVStore
 
 ROOT = -1
 """Parent index of a pending node that hangs from the end of the committed prefix."""
@@ -29,7 +28,7 @@ class CacheFull(Exception):
 class KVCache:
     """Slots for ``capacity`` tokens (rounded up to whole blocks), in every layer.
 
-    Stored per head, ``[1, H, S, D]``: that is the shape attention computes in, so a run of slots is read in place.
+    The books only; the tensors are in ``store``.
     """
 
     def __init__(
@@ -40,12 +39,9 @@ class KVCache:
         blocks = -(-capacity // block)
         self.capacity = blocks * block
         self.block = block
-        self.dtype = dtype
-        self.device = torch.device(device)
         self.ledger = BlockLedger(blocks)
         self.sequences: set[CachedSequence] = set()
-        self._keys: list[Tensor | None] = [None] * layers
-        self._values: list[Tensor | None] = [None] * layers
+        self.store = KVStore(layers, self.capacity, dtype=dtype, device=device)
 
     @property
     def free_tokens(self) -> int:
@@ -57,33 +53,6 @@ class KVCache:
         sequence = CachedSequence(self)
         self.sequences.add(sequence)
         return sequence
-
-    def write(
-        self, layer: int, slots_T: Tensor, first: int | None, key_1HTD: Tensor, value_1HTE: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Store one layer's keys and values; return all of that layer's, ``[1, H, S, D]`` and ``[1, H, S, E]``.
-
-        ``first`` is the first slot when ``slots_T`` is one ascending run, which is copied faster than scattered ones.
-        """
-        keys_1HSD, values_1HSE = self._keys[layer], self._values[layer]
-        if keys_1HSD is None or values_1HSE is None:
-            keys_1HSD, values_1HSE = self._allocate(layer, key_1HTD), self._allocate(layer, value_1HTE)
-            self._keys[layer], self._values[layer] = keys_1HSD, values_1HSE
-        if first is not None:
-            count = key_1HTD.shape[2]
-            keys_1HSD.narrow(2, first, count).copy_(key_1HTD)
-            values_1HSE.narrow(2, first, count).copy_(value_1HTE)
-        else:
-            keys_1HSD.index_copy_(2, slots_T, key_1HTD)
-            values_1HSE.index_copy_(2, slots_T, value_1HTE)
-        return keys_1HSD, values_1HSE
-
-    def _allocate(self, layer: int, like_1HTD: Tensor) -> Tensor:
-        # Allocated at the first write because head counts and sizes differ between models and even between layers.
-        # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN.
-        _, heads, _, size = like_1HTD.shape
-        assert like_1HTD.dtype == self.dtype, f"layer {layer} writes {like_1HTD.dtype} into a {self.dtype} cache"
-        return torch.zeros(1, heads, self.capacity, size, dtype=self.dtype, device=self.device)
 
     def check(self) -> None:
         """Assert that every slot is free or owned exactly once."""

@@ -122,7 +122,7 @@ class Engine:
             chunk.sequence.length + depth for chunk in chunks for depth in chunk.sequence.depths[-len(chunk.tokens) :]
         ]
         packed = [(chunk.sequence, len(chunk.tokens)) for chunk in chunks]
-        step = Step(self.cache, packed, slots, model.layers, self.invariant)
+        step = Step(self.cache.store, packed, slots, model.layers, self.invariant)
         wanted = torch.tensor(rows or [len(tokens) - 1], device=device)
         started = time.perf_counter()
         with forward_context(step):

@@ -241,7 +241,7 @@ def test_a_failing_forward_changes_nothing(llama: Model, monkeypatch: pytest.Mon
     sequence = engine.cache.sequence()
     prefill(engine, sequence, [5, 6, 7])
     with monkeypatch.context() as patch:
-        patch.setattr(engine.cache, "write", raise_memory_error)
+        patch.setattr(engine.cache.store, "write", raise_memory_error)
         with pytest.raises(MemoryError):
             engine.run([Chunk(sequence, [8])])
     assert sequence.pending == 0
