@@ -10,8 +10,8 @@ What a step needs travels in a forward context next to the call, not in keyword 
 In bfloat16 on a CPU attention can be *batch-invariant*: a query's result has the same bits whether it is computed alone
 or with others, so that verifying drafts cannot tip a near tie that decoding would have decided otherwise.
 
-Tensor legend: Q query heads, H key/value heads, G = Q / H, T tokens, M = G * T rows of a key head, K keys, S slots,
-D key head size, E value head size.
+Tensor legend: N views of a batch, Q query heads, H key/value heads, B = N * H, T tokens of a view, M = T * Q / H rows
+of a key head, P packed tokens, K keys, S slots, D key head size, E value head size.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engine.invariance import position_ordered
+from engine.key_batch import KeyBatch, Segments, together
 from engine.kv_cache import CachedSequence
 from engine.kv_store import KVStore
 from engine.visibility import KeyView, slot_ordered
@@ -67,13 +68,14 @@ class Step:
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._chunks = chunks
-        self._views: dict[int | None, list[KeyView]] = {}
+        self._batches: dict[int | None, list[KeyBatch]] = {}
 
-    def views(self, window: int | None) -> list[KeyView]:
-        """Views of all tokens in packed order; shared by all layers with the same window."""
-        if window not in self._views:
-            self._views[window] = [view for chunk in self._chunks for view in self._chunk_views(*chunk, window)]
-        return self._views[window]
+    def batches(self, window: int | None) -> list[KeyBatch]:
+        """What is computed together; shared by all layers with the same window."""
+        if window not in self._batches:
+            views = [view for chunk in self._chunks for view in self._chunk_views(*chunk, window)]
+            self._batches[window] = together(views)
+        return self._batches[window]
 
     def _chunk_views(self, sequence: CachedSequence, tokens: int, window: int | None) -> Sequence[KeyView]:
         store = self.store
@@ -123,48 +125,54 @@ def paged_attention(
         raise UnsupportedAttention("the model adds its own bias to the attention scores (ALiBi or similar)")
     layer: int = module.layer_idx  # type: ignore[assignment]
     step.calls[layer] += 1
-    keys_1HSD, values_1HSE = step.store.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
-    views = step.views(sliding_window)
-    queries = (query_1QTD,) if len(views) == 1 else torch.split(query_1QTD, [view.queries for view in views], 2)
+    keys_SHD, values_SHE = step.store.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
+    batches = step.batches(sliding_window)
     outputs = []
-    for view, chunk_1QTD in zip(views, queries, strict=True):
-        if step.invariant or softcap or s_aux is not None or _written_is_faster(chunk_1QTD, view):
-            out_1QTE = written_attention(chunk_1QTD, keys_1HSD, values_1HSE, view, scaling, softcap, s_aux)
+    for batch in batches:
+        query_NQTD = batch.queries_of(query_1QTD[0])
+        if step.invariant or softcap or s_aux is not None or batch.views > 1 or _written_is_faster(query_NQTD, batch):
+            found_NTQE = written_attention(query_NQTD, keys_SHD, values_SHE, batch, scaling, softcap, s_aux)
         else:
-            out_1QTE = fused_attention(chunk_1QTD, keys_1HSD, values_1HSE, view, scaling)
-        outputs.append(out_1QTE)
-    packed_1QTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-    return packed_1QTE.transpose(1, 2), None
+            found_NTQE = fused_attention(query_NQTD, keys_SHD, values_SHE, batch, scaling)
+        outputs.append(found_NTQE)
+    if len(batches) == 1 and batches[0].packed_F is None:
+        return outputs[0].flatten(0, 1)[None], None
+    out_PQE = query_1QTD.new_empty(query_1QTD.shape[2], query_1QTD.shape[1], values_SHE.shape[-1])
+    for batch, found_NTQE in zip(batches, outputs, strict=True):
+        batch.put(out_PQE, found_NTQE)
+    return out_PQE[None], None
 
 
-def _written_is_faster(query_1QTD: Tensor, view: KeyView) -> bool:
-    on_cpu = query_1QTD.dtype == torch.bfloat16 and query_1QTD.device.type == "cpu"
-    return on_cpu and query_1QTD.numel() * view.keys > WRITTEN_ABOVE
+def _written_is_faster(query_NQTD: Tensor, batch: KeyBatch) -> bool:
+    on_cpu = query_NQTD.dtype == torch.bfloat16 and query_NQTD.device.type == "cpu"
+    return on_cpu and query_NQTD.numel() * batch.keys > WRITTEN_ABOVE
 
 
 def fused_attention(
-    query_1QTD: Tensor, keys_1HSD: Tensor, values_1HSE: Tensor, view: KeyView, scaling: float | None
+    query_NQTD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, batch: KeyBatch, scaling: float | None
 ) -> Tensor:
-    """Softmax attention by torch's fused kernel, ``[1, Q, T, E]``; keys and values are all of a layer's."""
-    _, query_heads, tokens, size = query_1QTD.shape
-    heads = keys_1HSD.shape[1]
+    """Softmax attention by torch's fused kernel, ``[N, T, Q, E]``; keys and values are all of a layer's."""
+    views, query_heads, tokens, size = query_NQTD.shape
+    heads = keys_SHD.shape[1]
     group = query_heads // heads
-    keys_1HKD, values_1HKE = view.of(keys_1HSD, 0, view.keys), view.of(values_1HSE, 0, view.keys)
+    keys_NHKD = batch.keys_of(keys_SHD).view(views, heads, batch.keys, -1)
+    values_NHKE = batch.keys_of(values_SHE).view(views, heads, batch.keys, -1)
+    mask_N1TK = batch.mask(query_NQTD.dtype)
     if tokens > FOLD_BELOW:
         return scaled_dot_product_attention(
-            query_1QTD, keys_1HKD, values_1HKE, attn_mask=view.mask_TK, scale=scaling, enable_gqa=group > 1
-        )
-    folded_1HMD = query_1QTD.reshape(1, heads, group * tokens, size)
-    mask_MK = view.repeated_mask(group, 0, tokens, query_1QTD.dtype)
-    out_1HME = scaled_dot_product_attention(folded_1HMD, keys_1HKD, values_1HKE, attn_mask=mask_MK, scale=scaling)
-    return out_1HME.view(1, query_heads, tokens, -1)
+            query_NQTD, keys_NHKD, values_NHKE, attn_mask=mask_N1TK, scale=scaling, enable_gqa=group > 1
+        ).transpose(1, 2)
+    folded_NHMD = query_NQTD.reshape(views, heads, group * tokens, size)
+    mask_N1MK = batch.mask(query_NQTD.dtype, times=group)
+    out_NHME = scaled_dot_product_attention(folded_NHMD, keys_NHKD, values_NHKE, attn_mask=mask_N1MK, scale=scaling)
+    return out_NHME.reshape(views, query_heads, tokens, -1).transpose(1, 2)
 
 
 def written_attention(
-    query_1QTD: Tensor,
-    keys_1HSD: Tensor,
-    values_1HSE: Tensor,
-    view: KeyView,
+    query_NQTD: Tensor,
+    keys_SHD: Tensor,
+    values_SHE: Tensor,
+    batch: KeyBatch,
     scaling: float | None,
     softcap: float | None = None,
     sinks_Q: Tensor | None = None,
@@ -174,51 +182,62 @@ def written_attention(
     A sink is a learned score per query head that takes part in the softmax and has no value. On a bfloat16 CPU, with
     keys in the order of :mod:`engine.invariance`, a query's bits do not depend on the other queries.
     """
-    _, query_heads, tokens, size = query_1QTD.shape
-    heads = keys_1HSD.shape[1]
-    group = query_heads // heads
+    views, query_heads, tokens, size = query_NQTD.shape
     scale = size**-0.5 if scaling is None else scaling
-    # Contiguous before it is transposed: the product would copy it element by element otherwise.
-    keys_HDK = view.of(keys_1HSD, 0, view.keys)[0].contiguous().transpose(1, 2)
-    values_HKE = [view.of(values_1HSE, *segment)[0] for segment in view.segments]
+    keys_BDK = batch.keys_of(keys_SHD).transpose(1, 2)
+    values_BKE = batch.keys_of(values_SHE)
+    mask_N1TK = batch.mask(_precise(query_NQTD.dtype))
     outputs = []
     for start in range(0, tokens, FOLD_BELOW):
         stop = min(start + FOLD_BELOW, tokens)
-        rows = group * (stop - start)
-        folded_HMD = query_1QTD[0, :, start:stop].reshape(heads, rows, size)
-        if rows == 1:  # a lone row may be multiplied by another kernel, which adds up in another order
-            folded_HMD = folded_HMD.expand(-1, 2, -1)
-        scores_HMK = _scores(folded_HMD @ keys_HDK, scale, softcap, view.repeated_mask(group, start, stop))
-        if sinks_Q is None:
-            weights_HMK = scores_HMK.softmax(-1)
-        else:
-            sinks_HM1 = sinks_Q.to(scores_HMK.dtype).view(heads, group).repeat_interleave(stop - start, 1)[..., None]
-            weights_HMK = torch.cat((scores_HMK, sinks_HM1.expand(-1, scores_HMK.shape[1], 1)), -1).softmax(-1)
-        out_HME = _weighted_sum(weights_HMK.to(query_1QTD.dtype), values_HKE, view.segments)
-        outputs.append(out_HME[:, :rows].reshape(1, query_heads, stop - start, -1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        folded_BMD = query_NQTD[:, :, start:stop].reshape(len(keys_BDK), -1, size)
+        products_NQTK = _product(folded_BMD, keys_BDK).reshape(views, query_heads, stop - start, -1)
+        some_N1TK = None if mask_N1TK is None else mask_N1TK[:, :, start:stop]
+        weights_NQTK = _softmax(_scores(products_NQTK, scale, softcap, some_N1TK), sinks_Q).to(query_NQTD.dtype)
+        weights_BMK = weights_NQTK.view(*folded_BMD.shape[:2], -1)
+        out_BME = _weighted_sum(weights_BMK, values_BKE, batch.segments)
+        outputs.append(out_BME.view(views, query_heads, stop - start, -1).transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
-def _scores(products_HMK: Tensor, scale: float, softcap: float | None, mask_MK: Tensor | None) -> Tensor:
+def _scores(products_NQTK: Tensor, scale: float, softcap: float | None, mask_N1TK: Tensor | None) -> Tensor:
     """What the softmax takes, in float32 at least."""
-    scores_HMK = products_HMK.to(torch.promote_types(products_HMK.dtype, torch.float32))
     if softcap:
-        scores_HMK = torch.tanh(scores_HMK * (scale / softcap))
+        products_NQTK = torch.tanh(products_NQTK.to(_precise(products_NQTK.dtype)) * (scale / softcap))
         scale = softcap
-    if mask_MK is None:
-        return scores_HMK.mul_(scale)
-    return torch.add(mask_MK, scores_HMK, alpha=scale)
+    if mask_N1TK is None:
+        return products_NQTK.to(_precise(products_NQTK.dtype)) * scale
+    return torch.add(mask_N1TK, products_NQTK, alpha=scale)
 
 
-def _weighted_sum(weights_HMK: Tensor, values_HKE: Sequence[Tensor], segments: Sequence[tuple[int, int]]) -> Tensor:
-    """``[H, M, E]``: each segment's sum by itself, then one after the other."""
-    sums = [weights_HMK[..., start:stop] @ part for part, (start, stop) in zip(values_HKE, segments, strict=True)]
+def _softmax(scores_NQTK: Tensor, sinks_Q: Tensor | None) -> Tensor:
+    """Over the keys; a sink takes its part as one more column."""
+    if sinks_Q is None:
+        return scores_NQTK.softmax(-1)
+    sinks_NQT1 = sinks_Q.to(scores_NQTK.dtype)[:, None, None].expand(*scores_NQTK.shape[:-1], 1)
+    return torch.cat((scores_NQTK, sinks_NQT1), -1).softmax(-1)
+
+
+def _weighted_sum(weights_BMK: Tensor, values_BKE: Tensor, segments: Segments) -> Tensor:
+    """``[B, M, E]``: each segment's sum by itself, then one after the other."""
+    sums = [_product(weights_BMK[..., start:stop], values_BKE[:, start:stop]) for start, stop in segments]
     if len(sums) == 1:
         return sums[0]
-    total_HME = sums[0].to(torch.promote_types(sums[0].dtype, torch.float32))
-    for part_HME in sums[1:]:
-        total_HME += part_HME
-    return total_HME.to(weights_HMK.dtype)
+    total_BME = sums[0].to(_precise(sums[0].dtype))
+    for part_BME in sums[1:]:
+        total_BME += part_BME
+    return total_BME.to(weights_BMK.dtype)
+
+
+def _product(rows_BMI: Tensor, matrix_BIO: Tensor) -> Tensor:
+    """Matrix product. A lone row gets company: another kernel might multiply it, and add up in another order."""
+    if rows_BMI.shape[1] > 1:
+        return rows_BMI @ matrix_BIO
+    return (rows_BMI.expand(-1, 2, -1) @ matrix_BIO)[:, :1]
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -8,6 +8,8 @@ Tensor legend: H key/value heads, S slots, D key head size, E value head size, T
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +22,8 @@ Move = tuple[int, int]
 class KVStore:
     """Room for ``slots`` tokens in every layer.
 
-    Stored per head, ``[1, H, S, D]``: that is the shape attention computes in, so a run of slots is read in place.
+    Stored token by token, ``[S, H, D]``: a run of slots is then one matrix of keys in place, for all heads together as
+    for each, and a block of slots is a page as paged kernels expect it.
     """
 
     def __init__(self, layers: int, slots: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -33,22 +36,23 @@ class KVStore:
     def write(
         self, layer: int, slots_T: Tensor, first: int | None, key_1HTD: Tensor, value_1HTE: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Store one layer's keys and values; return all of that layer's, ``[1, H, S, D]`` and ``[1, H, S, E]``.
+        """Store one layer's keys and values; return all of that layer's, ``[S, H, D]`` and ``[S, H, E]``.
 
         ``first`` is the first slot when ``slots_T`` is one ascending run, which is copied faster than scattered ones.
         """
-        keys_1HSD, values_1HSE = self._keys[layer], self._values[layer]
-        if keys_1HSD is None or values_1HSE is None:
-            keys_1HSD, values_1HSE = self._allocate(layer, key_1HTD), self._allocate(layer, value_1HTE)
-            self._keys[layer], self._values[layer] = keys_1HSD, values_1HSE
+        keys_SHD, values_SHE = self._keys[layer], self._values[layer]
+        if keys_SHD is None or values_SHE is None:
+            keys_SHD, values_SHE = self._allocate(layer, key_1HTD), self._allocate(layer, value_1HTE)
+            self._keys[layer], self._values[layer] = keys_SHD, values_SHE
+        key_THD, value_THE = key_1HTD[0].transpose(0, 1), value_1HTE[0].transpose(0, 1)
         if first is not None:
-            count = key_1HTD.shape[2]
-            keys_1HSD.narrow(2, first, count).copy_(key_1HTD)
-            values_1HSE.narrow(2, first, count).copy_(value_1HTE)
+            stop = first + len(key_THD)
+            keys_SHD[first:stop] = key_THD
+            values_SHE[first:stop] = value_THE
         else:
-            keys_1HSD.index_copy_(2, slots_T, key_1HTD)
-            values_1HSE.index_copy_(2, slots_T, value_1HTE)
-        return keys_1HSD, values_1HSE
+            keys_SHD.index_copy_(0, slots_T, key_THD)
+            values_SHE.index_copy_(0, slots_T, value_THE)
+        return keys_SHD, values_SHE
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copy slots to slots in every layer, all at once: a slot may be both a source and a destination."""
@@ -58,11 +62,19 @@ class KVStore:
         destinations_M = torch.tensor([destination for _, destination in moves], device=self.device)
         for stored in (*self._keys, *self._values):
             if stored is not None:
-                stored.index_copy_(2, destinations_M, stored.index_select(2, sources_M))
+                stored.index_copy_(0, destinations_M, stored.index_select(0, sources_M))
 
     def _allocate(self, layer: int, like_1HTD: Tensor) -> Tensor:
         # Allocated at the first write because head counts and sizes differ between models and even between layers.
         # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN.
         _, heads, _, size = like_1HTD.shape
         assert like_1HTD.dtype == self.dtype, f"layer {layer} writes {like_1HTD.dtype} into a {self.dtype} cache"
-        return torch.zeros(1, heads, self.slots, size, dtype=self.dtype, device=self.device)
+        return _zeros((self.slots, heads, size), self.dtype, self.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on a CPU, take up no memory before something is written: the operating system's empty pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

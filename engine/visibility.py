@@ -15,7 +15,7 @@ heads, S slots of the cache, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,36 +42,6 @@ class KeyView:
     """Added to the scores: 0 or -inf; None when every query sees every key."""
     segments: Sequence[tuple[int, int]]
     """Ranges of keys whose weighted values are summed apart, then added up."""
-    _masks: dict[tuple[int, int, int, torch.dtype], Tensor] = field(default_factory=dict)
-    _rows: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
-
-    def of(self, cached_1HSD: Tensor, start: int, stop: int) -> Tensor:
-        """Keys ``start`` to ``stop`` of a layer's keys or values, ``[1, H, stop - start, D]``.
-
-        Contiguous, except when they are a range of slots: then it is no copy.
-        """
-        if self.slots_K is None:
-            return cached_1HSD.narrow(2, self.base + start, stop - start)
-        # Selecting rows of a matrix is a plain copy row by row; along any other dimension it is 3 to 6 times slower.
-        _, heads, slots, size = cached_1HSD.shape
-        part = (heads, start, stop)
-        if part not in self._rows:
-            heads_H1 = torch.arange(heads, device=self.slots_K.device)[:, None]
-            self._rows[part] = (heads_H1 * slots + self.slots_K[start:stop]).view(-1)
-        rows = cached_1HSD.view(heads * slots, size).index_select(0, self._rows[part])
-        return rows.view(1, heads, stop - start, size)
-
-    def repeated_mask(self, times: int, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """The mask of the queries ``start`` to ``stop`` for ``times`` stacked copies of them.
-
-        ``[times * (stop - start), K]``, computed once for all layers.
-        """
-        if self.mask_TK is None:
-            return None
-        part = (times, start, stop, dtype)
-        if part not in self._masks:
-            self._masks[part] = self.mask_TK[start:stop].repeat(times, 1).to(dtype)
-        return self._masks[part]
 
 
 def oldest_needed(sequence: CachedSequence, tokens: int, window: int | None) -> int:

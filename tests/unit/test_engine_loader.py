@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from engine import attention, loader
+from engine.key_batch import KeyBatch
 from engine.linear import PackedLinear, can_pack
 from engine.loader import ModelError, load
-from engine.visibility import KeyView
 from tests.unit.engine_models import save_model
 
 SERVED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"]
@@ -204,7 +204,7 @@ def test_a_forgotten_argument_is_found(family: str, argument: str, dtype: str, t
 
 def test_a_wrong_mask_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query sees every pending node: right for a single token, wrong for chains and trees."""
-    monkeypatch.setattr(KeyView, "repeated_mask", lambda *_: None)
+    monkeypatch.setattr(KeyBatch, "mask", lambda *_: None)
     with pytest.raises(ModelError, match="'llama' is not supported"):
         load(str(llama), dtype="fp32", device="cpu")
 
