@@ -118,7 +118,7 @@ def paged_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Cache the new keys and values, attend, return ``[1, T, Q, E]``. The signature is transformers'."""
+    """Cache the new keys and values, attend, return ``[1, P, Q, E]``, contiguous. The signature is transformers'."""
     step = _current.step
     assert step is not None, "attention was called outside Engine.run"
     if attention_mask is not None or position_bias is not None:
@@ -136,7 +136,7 @@ def paged_attention(
             found_NTQE = fused_attention(query_NQTD, keys_SHD, values_SHE, batch, scaling)
         outputs.append(found_NTQE)
     if len(batches) == 1 and batches[0].packed_F is None:
-        return outputs[0].flatten(0, 1)[None], None
+        return outputs[0].flatten(0, 1)[None].contiguous(), None
     out_PQE = query_1QTD.new_empty(query_1QTD.shape[2], query_1QTD.shape[1], values_SHE.shape[-1])
     for batch, found_NTQE in zip(batches, outputs, strict=True):
         batch.put(out_PQE, found_NTQE)

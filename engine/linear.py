@@ -51,6 +51,8 @@ class PackedLinear(nn.Module):
         self._bias_O = None if bias_O is None else bias_O.detach()
         self._lone_row_differs = weight_OI.dtype == torch.bfloat16 and self.in_features > LONE_ROW_INPUTS
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self.weight = weight_OI.new_empty(0)
+        """Empty, for models that ask for its dtype; the numbers are packed."""
 
     def forward(self, x_NI: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``.
