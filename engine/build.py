@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.interface import StepEngine
 from engine.kv_cache import KVCache
 from engine.loader import load
 from engine.model import Model
+from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
 from speculation.messages import Welcome
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CACHE_TOKENS = 32_768
 
@@ -38,16 +43,38 @@ def build(settings: EngineSettings, progress: Callable[[str], None] | None = Non
 
     ``invariant``: see :class:`engine.step.Engine`. A drafter, whose tokens are only hints, does without.
     """
-    model = load(
+    return _engine(settings, _load(settings, progress), invariant=invariant)
+
+
+def build_target(settings: EngineSettings, progress: Callable[[str], None] | None = None) -> StepEngine:
+    """As :func:`build`, but a model that cannot speculate is served without, if that can be had."""
+    model = _load(settings, progress, without_speculation=True)
+    if not model.no_speculation:
+        return _engine(settings, model)
+    log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
+    return StatefulEngine(model, StatefulCache(_capacity(settings, model), dtype=model.dtype, device=model.device))
+
+
+def _load(
+    settings: EngineSettings, progress: Callable[[str], None] | None, *, without_speculation: bool = False
+) -> Model:
+    return load(
         settings.model,
         dtype=settings.dtype,
         device=settings.device,
         threads=settings.threads,
+        without_speculation=without_speculation,
         progress=progress,
     )
-    capacity = settings.cache_tokens or max(model.context, DEFAULT_CACHE_TOKENS)
-    cache = KVCache(model.layers, capacity, dtype=model.dtype, device=model.device)
+
+
+def _engine(settings: EngineSettings, model: Model, *, invariant: bool = True) -> Engine:
+    cache = KVCache(model.layers, _capacity(settings, model), dtype=model.dtype, device=model.device)
     return Engine(model, cache, invariant=invariant)
+
+
+def _capacity(settings: EngineSettings, model: Model) -> int:
+    return settings.cache_tokens or max(model.context, DEFAULT_CACHE_TOKENS)
 
 
 def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:
@@ -62,4 +89,5 @@ def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:
         instance=f"{os.getpid()}-{uuid.uuid4().hex[:8]}",
         dtype=str(model.dtype).removeprefix("torch."),
         source=str(folder.resolve()) if folder.is_dir() else settings.model,
+        speculates=not model.no_speculation,
     )

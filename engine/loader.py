@@ -11,6 +11,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +22,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention import NAME
 from engine.linear import pack_linears
-from engine.model import Model, ModelError
+from engine.model import CannotSpeculate, Model, ModelError
 from engine.self_test import STOCK, SelfTest
+from engine.stateful import RIGHT_IN_PARTS
 from engine.threads import set_threads
 
 __all__ = ["Model", "ModelError", "load"]
@@ -51,12 +54,14 @@ def load(
     threads: int | None = None,
     pack: bool = True,
     self_test: bool = True,
+    without_speculation: bool = False,
     progress: Progress | None = None,
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
 
     ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1).
-    ``pack``: store linear layers in oneDNN's layout (CPU only). ``progress`` hears a line before each slow part.
+    ``pack``: store linear layers in oneDNN's layout (CPU only). ``without_speculation``: take a model that cannot
+    speculate as well, if :mod:`engine.stateful` can run it. ``progress`` hears a line before each slow part.
     """
     report = progress or (lambda _: None)
     set_threads(threads)
@@ -71,15 +76,44 @@ def load(
     test = SelfTest(model) if self_test else None
     if test is not None:
         report("computing reference logits")
-        _guarded(model, test.expect)
-    _use_our_attention(model)
-    if pack and chosen_device.type == "cpu":
+        _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
+    try:
+        return _for_speculation(model, test, report, pack=pack and chosen_device.type == "cpu")
+    except CannotSpeculate as reason:
+        if not without_speculation:
+            raise
+        return _for_plain_decoding(model, test, report, reason)
+
+
+def _for_speculation(model: Model, test: SelfTest | None, report: Progress, *, pack: bool) -> Model:
+    """Let the model compute through :mod:`engine.attention`; raises :class:`CannotSpeculate`."""
+    module: Any = model.module
+    if module._is_stateful:
+        raise CannotSpeculate(model, "it keeps a recurrent state, which cannot roll back")
+    with _quiet():
+        module.set_attn_implementation(NAME)
+    if pack:
         report("packing linear layers")
         pack_linears(module)
     if test is not None:
-        difference = _guarded(model, test.check)
-        report(f"self-test passed: logits within {difference:.1g} of the stock forward (relative)")
+        _passed(report, _guarded(test.check, partial(CannotSpeculate, model)))
     return model
+
+
+def _for_plain_decoding(model: Model, test: SelfTest | None, report: Progress, reason: CannotSpeculate) -> Model:
+    """Let the model compute over its own cache; raises :class:`ModelError`."""
+    plain = replace(model, no_speculation=str(reason), whole_prompts=model.kind not in RIGHT_IN_PARTS)
+    if test is not None:
+        report(f"{reason}; trying without")
+        try:
+            _passed(report, _guarded(partial(test.check_stateful, plain), partial(CannotSpeculate, model)))
+        except CannotSpeculate as failure:
+            raise ModelError(f"{reason}; nor can it be served without: {failure}") from failure
+    return plain
+
+
+def _passed(report: Progress, difference: float) -> None:
+    report(f"self-test passed: logits within {difference:.1g} of the stock forward (relative)")
 
 
 def _local(path: str) -> bool:
@@ -143,8 +177,6 @@ def _read_module(path: str, local: bool, dtype: torch.dtype) -> Any:
     if missing := sorted(loaded["missing_keys"]):
         # transformers fills these with random numbers and only warns.
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
-    if module._is_stateful:
-        raise ModelError(f"{path}: model type {config.model_type!r} keeps a recurrent state, which cannot roll back")
     return module.eval().requires_grad_(False)
 
 
@@ -188,11 +220,13 @@ def _context(config: Any) -> int:
     # Attention in fixed chunks is a mask the attention function is not told about.
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         context = min(context, config.attention_chunk_size)
-    # These rotate by the longest sequence of the whole batch; up to the trained length they do not.
+    # This one rotates by the longest sequence of the whole batch; up to the trained length it does not. ("dynamic" does
+    # so from max_position_embeddings on, where the context ends anyway.)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        trained = rope.get("original_max_position_embeddings")
-        context = min(context, trained or getattr(config, "original_max_position_embeddings", None) or context)
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per kind of layer
+        if part.get("rope_type") == "longrope":
+            trained = part.get("original_max_position_embeddings")
+            context = min(context, trained or getattr(config, "original_max_position_embeddings", None) or context)
     return context
 
 
@@ -212,13 +246,7 @@ def _digest(tokens: dict[str, int]) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def _use_our_attention(model: Model) -> None:
-    module: Any = model.module
-    with _quiet():
-        module.set_attn_implementation(NAME)
-
-
-def _guarded(model: Model, part: Callable[[], T]) -> T:
+def _guarded(part: Callable[[], T], failed: Callable[[str], ModelError]) -> T:
     """Run a part of the self-test; whatever a model does in it ends as one clear line."""
     try:
         with _quiet():
@@ -226,8 +254,7 @@ def _guarded(model: Model, part: Callable[[], T]) -> T:
     except ModelError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise ModelError(f"model type {model.config.model_type!r} is not supported: {reason}") from error
+        raise failed(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,9 +16,16 @@ class ModelError(Exception):
     """A model cannot be served. One line that names the path or model type and says what would be right."""
 
 
+class CannotSpeculate(ModelError):
+    """A model cannot draft, nor take drafts. :mod:`engine.stateful` may still serve it without."""
+
+    def __init__(self, model: Model, reason: str) -> None:
+        super().__init__(f"model type {model.kind!r} cannot speculate: {reason}")
+
+
 @dataclass(frozen=True)
 class Model:
-    """A causal language model whose attention goes through :mod:`engine.attention`."""
+    """A causal language model whose attention goes through :mod:`engine.attention`, if it can speculate."""
 
     name: str
     module: nn.Module
@@ -33,3 +40,13 @@ class Model:
     dtype: torch.dtype
     device: torch.device
     layers: int
+    no_speculation: str = ""
+    """Why it runs in :mod:`engine.stateful`, one line; empty: it speculates."""
+    whole_prompts: bool = False
+    """Whether it must be fed prompts in one go there, since its cache may go wrong otherwise."""
+
+    @property
+    def kind(self) -> str:
+        """The model type, as configurations call it."""
+        kind: str = getattr(self.config, "model_type", type(self.module).__name__)
+        return kind

@@ -1,7 +1,8 @@
 """Whether a model computes the same through our attention as it does on its own.
 
 Registering an attention function is no proof that a model uses it, or uses it alone. So at load a few forwards through
-the cache (chunked, mixed, a tree, a rollback, an advance) are compared with the stock forward of the same weights.
+the cache (chunked, mixed, a tree, a rollback, an advance) are compared with the stock forward of the same weights. What
+is to be served without speculation is tested likewise: the caches of some models go wrong when a prompt comes in parts.
 Decides whether a model may be served; knows nothing about where it came from.
 
 Tensor legend: T tokens of a sequence, R rows compared, V vocabulary.
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention import NAME, UnsupportedAttention
+from engine.attention import UnsupportedAttention
 from engine.kv_cache import KVCache
-from engine.model import Model, ModelError
+from engine.model import CannotSpeculate, Model, ModelError
+from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Chunk, Engine
 
 STOCK = "eager"
@@ -28,6 +30,9 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torc
 
 Not tighter in float64 because models compute norms and rotations in float32 whatever their dtype.
 """
+
+MIXED = 0.01
+"""Largest accepted change, relative as above, that a sequence makes to another one. The arithmetic is the same."""
 
 WINDOW = 11
 """Sliding window during the test, so that the short test sequences reach beyond it."""
@@ -42,7 +47,8 @@ committed, the second tree hangs from node 5 of the first, which survives it as 
 class SelfTest:
     """One test of one model: :meth:`expect` with the stock attention, then :meth:`check` with ours.
 
-    The two are apart so that the weights can be packed in between, and packing is tested too.
+    The two are apart so that the weights can be packed in between, and packing is tested too. :meth:`check_stateful` is
+    the second chance of a model that fails.
     """
 
     def __init__(self, model: Model, seed: int = 7) -> None:
@@ -57,6 +63,8 @@ class SelfTest:
 
     def expect(self) -> None:
         """Record what the stock forward says, row by row in the order :meth:`check` computes them."""
+        module: Any = self.model.module
+        module.set_attn_implementation(STOCK)
         trunk, other, tree, second = self.trunk, self.other, self.tree, self.second
         rows = [self._stock(trunk), self._stock(other)]
         rows += [self._stock(trunk + path)[-1:] for path in _paths(tree, TREE_PARENTS)]
@@ -64,21 +72,39 @@ class SelfTest:
         parents = (-1, *(parent + 1 for parent in SECOND_PARENTS))
         rows += [self._stock(committed + path)[-1:] for path in _paths([tree[5], *second], parents)[1:]]
         self._expected_RV = torch.cat(rows)
+        if self._expected_RV.isnan().any():
+            raise ModelError(f"{self.model.name}: its logits are not numbers in {self.model.dtype}; check the weights")
 
     def check(self) -> float:
-        """Compare; return the relative difference or raise :class:`ModelError`."""
-        model_type = getattr(self.model.config, "model_type", type(self.model.module).__name__)
+        """Compare; return the relative difference or raise :class:`CannotSpeculate`."""
         try:
             with _small_window(self.model):
                 actual_RV = self._paged()
         except UnsupportedAttention as error:
-            raise ModelError(f"model type {model_type!r} is not supported: {error}") from error
-        difference = self._distance(actual_RV, self._expected_RV)
+            raise CannotSpeculate(self.model, str(error)) from error
+        return self._judge("the slot cache", actual_RV, self._expected_RV)
+
+    def check_stateful(self, model: Model) -> float:
+        """The same for ``model``, a variant of the tested one, over its own cache."""
+        module: Any = model.module
+        module.set_attn_implementation(STOCK)
+        with _small_window(model):
+            together_RV = self._stateful(model, (0, 1))
+            alone_RV = torch.cat((self._stateful(model, (0,)), self._stateful(model, (1,))))
+        mixed = self._distance(together_RV, alone_RV)
+        if not mixed <= MIXED:
+            raise CannotSpeculate(model, f"its own cache mixes sequences: they change each other by {mixed:.2g}")
+        trunk_TV, other_TV = self._expected_RV[:TRUNK], self._expected_RV[TRUNK : TRUNK + OTHER]
+        return self._judge("its own cache", together_RV, torch.cat((trunk_TV[12:], other_TV[9:])))
+
+    def _judge(self, through: str, actual_RV: Tensor, expected_RV: Tensor) -> float:
+        difference = self._distance(actual_RV, expected_RV)
         tolerance = TOLERANCE[self.model.dtype]
         if not difference <= tolerance:  # also when it is NaN
-            raise ModelError(
-                f"model type {model_type!r} is not supported: through the slot cache its logits differ from its own "
-                f"forward by {difference:.2g} (relative; tolerance {tolerance:.2g} in {self.model.dtype})"
+            raise CannotSpeculate(
+                self.model,
+                f"through {through} its logits differ from its own forward by {difference:.2g} "
+                f"(relative; tolerance {tolerance:.2g} in {self.model.dtype})",
             )
         return difference
 
@@ -91,13 +117,8 @@ class SelfTest:
 
     @torch.inference_mode()
     def _stock(self, tokens: Sequence[int]) -> Tensor:
-        module: Any = self.model.module
-        module.set_attn_implementation(STOCK)
-        try:
-            with _small_window(self.model):
-                output = module(input_ids=torch.tensor([tokens], device=self.model.device), use_cache=False)
-        finally:
-            module.set_attn_implementation(NAME)
+        with _small_window(self.model):
+            output = self.model.module(input_ids=torch.tensor([tokens], device=self.model.device), use_cache=False)
         logits_TV: Tensor = output.logits[0, :, : self.model.vocabulary]
         return logits_TV.to(torch.promote_types(self.model.dtype, torch.float32))
 
@@ -130,6 +151,26 @@ class SelfTest:
         parents = [survivor if parent == -1 else parent + trunk.pending for parent in SECOND_PARENTS]
         second_RV = engine.run([Chunk(trunk, self.second, parents, range(len(self.second)))])
         return torch.cat((*rows_a, *rows_b, tree_RV, second_RV))
+
+    def _stateful(self, model: Model, which: Sequence[int]) -> Tensor:
+        """Rows from position 12 of the trunk (0) on, then from 9 of the other sequence (1), computed side by side."""
+        cache = StatefulCache(128, block=8, dtype=model.dtype, device=model.device)
+        engine = StatefulEngine(model, cache)
+        sequences = {i: cache.sequence() for i in which}
+        rows: dict[int, list[Tensor]] = {i: [] for i in which}
+        texts = (self.trunk, self.other)
+        for ends in ((2, 1), (12, 9), (20, 10), (21, 16), (TRUNK, OTHER)):
+            parts = {i: texts[i][sequences[i].length : ends[i]] for i in which}
+            counts = [len(parts[i]) if ends > (12, 9) else 0 for i in which]
+            if ends == (TRUNK, OTHER):
+                engine.run([Chunk(sequence, self.tree, rows=[0]) for sequence in sequences.values()])
+                for sequence in sequences.values():
+                    sequence.rollback()
+            chunks = [Chunk(sequences[i], parts[i], rows=range(count)) for i, count in zip(which, counts, strict=True)]
+            for i, rows_RV in zip(which, torch.split(engine.run(chunks), counts), strict=True):
+                rows[i].append(rows_RV)
+                sequences[i].advance(range(sequences[i].pending))
+        return torch.cat([rows_RV for i in which for rows_RV in rows[i]])
 
     def _check_calls(self, engine: Engine) -> None:
         calls = engine.last_calls

@@ -46,7 +46,9 @@ class Chunk:
 
 
 class Engine:
-    """A model over a cache."""
+    """A model over a cache. Implements :class:`engine.interface.StepEngine`."""
+
+    speculates = True
 
     def __init__(self, model: Model, cache: KVCache, *, invariant: bool = True) -> None:
         """``invariant``: give a token the same bits however it is batched, where that can be had.

@@ -152,7 +152,9 @@ class WorkerPool:
             known.connection.send(message)
 
     def choose(self, role: Role, avoid: frozenset[PeerId]) -> PeerId | None:
-        """Where the next session goes."""
+        """Where the next session goes; nowhere, if it is drafts for targets that have no use for them."""
+        if role is Role.DRAFT and self.model is not None and not self.model.speculates:
+            return None
         usable = [
             peer
             for peer in self.peers.values()

@@ -299,6 +299,8 @@ class Welcome:
     dtype: str = ""
     source: str = ""
     """Folder or hub id the model was read from; a router that can read it too takes the tokenizer from there."""
+    speculates: bool = True
+    """Whether drafts are of use to this target. Of a drafter it says nothing."""
 
 
 ToTarget = Open | Proposal | Close

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.build import EngineSettings, build, welcome
+from engine.build import EngineSettings, build_target, welcome
 from engine.recorder import Recorder
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.worker import Worker
@@ -30,7 +30,7 @@ async def start_target(settings: TargetSettings, listen: str, progress: Callable
 
     Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
     """
-    engine = await asyncio.to_thread(build, settings.engine, progress)
+    engine = await asyncio.to_thread(build_target, settings.engine, progress)
     recorder = Recorder(Path(settings.record)) if settings.record else None
     machine = VerifyLoop(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
     worker = Worker(machine, ROLE)

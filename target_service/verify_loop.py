@@ -12,16 +12,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from engine.interface import StepEngine
 from engine.kv_cache import CachedSequence
 from engine.recorder import Recorder
 from engine.rejection import verify_chains
 from engine.sampling import Draw, sample
-from engine.step import Chunk, Engine
+from engine.step import Chunk
 from speculation.acceptance import Chosen, Draft, Sampled, Walk, walk
 from speculation.messages import (
     ANCHOR,
@@ -177,7 +178,7 @@ class VerifyLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StepEngine,
         welcome: Welcome,
         limits: TargetLimits = TargetLimits(),
         recorder: Recorder | None = None,
@@ -238,6 +239,8 @@ class VerifyLoop:
                 self._drop(held)
             self.counters.refused += 1
             return [(link, refusal)]
+        if not self._engine.speculates:
+            opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
         session = self._planner.session(opened, self._welcome.vocabulary)
         if held is not None:
             # Opened again: the place in the queue stays, the cache is computed anew.
@@ -392,6 +395,8 @@ class VerifyLoop:
                 self._drop(pieces[0].running)
                 self.counters.refused += 1
                 return [pieces[0].running.refused(RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")]
+            for piece in pieces:
+                piece.running.cached.rollback()
             return [message for piece in pieces for message in self._compute([piece])]
         now = time.perf_counter()
         return [

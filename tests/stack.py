@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import ROLE as DRAFT
-from engine.build import EngineSettings, build, welcome
-from engine.step import Engine
+from engine.build import EngineSettings, build, build_target, welcome
+from engine.interface import StepEngine
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation
 from speculation.events import Role
@@ -53,7 +53,7 @@ class Running:
 
     worker: Worker
     machine: Machine
-    engine: Engine
+    engine: StepEngine
 
     async def quiescent(self) -> None:
         """Wait until nothing is left of any session, and check the cache's accounts."""
@@ -64,7 +64,7 @@ class Running:
 
 
 @asynccontextmanager
-async def _serving(machine: Machine, engine: Engine, role: str) -> AsyncIterator[Running]:
+async def _serving(machine: Machine, engine: StepEngine, role: str) -> AsyncIterator[Running]:
     worker = Worker(machine, role)
     await worker.start("127.0.0.1:0")
     running = Running(worker, machine, engine)
@@ -86,7 +86,7 @@ async def target_worker(
 ) -> AsyncIterator[Running]:
     """The bundled target (or another), listening."""
     chosen = settings(model, cache_tokens, dtype)
-    engine = await asyncio.to_thread(build, chosen)
+    engine = await asyncio.to_thread(build_target, chosen)
     async with _serving(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
         yield up
 

@@ -326,6 +326,7 @@ def _welcome(message: Welcome) -> pb.Welcome:
         instance=message.instance,
         dtype=message.dtype,
         source=message.source[:MAX_TEXT],
+        no_speculation=not message.speculates,
     )
 
 
@@ -339,6 +340,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         instance=message.instance[:MAX_TEXT],
         dtype=message.dtype[:MAX_TEXT],
         source=message.source[:MAX_TEXT],
+        speculates=not message.no_speculation,
     )
 
 

@@ -80,7 +80,11 @@ from_worker = st.one_of(
     proposals(),
     st.builds(m.Refused, sessions, u32, st.sampled_from(m.RefusalCode), st.text(max_size=50)),
     st.builds(m.Load, u32, u32, u64, u64, st.booleans(), st.dictionaries(st.text(max_size=8), u64, max_size=3)),
-    st.builds(m.Welcome, st.text(max_size=9), st.text(max_size=9), u32, u32, u64, st.text(max_size=9)),
+    st.builds(
+        m.Welcome,
+        *(st.text(max_size=9), st.text(max_size=9), u32, u32, u64),
+        *(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9), st.booleans()),
+    ),
 )
 
 

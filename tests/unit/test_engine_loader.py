@@ -166,9 +166,9 @@ def test_bad_options(option: dict[str, Any], message: str, llama: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("bloom", "'bloom' is not supported: its layers must each call the registered attention once"),
-        ("mamba", "'mamba' keeps a recurrent state"),
-        ("bert", "'bert' is not supported: through the slot cache its logits differ"),
+        ("bloom", "'bloom' cannot speculate: its layers must each call the registered attention once"),
+        ("mamba", "'mamba' cannot speculate: it keeps a recurrent state, which cannot roll back"),
+        ("bert", "'bert' cannot speculate: through the slot cache its logits differ"),
     ],
 )
 def test_unservable_families_are_refused_by_name(family: str, message: str, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_forgotten_argument_is_found(family: str, argument: str, dtype: str, t
     registry = attention.AttentionInterface()
     registry.register(attention.NAME, without(argument))
     try:
-        with pytest.raises(ModelError, match=f"'{family}' is not supported: .* differ .*tolerance"):
+        with pytest.raises(ModelError, match=f"'{family}' cannot speculate: .* differ .*tolerance"):
             load(folder, dtype=dtype, device="cpu")
     finally:
         registry.register(attention.NAME, attention.paged_attention)
@@ -205,7 +205,7 @@ def test_a_forgotten_argument_is_found(family: str, argument: str, dtype: str, t
 def test_a_wrong_mask_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query sees every pending node: right for a single token, wrong for chains and trees."""
     monkeypatch.setattr(KeyBatch, "mask", lambda *_: None)
-    with pytest.raises(ModelError, match="'llama' is not supported"):
+    with pytest.raises(ModelError, match="'llama' cannot speculate"):
         load(str(llama), dtype="fp32", device="cpu")
 
 
@@ -223,7 +223,11 @@ def test_windows_are_restored_after_the_test(tmp_path: Path) -> None:
         ({"max_position_embeddings": None}, 1 << 20),
         ({"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 64}, 64),
         ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 128}}, 128),
-        ({"rope_parameters": {"rope_type": "dynamic"}, "original_max_position_embeddings": 99}, 99),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}, "original_max_position_embeddings": 99},
+            99,
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 99}}, 256),
         ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 99}}, 256),
     ],
 )

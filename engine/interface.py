@@ -1,0 +1,39 @@
+"""What a target worker uses of an engine, whichever kind it is.
+
+:class:`engine.step.Engine` computes trees of drafts over the slot cache; :class:`engine.stateful.StatefulEngine` runs a
+model that takes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kv_cache import KVCache
+from engine.model import Model
+from engine.step import Chunk
+
+
+class StepEngine(Protocol):
+    """Computes chunks of sequences of its ``cache``."""
+
+    @property
+    def model(self) -> Model:
+        """What it runs."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Where its sequences come from."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether chunks may be trees, and pending tokens be dropped at no cost."""
+
+    @property
+    def forward_seconds(self) -> float:
+        """How long the model itself took in the last step."""
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute; see :meth:`engine.step.Engine.run`."""
