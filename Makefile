@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTO := protos/paceline/v1/worker.proto
 
-.PHONY: setup run test check sim bench protos lock
+.PHONY: setup run test families check sim bench protos lock
 .DEFAULT_GOAL := run
 
 setup: $(READY)
@@ -21,6 +21,10 @@ run: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Every model family that is known to work, or not to, as tiny random models; six of them are in `make test`.
+families: setup
+	$(BIN)/python -m pytest -m families tests/unit/test_families.py $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .
