@@ -27,7 +27,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from engine.kv_cache import ROOT, CachedSequence
+from engine.sequence_state import ROOT, SequenceState
 from engine.visibility import HIDDEN, KeyView, mask_of_bits, oldest_needed
 
 GROUP = 16
@@ -75,7 +75,7 @@ class Place:
 class Layout:
     """Places for pending nodes of one sequence and their ancestors, as many as fit into one view."""
 
-    def __init__(self, sequence: CachedSequence, reach: int) -> None:
+    def __init__(self, sequence: SequenceState, reach: int) -> None:
         """Nothing is placed yet. Committed positions from ``reach`` on, a multiple of ``KEY_BLOCK``, are visible."""
         self.start = sequence.length - sequence.length % GROUP
         """Columns of earlier positions are all committed, in order, and seen by every node."""
@@ -180,7 +180,7 @@ class Layout:
 
 
 def position_ordered(
-    sequence: CachedSequence, tokens: int, window: int | None, room: int, device: torch.device
+    sequence: SequenceState, tokens: int, window: int | None, room: int, device: torch.device
 ) -> Sequence[KeyView]:
     """Views for the last ``tokens`` pending nodes of ``sequence``, in this order; nearly always one.
 

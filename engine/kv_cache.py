@@ -1,24 +1,28 @@
 """Which slot of the cache holds which token.
 
-Decides which slot a token gets and when it is free again. A session's state is a committed prefix plus a tree of
-pending nodes; committing a path through the tree re-points slots and copies nothing. Knows nothing about what the
-tokens are, about masks, tensors or models.
+Decides which slot a token gets, which blocks sequences share, and when a block is free again. Every committed token has
+a *home* that follows from its position and the sequence's block table; pending nodes lie in the homes of later
+positions, the lowest first, so that the first path of a tree usually is at home already. A node that is committed from
+elsewhere is moved home. Blocks full of committed tokens become known by their tokens, and other sequences with the same
+prefix take them over. What is shared or known is never written again.
+
+Knows nothing about masks, tensors or models.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
 
 from engine.block_ledger import BlockLedger
-from engine.kv_store import KVStore
+from engine.known_blocks import Known
+from engine.kv_store import KVStore, Move
+from engine.moves import Moves
+from engine.sequence_state import ROOT, SequenceState
 
-ROOT = -1
-"""Parent index of a pending node that hangs from the end of the committed prefix."""
+__all__ = ["ROOT", "CacheFull", "CachedSequence", "KVCache", "SequenceState"]
 
 
 class CacheFull(Exception):
@@ -40,88 +44,66 @@ class KVCache:
         self.capacity = blocks * block
         self.block = block
         self.ledger = BlockLedger(blocks)
+        self.moves = Moves()
         self.sequences: set[CachedSequence] = set()
         self.store = KVStore(layers, self.capacity, dtype=dtype, device=device)
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that fit into unowned blocks; a sequence also has the spare slots of its own blocks."""
+        """Tokens that fit into blocks nobody holds; a sequence also has the spare slots of its own blocks."""
         return self.ledger.free * self.block
 
-    def sequence(self) -> CachedSequence:
-        """A new, empty sequence. Whoever asked for it must :meth:`~CachedSequence.free` it."""
-        sequence = CachedSequence(self)
+    def sequence(self, tokens: Sequence[int] | None = None) -> CachedSequence:
+        """A new, empty sequence. Whoever asked for it must :meth:`~CachedSequence.free` it.
+
+        ``tokens``: the committed tokens that it will hold, prompt included, as a list that grows while the sequence is
+        in use; None: it shares nothing.
+        """
+        sequence = CachedSequence(self, tokens)
         self.sequences.add(sequence)
         return sequence
 
+    def take_moves(self) -> list[Move]:
+        """What ``store.move`` has to do, at once, before the next forward writes anything; then it counts as done.
+
+        Appending may add moves too: take them after the last append.
+        """
+        return self.moves.take()
+
     def check(self) -> None:
-        """Assert that every slot is free or owned exactly once."""
-        owner = bytearray(self.capacity)
+        """Assert that every block is free, or held exactly as often as there are sequences with it."""
         for sequence in self.sequences:
-            for slot in sequence.owned_slots():
-                assert not owner[slot], f"slot {slot} is owned twice"
-                owner[slot] = 1
-        for block in range(self.capacity // self.block):
-            owned = sum(owner[block * self.block : (block + 1) * self.block])
-            expected = 0 if block in self.ledger else self.block
-            assert owned == expected, f"block {block}: {owned} slots owned, expected {expected}"
-        free = sum(block in self.ledger for block in range(self.capacity // self.block))
-        assert free == self.ledger.free, f"ledger counts {self.ledger.free} free blocks, there are {free}"
+            sequence.check()
+        self.ledger.check(Counter(block for sequence in self.sequences for block in sequence.blocks))
 
 
-class CachedSequence:
-    """The cached state of one session: a committed prefix and a tree of pending nodes hanging from its end.
+class CachedSequence(SequenceState):
+    """The cached state of one session, and what changes it.
 
-    Pending nodes are numbered 0, 1, ... in the order they were appended, so a parent comes before its children.
+    The *place* of a pending node is the position whose home it lies in.
     """
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, tokens: Sequence[int] | None) -> None:
+        super().__init__(cache.block)
         self._cache = cache
-        self.parents: list[int] = []
-        """Parent of every pending node, or ROOT."""
-        self.depths: list[int] = []
-        """Distance of every pending node from the prefix's end: its position is ``length + depth``."""
-        self.pending_slots: list[int] = []
-        self.ascending = 0
-        """How many committed tokens, from the first on, have slots that go up one by one."""
-        self._slots = array("q")  # of the committed tokens
-        self._blocks: list[int] = []  # in the order they were taken
-        self._spare: list[int] = []  # sorted slots of own blocks that hold nothing
+        self._tokens = tokens
+        self._places: list[int] = []  # of the pending nodes
+        self._known: list[Known] = []  # of the leading full blocks; not always our own: another may have been first
 
-    @property
-    def length(self) -> int:
-        """Number of committed tokens."""
-        return len(self._slots)
-
-    @property
-    def pending(self) -> int:
-        """Number of pending nodes."""
-        return len(self.parents)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every pending node is the only child of the one before it."""
-        return not self.parents or self.depths[-1] == len(self.depths) - 1
-
-    def slots(self, start: int = 0) -> Tensor:
-        """Slots of the committed tokens from position ``start`` on, then of all pending nodes."""
-        pending_P = torch.tensor(self.pending_slots, dtype=torch.int64)
-        if start >= len(self._slots):
-            return pending_P
-        # Read in place, then copied by cat: an array cannot grow while a tensor shares its memory.
-        return torch.cat((torch.frombuffer(self._slots, dtype=torch.int64, offset=8 * start), pending_P))
-
-    def committed_slots(self, start: int, stop: int | None = None) -> list[int]:
-        """Slots of the committed tokens from position ``start`` on, up to ``stop``."""
-        return self._slots[start:stop].tolist()
+    # -- room ----------------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, count: int) -> int:
         """Blocks to be taken from the ledger before ``count`` more tokens fit."""
-        return max(0, -(-(count - len(self._spare)) // self._cache.block))
+        if not count:
+            return 0
+        spare = len(self.blocks) * self.block - self.length - self.pending
+        return max(0, -(-(count - spare) // self.block)) + self._tail_is_shared
 
     def can_append(self, count: int) -> bool:
         """Whether ``count`` more pending nodes fit now."""
         return self.blocks_needed(count) <= self._cache.ledger.free
+
+    # -- pending nodes -------------------------------------------------------------------------------------------------
 
     def append(self, parents: Sequence[int]) -> list[int]:
         """Add one pending node per entry and return their slots. Raises :class:`CacheFull`."""
@@ -131,19 +113,25 @@ class CachedSequence:
                 raise ValueError(f"pending node {index} cannot have parent {parent}; a parent must precede its child")
             depths.append(0 if parent == ROOT else depths[parent] + 1)
         assert self in self._cache.sequences, "append() to a sequence that was freed"
-        slots = self._reserve(len(parents))
+        places = self._free_places(len(parents))
+        self._reserve(len(parents))
+        slots = [self.home(place) for place in places]
         self.parents += parents
         self.depths = depths
         self.pending_slots += slots
+        self._places += places
         return slots
 
     def retract(self, count: int) -> None:
         """Drop the ``count`` nodes appended last."""
         keep = self.pending - count
         assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
-        dropped = self.pending_slots[keep:]
-        del self.parents[keep:], self.depths[keep:], self.pending_slots[keep:]
-        self._release(dropped)
+        del self.parents[keep:], self.depths[keep:], self.pending_slots[keep:], self._places[keep:]
+        self._trim()
+
+    def rollback(self) -> None:
+        """Drop all pending nodes."""
+        self.retract(self.pending)
 
     def advance(self, path: Sequence[int]) -> dict[int, int]:
         """Commit ``path``: pending nodes, root first, each the child of the one before.
@@ -158,79 +146,186 @@ class CachedSequence:
             last = node
         renumbered: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
-            if node > last and (parent == last or parent in renumbered):
+            if parent == last or parent in renumbered:
                 renumbered[node] = len(renumbered)
-        kept = renumbered.keys() | path
-        freed = [slot for node, slot in enumerate(self.pending_slots) if node not in kept]
-        for node in path:
-            self._commit_slot(self.pending_slots[node])
+        self._bring_home(path, renumbered.keys() | path)
+        self.length += len(path)
         self.parents = [renumbered.get(self.parents[node], ROOT) for node in renumbered]
         self.depths = [self.depths[node] - len(path) for node in renumbered]
-        self.pending_slots = [self.pending_slots[node] for node in renumbered]
-        self._release(freed)
+        self._places = [self._places[node] for node in renumbered]
+        self.pending_slots = [self.home(place) for place in self._places]
+        self._trim()
+        self._publish()
         return renumbered
 
-    def rollback(self) -> None:
-        """Drop all pending nodes."""
-        self.retract(self.pending)
+    # -- committed tokens ----------------------------------------------------------------------------------------------
+
+    def reuse(self) -> int:
+        """Take over what the cache knows of the tokens that come next; returns how many tokens that was.
+
+        Never the last token: it has to be computed for what follows it. Nothing may be pending. Worth a try whenever
+        more than one token is to be computed: other sequences may have computed them meanwhile.
+        """
+        self._assert_settled("reuse()")
+        if self._tokens is None:
+            return 0
+        self._publish()
+        before, most = self.length, len(self._tokens) - 1
+        known, above = self._cache.ledger.known, self._last_known
+        if above is None:
+            return 0
+        while (end := (len(self._known) + 1) * self.block) <= most:
+            found = known.find(above, tuple(self._tokens[end - self.block : end]))
+            if found is None:
+                break
+            self._share(found, end)
+            self._known.append(found)
+            above = found
+        start = len(self._known) * self.block
+        nearest, common = known.nearest(above, self._tokens[start : min(start + self.block, most)])
+        if nearest is not None and start + common - self.length >= max(1, self.block // 4):  # else not worth a copy
+            self._share(nearest, start + common)
+        return self.length - before
 
     def truncate(self, length: int) -> None:
         """Shorten the committed prefix to ``length`` tokens. Nothing may be pending."""
-        if self.pending:
-            raise ValueError(f"truncate() with {self.pending} pending nodes; roll back or advance first")
+        self._assert_settled("truncate()")
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
-        freed = self._slots[length:].tolist()
-        del self._slots[length:]
-        self.ascending = min(self.ascending, length)
-        self._release(freed)
+        self.length = length
+        del self._known[length // self.block :]
+        self._trim()
 
     def free(self) -> None:
         """Give everything back. Harmless when done twice."""
-        # All at once: slot by slot would take quadratic time in a long sequence.
-        for block in self._blocks:
-            self._cache.ledger.give(block)
-        for holdings in (self.parents, self.depths, self.pending_slots, self._slots, self._blocks, self._spare):
+        self._cut(0)
+        for holdings in (self.parents, self.depths, self.pending_slots, self._places, self._known):
             del holdings[:]
-        self.ascending = 0
+        self.length = 0
         self._cache.sequences.discard(self)
 
-    def owned_slots(self) -> Iterable[int]:
-        """Every slot of this sequence's blocks, whether it holds a token or is spare (for the cache's check)."""
-        yield from self._slots
-        yield from self.pending_slots
-        yield from self._spare
+    def check(self) -> None:
+        """Assert that every token has a slot to itself, and that what may be written is held by nobody else."""
+        used = -(-max(self.length, *(place + 1 for place in self._places), 0) // self.block)
+        assert len(self.blocks) == used, f"{len(self.blocks)} blocks are held, {used} are used"
+        assert len(set(self._places)) == len(self._places), f"two nodes share a place: {self._places}"
+        assert min(self._places, default=self.length) >= self.length, "a node lies among the committed tokens"
+        assert self.pending_slots == [self.home(place) for place in self._places]
+        ledger = self._cache.ledger
+        for block in self.blocks[self.length // self.block if self.pending else len(self.blocks) :]:
+            assert ledger.holders(block) == 1 and block not in ledger.known, f"block {block} is shared, yet written"
 
-    def _commit_slot(self, slot: int) -> None:
-        if self.ascending == self.length and (not self._slots or slot == self._slots[-1] + 1):
-            self.ascending += 1
-        self._slots.append(slot)
+    # -- blocks --------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, count: int) -> list[int]:
+    @property
+    def _tail_is_shared(self) -> bool:
+        """Whether the block that the next token goes into is held by others too. Never so while nodes are pending."""
+        ends_inside = self.length % self.block > 0
+        return ends_inside and self._cache.ledger.holders(self.blocks[self.length // self.block]) > 1
+
+    @property
+    def _last_known(self) -> Known | None:
+        """The last full block in the tree of known ones; None: it could not be made known."""
+        if len(self._known) < self.length // self.block:
+            return None
+        return self._known[-1] if self._known else self._cache.ledger.known.root
+
+    def _assert_settled(self, what: str) -> None:
+        if self.pending:
+            raise ValueError(f"{what} with {self.pending} pending nodes; roll back or advance first")
+
+    def _free_places(self, count: int) -> list[int]:
+        """Lowest first: holes left by refused branches are filled before new ground is broken."""
+        taken = set(self._places)
+        places: list[int] = []
+        place = self.length
+        while len(places) < count:
+            if place not in taken:
+                places.append(place)
+            place += 1
+        return places
+
+    def _reserve(self, count: int) -> None:
+        """Make sure that there are blocks of our own for ``count`` more nodes."""
         needed = self.blocks_needed(count)
         if needed > self._cache.ledger.free:
             raise CacheFull(f"{count} tokens need {needed} free blocks, there are {self._cache.ledger.free}")
-        block = self._cache.block
-        for _ in range(needed):
-            taken = self._cache.ledger.take(after=self._blocks[-1] if self._blocks else None)
-            self._blocks.append(taken)
-            self._spare += range(taken * block, (taken + 1) * block)
-        if needed:
-            self._spare.sort()
-        # Lowest first: holes left by refused branches are filled before new ground is broken.
-        slots = self._spare[:count]
-        del self._spare[:count]
-        return slots
+        if count:
+            self._own_tail()
+        while len(self.blocks) * self.block < self.length + self.pending + count:
+            self._push(self._cache.ledger.take(after=self.blocks[-1] if self.blocks else None))
 
-    def _release(self, slots: list[int]) -> None:
-        if not slots:
+    def _own_tail(self) -> None:
+        """Copy the block that the next token goes into, if it must not be written."""
+        ledger, index = self._cache.ledger, self.length // self.block
+        if self.length % self.block == 0:
             return
-        self._spare += slots
-        self._spare.sort()
-        block = self._cache.block
-        for owned in {slot // block for slot in slots}:
-            start = bisect_left(self._spare, owned * block)
-            if len(self._spare) >= start + block and self._spare[start + block - 1] == (owned + 1) * block - 1:
-                del self._spare[start : start + block]
-                self._blocks.remove(owned)
-                self._cache.ledger.give(owned)
+        tail = self.blocks[index]
+        if ledger.holders(tail) == 1 and tail not in ledger.known:
+            return
+        if ledger.holders(tail) == 1 and not ledger.free:
+            ledger.forget(tail)
+            return
+        own = ledger.take(after=self.blocks[index - 1] if index else None)
+        sources = self.committed_slots(index * self.block)
+        self._cut(index)
+        self._push(own)
+        self._cache.moves.note(zip(sources, self.committed_slots(index * self.block), strict=True))
+
+    def _bring_home(self, path: Sequence[int], kept: Collection[int]) -> None:
+        """Note the moves after which the nodes of ``path`` lie at home; ``kept`` are all nodes whose data matters."""
+        node_at = {self._places[node]: node for node in kept}
+        for position, node in enumerate(path, start=self.length):
+            place = self._places[node]
+            if place == position:
+                continue
+            slot, home = self.home(place), self.home(position)
+            moves = [(slot, home)]
+            other = node_at.get(position)
+            if other is None:
+                del node_at[place]
+            else:
+                moves.append((home, slot))
+                self._places[other], node_at[place] = place, other
+            self._places[node], node_at[position] = position, node
+            self._cache.moves.note(moves)
+
+    def _publish(self) -> None:
+        """Make full blocks known. One that is known already from another sequence stays ours alone."""
+        if self._tokens is None:
+            return
+        assert len(self._tokens) >= self.length, f"{self.length} tokens are cached, {len(self._tokens)} are known"
+        known = self._cache.ledger.known
+        while self._known and not known.holds(self._known[-1]):
+            self._known.pop()
+        for index in range(len(self._known), self.length // self.block):
+            above = self._known[-1] if self._known else known.root
+            tokens = tuple(self._tokens[index * self.block : (index + 1) * self.block])
+            found = known.find(above, tokens) or known.add(above, tokens, self.blocks[index])
+            if found is None:
+                return
+            self._known.append(found)
+
+    def _share(self, known: Known, length: int) -> None:
+        """Let a known block stand for the tokens behind the full blocks, up to ``length``."""
+        self._cache.ledger.hold(known.block)
+        self._cut((length - 1) // self.block)
+        self._push(known.block)
+        self.length = length
+
+    def _trim(self) -> None:
+        """Give back the blocks behind the last token."""
+        end = max(self._places, default=-1) + 1
+        self._cut(-(-max(self.length, end) // self.block))
+
+    def _cut(self, keep: int) -> None:
+        """Give back all but the first ``keep`` blocks."""
+        for block in reversed(self.blocks[keep:]):
+            self._cache.ledger.give(block)
+        del self.blocks[keep:]
+        self.adjacent = min(self.adjacent, keep)
+
+    def _push(self, block: int) -> None:
+        if self.adjacent == len(self.blocks) and (not self.blocks or block == self.blocks[-1] + 1):
+            self.adjacent += 1
+        self.blocks.append(block)

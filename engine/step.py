@@ -81,6 +81,7 @@ class Engine:
                 slots += chunk.sequence.append(chunk.resolved_parents())
                 appended.append(chunk)
             self._check_context(chunks)
+            self.cache.store.move(self.cache.take_moves())
             return self._forward(chunks, tokens, slots, rows)
         except BaseException:
             for chunk in appended:

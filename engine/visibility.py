@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kv_cache import ROOT, CachedSequence
+from engine.sequence_state import ROOT, SequenceState
 
 GATHER_ABOVE = 1.25
 """Slots in the range per slot needed, above which a gathered copy is cheaper than reading over the holes."""
@@ -44,7 +44,7 @@ class KeyView:
     """Ranges of keys whose weighted values are summed apart, then added up."""
 
 
-def oldest_needed(sequence: CachedSequence, tokens: int, window: int | None) -> int:
+def oldest_needed(sequence: SequenceState, tokens: int, window: int | None) -> int:
     """The first committed position that the last ``tokens`` pending nodes see."""
     if window is None:
         return 0
@@ -61,7 +61,7 @@ def mask_of_bits(lines: Sequence[int], columns: int) -> Tensor:
 
 
 def slot_ordered(
-    sequence: CachedSequence, tokens: int, window: int | None, dtype: torch.dtype, device: torch.device
+    sequence: SequenceState, tokens: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> KeyView:
     """View for the last ``tokens`` pending nodes of ``sequence`` in a layer that sees ``window`` positions back."""
     first = sequence.pending - tokens
@@ -77,7 +77,7 @@ def slot_ordered(
     return KeyView(tokens, keys, low, None if in_place else slots_K.to(device), mask_TK, [(0, keys)])
 
 
-def _mask(sequence: CachedSequence, first: int, columns_K: Tensor, keys: int, reach: int, window: int | None) -> Tensor:
+def _mask(sequence: SequenceState, first: int, columns_K: Tensor, keys: int, reach: int, window: int | None) -> Tensor:
     """``[T, keys]``: 0 where a query sees the key in a column, else -inf, also in columns that hold no key of it."""
     tokens = sequence.pending - first
     committed_L, pending_P = columns_K.tensor_split((len(columns_K) - sequence.pending,))
@@ -95,7 +95,7 @@ def _mask(sequence: CachedSequence, first: int, columns_K: Tensor, keys: int, re
     return mask_TK
 
 
-def _hidden(sequence: CachedSequence, first: int) -> Tensor:
+def _hidden(sequence: SequenceState, first: int) -> Tensor:
     """``[T, P]``: 0 where pending node P is T's ancestor or T itself, else -inf; for T from ``first`` on."""
     nodes = sequence.pending
     if sequence.is_chain:

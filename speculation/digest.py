@@ -2,11 +2,16 @@
 
 A digest names a place in a token sequence without sending the sequence: ``digest(prefix + [t])`` is computed from
 ``digest(prefix)`` and ``t``. It guards against mix-ups, not against an adversary.
+
+Caches name prefixes of whole blocks by a digest of their own kind, chained block by block, which is much faster to
+compute over a long prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
 from speculation.noise import GOLDEN_64, MASK64, splitmix64
 
@@ -25,3 +30,12 @@ def of(tokens: Iterable[int]) -> int:
     for token in tokens:
         digest = extend(digest, token)
     return digest
+
+
+def extend_block(digest: int, tokens: Sequence[int]) -> int:
+    """Digest, by blocks, of the prefix that ``digest`` names, followed by a block of ``tokens`` (each below 2^32).
+
+    The prefix must consist of whole blocks; that of none is :data:`EMPTY`. The same on every machine.
+    """
+    packed = struct.pack(f"<Q{len(tokens)}I", digest, *tokens)
+    return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
 from engine.block_ledger import BlockLedger
-from engine.kv_cache import CacheFull, KVCache
+from engine.kv_cache import CachedSequence, CacheFull, KVCache, SequenceState
+from engine.moves import Moves
 
 
 def make(capacity: int = 64, block: int = 8) -> KVCache:
     return KVCache(1, capacity, block=block, dtype=torch.float32, device="cpu")
+
+
+def fill(sequence: CachedSequence, count: int) -> None:
+    """Commit so many more tokens."""
+    sequence.append(range(-1, count - 1))
+    sequence.advance(range(count))
 
 
 def in_one_piece(slots: torch.Tensor) -> bool:
@@ -26,14 +35,16 @@ def test_advance_renumbers_survivors_and_frees_the_rest() -> None:
     sequence = cache.sequence()
     #        0   1  2  3  4  5
     sequence.append([-1, -1, 0, 0, 3, 1])
-    before = sequence.slots().tolist()
+    assert sequence.slots().tolist() == [0, 1, 2, 3, 4, 5]
     assert sequence.advance([0]) == {2: 0, 3: 1, 4: 2}
     assert sequence.length == 1
     assert sequence.parents == [-1, -1, 1]
     assert sequence.depths == [0, 0, 1]
-    assert sequence.slots().tolist() == [before[0], before[2], before[3], before[4]]
+    assert sequence.slots().tolist() == [0, 2, 3, 4]
+    assert cache.take_moves() == []
     assert sequence.advance([1, 2]) == {}
-    assert sequence.slots().tolist() == [before[0], before[3], before[4]]
+    assert sequence.slots().tolist() == [0, 1, 2]
+    assert sorted(cache.take_moves()) == [(3, 1), (4, 2)]
     cache.check()
 
 
@@ -85,28 +96,68 @@ def test_sequences_live_across_inference_mode() -> None:
     sequence.append([-1] * 40)
     sequence.advance([5])
     assert slots.tolist() == [0, 1]
-    assert sequence.slots(2).tolist() == [7]
+    assert sequence.slots(2).tolist() == [2]
+
+
+def test_what_is_committed_from_elsewhere_changes_places_with_what_stays_pending() -> None:
+    cache = make()
+    sequence = cache.sequence()
+    sequence.append([-1, 0, 0])
+    assert sequence.advance([0]) == {1: 0, 2: 1}
+    sequence.append([1])  # nodes in the homes of positions 1, 2 and 3; the path through 2 and 3 will survive
+    sequence.append([2, 2])
+    assert sequence.pending_slots == [1, 2, 3, 4, 5]
+    assert sequence.advance([1, 2]) == {3: 0, 4: 1}
+    assert sequence.committed_slots(0) == [0, 1, 2]
+    assert sequence.pending_slots == [4, 5]
+    assert sorted(cache.take_moves()) == [(2, 1), (3, 2)]
+    sequence.append([1])  # in the hole at 3
+    assert sequence.advance([1]) == {2: 0}
+    assert sequence.pending_slots == [5], "it gave way to what is committed now"
+    assert sorted(cache.take_moves()) == [(3, 5), (5, 3)]
+    cache.check()
+
+
+def test_moves_that_follow_one_another_are_made_at_once() -> None:
+    moves = Moves()
+    moves.note([(3, 1), (1, 3)])
+    moves.note([(3, 2)])
+    moves.note([(1, 3)])
+    assert sorted(moves.take()) == [(1, 2), (3, 1)]
+    assert moves.take() == []
 
 
 def test_the_leading_run_of_slots_is_known() -> None:
-    sequence = make().sequence()
-    sequence.append([-1, 0, 1])
-    sequence.advance([0, 1])
-    assert sequence.ascending == 2
-    sequence.append([0, 0])  # slots 3 and 4 behind the pending slot 2
+    cache = make(capacity=64, block=4)
+    one, two = cache.sequence(), cache.sequence()
+    fill(one, 7)
+    fill(two, 1)
+    fill(one, 30)  # runs into the other one
+    assert two.blocks == [9]
+    assert one.blocks == [*range(9), 13]
+    assert one.ascending == 36 < one.length
+    assert one.committed_slots(34) == [34, 35, 52]
+    assert one.slots(34).tolist() == [34, 35, 52]
+    one.truncate(18)
+    assert one.ascending == 18
+    assert one.slots(17).tolist() == [17]
+    one.free()
+    assert one.ascending == 0
+
+
+def test_a_state_stays_as_it_was_and_travels() -> None:
+    cache = make(block=4)
+    sequence = cache.sequence()
+    fill(sequence, 6)
+    sequence.append([-1, 0, 0])
+    state = pickle.loads(pickle.dumps(sequence.state()))
+    assert type(state) is SequenceState
+    expected = sequence.slots().tolist()
     sequence.advance([0, 2])
-    assert sequence.committed_slots(0) == [0, 1, 2, 4]
-    assert sequence.ascending == 3
-    sequence.append([-1])  # fills the hole at 3
-    sequence.advance([0])
-    sequence.append([-1, 0])  # goes on at 5 and 6: in order again, but not with the beginning
-    sequence.advance([0, 1])
-    assert sequence.committed_slots(2) == [2, 4, 3, 5, 6]
-    assert sequence.ascending == 3
-    sequence.truncate(2)
-    assert sequence.ascending == 2
-    sequence.free()
-    assert sequence.ascending == 0
+    assert (state.length, state.pending, state.parents, state.depths) == (6, 3, [-1, 0, 0], [0, 1, 1])
+    assert state.slots().tolist() == expected
+    assert (state.pending_slots, state.ascending, state.is_chain) == ([6, 7, 8], 6, False)
+    assert len(pickle.dumps(state)) < 500
 
 
 def test_a_freed_sequence_takes_nothing_more() -> None:
