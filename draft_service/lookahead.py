@@ -106,6 +106,8 @@ class Counters:
     steps: int = 0
     step_microseconds: int = 0
     computed: int = 0
+    reused: int = 0
+    """Tokens taken over from the cache instead of being computed."""
     proposed: int = 0
     verified: int = 0
     accepted: int = 0
@@ -183,7 +185,7 @@ class Lookahead:
             calibration=self._calibration,
         )
         session.outcomes = [] if self._recorder else None
-        self._held[link, opened.session] = Drafted(link, session, self._engine.cache.sequence())
+        self._held[link, opened.session] = Drafted(link, session, self._engine.cache.sequence(session.tokens))
         return []
 
     def _verified(self, link: Hashable, verification: Verification, held: Drafted | None) -> Outgoing:
@@ -297,6 +299,8 @@ class Lookahead:
         if held.uncached == 0:
             # The root's own logits are gone: feed its token again.
             held.cached.truncate(held.cached.length - 1)
+        elif held.uncached > 1:
+            self.counters.reused += held.cached.reuse()
         start = held.cached.length
         tokens = held.session.tokens[start : start + self._limits.prefill]
         complete = start + len(tokens) == len(held.session.tokens)

@@ -137,7 +137,7 @@ class _Api:
             include_speculation=parsed.include_speculation,
         )
         chunks = run_choices(parsed, self._generator, self._tokenizer)
-        usage = Usage(parsed.prompt_tokens)
+        usage = Usage(parsed.prompt_tokens, parsed.n)
         if parsed.stream:
             first = await while_connected(request.receive, _first(chunks))
             return EventStream(_events(first, chunks, envelope, usage))

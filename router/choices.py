@@ -35,6 +35,8 @@ class Chunk:
     tokens: int = 0
     accepted: int = 0
     offered: int = 0
+    cached: int = 0
+    """With the first commit: how many tokens of the prompt were in the target's cache."""
     finish: FinishReason | None = None
 
     @property
@@ -106,5 +108,6 @@ def _of_commit(index: int, commit: Committed, delta: Delta) -> Chunk:
         tokens=delta.tokens,
         accepted=accepted,
         offered=commit.offered - (commit.accepted - accepted),
+        cached=commit.cached,
         finish=FinishReason.STOP if delta.stopped else None,
     )

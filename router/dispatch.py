@@ -188,11 +188,11 @@ class Dispatcher:
             case Send(peer=peer, message=message):
                 self._count(run, peer, message)
                 self.pool.send(peer, message)
-            case Emit(tokens=tokens, accepted=accepted, offered=offered):
+            case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached):
                 self.totals.committed += len(tokens)
                 self.totals.accepted += accepted
                 self.totals.offered += offered
-                run.items.put_nowait(Committed(tokens, accepted, offered))
+                run.items.put_nowait(Committed(tokens, accepted, offered, cached))
             case Wake(at=at):
                 self._set_timer(run, at)
             case Finish(reason=reason):

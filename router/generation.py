@@ -31,6 +31,8 @@ class Committed:
     tokens: tuple[Token, ...]
     accepted: int
     offered: int
+    cached: int = 0
+    """With the first ones: how many tokens of the prompt were in the target's cache."""
 
 
 @dataclass(frozen=True, slots=True)

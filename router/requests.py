@@ -57,6 +57,8 @@ class ApiRequest:
     stop: tuple[str, ...]
     prompt_tokens: int
     """Of all prompts; a prompt that is continued several times counts once."""
+    n: int = 1
+    """Choices of each prompt."""
     stream: bool = False
     include_usage: bool = False
     include_speculation: bool = False
@@ -151,6 +153,7 @@ def _request(
         ),
         stop=_stop(fields),
         prompt_tokens=sum(map(len, prompts)),
+        n=n,
         stream=stream,
         include_usage=include_usage,
         include_speculation=include_speculation,

@@ -62,18 +62,25 @@ def model_body(name: str, created: int, context: int) -> Json:
 
 @dataclass(slots=True)
 class Usage:
-    """Counts of one request; ``add`` takes every chunk of it."""
+    """Counts of one request; ``add`` takes every chunk of it.
+
+    What is said of a prompt is counted once, of the first of its ``n`` choices: the others find it in the cache.
+    """
 
     prompt: int
+    n: int = 1
     completion: int = 0
     accepted: int = 0
     offered: int = 0
+    cached: int = 0
 
     def add(self, chunk: Chunk) -> None:
         """Count a chunk."""
         self.completion += chunk.tokens
         self.accepted += chunk.accepted
         self.offered += chunk.offered
+        if chunk.index % self.n == 0:
+            self.cached += chunk.cached
 
     def body(self) -> Json:
         """The ``usage`` object."""
@@ -81,6 +88,7 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
                 "accepted_draft_tokens": self.accepted,
                 "rejected_draft_tokens": self.offered - self.accepted,

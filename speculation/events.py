@@ -116,6 +116,8 @@ class Emit:
     tokens: tuple[Token, ...]
     accepted: int
     offered: int
+    cached: int = 0
+    """With the first ones: how many tokens of the prompt were in the target's cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,8 @@ class Verification:
     lead: int | None = None
     """How far ahead of ``end`` drafting is worth its while, in tokens; 0: not at all, but keep the cache warm. None:
     as far as the drafter sees fit."""
+    cached: int = 0
+    """In the first one of an opening: how many of the opened tokens the target had in its cache."""
 
     @property
     def end(self) -> int:

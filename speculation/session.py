@@ -230,11 +230,12 @@ class Session:
             digest = digests.extend(digest, token)
         if known < 0 or digest != verification.digest:
             return self._retry_target(now, self._target.peer, "a verification did not connect to the committed tokens")
+        cached = verification.cached if len(self._tokens) == self.prompt_length else 0
         self._tokens.extend(fresh)
         self._digest = digest
         self._last_progress, self._stalls, self._fruitless, self._give_up_at = now, 0, 0, None
         self._avoid[Role.TARGET] = frozenset()
-        effects: list[Effect] = [Emit(fresh, max(verification.accepted - known, 0), verification.offered)]
+        effects: list[Effect] = [Emit(fresh, max(verification.accepted - known, 0), verification.offered, cached)]
         if verification.finish:
             return effects + self._end(Finish(verification.finish))
         if self._draft is not None:

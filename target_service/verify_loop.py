@@ -71,6 +71,8 @@ class Running:
     link: Hashable
     session: TargetSession
     cached: CachedSequence
+    computed: int = 0
+    """Committed tokens that were fed for it since it was opened."""
 
     @property
     def uncached(self) -> int:
@@ -143,6 +145,8 @@ class Counters:
     """Steps put off because drafts were expected."""
     wait_microseconds: int = 0
     prefilled: int = 0
+    reused: int = 0
+    """Tokens taken over from the cache instead of being computed."""
     committed: int = 0
     offered: int = 0
     accepted: int = 0
@@ -245,9 +249,10 @@ class VerifyLoop:
         if held is not None:
             # Opened again: the place in the queue stays, the cache is computed anew.
             held.cached.free()
-            held.session, held.cached = session, self._engine.cache.sequence()
+            held.session, held.cached = session, self._engine.cache.sequence(session.tokens)
+            held.computed = 0
             return []
-        running = Running(link, session, self._engine.cache.sequence())
+        running = Running(link, session, self._engine.cache.sequence(session.tokens))
         self._held[link, opened.session] = running
         self._waiting.append(running)
         return []
@@ -359,6 +364,9 @@ class VerifyLoop:
 
     def _plan(self) -> list[Piece]:
         """Share out the step; sessions for which the cache has no room are preempted."""
+        for running in self._running:
+            if running.uncached > 1:
+                self.counters.reused += running.cached.reuse()
         while self._running:
             plan = shares([Demand(running.uncached) for running in self._running], self._limits.budget)
             needs = [
@@ -378,7 +386,7 @@ class VerifyLoop:
     def _preempt(self, running: Running) -> None:
         self.counters.preempted += 1
         running.cached.free()
-        running.cached = self._engine.cache.sequence()
+        running.cached = self._engine.cache.sequence(running.session.tokens)
         self._waiting.appendleft(running)
 
     @staticmethod
@@ -440,6 +448,7 @@ class VerifyLoop:
     def _settle(self, piece: Piece, outcome: Walk | None, now: float) -> Outgoing:
         """Commit what a session decides, in its tokens and in its cache."""
         running, cached = piece.running, piece.running.cached
+        running.computed += piece.feed
         if piece.offer is None or outcome is None:
             cached.advance(range(piece.feed))
             running.session.index(cached.length)
@@ -449,6 +458,8 @@ class VerifyLoop:
         cached.advance([*range(piece.feed), *(piece.feed + i for i in commit.kept)])
         cached.rollback()
         verification = commit.verification
+        if verification.position == (opened := len(running.session.opened.tokens)):
+            verification = replace(verification, cached=max(opened - running.computed, 0))
         self.counters.count(piece.offer, commit)
         self.counters.prefilled += piece.feed - 1
         if self._recorder:

@@ -72,7 +72,7 @@ def _cut(commit: Committed, left: int, generation: Generation) -> tuple[Committe
     if stop is not None:
         tokens = tokens[: stop + 1]
     accepted = min(commit.accepted, len(tokens))
-    return Committed(tokens, accepted, max(commit.offered, accepted)), stop is not None
+    return Committed(tokens, accepted, max(commit.offered, accepted), commit.cached), stop is not None
 
 
 def commits(tokens: Iterable[int], sizes: Iterable[int]) -> list[Committed]:

@@ -18,6 +18,7 @@ from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import ROLE as DRAFT
 from engine.build import EngineSettings, build, build_target, welcome
 from engine.interface import StepEngine
+from engine.kv_cache import KVCache
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation
 from speculation.events import Role
@@ -45,6 +46,13 @@ def held_out_prompts() -> list[tuple[Token, ...]]:
     tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
     lines = (MODELS / "prompts.jsonl").read_text().splitlines()
     return [tuple(tokenizer.encode(json.loads(line)["prompt"]).ids) for line in lines]
+
+
+def forget_prefixes(cache: KVCache) -> None:
+    """Use every block once, so that nothing that was computed before is found again."""
+    sequence = cache.sequence()
+    sequence.append(range(-1, cache.free_tokens - 1))
+    sequence.free()
 
 
 @dataclass
@@ -127,6 +135,7 @@ class Result:
     tokens: list[Token] = field(default_factory=list)
     accepted: int = 0
     offered: int = 0
+    cached: int = 0
     steps: int = 0
 
 
@@ -146,5 +155,6 @@ async def decode(
             result.tokens += item.tokens
             result.accepted += item.accepted
             result.offered += item.offered
+            result.cached += item.cached
             result.steps += 1
     return result

@@ -266,6 +266,7 @@ def _verification(message: Verification) -> pb.Verification:
         offered=message.offered,
         finish=_FINISH_OUT[message.finish] if message.finish else pb.FINISH_UNSPECIFIED,
         lead=message.lead,
+        cached=message.cached,
     )
 
 
@@ -276,6 +277,8 @@ def _read_verification(message: pb.Verification) -> Verification:
             f"accepted is {message.accepted}; it must be at most offered ({message.offered}) "
             f"and the {len(message.tokens)} tokens sent"
         )
+    if message.cached > message.position:
+        raise ValueError(f"cached is {message.cached}; it must be at most position ({message.position})")
     return Verification(
         session=SessionId(message.session),
         epoch=message.epoch,
@@ -286,6 +289,7 @@ def _read_verification(message: pb.Verification) -> Verification:
         offered=message.offered,
         finish=_FINISH.get(message.finish),
         lead=message.lead if message.HasField("lead") else None,
+        cached=message.cached,
     )
 
 

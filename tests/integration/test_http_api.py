@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -96,8 +97,24 @@ async def test_a_completion() -> None:
         "prompt_tokens": len(generator.generations[0].prompt),
         "completion_tokens": tokens,
         "total_tokens": len(generator.generations[0].prompt) + tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"accepted_draft_tokens": accepted, "rejected_draft_tokens": offered - accepted},
     }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_cached_tokens_are_counted_once_for_each_prompt(path: str) -> None:
+    def script(generation: Generation) -> list[Committed]:
+        """The first choice finds 2 tokens in the cache, the others find more."""
+        first, *rest = says(TEXT)(generation)
+        return [replace(first, cached=2 + len(generator.generations)), *rest]
+
+    generator = FakeGenerator(script, model=model())
+    body = (await post(generator, path, n=3)).json()
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    generator = FakeGenerator(script, model=model())
+    response = await post(generator, path, n=3, stream=True, stream_options={"include_usage": True})
+    assert events(response)[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
 async def test_a_chat_completion() -> None:

@@ -27,7 +27,7 @@ from speculation.messages import (
 from speculation.trie import SpeculationTrie
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.stack import held_out_prompts, settings
+from tests.stack import forget_prefixes, held_out_prompts, settings
 
 LINK = "router"
 CHAIN = LookaheadLimits(draft=DraftLimits(children=1, width=1, hold=1))
@@ -90,6 +90,8 @@ def run(target: VerifyLoop, drafter: Lookahead | None = None, draft_steps: int =
 
 @pytest.fixture(autouse=True)
 def nothing_left(engines):
+    for engine in engines.values():
+        forget_prefixes(engine.cache)
     yield
     for engine in engines.values():
         engine.cache.check()

@@ -71,7 +71,11 @@ def verifications(draw: st.DrawFn) -> m.Verification:
     offered = draw(st.integers(accepted, 100))
     finish = draw(st.none() | st.sampled_from(m.FinishReason))
     lead = draw(st.none() | u32)
-    return m.Verification(draw(sessions), draw(u32), draw(u32), tokens, draw(u64), accepted, offered, finish, lead)
+    position = draw(u32)
+    cached = draw(st.integers(0, position))
+    return m.Verification(
+        draw(sessions), draw(u32), position, tokens, draw(u64), accepted, offered, finish, lead, cached
+    )
 
 
 to_worker = st.one_of(opens(), proposals(), verifications(), st.builds(m.Close, sessions, u32))
@@ -178,6 +182,12 @@ def test_a_malformed_proposal_names_the_field_and_its_session(wire, what):
 def test_a_verification_cannot_accept_more_than_it_offered():
     wire = pb.Verification(session=3, tokens=[1], accepted=1)
     with pytest.raises(MalformedMessage, match="accepted is 1"):
+        decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
+
+
+def test_no_more_tokens_can_be_cached_than_there_are():
+    wire = pb.Verification(session=3, position=4, tokens=[1], cached=5)
+    with pytest.raises(MalformedMessage, match=r"cached is 5; it must be at most position \(4\)"):
         decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
 
 

@@ -15,7 +15,7 @@ from engine.invariance import COLUMNS, GROUP, SEGMENT, position_ordered
 from engine.kv_cache import CachedSequence, KVCache
 from engine.linear import PackedLinear
 from engine.step import Chunk, Engine
-from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
+from tests.stack import MODELS, forget_prefixes, held_out_prompts, needs_invariant_bf16
 from tests.unit.engine_models import load_tiny
 
 LARGER: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 2048}
@@ -90,6 +90,36 @@ def test_logits_of_a_long_text_do_not_depend_on_its_chunks(tmp_path: Path) -> No
     at_once = logits([1500])
     assert torch.equal(logits([300] * 5), at_once)
     assert torch.equal(logits([700, 640, *[9] * 10, *[1] * 70]), at_once)
+
+
+@needs_invariant_bf16
+@pytest.mark.parametrize(("shared", "taken"), [(15, 15), (100, 100), (130, 128)])
+def test_logits_do_not_depend_on_whether_a_prefix_was_taken_over(target: Engine, shared: int, taken: int) -> None:
+    """Whole blocks in place or with a copied part; computed in one piece, one by one, or from accepted branches."""
+    rng = Random(shared)
+    prompt, tail = (list(tokens) for tokens in (sum(held_out_prompts()[:4], ())[:130], held_out_prompts()[5][:40]))
+    text = [*prompt[:shared], *tail]
+    forget_prefixes(target.cache)
+    first = target.cache.sequence(list(text))
+    expected = target.run([Chunk(first, text, rows=range(shared, len(text)))])
+    first.free()
+    for sizes in ([200], [1] * 200, [rng.randint(1, 9) for _ in range(200)]):
+        forget_prefixes(target.cache)
+        donor = target.cache.sequence(prompt)
+        for size in sizes:
+            fed = prompt[donor.length : donor.length + size]
+            # Behind a refused draft, so that what is committed has to be moved home.
+            parents = [-1, -1, *range(1, len(fed))]
+            target.run([Chunk(donor, [7, *fed], parents)])
+            donor.advance(range(1, len(fed) + 1))
+            if donor.length == len(prompt):
+                break
+        sequence = target.cache.sequence(text)
+        assert sequence.reuse() == taken
+        rows = target.run([Chunk(sequence, text[taken:], rows=range(shared - taken, len(text) - taken))])
+        assert torch.equal(rows, expected)
+        for each in (donor, sequence):
+            each.free()
 
 
 def engine_of(family: str, folder: Path, **changes: Any) -> Engine:

@@ -83,6 +83,15 @@ def test_a_verification_is_emitted_and_relayed_under_the_drafters_epoch():
     assert session.output == (4, 5)
 
 
+def test_what_was_cached_counts_for_the_prompt_only():
+    session = running()
+    assert session.handle(0.1, Received(T0, replace(verified(session, 4), cached=2)))[0] == Emit((4,), 0, 0, 2)
+    session.handle(0.2, Lost(T0))
+    (opening,) = sent(session.handle(0.2, Placed(Role.TARGET, T1)), Open)
+    message = replace(verified(session, 5, epoch=opening.message.epoch), cached=3)
+    assert session.handle(0.3, Received(T1, message))[0] == Emit((5,), 0, 0)
+
+
 def test_a_proposal_is_relayed_under_the_targets_epoch():
     session = running()
     proposal = Proposal(ID, 2, 3, digests.of(PROMPT), (4,), (ANCHOR,))

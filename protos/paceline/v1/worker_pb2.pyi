@@ -205,7 +205,7 @@ class Support(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Verification(_message.Message):
-    __slots__ = ("session", "epoch", "position", "tokens", "digest", "accepted", "offered", "finish", "lead")
+    __slots__ = ("session", "epoch", "position", "tokens", "digest", "accepted", "offered", "finish", "lead", "cached")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class Verification(_message.Message):
     OFFERED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     LEAD_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     position: int
@@ -224,7 +225,8 @@ class Verification(_message.Message):
     offered: int
     finish: Finish
     lead: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., accepted: _Optional[int] = ..., offered: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., lead: _Optional[int] = ...) -> None: ...
+    cached: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., accepted: _Optional[int] = ..., offered: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., lead: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("session", "epoch", "code", "message")

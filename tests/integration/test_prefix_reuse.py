@@ -1,0 +1,110 @@
+"""What was computed once is not computed again, the request is told so, and its text is the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.build import build, welcome
+from speculation.messages import Limits, Open, Sampling, SessionId, Speculation, Verification
+from target_service.scheduler import Budget
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.stack import (
+    decode,
+    dispatcher,
+    draft_worker,
+    forget_prefixes,
+    held_out_prompts,
+    needs_invariant_bf16,
+    settings,
+    target_worker,
+)
+
+NEW_TOKENS = 40
+SAMPLING = Sampling(temperature=0.8, seed=3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_invariant_bf16)])
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+async def test_a_repeated_prompt_is_found_in_the_cache_and_continued_the_same(dtype: str, drafted: bool):
+    prompt = held_out_prompts()[0]
+    async with target_worker(dtype=dtype) as target, draft_worker() as draft:
+        drafts = [draft.worker.address] if drafted else []
+        async with dispatcher([target.worker.address], drafts) as serving:
+            cold = await decode(serving, prompt, NEW_TOKENS, SAMPLING)
+            warm = await decode(serving, prompt, NEW_TOKENS, SAMPLING)
+            # The next turn of a conversation: the answer is in the cache as well.
+            longer = (*prompt, *cold.tokens, *held_out_prompts()[1][:20])
+            turn = await decode(serving, longer, NEW_TOKENS, SAMPLING)
+            forget_prefixes(target.engine.cache)
+            again = await decode(serving, longer, NEW_TOKENS, SAMPLING)
+        if drafted:
+            assert cold.accepted and warm.accepted
+            assert draft.machine.load().counters["reused"] >= len(prompt) - 1
+    assert (cold.cached, warm.cached, again.cached) == (0, len(prompt) - 1, 0)
+    assert len(prompt) + NEW_TOKENS - 17 < turn.cached < len(prompt) + NEW_TOKENS
+    assert warm.tokens == cold.tokens
+    assert turn.tokens == again.tokens
+
+
+LINK = "router"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Room for little more than one of the sessions below."""
+    return build(settings("target", cache_tokens=160))
+
+
+def run(loop: VerifyLoop, *openings: Open) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """The texts of all sessions and how much of each was cached."""
+    texts: dict[int, list[int]] = {opening.session: [] for opening in openings}
+    cached: dict[int, int] = {}
+    for opening in openings:
+        assert loop.receive(LINK, opening) == []
+    while (sent := loop.step()) is not None:
+        for _, message in sent:
+            assert isinstance(message, Verification)
+            texts[message.session] += message.tokens
+            cached.setdefault(message.session, message.cached)
+            assert message.position == 48 or not message.cached
+    return texts, cached
+
+
+def opening(number: int, prompt: int = 0, new: int = NEW_TOKENS) -> Open:
+    tokens = held_out_prompts()[prompt][:48]
+    plain = Speculation(enabled=False)
+    return Open(SessionId(number), 1, tokens, replace(SAMPLING, seed=number), Limits(len(tokens) + new), plain)
+
+
+def loop_over(engine, **limits) -> VerifyLoop:
+    return VerifyLoop(engine, welcome(settings("target"), engine.model, "target"), TargetLimits(**limits))
+
+
+def test_requests_that_come_together_share_their_prompt(engine):
+    forget_prefixes(engine.cache)
+    loop = loop_over(engine, budget=Budget(prefill=20))
+    together, cached = run(loop, opening(1, new=9), opening(2, new=9), opening(3, new=9))
+    assert loop.counters.prefilled + loop.counters.reused == 3 * 47
+    assert loop.counters.reused >= 2 * 32, "whole blocks"
+    assert cached[1] == 0 and min(cached[2], cached[3]) >= 32
+    for number in (1, 2, 3):
+        forget_prefixes(engine.cache)
+        alone, _ = run(loop_over(engine), opening(number, new=9))
+        assert together[number] == alone[number]
+
+
+def test_a_preempted_session_takes_over_what_is_left_of_it(engine):
+    forget_prefixes(engine.cache)
+    expected = {}
+    for number in (1, 2):
+        texts, _ = run(loop_over(engine), opening(number, prompt=number))
+        expected |= texts
+        forget_prefixes(engine.cache)
+    loop = loop_over(engine)
+    texts, cached = run(loop, opening(1, prompt=1), opening(2, prompt=2))
+    assert texts == expected
+    assert loop.counters.preempted == 1
+    assert loop.counters.reused >= 32
+    assert cached == {1: 0, 2: 0}
+    engine.cache.check()
+    assert engine.cache.free_tokens == engine.cache.capacity
