@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.cache_size import fitting_tokens
 from engine.interface import StepEngine
 from engine.kv_cache import KVCache
 from engine.loader import load
@@ -19,7 +20,8 @@ from speculation.messages import Welcome
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CACHE_TOKENS = 32_768
+STATEFUL_TOKENS = 32_768
+"""What sessions of a model without a slot cache may hold together, unless settings or its context say more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class EngineSettings:
     threads: int = 1
     """CPU threads of a step."""
     cache_tokens: int = 0
-    """Room of the cache in tokens; 0: the model's context, at least :data:`DEFAULT_CACHE_TOKENS`."""
+    """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
     name: str = ""
     """Name the model is served under; default: the last part of ``model``."""
 
@@ -52,7 +54,8 @@ def build_target(settings: EngineSettings, progress: Callable[[str], None] | Non
     if not model.no_speculation:
         return _engine(settings, model)
     log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
-    return StatefulEngine(model, StatefulCache(_capacity(settings, model), dtype=model.dtype, device=model.device))
+    capacity = settings.cache_tokens or max(model.context, STATEFUL_TOKENS)
+    return StatefulEngine(model, StatefulCache(capacity, dtype=model.dtype, device=model.device))
 
 
 def _load(
@@ -69,12 +72,9 @@ def _load(
 
 
 def _engine(settings: EngineSettings, model: Model, *, invariant: bool = True) -> Engine:
-    cache = KVCache(model.layers, _capacity(settings, model), dtype=model.dtype, device=model.device)
+    capacity = settings.cache_tokens or fitting_tokens(model)
+    cache = KVCache(model.layers, capacity, dtype=model.dtype, device=model.device)
     return Engine(model, cache, invariant=invariant)
-
-
-def _capacity(settings: EngineSettings, model: Model) -> int:
-    return settings.cache_tokens or max(model.context, DEFAULT_CACHE_TOKENS)
 
 
 def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:

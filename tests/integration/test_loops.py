@@ -35,7 +35,7 @@ CHAIN = LookaheadLimits(draft=DraftLimits(children=1, width=1, hold=1))
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, Engine]:
-    return {name: build(settings(name)) for name in ("target", "draft")}
+    return {name: build(settings(name, cache_tokens=8192)) for name in ("target", "draft")}
 
 
 def target_loop(engines, limits: TargetLimits = TargetLimits(adaptive=False)) -> VerifyLoop:
