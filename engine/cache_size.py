@@ -9,9 +9,8 @@ from __future__ import annotations
 from engine.memory import GIB, free_bytes
 from engine.model import Model, ModelError
 
-SHARES = {"cuda": 0.9}
-"""Of the free memory, what the cache may have; the rest is for activations."""
-CPU_SHARE = 0.25
+CUDA_SHARE, CPU_SHARE = 0.9, 0.25
+"""Of the free memory, what the cache may have. On a GPU the rest is for activations."""
 
 MOST_CONTEXTS = 64
 """More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
@@ -19,7 +18,7 @@ MOST_CONTEXTS = 64
 
 def fitting_tokens(model: Model) -> int:
     """Room for the free memory left after loading ``model``. Raises :class:`ModelError` if no context fits."""
-    share = SHARES.get(model.device.type, CPU_SHARE)
+    share = CUDA_SHARE if model.device.type == "cuda" else CPU_SHARE
     allowed = int(share * free_bytes(model.device))
     a_token = token_bytes(model)
     fitting = allowed // a_token

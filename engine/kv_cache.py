@@ -93,7 +93,7 @@ class CachedSequence(SequenceState):
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, count: int) -> int:
-        """Blocks to be taken from the ledger before ``count`` more tokens fit."""
+        """How many fewer blocks will be free once ``count`` more tokens were appended."""
         if not count:
             return 0
         spare = len(self.blocks) * self.block - self.length - self.pending
@@ -206,8 +206,7 @@ class CachedSequence(SequenceState):
 
     def check(self) -> None:
         """Assert that every token has a slot to itself, and that what may be written is held by nobody else."""
-        used = -(-max(self.length, *(place + 1 for place in self._places), 0) // self.block)
-        assert len(self.blocks) == used, f"{len(self.blocks)} blocks are held, {used} are used"
+        assert len(self.blocks) == self._used, f"{len(self.blocks)} blocks are held, {self._used} are used"
         assert len(set(self._places)) == len(self._places), f"two nodes share a place: {self._places}"
         assert min(self._places, default=self.length) >= self.length, "a node lies among the committed tokens"
         assert self.pending_slots == [self.home(place) for place in self._places]
@@ -216,6 +215,11 @@ class CachedSequence(SequenceState):
             assert ledger.holders(block) == 1 and block not in ledger.known, f"block {block} is shared, yet written"
 
     # -- blocks --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _used(self) -> int:
+        """How many blocks it takes up to the last token, committed or pending."""
+        return -(-max([self.length, *(place + 1 for place in self._places)]) // self.block)
 
     @property
     def _tail_is_shared(self) -> bool:
@@ -315,8 +319,7 @@ class CachedSequence(SequenceState):
 
     def _trim(self) -> None:
         """Give back the blocks behind the last token."""
-        end = max(self._places, default=-1) + 1
-        self._cut(-(-max(self.length, end) // self.block))
+        self._cut(self._used)
 
     def _cut(self, keep: int) -> None:
         """Give back all but the first ``keep`` blocks."""
