@@ -118,6 +118,14 @@ def test_what_is_committed_from_elsewhere_changes_places_with_what_stays_pending
     cache.check()
 
 
+def test_a_path_behind_a_refused_draft_moves_up_by_one_and_nothing_else_is_copied() -> None:
+    cache = make()
+    sequence = cache.sequence()
+    sequence.append([-1, -1, 1, 2])
+    sequence.advance([1, 2, 3])
+    assert cache.take_moves() == [(1, 0), (2, 1), (3, 2)]
+
+
 def test_moves_that_follow_one_another_are_made_at_once() -> None:
     moves = Moves()
     moves.note([(3, 1), (1, 3)])
