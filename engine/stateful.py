@@ -45,7 +45,7 @@ class StatefulSequence(CachedSequence):
     """A chain of tokens and the state that a model has after some of them."""
 
     def __init__(self, cache: KVCache) -> None:
-        super().__init__(cache)
+        super().__init__(cache, None)
         self.fed: list[int] = []
         """All tokens, committed and pending."""
         self.computed = 0
