@@ -95,6 +95,7 @@ def _for_speculation(model: Model, test: SelfTest | None, report: Progress, *, p
     if pack:
         report("packing linear layers")
         pack_linears(module)
+        _leave_file(module)
     if test is not None:
         _passed(report, _guarded(test.check, partial(CannotSpeculate, model)))
     return model
@@ -244,6 +245,15 @@ def _digest(tokens: dict[str, int]) -> int:
     for token, token_id in sorted(tokens.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "big")
+
+
+def _leave_file(module: Any) -> None:
+    """Copy what is left of the weights out of the checkpoint, which stays mapped as long as anything is read from it.
+
+    All of its pages are this process's memory then: those of the packed weights a second time, for nothing.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _guarded(part: Callable[[], T], failed: Callable[[str], ModelError]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ def test_unpacked_and_float64(llama: Path) -> None:
     model = load(str(llama), dtype="float64", device="cpu", pack=False)
     assert isinstance(model.module.lm_head, torch.nn.Linear)  # type: ignore[union-attr]
     assert model.dtype == torch.float64
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
+def test_the_checkpoint_does_not_stay_in_memory(llama: Path) -> None:
+    """Its pages would count a second time, beside the packed weights made from them."""
+    model = load(str(llama), dtype="float32", device="cpu", self_test=False)
+    assert str(llama) not in Path("/proc/self/maps").read_text()
+    del model
 
 
 def test_auto_dtype_follows_the_processor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
