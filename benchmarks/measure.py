@@ -65,6 +65,8 @@ class Run:
     decoded: tuple[Decoded, ...]
     traffic: Traffic | None = None
     """Between router and target, heartbeats included; None where there is no wire."""
+    asked: float | None = None
+    """When the requests were made; None where nobody noted it."""
 
     @property
     def start(self) -> float:
@@ -97,6 +99,18 @@ class Run:
         """Tokens a second, of all requests together."""
         return self.tokens / self.seconds
 
+    @property
+    def whole_rate(self) -> float:
+        """The same from the requests on, so that the prompts' computation counts too; only where that was noted."""
+        assert self.asked is not None
+        return sum(len(request.tokens) for request in self.decoded) / (self.end - self.asked)
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From the requests to when every one had its first tokens; only where that was noted."""
+        assert self.asked is not None
+        return self.start - self.asked
+
 
 Runner = Callable[[Batch], Awaitable[Run]]
 """A contender at work."""
@@ -107,7 +121,7 @@ def served(dispatcher: Dispatcher, speculation: Speculation) -> Runner:
 
     async def run(batch: Batch) -> Run:
         sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
-        before = dispatcher.pool.traffic(Role.TARGET)
+        before, asked = dispatcher.pool.traffic(Role.TARGET), time.perf_counter()
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
@@ -116,7 +130,7 @@ def served(dispatcher: Dispatcher, speculation: Speculation) -> Runner:
                 for prompt in batch.prompts
             ]
         used = dispatcher.pool.traffic(Role.TARGET) - before
-        return Run(tuple(task.result() for task in tasks), used)
+        return Run(tuple(task.result() for task in tasks), used, asked)
 
     return run
 

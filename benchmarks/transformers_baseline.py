@@ -6,6 +6,8 @@ A process of its own, driven line by line: a JSON request on stdin, its outcome 
 in one process with all the threads that the workers of ours have together. ``baseline`` holds the other end.
 """
 
+# Tensor names carry their shapes: B prompts, T tokens.
+# ruff: noqa: N803
 from __future__ import annotations
 
 import argparse
@@ -68,19 +70,26 @@ class Pair:
         self._reached[start] = settings.num_assistant_tokens
         return outcome
 
-    @torch.inference_mode()
     def _continue(self, prompt: list[int], tokens: int, **options: Any) -> dict[str, Any]:
-        ids_BT = torch.tensor([prompt])
-        clock = Clock(len(prompt))
-        continued_BT = self._target.generate(
-            ids_BT,
-            attention_mask=torch.ones_like(ids_BT),
-            max_new_tokens=tokens,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **options,
-        )
-        return {"tokens": continued_BT[0, len(prompt) :].tolist(), "commits": clock.commits}
+        new_BT, commits = continue_greedily(self._target, torch.tensor([prompt]), tokens, **options)
+        return {"tokens": new_BT[0].tolist(), "commits": commits}
+
+
+@torch.inference_mode()
+def continue_greedily(
+    model: Any, prompts_BT: Tensor, tokens: int, **options: Any
+) -> tuple[Tensor, list[tuple[float, int]]]:
+    """``generate``: the new tokens of every prompt, ``[B, tokens]``, and when how many of them were decided."""
+    clock = Clock(prompts_BT.shape[1])
+    continued_BT = model.generate(
+        prompts_BT,
+        attention_mask=torch.ones_like(prompts_BT),
+        max_new_tokens=tokens,
+        do_sample=False,
+        stopping_criteria=StoppingCriteriaList([clock]),
+        **options,
+    )
+    return continued_BT[:, prompts_BT.shape[1] :], clock.commits
 
 
 def serve(pair: Pair, requests: TextIO, answers: TextIO) -> None:

@@ -80,11 +80,12 @@ async def _address(plan: WorkerPlan, process: Process) -> str:
 
 
 @asynccontextmanager
-async def connected(target: RunningWorker, draft: RunningWorker) -> AsyncIterator[Dispatcher]:
+async def connected(target: RunningWorker, draft: RunningWorker | None = None) -> AsyncIterator[Dispatcher]:
     """A router's session side, in this process, connected to both."""
     dispatcher = Dispatcher()
     dispatcher.pool.set_workers(Role.TARGET, [target.address])
-    dispatcher.pool.set_workers(Role.DRAFT, [draft.address])
+    if draft is not None:
+        dispatcher.pool.set_workers(Role.DRAFT, [draft.address])
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             while not all(peer.welcome for peer in dispatcher.pool.peers.values()):

@@ -1,0 +1,197 @@
+"""The engine alone: how close its steps come to the memory's pace, and what many requests at once gain.
+
+One model of random weights, one core. Ours and transformers run in this process and take turns; the worker whose memory
+is looked at, and that a full run also sends requests to over gRPC, is a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.status import Status
+from transformers.utils import logging as transformers_logging
+
+from benchmarks import engine_report as report
+from benchmarks.bandwidth import in_turn, pinned, reads
+from benchmarks.contenders import PLAIN
+from benchmarks.engine_figures import ALONE, TOGETHER, Measured, Repeated
+from benchmarks.engine_loop import Loop
+from benchmarks.engine_memory import Memory, memory_of
+from benchmarks.engine_model import SEED, parameters, random_prompts, write_model
+from benchmarks.engine_settings import (
+    CACHE_TOKENS,
+    CONCURRENT,
+    CONTEXT,
+    EXACT_NEW,
+    NEW,
+    PROMPT,
+    READ_BYTES,
+    REPEATED_PREFIX,
+    SIZES,
+    SUFFIX,
+    WORKER_CACHE_TOKENS,
+    Options,
+)
+from benchmarks.engine_steps import StepParts, Steps, measure_parts
+from benchmarks.engine_stock import PREFIX, Stock
+from benchmarks.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.workers import WorkerPlan, connected, running
+from engine.build import EngineSettings, build
+from engine.step import Engine
+from speculation.events import Role
+
+
+def main(options: Options) -> int:
+    """Build the model, measure, and report. Raises WorkerFailed, GenerationError, ModelError, TimeoutError."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("router.pool").setLevel(logging.ERROR)  # that its worker leaves is part of the plan
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
+        Console(stderr=True).status("writing a model of random weights") as status,
+    ):
+        write_model(options.shape, Path(folder) / "model")
+        measured, dtype = asyncio.run(measure(Path(folder), options, status))
+    result = report.Result(datetime.now(UTC).date(), options, str(dtype).removeprefix("torch."), measured)
+    report.show(result)
+    if options.json:
+        report.write_json(result, options.json)
+    if not options.quick:
+        report.write_folder(result, options.out)
+    return 0
+
+
+async def measure(folder: Path, options: Options, status: Status) -> tuple[Measured, torch.dtype]:
+    """Everything, on the model in ``folder``; and the number format, which is the one that workers choose here."""
+    model, generator = folder / "model", torch.Generator().manual_seed(SEED)
+    with pinned(options.threads):
+        status.update("loading the model, for ours and for transformers")
+        settings = EngineSettings(
+            str(model), device="cpu", threads=options.threads, cache_tokens=CACHE_TOKENS, name="random"
+        )
+        engine = build(settings)
+        dtype = engine.model.dtype
+        stock = Stock(model, dtype)
+        status.update("timing steps, in turn with reading memory")
+        read_seconds, step_seconds = time_steps(engine, stock, options, generator)
+        loop = Loop(engine, settings)
+        status.update("decoding batches, in turn with transformers")
+        runs = await decode_batches(loop, stock, options, generator)
+        status.update("repeating prefixes")
+        prefixes = await repeat_prefixes(loop, options.turns, generator)
+        status.update("looking where the time of a step goes")
+        parts = step_parts(loop, options.rounds, generator)
+        status.update("comparing texts in float32")
+        exact = await decode_exactly(replace(settings, dtype="float32"), generator)
+    status.update("serving from a worker process")
+    memory, through_router = await serve(folder, options, dtype, generator)
+    measured = Measured(
+        weight_bytes=parameters(options.shape) * dtype.itemsize,
+        read_bytes=READ_BYTES,
+        reads=read_seconds,
+        steps=step_seconds,
+        runs=runs,
+        prefixes=prefixes,
+        memory=memory,
+        parts=parts,
+        through_router=through_router,
+        exact=exact,
+    )
+    return measured, dtype
+
+
+def time_steps(
+    engine: Engine, stock: Stock, options: Options, generator: torch.Generator
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of every way to read, and of every step of ours and of transformers, all in turn."""
+    contexts = random_prompts(max(SIZES), CONTEXT, generator)
+    steps = Steps(engine, contexts)
+    ways = reads(READ_BYTES)
+    seconds = in_turn(ways | steps.works(SIZES) | stock.works(contexts[0], SIZES), options.rounds)
+    steps.free()
+    return {name: seconds.pop(name) for name in ways}, seconds
+
+
+async def decode_batches(
+    loop: Loop, stock: Stock, options: Options, generator: torch.Generator
+) -> dict[str, list[Run]]:
+    """One request and 16, ours and transformers'. No two requests share a prompt, or a cached one would win."""
+    runners = {
+        ALONE: _alone(loop.run),
+        TOGETHER: _together(loop.run),
+        PREFIX + ALONE: _alone(stock.run),
+        PREFIX + TOGETHER: _together(stock.run),
+    }
+    return await _take_turns(runners, options.turns, NEW, generator)
+
+
+async def decode_exactly(settings: EngineSettings, generator: torch.Generator) -> dict[str, list[Run]]:
+    """The same 16 prompts by both in float32, where rounding does not decide between tokens."""
+    loop = Loop(build(settings), settings)
+    stock = Stock(Path(settings.model), torch.float32)
+    runners = {TOGETHER: _together(loop.run), PREFIX + TOGETHER: _together(stock.run)}
+    return await _take_turns(runners, 1, EXACT_NEW, generator)
+
+
+async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) -> list[Repeated]:
+    """Time to first token of a new prefix, then of another request that begins with it. A first pair warms up."""
+
+    async def first_token(prompt: tuple[int, ...]) -> float:
+        return (await loop.run(Batch((prompt,), tokens=2))).first_token_seconds
+
+    pairs = []
+    for prefix in random_prompts(1 + count, REPEATED_PREFIX, generator):
+        one, other = random_prompts(2, SUFFIX, generator)
+        pairs.append(Repeated(await first_token(prefix + one), await first_token(prefix + other)))
+    return pairs[1:]
+
+
+def step_parts(loop: Loop, steps: int, generator: torch.Generator) -> list[StepParts]:
+    """Of one request and of 16."""
+    return [measure_parts(loop, random_prompts(count, CONTEXT, generator), steps) for count in (1, CONCURRENT)]
+
+
+async def serve(
+    folder: Path, options: Options, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Memory | None, dict[str, list[Run]]]:
+    """Memory of a worker process that served one batch; in a full run, then, what it does through a router."""
+    flags = ["--device", "cpu", "--dtype", str(dtype).removeprefix("torch."), "--threads", f"{options.threads}"]
+    flags += ["--cache-tokens", f"{WORKER_CACHE_TOKENS}"]
+    core = 0 if options.threads == 1 else None
+    plan = WorkerPlan(Role.TARGET, folder / "model", core, folder / "target.jsonl", flags)
+    async with running(plan) as worker, connected(worker) as dispatcher:
+        run = served(dispatcher, PLAIN.speculation)
+        await run(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
+        memory = None
+        if sys.platform == "linux":
+            memory = memory_of(worker.process.pid, options.shape, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
+        if options.quick:
+            return memory, {}
+        return memory, await _take_turns({ALONE: _alone(run), TOGETHER: _together(run)}, options.turns, NEW, generator)
+
+
+async def _take_turns(
+    runners: Mapping[str, Runner], turns: int, tokens: int, generator: torch.Generator
+) -> dict[str, list[Run]]:
+    """Runs of every contender, without those of a first turn, whose prompts do not come again."""
+    batches = [Batch(tuple(random_prompts(CONCURRENT + 1, PROMPT, generator)), tokens) for _ in range(1 + turns)]
+    runs = await take_turns(runners, batches, 0, lambda: None)
+    return {name: of_one[1:] for name, of_one in runs.items()}
+
+
+def _alone(runner: Runner) -> Runner:
+    """Only the last prompt of a batch."""
+    return lambda batch: runner(replace(batch, prompts=batch.prompts[CONCURRENT:]))
+
+
+def _together(runner: Runner) -> Runner:
+    """All but the last prompt of a batch."""
+    return lambda batch: runner(replace(batch, prompts=batch.prompts[:CONCURRENT]))

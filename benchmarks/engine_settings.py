@@ -1,0 +1,68 @@
+"""The design of the engine benchmark: the model's size, the steps and requests that are timed, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HEAD_SIZE = 64
+GROUP = 2
+"""Query heads that share a key head."""
+HIDDEN_MULTIPLE = HEAD_SIZE * GROUP
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens of the steps that are timed."""
+CONTEXT = 200
+"""Tokens before a timed step."""
+CONCURRENT = 16
+"""Requests at once."""
+PROMPT, NEW = 64, 64
+"""Tokens of a request."""
+EXACT_NEW = 16
+"""New tokens a prompt where texts are compared in float32."""
+REPEATED_PREFIX, SUFFIX = 1000, 16
+"""Tokens of a prompt that were, and were not, served before."""
+CACHE_TOKENS = 32_768
+"""More than all that is ever cached, so that nothing is evicted."""
+WORKER_CACHE_TOKENS = CONCURRENT * (PROMPT + NEW + 32)
+"""Of the worker process: room for its requests and their growth, and no more."""
+READ_BYTES = 512 << 20
+"""Many times a last-level cache, and about what the model's weights take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large the model is: about 245 million parameters by default."""
+
+    hidden: int = 1024
+    """A multiple of :data:`HIDDEN_MULTIPLE`."""
+    layers: int = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How large a benchmark is, and where its results go."""
+
+    quick: bool
+    json: Path | None
+    out: Path
+    shape: Shape = Shape()
+    threads: int = 1
+    """As many cores are used."""
+
+    @property
+    def rounds(self) -> int:
+        """Times every step and every way to read is timed."""
+        return 15 if self.quick else 40
+
+    @property
+    def turns(self) -> int:
+        """Times every contender decodes, and pairs of prompts with the same prefix."""
+        return 3 if self.quick else 7
+
+    @property
+    def command(self) -> str:
+        """What measures the same again."""
+        quick = " --quick" if self.quick else ""
+        size = f"--hidden {self.shape.hidden} --layers {self.shape.layers}"
+        return f"paceline bench engine{quick} {size} --threads {self.threads}"
