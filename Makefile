@@ -36,8 +36,10 @@ check: setup
 sim: setup
 	$(BIN)/python -m speculation.faults --seeds 2000 $(ARGS)
 
+# Another benchmark: make bench ARGS="speculation --quick"
+bench: ARGS ?= engine --quick
 bench: setup
-	$(BIN)/paceline bench speculation $(ARGS)
+	$(BIN)/paceline bench $(ARGS)
 
 protos: setup
 	$(BIN)/python -m protos.generate
