@@ -81,7 +81,7 @@ async def _address(plan: WorkerPlan, process: Process) -> str:
 
 @asynccontextmanager
 async def connected(target: RunningWorker, draft: RunningWorker | None = None) -> AsyncIterator[Dispatcher]:
-    """A router's session side, in this process, connected to both."""
+    """A router's session side, in this process, connected to both (or to a target alone)."""
     dispatcher = Dispatcher()
     dispatcher.pool.set_workers(Role.TARGET, [target.address])
     if draft is not None:
