@@ -52,6 +52,15 @@ def _threads() -> Any:
     return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
 
 
+def _quantization() -> Any:
+    about = (
+        "smaller weights: none, int8, int8-dynamic (activations too: fastest on a CPU) or fp8 (on a GPU that has it)"
+    )
+    return _setting(NO_QUANTIZATION, about, choices=QUANTIZATIONS)
+
+
+NO_QUANTIZATION = "none"
+QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
 
 
@@ -64,6 +73,7 @@ class TargetConfig:
     replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
+    quantization: str = _quantization()
     threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
     max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
@@ -82,6 +92,7 @@ class DraftConfig:
     replicas: int = _setting(1, "number of draft workers", at_least=0, at_most=1024)
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
+    quantization: str = _quantization()
     threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
     max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)

@@ -97,7 +97,7 @@ def _model(worker: TargetConfig | DraftConfig) -> list[object]:
     folder = Path(worker.model).expanduser()
     files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)})
     looks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return [worker.model, worker.dtype, looks]
+    return [worker.model, worker.dtype, worker.quantization, looks]
 
 
 def _cpu() -> str:

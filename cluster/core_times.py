@@ -41,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     try:
-        target = step_times(args.target, args.target_dtype, DRAFTS, args.threads, invariant=True)
-        draft = step_times(args.draft, args.draft_dtype, (0,), args.threads, invariant=False)
+        target = step_times(
+            args.target, args.target_dtype, args.target_quantization, DRAFTS, args.threads, invariant=True
+        )
+        draft = step_times(args.draft, args.draft_dtype, args.draft_quantization, (0,), args.threads, invariant=False)
     except ModelError as error:
         complain(str(error))
         return FAILED
@@ -51,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def step_times(
-    model: str, dtype: str, drafts: Sequence[int], threads: Sequence[int], *, invariant: bool
+    model: str, dtype: str, quantization: str, drafts: Sequence[int], threads: Sequence[int], *, invariant: bool
 ) -> dict[int, dict[int, float]]:
     """By number of threads, then of drafts: a step of the model over one token and the drafts, in milliseconds.
 
     ``invariant``: as the worker computes, see :class:`engine.step.Engine`. Raises :class:`engine.model.ModelError`.
     """
     # Whether it computes correctly is for the worker to test.
-    loaded = load(model, dtype=dtype, device="cpu", threads=max(threads), self_test=False)
+    loaded = load(model, dtype=dtype, device="cpu", quantization=quantization, threads=max(threads), self_test=False)
     cache = KVCache(loaded.layers, PREFIX + 1 + max(drafts), dtype=loaded.dtype, device=loaded.device)
     engine = Engine(loaded, cache, invariant=invariant)
     sequence = cache.sequence()
@@ -89,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     for role in ("target", "draft"):
         parser.add_argument(f"--{role}", required=True, metavar="FOLDER", help="model folder or hub id")
         parser.add_argument(f"--{role}-dtype", default="auto", metavar="TEXT", help="number format (default: auto)")
+        parser.add_argument(
+            f"--{role}-quantization", default="none", metavar="TEXT", help="of the weights (default: none)"
+        )
     parser.add_argument("--threads", type=int, nargs="+", required=True, metavar="N", help="numbers of threads")
     add_parent(parser)
     return parser

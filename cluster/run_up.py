@@ -55,6 +55,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "--draft", "draft.model", about="draft model: folder or hub id, same tokenizer as the target")
     add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
     add_setting(parser, "--device", "target.device", "draft.device")
+    add_setting(parser, "--quantization", "target.quantization")
+    add_setting(parser, "--draft-quantization", "draft.quantization")
     add_setting(parser, "--threads", "target.threads", "draft.threads")
     add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
     add_setting(parser, "--host", "router.host")

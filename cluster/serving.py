@@ -84,6 +84,7 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         model=worker.model,
         dtype=worker.dtype,
         device=worker.device,
+        quantization=worker.quantization,
         threads=chosen_threads(worker),
         cache_tokens=worker.cache_tokens,
         name=worker.name,

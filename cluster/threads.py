@@ -93,6 +93,7 @@ def measuring(config: Config, cores: int) -> list[str]:
     command = ours("cluster.core_times", "--exit-with", str(os.getpid()))
     for role, worker in (("target", config.target), ("draft", config.draft)):
         command += [f"--{role}", worker.model, f"--{role}-dtype", worker.dtype]
+        command += [f"--{role}-quantization", worker.quantization]
     return [*command, "--threads", *map(str, thread_counts(cores))]
 
 

@@ -2,3 +2,10 @@
 
 Shared by the target and the draft service. Knows nothing about requests, networks, tries or scheduling.
 """
+
+import logging
+
+# transformers imports torchao, which then warns of kernels for GPUs that a CPU build of torch cannot load, and of
+# what it will have to change for later versions of torch.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

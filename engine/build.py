@@ -14,6 +14,7 @@ from engine.interface import StepEngine
 from engine.kv_cache import KVCache
 from engine.loader import load
 from engine.model import Model
+from engine.quantisation import NONE
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
 from speculation.messages import Welcome
@@ -32,6 +33,8 @@ class EngineSettings:
     """Folder or hub id."""
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str = NONE
+    """One of :data:`engine.quantisation.CHOICES`."""
     threads: int = 1
     """CPU threads of a step."""
     cache_tokens: int = 0
@@ -65,6 +68,7 @@ def _load(
         settings.model,
         dtype=settings.dtype,
         device=settings.device,
+        quantization=settings.quantization,
         threads=settings.threads,
         without_speculation=without_speculation,
         progress=progress,
@@ -87,7 +91,7 @@ def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:
         context=model.context,
         tokenizer=model.tokenizer_digest,
         instance=f"{os.getpid()}-{uuid.uuid4().hex[:8]}",
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights))),
         source=str(folder.resolve()) if folder.is_dir() else settings.model,
         speculates=not model.no_speculation,
     )

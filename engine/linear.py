@@ -4,7 +4,8 @@
 are few tokens: exactly the steps of decoding and verification. Here the weight is re-ordered once, at load. And since
 a call costs about 10 us however small the product, layers that read the same input are multiplied together.
 
-Decides nothing about which device or dtype to run; :func:`can_pack` says where packing applies.
+Decides nothing about which device or dtype to run; :func:`can_pack` says where packing applies. Weights that are
+quantised already get the layers of :mod:`engine.int8_linear`.
 
 Tensor legend: N tokens, I inputs, O outputs.
 """
@@ -12,10 +13,13 @@ Tensor legend: N tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from engine.int8_linear import Int8Linear, planes_of
 
 EXPECTED_TOKENS = 16
 """Row count the packed layout is chosen for.
@@ -36,7 +40,8 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN has packed kernels for this weight here."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and weight.device.type == "cpu" and weight.dtype in PACKABLE
+    plain = type(weight.data) is Tensor  # a quantised one only claims the dtype
+    return available and plain and weight.device.type == "cpu" and weight.dtype in PACKABLE
 
 
 class PackedLinear(nn.Module):
@@ -80,11 +85,10 @@ class SharedProduct:
     once the last layer has its part, or a long prefill would hold the products of every layer of the model.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        weight_OI = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self._linear = PackedLinear(weight_OI, torch.cat(biases) if biases else None)
-        self._sizes = [layer.out_features for layer in layers]
+    def __init__(self, linear: PackedLinear | Int8Linear, sizes: Sequence[int]) -> None:
+        """``sizes``: how many outputs of ``linear`` belong to each layer, in order."""
+        self._linear = linear
+        self._sizes = sizes
         self._input_NI: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
 
@@ -123,8 +127,8 @@ def pack_linears(module: nn.Module) -> int:
         for names in SIBLINGS:
             packed += _pack_siblings(parent, names)
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and can_pack(child.weight):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+            if type(child) is nn.Linear and (layer := _packed([child])):
+                setattr(parent, name, layer)
             elif type(child) is Conv1D and can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child.weight.t(), child.bias))
             else:
@@ -136,10 +140,32 @@ def pack_linears(module: nn.Module) -> int:
 def _pack_siblings(parent: nn.Module, names: Sequence[str]) -> int:
     """Pack the named children of ``parent`` together, if they are alike enough; return how many were packed."""
     layers = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
-    kinds = {(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}
-    if len(layers) < len(names) or len(kinds) > 1 or not can_pack(layers[0].weight):
+    if len(layers) < len(names) or not (linear := _packed(layers)):
         return 0
-    shared = SharedProduct(layers)
+    shared = SharedProduct(linear, [layer.out_features for layer in layers])
     for index, name in enumerate(names):
         setattr(parent, name, PartialLinear(shared, index))
     return len(names)
+
+
+def _packed(layers: Sequence[nn.Linear]) -> PackedLinear | Int8Linear | None:
+    """One packed layer with the outputs of all; None if they are not alike enough, or cannot be packed."""
+    planes = planes_of(layers[0].weight)
+    if not planes and not can_pack(layers[0].weight):
+        return None
+    if (
+        len({(layer.in_features, layer.bias is None, layer.weight.dtype, planes_of(layer.weight)) for layer in layers})
+        > 1
+    ):
+        return None
+    bias_O = None if layers[0].bias is None else _joined([layer.bias.detach() for layer in layers])
+    if not planes:
+        return PackedLinear(_joined([layer.weight.detach() for layer in layers]), bias_O)
+    weights: list[Any] = [layer.weight for layer in layers]
+    values_OI = _joined([weight.qdata for weight in weights])
+    return Int8Linear(values_OI, _joined([weight.scale.flatten() for weight in weights]), bias_O, planes)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one below the other, without a copy where there is only one."""
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]

@@ -1,7 +1,8 @@
 """What model do we run, and does our attention compute it correctly.
 
-Decides dtype and device, reads weights and tokenizer with plain transformers, packs the linear layers, and refuses
-what cannot be served with one line that says why. Whether the numbers are right is :mod:`engine.self_test`'s to say.
+Decides dtype and device, reads weights and tokenizer with plain transformers, has the linear layers quantised and
+packed, and refuses what cannot be served with one line that says why. Whether the numbers are right is
+:mod:`engine.self_test`'s to say.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import NAME
 from engine.linear import pack_linears
 from engine.model import CannotSpeculate, Model, ModelError
+from engine.quantisation import NONE, check, quantise, weight_bytes
 from engine.self_test import STOCK, SelfTest
 from engine.stateful import RIGHT_IN_PARTS
 from engine.threads import set_threads
@@ -52,6 +54,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    quantization: str = NONE,
     pack: bool = True,
     self_test: bool = True,
     without_speculation: bool = False,
@@ -60,14 +63,16 @@ def load(
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
 
     ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1).
-    ``pack``: store linear layers in oneDNN's layout (CPU only). ``without_speculation``: take a model that cannot
-    speculate as well, if :mod:`engine.stateful` can run it. ``progress`` hears a line before each slow part.
+    ``quantization``: one of :data:`engine.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's layout (CPU
+    only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised and
+    :mod:`engine.stateful` can run it. ``progress`` hears a line before each slow part.
     """
     report = progress or (lambda _: None)
     set_threads(threads)
     local = _local(path)
     chosen_device = _choose_device(device)
     chosen_dtype = _choose_dtype(dtype, chosen_device)
+    check(quantization, chosen_dtype, chosen_device)
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with _quiet():
         module = _read_module(path, local, chosen_dtype).to(chosen_device)
@@ -78,18 +83,21 @@ def load(
         report("computing reference logits")
         _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
     try:
-        return _for_speculation(model, test, report, pack=pack and chosen_device.type == "cpu")
+        return _for_speculation(model, test, report, quantization, pack=pack and chosen_device.type == "cpu")
     except CannotSpeculate as reason:
-        if not without_speculation:
+        if not without_speculation or quantization != NONE:
             raise
         return _for_plain_decoding(model, test, report, reason)
 
 
-def _for_speculation(model: Model, test: SelfTest | None, report: Progress, *, pack: bool) -> Model:
+def _for_speculation(model: Model, test: SelfTest | None, report: Progress, quantization: str, *, pack: bool) -> Model:
     """Let the model compute through :mod:`engine.attention`; raises :class:`CannotSpeculate`."""
     module: Any = model.module
     if module._is_stateful:
         raise CannotSpeculate(model, "it keeps a recurrent state, which cannot roll back")
+    if quantization != NONE:
+        report(f"quantising linear layers to {quantization}")
+        model = _quantised(model, quantization)
     with _quiet():
         module.set_attn_implementation(NAME)
     if pack:
@@ -97,6 +105,9 @@ def _for_speculation(model: Model, test: SelfTest | None, report: Progress, *, p
         pack_linears(module)
         _leave_file(module)
     if test is not None:
+        if quantization != NONE:
+            drift = _guarded(partial(test.expect_quantised, model), partial(CannotSpeculate, model))
+            report(f"{model.weights}; logits moved by {drift:.2g} (relative)")
         _passed(report, _guarded(test.check, partial(CannotSpeculate, model)))
     return model
 
@@ -212,7 +223,18 @@ def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype
         dtype=dtype,
         device=device,
         layers=config.num_hidden_layers,
+        weights=_quantised_before(module),
     )
+
+
+def _quantised_before(module: Any) -> str:
+    """What to say of weights that were stored quantised; empty for others."""
+    quantizer = getattr(module, "hf_quantizer", None)
+    return f"{quantizer.quantization_config.quant_method.value} weights of {_size(module)}" if quantizer else ""
+
+
+def _size(module: Any) -> str:
+    return f"{weight_bytes(module) / 1e6:.0f} MB"
 
 
 def _context(config: Any) -> int:
@@ -247,13 +269,25 @@ def _digest(tokens: dict[str, int]) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
+def _quantised(model: Model, quantization: str) -> Model:
+    """The same model, its weights quantised in place."""
+    module: Any = model.module
+    if model.weights:
+        raise ModelError(f"{model.name}: its weights are quantised already; quantization must be {NONE}")
+    before = _size(module)
+    if not quantise(module, quantization):
+        raise ModelError(f"model type {model.kind!r} has no linear layers that could be quantised to {quantization}")
+    return replace(model, weights=f"{quantization} weights of {_size(module)} instead of {before}")
+
+
 def _leave_file(module: Any) -> None:
     """Copy what is left of the weights out of the checkpoint, which stays mapped as long as anything is read from it.
 
     All of its pages are this process's memory then: those of the packed weights a second time, for nothing.
     """
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
+        if type(tensor.data) is torch.Tensor:  # others are quantised, and were made anew
+            tensor.data = tensor.data.clone()
 
 
 def _guarded(part: Callable[[], T], failed: Callable[[str], ModelError]) -> T:

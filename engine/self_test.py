@@ -34,6 +34,9 @@ Not tighter in float64 because models compute norms and rotations in float32 wha
 MIXED = 0.01
 """Largest accepted change, relative as above, that a sequence makes to another one. The arithmetic is the same."""
 
+LARGEST_DRIFT = 0.5
+"""Relative distance by which quantising may move logits. Around 0.05 is usual for int8; 1.4 is no relation at all."""
+
 WINDOW = 11
 """Sliding window during the test, so that the short test sequences reach beyond it."""
 
@@ -47,8 +50,9 @@ committed, the second tree hangs from node 5 of the first, which survives it as 
 class SelfTest:
     """One test of one model: :meth:`expect` with the stock attention, then :meth:`check` with ours.
 
-    The two are apart so that the weights can be packed in between, and packing is tested too. :meth:`check_stateful` is
-    the second chance of a model that fails.
+    The two are apart so that the weights can be packed in between, and packing is tested too. Where weights are
+    quantised in between as well, :meth:`expect_quantised` follows: it says what that did to the logits, and
+    :meth:`check` is left with the attention. :meth:`check_stateful` is the second chance of a model that fails.
     """
 
     def __init__(self, model: Model, seed: int = 7) -> None:
@@ -75,6 +79,21 @@ class SelfTest:
         if self._expected_RV.isnan().any():
             raise ModelError(f"{self.model.name}: its logits are not numbers in {self.model.dtype}; check the weights")
 
+    def expect_quantised(self, model: Model) -> float:
+        """Expect instead what the model says with quantised weights.
+
+        Returns how far that is from what was expected before (relative); raises :class:`ModelError` if too far.
+        """
+        self.model, original_RV = model, self._expected_RV
+        self.expect()
+        drift = self._distance(self._expected_RV, original_RV)
+        if not drift <= LARGEST_DRIFT:  # also when it is NaN
+            raise ModelError(
+                f"{self.model.name}: quantised weights move its logits by {drift:.2g} (relative; at most "
+                f"{LARGEST_DRIFT:g}); use another quantization"
+            )
+        return drift
+
     def check(self) -> float:
         """Compare; return the relative difference or raise :class:`CannotSpeculate`."""
         try:
@@ -99,7 +118,7 @@ class SelfTest:
 
     def _judge(self, through: str, actual_RV: Tensor, expected_RV: Tensor) -> float:
         difference = self._distance(actual_RV, expected_RV)
-        tolerance = TOLERANCE[self.model.dtype]
+        tolerance = TOLERANCE[self._precision]
         if not difference <= tolerance:  # also when it is NaN
             raise CannotSpeculate(
                 self.model,
@@ -108,11 +127,16 @@ class SelfTest:
             )
         return difference
 
+    @property
+    def _precision(self) -> torch.dtype:
+        """What differences are to be judged by: quantised activations fall to the next step by a rounding error."""
+        return torch.bfloat16 if self.model.weights else self.model.dtype
+
     def _distance(self, actual_RV: Tensor, expected_RV: Tensor) -> float:
         spread_R = (expected_RV - expected_RV.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
         error_R = (actual_RV - expected_RV).norm(dim=-1) / spread_R
         # In half precision one row may differ by chance (an expert's routing flips): the mean is judged.
-        half = self.model.dtype in (torch.bfloat16, torch.float16)
+        half = self._precision in (torch.bfloat16, torch.float16)
         return float(error_R.mean() if half else error_R.max())
 
     @torch.inference_mode()

@@ -299,6 +299,7 @@ class Welcome:
     instance: str = ""
     """Changes at every start of the worker."""
     dtype: str = ""
+    """Number format and quantisation, for people."""
     source: str = ""
     """Folder or hub id the model was read from; a router that can read it too takes the tokenizer from there."""
     speculates: bool = True

@@ -35,9 +35,11 @@ needs_invariant_bf16 = pytest.mark.skipif(
 )
 
 
-def settings(name: str | Path, cache_tokens: int = 0, dtype: str = "float32") -> EngineSettings:
+def settings(
+    name: str | Path, cache_tokens: int = 0, dtype: str = "float32", quantization: str = "none"
+) -> EngineSettings:
     """A bundled model, or any by its folder."""
-    return EngineSettings(str(MODELS / name), dtype=dtype, cache_tokens=cache_tokens)
+    return EngineSettings(str(MODELS / name), dtype=dtype, quantization=quantization, cache_tokens=cache_tokens)
 
 
 @cache
@@ -91,9 +93,10 @@ async def target_worker(
     cache_tokens: int = 0,
     model: str | Path = "target",
     dtype: str = "float32",
+    quantization: str = "none",
 ) -> AsyncIterator[Running]:
     """The bundled target (or another), listening."""
-    chosen = settings(model, cache_tokens, dtype)
+    chosen = settings(model, cache_tokens, dtype, quantization)
     engine = await asyncio.to_thread(build_target, chosen)
     async with _serving(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
         yield up
@@ -101,10 +104,13 @@ async def target_worker(
 
 @asynccontextmanager
 async def draft_worker(
-    limits: LookaheadLimits = LookaheadLimits(), cache_tokens: int = 0, model: str | Path = "draft"
+    limits: LookaheadLimits = LookaheadLimits(),
+    cache_tokens: int = 0,
+    model: str | Path = "draft",
+    quantization: str = "none",
 ) -> AsyncIterator[Running]:
     """The bundled draft (or any bundled model as one), listening."""
-    chosen = settings(model, cache_tokens)
+    chosen = settings(model, cache_tokens, quantization=quantization)
     engine = await asyncio.to_thread(build, chosen)
     async with _serving(Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits), engine, DRAFT) as up:
         yield up

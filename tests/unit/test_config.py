@@ -64,6 +64,7 @@ def test_without_speculation_there_are_no_drafters():
         ("router: {allow_remote: 1}", "router.allow_remote must be true or false, got 1"),
         ("start_timeout: .nan", "start_timeout must be a number from 1 to 86400, got nan"),
         ("target: {dtype: int3}", "target.dtype must be one of auto, bfloat16"),
+        ("draft: {quantization: int4}", "draft.quantization must be one of none, int8, int8-dynamic, fp8, got 'int4'"),
         ("target: {model: [a]}", "target.model must be text, got a list"),
         ("target: {threads: 0}", "target.threads must be auto or a whole number from 1 to 1024, got 0"),
         ("target: {threads: true}", "target.threads must be auto or a whole number from 1 to 1024, got True"),

@@ -231,13 +231,14 @@ def test_the_key_follows_what_the_times_depend_on(tmp_path):
     others = [
         key_of(config, 3),
         key_of(replace(config, draft=replace(draft, dtype="fp32")), 2),
+        key_of(replace(config, draft=replace(draft, quantization="int8")), 2),
         key_of(replace(config, target=replace(target, model="Org/Name")), 2),
     ]
     os.utime(folder / "model.safetensors", (1, 1))
     others.append(key_of(config, 2))
     (folder / "config.json").write_text("{}")
     others.append(key_of(config, 2))
-    assert len({key, *others}) == 6
+    assert len({key, *others}) == 7
 
 
 # -- the real thing ----------------------------------------------------------------------------------------------------
@@ -247,6 +248,14 @@ def test_the_bundled_pair_is_measured():
     times = decoded(json.loads(output_of(measuring(configured(), 2), 60)), 2)
     assert set(times) == {1, 2}
     assert times[1].draft < times[1].target[8] < 1000
+
+
+def test_models_are_measured_as_they_will_be_quantised():
+    command = measuring(configured(target_quantization="int8", draft_quantization="int8-dynamic"), 2)
+    assert command[command.index("--target-quantization") + 1] == "int8"
+    assert command[command.index("--draft-quantization") + 1] == "int8-dynamic"
+    with pytest.raises(Unmeasured, match="quantization fp8 needs a GPU"):
+        output_of(measuring(configured(draft_quantization="fp8"), 2), 60)
 
 
 def test_a_model_that_cannot_be_loaded_is_told(tmp_path):
