@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.build import EngineSettings, build
+from engine.quantisation import FP8_CAPABILITY
 from engine.sampling import Draw, noise_bits, sample
 from engine.step import Chunk
 from speculation import noise
@@ -50,3 +51,20 @@ def test_greedy_text_is_the_same_in_float32():
             tokens += sample(logits_RV, [Draw(Sampling(temperature=0.0), len(tokens))])
         texts.append(tokens)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_quantised_model_still_says_the_same(quantization):
+    if quantization == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("this GPU does not multiply fp8")
+    predictions = []
+    for chosen in ("none", quantization):
+        settings = EngineSettings(str(MODELS / "target"), dtype="bfloat16", device="cuda", quantization=chosen)
+        engine = build(settings)
+        for prompt in held_out_prompts()[:20]:
+            sequence = engine.cache.sequence()
+            logits_RV = engine.run([Chunk(sequence, prompt, rows=range(len(prompt)))])
+            sequence.free()
+            predictions.append(logits_RV.argmax(-1))
+    original, quantised = torch.cat(predictions[:20]), torch.cat(predictions[20:])
+    assert (original == quantised).float().mean() >= 0.95
