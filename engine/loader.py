@@ -98,16 +98,16 @@ def _for_speculation(model: Model, test: SelfTest | None, report: Progress, quan
     if quantization != NONE:
         report(f"quantising linear layers to {quantization}")
         model = _quantised(model, quantization)
-    with _quiet():
-        module.set_attn_implementation(NAME)
     if pack:
         report("packing linear layers")
         pack_linears(module)
         _leave_file(module)
+    if test is not None and quantization != NONE:
+        drift = _guarded(partial(test.expect_quantised, model), partial(CannotSpeculate, model))
+        report(f"{model.weights}; logits moved by {drift:.2g} (relative)")
+    with _quiet():
+        module.set_attn_implementation(NAME)
     if test is not None:
-        if quantization != NONE:
-            drift = _guarded(partial(test.expect_quantised, model), partial(CannotSpeculate, model))
-            report(f"{model.weights}; logits moved by {drift:.2g} (relative)")
         _passed(report, _guarded(test.check, partial(CannotSpeculate, model)))
     return model
 

@@ -50,5 +50,6 @@ class Model:
         """The model type, as configurations call it."""
         kind: str = getattr(self.config, "model_type", type(self.module).__name__)
         return kind
+
     weights: str = ""
     """How the weights are quantised and what that saves, for people; empty if they are not."""
