@@ -78,6 +78,12 @@ class TargetConfig:
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
     max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
     max_waiting: int = _setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
+    step_tokens: int = _setting(320, "most tokens computed in one step", at_least=2, at_most=1 << 20)
+    step_ms: float = _setting(
+        50.0,
+        "milliseconds that prompts may stretch a step of running text to; twice its time is always allowed",
+        at_least=0,
+    )
     record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = _setting(0.0, "GPUs that Ray reserves for a worker", at_least=0, at_most=64)
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")

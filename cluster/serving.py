@@ -24,7 +24,11 @@ def target_settings(config: Config) -> TargetSettings:
     from target_service.service import TargetSettings
     from target_service.verify_loop import TargetLimits
 
-    budget = Budget(drafts_per_session=config.speculation.max_draft)
+    budget = Budget(
+        tokens=config.target.step_tokens,
+        drafts_per_session=config.speculation.max_draft,
+        seconds=config.target.step_ms / 1000,
+    )
     limits = TargetLimits(running=config.target.max_running, waiting=config.target.max_waiting, budget=budget)
     return TargetSettings(_engine(config.target), limits, config.target.record)
 

@@ -117,6 +117,7 @@ class Dispatcher:
             Limits(len(generation.prompt) + generation.max_tokens, generation.stop_tokens),
             generation.speculation,
             self._limits.session,
+            generation.priority,
         )
         run = self._runs[number] = _Run(session)
         self.totals.sessions += 1

@@ -22,6 +22,8 @@ class Generation:
     stop_tokens: frozenset[Token] = frozenset()
     speculation: Speculation = Speculation()
     request_id: str = ""
+    priority: int = 0
+    """The lower, the sooner it is served where not all can be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ _SUPPORTED = frozenset(
         "stream_options",
         "n",
         "user",
+        "priority",
         "speculation",
     }
 )
@@ -64,7 +65,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "use_beam_search": (False,),
-    "priority": (0,),
     "cache_salt": (),
     "request_id": (),
     "kv_transfer_params": (),

@@ -20,7 +20,7 @@ from router.generation import Generation, ServedModel
 from router.openai_fields import CHAT_FIELDS, CHAT_NEUTRAL, COMPLETION_FIELDS, COMPLETION_NEUTRAL, Neutral
 from router.prompts import chat_prompt, completion_prompts
 from router.tokenizer import Tokenizer
-from speculation.messages import Rule, Sampling, Schedule, Source, Speculation, Token
+from speculation.messages import MAX_PRIORITY, Rule, Sampling, Schedule, Source, Speculation, Token
 
 COMPLETION_MAX_TOKENS = 16
 """Default of ``max_tokens`` for completions, as in OpenAI's API. Chat takes the rest of the context."""
@@ -136,6 +136,7 @@ def _request(
     stop_tokens = _stop_tokens(fields, offer)
     speculation = _speculation(fields, offer.speculation)
     stream, include_usage, include_speculation = _streaming(fields)
+    priority = fields.integer("priority", 0, low=-MAX_PRIORITY, high=MAX_PRIORITY)
     limits = [_max_tokens(fields, kind, len(prompt), offer.model.context) for prompt in prompts]
     return ApiRequest(
         kind=kind,
@@ -148,6 +149,7 @@ def _request(
                 stop_tokens=stop_tokens,
                 speculation=speculation,
                 request_id=request_id,
+                priority=priority,
             )
             for choice in range(len(prompts) * n)
         ),

@@ -62,6 +62,11 @@ class StepCost:
         self._sizes = sorted(self._measured)
         self._costs = rising([self._measured[size] for size in self._sizes], [1.0] * len(self._sizes))
 
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._sizes)
+
     def __call__(self, tokens: int) -> float:
         """Expected seconds; between measured sizes on a straight line. 1 before anything was measured."""
         if not self._sizes:
@@ -88,13 +93,15 @@ def rising(costs: Sequence[float], weights: Sequence[float]) -> list[float]:
     return [total / weight for total, weight, count in pools for _ in range(count)]
 
 
-def choose(odds: Sequence[Sequence[float]], base: int, cost: Callable[[int], float]) -> list[int]:
-    """How many of each session's draft tokens to verify.
+def choose(
+    odds: Sequence[Sequence[float]], base: int, cost: Callable[[int], float], most: int | None = None
+) -> list[int]:
+    """How many of each session's draft tokens to verify, ``most`` of them together.
 
     ``odds[s]`` are session ``s``'s path probabilities, falling; ``base`` is what the step computes anyway. Sessions
     without drafts have an empty entry; all of them commit one token of their own.
     """
-    ranked = sorted(((p, s) for s, row in enumerate(odds) for p in row), key=lambda pair: -pair[0])
+    ranked = sorted(((p, s) for s, row in enumerate(odds) for p in row), key=lambda pair: -pair[0])[:most]
     chosen = [0] * len(odds)
     for _, session in ranked[: best_prefix([p for p, _ in ranked], len(odds), base, cost)]:
         chosen[session] += 1

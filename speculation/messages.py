@@ -134,6 +134,10 @@ class Speculation:
         return self.rule is Rule.REJECTION or self.schedule is not Schedule.TRIE
 
 
+MAX_PRIORITY = 100
+"""Priorities go from minus this to this; the lower, the sooner."""
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """Start (or, with a higher epoch, start again) a session from ``tokens`` = prompt + what is committed."""
@@ -144,6 +148,12 @@ class Open:
     sampling: Sampling
     limits: Limits
     speculation: Speculation = Speculation()
+    priority: int = 0
+    """Whom a target that cannot serve all at once serves first: the lower, the sooner."""
+
+    def __post_init__(self) -> None:
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise ValueError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {self.priority}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from speculation.budget import StepCost, choose, worth_waiting
 from speculation.messages import Open, Rule, Schedule, Token
@@ -55,16 +55,23 @@ class Planner:
         """Seconds of a step over this many sessions, by its tokens."""
         return self._costs[sessions.bit_length()]
 
+    def alone(self, sessions: int) -> float | None:
+        """Seconds of a step that decodes this many sessions without drafts, if that can be told."""
+        cost = self.cost(sessions)
+        return cost(sessions) if cost.known else None
+
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """Learn from a step that decoded ``sessions`` sessions and prefilled nothing."""
         self.cost(sessions).observe(tokens, seconds)
 
-    def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0) -> Plan:
-        """Settle the next step, which computes ``prefilled`` tokens besides."""
+    def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0, room: int | None = None) -> Plan:
+        """Settle the next step, which computes ``prefilled`` tokens besides; ``room``: most drafts of all together."""
+        if room is not None:
+            asked = [replace(one, drafts=min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
         candidates = [one.session.candidates(one.drafts) for one in asked]
         waits = [self._baseline_wait(one, offer, now) for one, offer in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]
-        counts = self._counts([asked[i] for i in going], [candidates[i] for i in going], prefilled)
+        counts = self._counts([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         if len(asked) == 1 and going and not prefilled:
             waits[0] = self._wait(asked[0].session, candidates[0], now)
         offers: list[Offer | None] = [None] * len(asked)
@@ -74,7 +81,13 @@ class Planner:
         wakes = [until for until in waits if until is not None]
         return Plan(tuple(offers), min(wakes) if wakes else None)
 
-    def _counts(self, asked: Sequence[Asked], candidates: Sequence[Offer], prefilled: int) -> list[int]:
+    def _limit(self, one: Asked, room: int, sessions: int) -> int:
+        """Of the room for drafts, what one session may use: all where gain decides, else its even part."""
+        return room if self._adaptive and _by_marginal_gain(one.session) else room // sessions
+
+    def _counts(
+        self, asked: Sequence[Asked], candidates: Sequence[Offer], prefilled: int, room: int | None
+    ) -> list[int]:
         """How many of its candidates each session verifies."""
         counts = [len(offer.nodes) for offer in candidates]
         if not self._adaptive:
@@ -85,7 +98,8 @@ class Planner:
             if one.session.opened.speculation.schedule is Schedule.TRIE and i not in free:
                 counts[i] = _first_below(candidates[i].odds, _price(len(asked), base, counts[i], cost))
                 base += counts[i]
-        for i, count in zip(free, choose([candidates[i].odds for i in free], base, cost), strict=True):
+        left = None if room is None else room - sum(counts[i] for i in range(len(asked)) if i not in free)
+        for i, count in zip(free, choose([candidates[i].odds for i in free], base, cost, left), strict=True):
             counts[i] = count
         return counts
 

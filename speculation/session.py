@@ -112,6 +112,7 @@ class Session:
         limits: Limits,
         speculation: Speculation = Speculation(),
         session_limits: SessionLimits = SessionLimits(),
+        priority: int = 0,
     ) -> None:
         """Nothing happens before :class:`Start`."""
         assert prompt, "a session has at least one token"
@@ -126,6 +127,7 @@ class Session:
         self._tokens = list(prompt)
         self._digest = digests.of(prompt)
         self._sampling, self._limits, self._speculation = sampling, limits, speculation
+        self._priority = priority
         self._bounds = session_limits
         self._phase = Phase.NEW
         self._epoch = 0
@@ -391,7 +393,15 @@ class Session:
         return [] if opening is None else [Send(opening.peer, Close(self.session, opening.epoch))]
 
     def _opening(self, epoch: int) -> Open:
-        return Open(self.session, epoch, tuple(self._tokens), self._sampling, self._limits, self._speculation)
+        return Open(
+            session=self.session,
+            epoch=epoch,
+            tokens=tuple(self._tokens),
+            sampling=self._sampling,
+            limits=self._limits,
+            speculation=self._speculation,
+            priority=self._priority,
+        )
 
     def _next_epoch(self) -> int:
         self._epoch += 1

@@ -60,8 +60,8 @@ class Bounds:
     draft: DraftLimits = DraftLimits()
 
     def drafts(self, sessions: int) -> int:
-        """Room for drafts of each of so many sessions in one step."""
-        return min(self.drafts_per_session, max(self.verify - sessions, 0) // sessions)
+        """Room for drafts of so many sessions together in one step."""
+        return max(self.verify - sessions, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +292,11 @@ class _Target:
                 self._held[proposal.session].session.propose(proposal, at)
         self._inbox.clear()
         held = list(self._held.values())
-        room = self._world.bounds.drafts(len(held)) if held else 0
-        asked = [Asked(one.session, 0 if one.session.committed_at is None else room) for one in held]
-        plan = self._planner.plan(asked, self._world.now)
+        bounds = self._world.bounds
+        asked = [
+            Asked(one.session, 0 if one.session.committed_at is None else bounds.drafts_per_session) for one in held
+        ]
+        plan = self._planner.plan(asked, self._world.now, room=bounds.drafts(len(held)))
         going = [(one, offer) for one, offer in zip(held, plan.offers, strict=True) if offer is not None]
         if not going:
             self._rest(plan.wake)

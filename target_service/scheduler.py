@@ -1,37 +1,79 @@
 """What the next step of a target computes: continuous batching of prefill chunks, decodes and verifications.
 
-Pure decisions over token counts; knows nothing of models, tokens or streams.
+Pure decisions over counts; knows nothing of models, tokens or streams. Three questions, one order.
 
-* Sessions that decode go first, each with one token of its own, so that a long prompt never stops running text.
-* What is left of the step's token budget is shared out as room for drafts, evenly.
-* Then prompts are prefilled in chunks, first come first served, out of their own allowance.
-* When the cache is short, the session that started last is preempted: it keeps its tokens and its place in the queue,
-  and is computed again later. None is ever failed for want of room.
+**The order.** Every session has a rank for life: when it came, moved by :data:`HEAD_START` for each level of its
+priority. Who comes first starts first and gives way last. Since ranks never change, waiting makes up for any priority,
+nobody is overtaken for ever, and whoever was preempted stands again where it stood.
+
+**Who runs** (:class:`Scheduler`). Sessions start in this order, each once there is room for all it has so far. When the
+cache is short, the last one gives way: it keeps its tokens and is computed again later. Nobody gives way to a session
+that ranks behind, so the first always proceeds, and everything finishes.
+
+**Who gets how much of a step** (:func:`share`), out of one budget of tokens:
+
+* Sessions that decode come first, a token each, plus room for drafts. Are there too many, they take turns.
+* Prompts get what is left, but beside running text only as much as a step may take longer by
+  (:mod:`target_service.prompt_time`), and never less than :data:`LEAST_PREFILL`.
+* Half of that goes to prompts in the order of rank, so that none starves; the other half to those of the best priority
+  and, among them, the shortest, so that none waits behind a long one. What one half leaves the other may use.
+
+**What the cache allows of it** (:func:`fit`). A token for each comes first, then the rest of the prompts, then drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+HEAD_START = 10.0
+"""Seconds that one level of priority is worth: of two sessions a level apart, the better one goes first unless it came
+this much later."""
+LEAST_PREFILL = 16
+"""Prompt tokens that a step computes whatever they cost."""
+HEADROOM = 32
+"""Tokens each session must be able to grow by before another one starts; keeps a full cache from thrashing."""
+
+Rank = tuple[float, int]
+"""Where a session stands among all of its worker; the least is first. See :func:`rank`."""
+
+
+def rank(arrived: float, number: int, priority: int) -> Rank:
+    """The rank of a session that came at ``arrived`` (seconds); ``number`` orders those that came at once."""
+    return arrived + HEAD_START * priority, number
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bounds of one step, in tokens."""
+    """Bounds of one step."""
 
+    tokens: int = 320
+    """Most tokens computed, all together; prompts can have half of them, whoever decodes."""
     drafts_per_session: int = 8
     """Most draft tokens verified for one session."""
     verify: int = 64
     """Most tokens computed for sessions that decode, drafts included (never less than one each)."""
-    prefill: int = 256
-    """Most prompt tokens computed."""
+    slowdown: float = 2.0
+    """How many times as long as alone a step of sessions that decode may take for the sake of prompts ..."""
+    seconds: float = 0.05
+    """... or how long, if that is more."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise ValueError(f"a step needs a budget of at least 2 tokens, got {self.tokens}")
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One running session, oldest first: how many of its committed tokens are not in the cache yet (at least 1)."""
+    """One running session."""
 
     uncached: int
+    """How many of its committed tokens are not in the cache yet (at least 1)."""
+    priority: int = 0
+    idle: int = 0
+    """Steps since it last took part in one."""
 
     @property
     def decodes(self) -> bool:
@@ -47,30 +89,179 @@ class Share:
     drafts: int = 0
 
 
-def shares(demands: Sequence[Demand], budget: Budget) -> list[Share]:
-    """Split one step's budget; the answer has one entry per demand."""
-    decoding = sum(demand.decodes for demand in demands)
-    drafts = min(budget.drafts_per_session, max(budget.verify - decoding, 0) // max(decoding, 1))
-    prefill = budget.prefill
-    answer: list[Share] = []
-    for demand in demands:
-        if demand.decodes:
-            answer.append(Share(1, drafts))
-        else:
-            feed = min(demand.uncached, prefill)
-            prefill -= feed
-            answer.append(Share(feed))
-    return answer
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A step divided up: a share for each demand, and the most drafts of all sessions together."""
+
+    shares: list[Share]
+    drafts: int = 0
 
 
-def preempt(needs: Sequence[int], free: int) -> int:
-    """How many sessions, from the last, must give way so that the others' ``needs`` (in blocks) fit in ``free``.
+def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int]) -> Division:
+    """Divide one step among ``demands``, best rank first.
 
-    Conservative: the room a preempted session gives back is not counted, the next step will see it.
+    ``beside(n)``: how many prompt tokens a step may compute beside ``n`` sessions that decode.
     """
-    total = sum(needs)
-    victims = 0
-    while total > free and victims < len(needs):
-        victims += 1
-        total -= needs[-victims]
-    return victims
+    decoding = [i for i, demand in enumerate(demands) if demand.decodes]
+    prompts = [i for i, demand in enumerate(demands) if not demand.decodes]
+    room = budget.tokens - min(budget.tokens // 2, sum(demands[i].uncached for i in prompts))
+    served = sorted(decoding, key=lambda i: -demands[i].idle)[:room]
+    drafts = max(min(budget.verify, room) - len(served), 0)
+    each = min(budget.drafts_per_session, drafts)
+    drafts = min(drafts, each * len(served))
+    shares = [Share()] * len(demands)
+    for i in served:
+        shares[i] = Share(1, each)
+    left = budget.tokens - len(served) - drafts
+    if served:
+        left = min(left, max(beside(len(served)), LEAST_PREFILL))
+    for i, feed in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
+        shares[i] = Share(feed)
+    return Division(shares, drafts)
+
+
+def prefill(prompts: Sequence[Demand], tokens: int) -> list[int]:
+    """How many of ``tokens`` each prompt gets, best rank first."""
+    feeds = [0] * len(prompts)
+    shortest = sorted(range(len(prompts)), key=lambda i: (prompts[i].priority, prompts[i].uncached))
+    for order, reserved in ((range(len(prompts)), tokens // 2), (shortest, 0)):
+        for i in order:
+            more = min(prompts[i].uncached - feeds[i], tokens - reserved)
+            feeds[i] += more
+            tokens -= more
+    return feeds
+
+
+def fit(shares: Sequence[Share], needs: Sequence[Callable[[int], int]], free: int) -> list[Share] | None:
+    """Cut shares down to the blocks that are ``free``; None if they do not even suffice for a token each.
+
+    ``needs[i](count)``: blocks that session ``i`` must take before ``count`` more tokens fit.
+    """
+    if sum(need(one.feed + one.drafts) for one, need in zip(shares, needs, strict=True)) <= free:
+        return list(shares)
+    taken = [need(1) if one.feed else 0 for one, need in zip(shares, needs, strict=True)]
+    left = free - sum(taken)
+    if left < 0:
+        return None
+
+    def most(i: int, tokens: int) -> int:
+        """How many of ``tokens`` session ``i`` has room for; takes the blocks."""
+        nonlocal left
+        count = bisect_right(range(1, tokens + 1), taken[i] + left, key=needs[i])
+        left += taken[i]
+        taken[i] = needs[i](count)
+        left -= taken[i]
+        return count
+
+    cut = [replace(one, feed=most(i, one.feed)) if one.feed else one for i, one in enumerate(shares)]
+    return [replace(one, drafts=most(i, one.feed + one.drafts) - one.feed) for i, one in enumerate(cut)]
+
+
+class Job(Protocol):
+    """What the scheduler sees of a session."""
+
+    @property
+    def rank(self) -> Rank:
+        """Its place in the order; never changes."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """The lower, the sooner."""
+        ...
+
+    @property
+    def uncached(self) -> int:
+        """How many of its committed tokens are not in the cache: at least the last one."""
+        ...
+
+    def blocks_needed(self, count: int) -> int:
+        """Blocks to be taken before ``count`` more tokens fit."""
+        ...
+
+    def start(self) -> None:
+        """It runs from now on."""
+        ...
+
+    def give_way(self) -> None:
+        """It was preempted: all its blocks go back."""
+        ...
+
+
+J = TypeVar("J", bound=Job)
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[J]):
+    """Who takes part in a step and with what, and the most drafts of all together."""
+
+    parts: list[tuple[J, Share]]
+    drafts: int = 0
+
+
+class Scheduler(Generic[J]):
+    """The sessions of a worker: those that run and those that wait, both by rank."""
+
+    def __init__(self, most: int, budget: Budget, free: Callable[[], int]) -> None:
+        """``most``: how many run at once. ``free()``: blocks that can be taken from the cache now."""
+        self.running: list[J] = []
+        self.waiting: list[J] = []
+        self.preempted = 0
+        """How often a session gave way."""
+        self._most, self._budget, self._free = most, budget, free
+        self._steps = 0
+        self._last: dict[J, int] = {}  # the step each running session last took part in
+
+    def add(self, job: J) -> None:
+        """Let a session wait for its start."""
+        insort(self.waiting, job, key=_rank)
+
+    def remove(self, job: J) -> None:
+        """Forget a session. Its blocks are the caller's to free."""
+        if self._last.pop(job, None) is None:
+            self.waiting.remove(job)
+        else:
+            self.running.remove(job)
+
+    def step(self, beside: Callable[[int], int]) -> Step[J]:
+        """Start whoever there is room for, and divide the next step; ``beside`` as in :func:`share`."""
+        self._admit()
+        while self.running:
+            demands = [Demand(job.uncached, job.priority, self._steps - self._last[job]) for job in self.running]
+            division = share(demands, self._budget, beside)
+            shares = fit(division.shares, [job.blocks_needed for job in self.running], self._free())
+            if shares is None and len(self.running) == 1:
+                # Cannot be, since no session is taken that is larger than the cache. Computing it will say so.
+                shares = [Share(1)]
+            if shares is not None:
+                return self._take_part(shares, division.drafts)
+            self._preempt()
+        return Step([])
+
+    def _take_part(self, shares: Sequence[Share], drafts: int) -> Step[J]:
+        parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.feed]
+        self._steps += 1
+        self._last |= {job: self._steps for job, _ in parts}
+        return Step(parts, drafts)
+
+    def _admit(self) -> None:
+        """Start waiting sessions while there is room for all they have, and for everyone to grow."""
+        while self.waiting and len(self.running) < self._most:
+            ahead = [*self.running, self.waiting[0]]
+            if self.running and sum(job.blocks_needed(job.uncached + HEADROOM) for job in ahead) > self._free():
+                return
+            job = self.waiting.pop(0)
+            insort(self.running, job, key=_rank)
+            self._last[job] = self._steps
+            job.start()
+
+    def _preempt(self) -> None:
+        job = self.running.pop()
+        del self._last[job]
+        job.give_way()
+        insort(self.waiting, job, key=_rank)
+        self.preempted += 1
+
+
+def _rank(job: Job) -> Rank:
+    return job.rank

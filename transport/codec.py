@@ -184,6 +184,7 @@ def _open(message: Open) -> pb.Open:
             schedule=_SCHEDULE_OUT[speculation.schedule],
             sources=sorted(_SOURCE_OUT[source] for source in speculation.sources),
         ),
+        priority=message.priority,
     )
 
 
@@ -209,6 +210,7 @@ def _read_open(message: pb.Open) -> Open:
             sources=frozenset(_SOURCE[source] for source in speculation.sources if source in _SOURCE)
             or frozenset(Source),
         ),
+        priority=message.priority,
     )
 
 

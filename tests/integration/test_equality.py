@@ -109,7 +109,7 @@ async def test_a_request_may_switch_speculation_off():
 
 
 async def test_prompts_longer_than_a_prefill_chunk_and_a_small_token_budget_change_nothing():
-    budget = Budget(drafts_per_session=3, verify=5, prefill=7)
+    budget = Budget(tokens=12, drafts_per_session=3, verify=5)
     prompts = held_out_prompts()[:6]
     async with target_worker() as target, target_worker(TargetLimits(running=3, budget=budget)) as cramped:
         async with draft_worker(LookaheadLimits(prefill=5)) as draft:

@@ -177,11 +177,13 @@ def test_what_can_never_be_served_is_refused_by_name(engines, change, what):
 
 def test_more_than_the_queue_holds_is_refused_as_overload(engines):
     target = target_loop(engines, TargetLimits(running=1, waiting=2))
-    for number in (1, 2):
+    for number in (1, 2, 3):
         assert target.receive(LINK, opened(number, new=3)) == []
-    ((_, refused),) = target.receive(LINK, opened(3))
+    ((_, refused),) = target.receive(LINK, opened(4))
     assert refused.code is RefusalCode.OVERLOADED
-    assert run(target).finished == {1, 2}
+    assert refused.message == "all places are taken: 1 running and 2 waiting sessions"
+    assert target.receive(LINK, opened(3, epoch=2, new=3)) == []  # it has a place
+    assert run(target).finished == {1, 2, 3}
 
 
 def test_a_fault_in_one_session_spares_the_others(engines, monkeypatch):
@@ -231,7 +233,7 @@ def test_sessions_of_different_routers_do_not_meet(engines):
 
 
 def test_a_long_prompt_does_not_stop_sessions_that_decode(engines):
-    target = target_loop(engines, TargetLimits(budget=Budget(prefill=4)))
+    target = target_loop(engines, TargetLimits(budget=Budget(tokens=4)))
     target.receive(LINK, opened(1, new=30))
     while not target.step():  # until its prompt is through
         pass

@@ -42,7 +42,8 @@ def opens(draw: st.DrawFn) -> m.Open:
         draw(st.sampled_from(m.Schedule)),
         draw(st.frozensets(st.sampled_from(m.Source), min_size=1)),
     )
-    return m.Open(draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation)
+    priority = draw(st.integers(-m.MAX_PRIORITY, m.MAX_PRIORITY))
+    return m.Open(draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation, priority)
 
 
 @st.composite
@@ -146,6 +147,12 @@ def test_garbage_is_refused_or_read_but_never_breaks_the_reader(entry):
     [
         (pb.Open(session=3, epoch=2), "tokens is empty"),
         (pb.Open(session=3, epoch=2, tokens=[1, 2], limits=pb.Limits(end=2)), "limits.end is 2; it must be above"),
+        (
+            pb.Open(
+                session=3, epoch=2, tokens=[1], limits=pb.Limits(end=9), sampling=pb.Sampling(top_p=1), priority=101
+            ),
+            "priority must be from -100 to 100, got 101",
+        ),
         (
             pb.Open(session=3, epoch=2, tokens=[1], limits=pb.Limits(end=9), sampling=pb.Sampling(top_p=7)),
             "top_p must be in",

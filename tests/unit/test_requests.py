@@ -80,11 +80,13 @@ def test_every_field_arrives() -> None:
         stream=True,
         stream_options={"include_usage": True, "include_speculation": True},
         user="me",
+        priority=-3,
         speculation={"enabled": False, "max_depth": 3},
     )
     (generation,) = request.generations
     assert generation.sampling == Sampling(0.5, 5, 0.9, 0.1, 2**64 - 1)
     assert (generation.max_tokens, generation.stop_tokens) == (9, frozenset({9}))
+    assert generation.priority == -3
     assert generation.speculation == Speculation(enabled=False, max_depth=3)
     assert request.stop == ("a", "b")
     assert (request.stream, request.include_usage, request.include_speculation) == (True, True, True)
@@ -108,6 +110,16 @@ def test_neutral_values_of_unsupported_fields_are_taken_and_others_refused(parse
         assert "not supported yet" in error.message
     assert refusal(parse, presence_penalty=False).param == "presence_penalty"
     parse(presence_penalty=0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "code"), [(101, "invalid_value"), (-101, "invalid_value"), (1.0, "invalid_type"), (True, "invalid_type")]
+)
+def test_priorities_are_bounded_whole_numbers(value: object, code: str) -> None:
+    error = refusal(completion, priority=value)
+    assert (error.code.name, error.param) == (code, "priority")
+    assert error.message == f"priority must be an integer from -100 to 100, got {json.dumps(value)}"
+    assert completion().generations[0].priority == 0
 
 
 def test_choices_have_their_own_seeds_and_the_first_keeps_the_requests() -> None:

@@ -1,27 +1,292 @@
+"""Single decisions of the scheduler; what they come to over time is in tests/sim/test_scheduling.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
 import pytest
 
-from target_service.scheduler import Budget, Demand, Share, preempt, shares
+from target_service.prompt_time import PromptTime
+from target_service.scheduler import (
+    HEAD_START,
+    HEADROOM,
+    LEAST_PREFILL,
+    Budget,
+    Demand,
+    Rank,
+    Scheduler,
+    Share,
+    fit,
+    prefill,
+    rank,
+    share,
+)
 
-BUDGET = Budget(drafts_per_session=8, verify=16, prefill=100)
+BUDGET = Budget(tokens=200, drafts_per_session=8, verify=16)
+DECODES = Demand(1)
+BLOCK = 16
+
+
+def unbounded(_decoding: int) -> int:
+    return 10**6
+
+
+def shares(demands: list[Demand], budget: Budget = BUDGET, beside=unbounded) -> list[Share]:
+    return share(demands, budget, beside).shares
+
+
+# -- sharing a step ----------------------------------------------------------------------------------------------------
 
 
 def test_a_lone_session_gets_all_the_drafts_it_may_have():
-    assert shares([Demand(1)], BUDGET) == [Share(1, 8)]
+    assert shares([DECODES]) == [Share(1, 8)]
+    assert share([DECODES], BUDGET, unbounded).drafts == 8
 
 
-def test_drafts_are_shared_evenly_and_vanish_in_large_batches():
-    assert shares([Demand(1)] * 4, BUDGET) == [Share(1, 3)] * 4
-    assert shares([Demand(1)] * 16, BUDGET) == [Share(1, 0)] * 16
-    assert shares([Demand(1)] * 40, BUDGET) == [Share(1, 0)] * 40
+def test_drafts_have_the_room_that_decoding_leaves_and_vanish_in_large_batches():
+    for sessions, room in ((4, 12), (12, 4), (16, 0), (40, 0)):
+        division = share([DECODES] * sessions, BUDGET, unbounded)
+        assert division.drafts == room
+        assert division.shares == [Share(1, min(room, 8))] * sessions
 
 
-def test_prompts_are_prefilled_first_come_first_served_beside_running_text():
-    plan = shares([Demand(1), Demand(80), Demand(70), Demand(9)], BUDGET)
-    assert plan == [Share(1, 8), Share(80), Share(20), Share(0)]
+def test_without_running_text_prompts_get_the_whole_budget():
+    assert shares([Demand(150), Demand(150)], beside=lambda _: 0) == [Share(150), Share(50)]
+
+
+def test_beside_running_text_prompts_get_what_time_allows_and_at_least_a_little():
+    asked = []
+
+    def beside(decoding: int) -> int:
+        asked.append(decoding)
+        return 30
+
+    assert shares([DECODES, Demand(300), DECODES], beside=beside) == [Share(1, 8), Share(30), Share(1, 8)]
+    assert asked == [2]
+    assert shares([DECODES, Demand(300)], beside=lambda _: 0)[1] == Share(LEAST_PREFILL)
+
+
+def test_all_together_keep_to_the_budget():
+    for decoding in (0, 1, 5, 50, 150, 300):
+        for prompts in ([], [9], [500, 3, 500]):
+            division = share([DECODES] * decoding + [Demand(n) for n in prompts], BUDGET, unbounded)
+            total = sum(one.feed for one in division.shares) + division.drafts
+            assert total <= BUDGET.tokens
+            assert total == BUDGET.tokens or decoding + sum(prompts) < 200
+
+
+def test_more_sessions_than_tokens_take_turns():
+    demands = [Demand(1, idle=idle) for idle in (0, 2, 1, 2)]
+    assert shares(demands, Budget(tokens=2)) == [Share(), Share(1), Share(), Share(1)]
+    with_prompt = shares([*demands, Demand(9)], Budget(tokens=2))
+    assert with_prompt == [Share(), Share(1), Share(), Share(), Share(1)]
+
+
+def test_a_budget_that_cannot_serve_text_and_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
+        Budget(tokens=1)
 
 
 @pytest.mark.parametrize(
-    ("needs", "free", "victims"), [([], 0, 0), ([1, 1], 2, 0), ([1, 2], 2, 1), ([3, 2, 1], 2, 3), ([0, 0], 0, 0)]
+    ("prompts", "tokens", "feeds"),
+    [
+        ([1000, 50, 20], 100, [50, 30, 20]),  # half for the first, the rest for the shortest
+        ([30, 1000, 20], 100, [30, 50, 20]),  # what the short leave goes on in order
+        ([1000, 1000], 100, [100, 0]),  # of equals the first
+        ([20, 30], 100, [20, 30]),
+        ([1000, 50], 1, [1, 0]),
+        ([], 100, []),
+    ],
 )
-def test_the_last_to_come_gives_way(needs, free, victims):
-    assert preempt(needs, free) == victims
+def test_half_goes_by_rank_and_half_to_the_shortest(prompts, tokens, feeds):
+    assert prefill([Demand(n) for n in prompts], tokens) == feeds
+
+
+def test_the_half_for_short_prompts_heeds_priority_first():
+    assert prefill([Demand(1000), Demand(50, priority=1), Demand(80)], 100) == [50, 0, 50]
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def needs(spare: int):
+    """Blocks for so many tokens more, when ``spare`` fit in those a session has."""
+    return lambda count: max(0, -(-(count - spare) // BLOCK))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spare", "free", "cut"),
+    [
+        ([Share(1, 8)], [16], 0, [Share(1, 8)]),
+        ([Share(1, 8)], [4], 0, [Share(1, 3)]),  # drafts give way
+        ([Share(1, 8)], [0], 1, [Share(1, 8)]),
+        ([Share(100), Share(1, 8)], [0, 1], 2, [Share(32), Share(1, 0)]),  # prompts come before drafts
+        ([Share(100), Share(1)], [0, 0], 2, [Share(16), Share(1)]),  # and a token for each before prompts
+        ([Share(100), Share(1)], [0, 0], 1, None),
+        ([Share(), Share(1)], [0, 0], 1, [Share(), Share(1)]),  # who has no part needs no room
+        ([], [], 0, []),
+    ],
+)
+def test_shares_are_cut_down_to_the_free_blocks(wanted, spare, free, cut):
+    assert fit(wanted, [needs(n) for n in spare], free) == cut
+
+
+# -- who runs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Job:
+    """A session with a cache of its own making: blocks come from ``blocks``."""
+
+    name: str
+    tokens: int
+    blocks: list[int]
+    arrived: float = 0.0
+    priority: int = 0
+    cached: int = 0
+    started: list[str] = field(default_factory=list)
+
+    @property
+    def rank(self) -> Rank:
+        return rank(self.arrived, 0, self.priority)
+
+    @property
+    def uncached(self) -> int:
+        return self.tokens - self.cached
+
+    def blocks_needed(self, count: int) -> int:
+        return -(-(self.cached + count) // BLOCK) - -(-self.cached // BLOCK)
+
+    def feed(self, count: int) -> None:
+        self.blocks[0] -= self.blocks_needed(count)
+        self.cached += count
+
+    def start(self) -> None:
+        self.started.append(self.name)
+
+    def give_way(self) -> None:
+        self.blocks[0] += -(-self.cached // BLOCK)
+        self.cached = 0
+
+
+def scheduler(blocks: list[int], most: int = 8) -> Scheduler[Job]:
+    return Scheduler(most, Budget(), lambda: blocks[0])
+
+
+def names(jobs: list[Job]) -> str:
+    return "".join(job.name for job in jobs)
+
+
+def test_who_comes_first_starts_first_and_priority_is_worth_a_head_start():
+    blocks = [100]
+    made = scheduler(blocks, most=3)
+    level = HEAD_START
+    for name, arrived, priority in (("a", 0.0, 0), ("b", 1.0, 1), ("c", level - 1, 0), ("d", level + 2, 0)):
+        made.add(Job(name, 10, blocks, arrived, priority))
+    made.step(unbounded)
+    assert (names(made.running), names(made.waiting)) == ("acb", "d")  # b has waited longer than its level is worth
+    made.add(Job("e", 10, blocks, level + 3, -1))
+    assert names(made.waiting) == "ed"
+    made.remove(made.running[0])
+    made.step(unbounded)
+    assert (names(made.running), names(made.waiting)) == ("ecb", "d")
+
+
+def test_none_starts_before_there_is_room_for_it_nor_ahead_of_one_that_waits():
+    blocks = [10]
+    made = scheduler(blocks)
+    made.add(Job("a", 100, blocks, 0.0))
+    made.add(Job("b", 100, blocks, 1.0))
+    made.add(Job("c", 1, blocks, 2.0))
+    step = made.step(unbounded)
+    assert names([job for job, _ in step.parts]) == "a"
+    assert names(made.waiting) == "bc"
+    made.remove(made.running[0])
+    blocks[0] = 10 + -(-HEADROOM // BLOCK)
+    made.step(unbounded)
+    assert names(made.running) == "bc"
+
+
+def test_the_last_in_rank_gives_way_and_keeps_its_place():
+    blocks = [100]
+    made = scheduler(blocks)
+    jobs = [Job("a", 17, blocks, 0.0), Job("b", 17, blocks, 1.0, priority=1), Job("c", 17, blocks, 2.0)]
+    for job in jobs:
+        made.add(job)
+    for job, one in made.step(unbounded).parts:
+        job.feed(one.feed)
+    for job in jobs:  # all blocks are full, and all want to go on
+        job.tokens, job.cached = 33, 32
+    blocks[0] = 1
+    step = made.step(unbounded)
+    assert names(made.running) == "ac"
+    assert names(made.waiting) == "b"
+    assert made.preempted == 1
+    assert [one.feed for _, one in step.parts] == [1, 1]
+    made.add(Job("d", 17, blocks, 3.0))
+    assert names(made.waiting) == "db"  # a level of priority, not a place lost
+
+
+def test_a_lone_session_never_gives_way():
+    blocks = [0]
+    made = scheduler(blocks)
+    made.add(Job("a", 50, blocks))
+    step = made.step(unbounded)
+    assert [one.feed for _, one in step.parts] == [1]
+    assert made.preempted == 0
+
+
+def test_starting_and_going_leave_nothing_behind():
+    blocks = [100]
+    made = scheduler(blocks, most=1)
+    running, waiting = Job("a", 10, blocks), Job("b", 10, blocks, 1.0)
+    made.add(running)
+    made.add(waiting)
+    made.step(unbounded)
+    assert running.started == ["a"]
+    assert waiting.started == []
+    made.remove(waiting)
+    made.remove(running)
+    assert made.step(unbounded).parts == []
+    assert not made.running and not made.waiting and not made._last
+
+
+# -- prompts beside running text ---------------------------------------------------------------------------------------
+
+
+def beside(time: PromptTime, decoding: int, alone: float | None, seconds: float = 0.0) -> int:
+    return time.beside(decoding, alone, 1000, slowdown=2.0, seconds=seconds)
+
+
+def test_prompt_tokens_beside_running_text_are_bounded_by_measured_time():
+    time = PromptTime()
+    time.observe(101, 0.110)  # 10 ms for the one that decodes, 1 ms for every prompt token
+    assert beside(time, 1, 0.010) == 10
+    assert beside(time, 1, 0.010, seconds=0.0605) == 50
+
+
+def test_until_a_plain_step_was_measured_all_tokens_cost_the_same():
+    time = PromptTime()
+    time.observe(100, 0.100)
+    assert beside(time, 8, None) == 8
+    assert beside(time, 8, None, seconds=0.050) == 42
+
+
+def test_until_anything_was_measured_prompts_get_as_much_as_running_text():
+    assert beside(PromptTime(), 8, None) == beside(PromptTime(), 8, 0.010) == 8
+
+
+def test_prompt_tokens_that_cost_nothing_are_unbounded():
+    time = PromptTime()
+    time.observe(257, 0.010)
+    assert beside(time, 1, 0.010) == 1000
+
+
+def test_costs_are_smoothed_and_outliers_cut():
+    time = PromptTime()
+    time.observe(101, 0.110)
+    time.observe(101, 50.0)
+    assert 7 <= beside(time, 1, 0.010) < 10
+    for _ in range(100):
+        time.observe(101, 0.210)
+    assert beside(time, 1, 0.010) == 5

@@ -75,6 +75,15 @@ def verified(session: Session, *tokens: int, epoch: int = 1, accepted: int = 0, 
     return Verification(ID, epoch, len(prefix), tokens, digest, accepted, accepted, finish)
 
 
+def test_every_opening_carries_the_priority():
+    session = Session(ID, PROMPT, Sampling(), Limits(20), priority=-5)
+    session.handle(0.0, Start())
+    openings = sent(session.handle(0.0, Placed(Role.TARGET, T0)), Open)
+    session.handle(0.0, Lost(T0))
+    openings += sent(session.handle(0.0, Placed(Role.TARGET, T1)), Open)
+    assert [(opening.message.epoch, opening.message.priority) for opening in openings] == [(1, -5), (2, -5)]
+
+
 def test_a_verification_is_emitted_and_relayed_under_the_drafters_epoch():
     session = running()
     message = replace(verified(session, 4, 5, accepted=1), lead=9)

@@ -1,0 +1,50 @@
+"""What a target worker counts: monotone totals since its start, told with every heartbeat."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from speculation.messages import Source
+from speculation.target_session import Commit
+from speculation.trie import Fate, Offer
+
+
+@dataclass(slots=True)
+class Counters:
+    """All of them."""
+
+    steps: int = 0
+    step_microseconds: int = 0
+    forward_microseconds: int = 0
+    waits: int = 0
+    """Steps put off because drafts were expected."""
+    wait_microseconds: int = 0
+    prefilled: int = 0
+    committed: int = 0
+    offered: int = 0
+    accepted: int = 0
+    preempted: int = 0
+    refused: int = 0
+    proposals: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
+    offered_from: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+    accepted_from: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+
+    def count(self, offer: Offer, commit: Commit) -> None:
+        """Add what a session's step came to; each draft source gets its own credit."""
+        self.committed += len(commit.verification.tokens)
+        self.offered += len(offer.nodes)
+        self.accepted += len(commit.kept)
+        for node in offer.nodes:
+            self.offered_from[node.source] += 1
+        for i in commit.kept:
+            self.accepted_from[offer.nodes[i].source] += 1
+
+    def flat(self) -> dict[str, int]:
+        """By name."""
+        totals: dict[str, int] = {}
+        for name, value in asdict(self).items():
+            parts = (
+                {name: value} if isinstance(value, int) else {f"{name}_{key}": count for key, count in value.items()}
+            )
+            totals |= parts
+        return totals

@@ -1,0 +1,95 @@
+"""One session's part of a step: what the engine computes for it, and how its rows are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.sampling import Draw
+from engine.step import Chunk
+from speculation.acceptance import Chosen, Draft, Sampled
+from speculation.messages import ANCHOR, Rule
+from speculation.target_session import Commit
+from speculation.trie import Offer
+from target_service.held import Held
+from target_service.scheduler import Share
+
+
+@dataclass(slots=True)
+class Piece:
+    """Tokens to feed, then the drafts offered behind them."""
+
+    held: Held
+    feed: int
+    drafts: int | None
+    """Room for drafts; None while the prompt is not complete: then nothing is drawn."""
+    offer: Offer | None = None
+    outcome: dict[str, object] | None = None
+    """For the record."""
+
+    @classmethod
+    def of(cls, held: Held, share: Share) -> Piece:
+        """What a session does with its share of a step."""
+        return cls(held, share.feed, share.drafts if share.feed == held.uncached else None)
+
+    @property
+    def tokens(self) -> int:
+        """How many are computed."""
+        return self.feed if self.offer is None else self.feed + len(self.offer.nodes)
+
+    @property
+    def rows(self) -> int:
+        """How many tokens are drawn."""
+        return 0 if self.offer is None else len(self.offer.nodes) + 1
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the session is past its prompt, so that the piece computes nothing but its next tokens."""
+        return self.feed == 1 and self.offer is not None
+
+    @property
+    def by_rejection(self) -> bool:
+        """Whether drafts are accepted by the rejection rule. Without randomness both rules come to the same."""
+        opened = self.held.session.opened
+        return opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
+
+    def chunk(self) -> Chunk:
+        """What the engine computes: a chain of fed tokens, the offered tree hanging from its end."""
+        start = self.held.cached.length
+        fed = self.held.session.tokens[start : start + self.feed]
+        chain = range(ANCHOR, self.feed - 1)
+        if self.offer is None:
+            return Chunk(self.held.cached, fed, list(chain))
+        last = self.feed - 1
+        parents = [*chain, *(last if parent == ANCHOR else self.feed + parent for parent in self.offer.parents)]
+        rows = range(last, self.feed + len(self.offer.nodes))
+        return Chunk(self.held.cached, [*fed, *self.offer.tokens], parents, rows)
+
+    def draws(self) -> list[Draw]:
+        """How each wanted row is drawn: after the last fed token, then after each draft."""
+        if self.offer is None:
+            return []
+        session = self.held.session
+        positions = [session.trie.position, *(node.end for node in self.offer.nodes)]
+        return [Draw(session.opened.sampling, position) for position in positions]
+
+    def drafted(self) -> list[Draft]:
+        """The offer, a chain, as the rejection rule takes it."""
+        assert self.offer is not None
+        return [Chosen(node.token) if node.q is None else Sampled(node.token, node.q) for node in self.offer.nodes]
+
+    def record(self, commit: Commit) -> None:
+        """Note for the recorder what came of it."""
+        assert self.offer is not None
+        verification = commit.verification
+        self.outcome = {
+            "session": verification.session,
+            "position": verification.position,
+            "feed": self.feed,
+            "offered": verification.offered,
+            "accepted": verification.accepted,
+            "committed": len(verification.tokens),
+            "depths": [node.end - verification.position for node in self.offer.nodes],
+            "parents": list(self.offer.parents),
+            "odds": [round(node.weight, 4) for node in self.offer.nodes],
+            "kept": list(commit.kept),
+        }
