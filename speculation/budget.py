@@ -62,11 +62,6 @@ class StepCost:
         self._sizes = sorted(self._measured)
         self._costs = rising([self._measured[size] for size in self._sizes], [1.0] * len(self._sizes))
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._sizes)
-
     def __call__(self, tokens: int) -> float:
         """Expected seconds; between measured sizes on a straight line. 1 before anything was measured."""
         if not self._sizes:

@@ -55,11 +55,6 @@ class Planner:
         """Seconds of a step over this many sessions, by its tokens."""
         return self._costs[sessions.bit_length()]
 
-    def alone(self, sessions: int) -> float | None:
-        """Seconds of a step that decodes this many sessions without drafts, if that can be told."""
-        cost = self.cost(sessions)
-        return cost(sessions) if cost.known else None
-
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """Learn from a step that decoded ``sessions`` sessions and prefilled nothing."""
         self.cost(sessions).observe(tokens, seconds)

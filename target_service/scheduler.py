@@ -14,7 +14,7 @@ that ranks behind, so the first always proceeds, and everything finishes.
 
 * Sessions that decode come first, a token each, plus room for drafts. Are there too many, they take turns.
 * Prompts get what is left, but beside running text only as much as a step may take longer by
-  (:mod:`target_service.prompt_time`), and never less than :data:`LEAST_PREFILL`.
+  (:mod:`target_service.step_time`), and never less than :data:`LEAST_PREFILL`.
 * Half of that goes to prompts in the order of rank, so that none starves; the other half to those of the best priority
   and, among them, the shortest, so that none waits behind a long one. What one half leaves the other may use.
 
@@ -23,6 +23,7 @@ that ranks behind, so the first always proceeds, and everything finishes.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -72,8 +73,8 @@ class Demand:
     uncached: int
     """How many of its committed tokens are not in the cache yet (at least 1)."""
     priority: int = 0
-    idle: int = 0
-    """Steps since it last took part in one."""
+    turn: int = 0
+    """Where it stands in the queue of those that take turns: the lower, the longer it has not taken part."""
 
     @property
     def decodes(self) -> bool:
@@ -105,7 +106,7 @@ def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int
     decoding = [i for i, demand in enumerate(demands) if demand.decodes]
     prompts = [i for i, demand in enumerate(demands) if not demand.decodes]
     room = budget.tokens - min(budget.tokens // 2, sum(demands[i].uncached for i in prompts))
-    served = sorted(decoding, key=lambda i: -demands[i].idle)[:room]
+    served = sorted(decoding, key=lambda i: demands[i].turn)[:room]
     drafts = max(min(budget.verify, room) - len(served), 0)
     each = min(budget.drafts_per_session, drafts)
     drafts = min(drafts, each * len(served))
@@ -209,8 +210,8 @@ class Scheduler(Generic[J]):
         self.preempted = 0
         """How often a session gave way."""
         self._most, self._budget, self._free = most, budget, free
-        self._steps = 0
-        self._last: dict[J, int] = {}  # the step each running session last took part in
+        self._turns: dict[J, int] = {}  # of each running session
+        self._turn = itertools.count()
 
     def add(self, job: J) -> None:
         """Let a session wait for its start."""
@@ -218,7 +219,7 @@ class Scheduler(Generic[J]):
 
     def remove(self, job: J) -> None:
         """Forget a session. Its blocks are the caller's to free."""
-        if self._last.pop(job, None) is None:
+        if self._turns.pop(job, None) is None:
             self.waiting.remove(job)
         else:
             self.running.remove(job)
@@ -227,7 +228,7 @@ class Scheduler(Generic[J]):
         """Start whoever there is room for, and divide the next step; ``beside`` as in :func:`share`."""
         self._admit()
         while self.running:
-            demands = [Demand(job.uncached, job.priority, self._steps - self._last[job]) for job in self.running]
+            demands = [Demand(job.uncached, job.priority, self._turns[job]) for job in self.running]
             division = share(demands, self._budget, beside)
             shares = fit(division.shares, [job.blocks_needed for job in self.running], self._free())
             if shares is None and len(self.running) == 1:
@@ -240,8 +241,9 @@ class Scheduler(Generic[J]):
 
     def _take_part(self, shares: Sequence[Share], drafts: int) -> Step[J]:
         parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.feed]
-        self._steps += 1
-        self._last |= {job: self._steps for job, _ in parts}
+        # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks behind.
+        for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
+            self._turns[job] = next(self._turn)
         return Step(parts, drafts)
 
     def _admit(self) -> None:
@@ -252,12 +254,12 @@ class Scheduler(Generic[J]):
                 return
             job = self.waiting.pop(0)
             insort(self.running, job, key=_rank)
-            self._last[job] = self._steps
+            self._turns[job] = next(self._turn)
             job.start()
 
     def _preempt(self) -> None:
         job = self.running.pop()
-        del self._last[job]
+        del self._turns[job]
         job.give_way()
         insort(self.waiting, job, key=_rank)
         self.preempted += 1

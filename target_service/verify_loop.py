@@ -33,8 +33,8 @@ from speculation.planner import Asked, Planner
 from target_service.counters import Counters
 from target_service.held import Held
 from target_service.piece import Piece
-from target_service.prompt_time import PromptTime
 from target_service.scheduler import Budget, Scheduler
+from target_service.step_time import StepTime
 from target_service.verdicts import Fault, Verdict, verdicts
 from transport.worker import Outgoing
 
@@ -73,7 +73,7 @@ class VerifyLoop:
         self._numbers = itertools.count()
         self.counters = Counters()
         self._planner = Planner(adaptive=limits.adaptive)
-        self._prompt_time = PromptTime()
+        self._step_time = StepTime()
         self._recorder = recorder
         self._due: float | None = None
         self._waiting_since: float | None = None
@@ -190,13 +190,7 @@ class VerifyLoop:
     def _beside(self, decoding: int) -> int:
         """How many prompt tokens a step may compute beside so many sessions that decode."""
         budget = self._limits.budget
-        return self._prompt_time.beside(
-            decoding,
-            self._planner.alone(decoding),
-            budget.tokens,
-            slowdown=budget.slowdown,
-            seconds=budget.seconds,
-        )
+        return self._step_time.beside(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
 
     def _pause(self, now: float) -> None:
         """Nothing to compute: either nothing is open, or all wait for drafts."""
@@ -224,8 +218,7 @@ class VerifyLoop:
         tokens = sum(piece.tokens for piece in pieces)
         if all(piece.decodes for piece in pieces):
             self._planner.observe(len(pieces), tokens, ended - started)
-        else:
-            self._prompt_time.observe(tokens, ended - started)
+        self._step_time.observe(tokens, ended - started)
         if self._recorder:
             self._recorder.write(
                 role="target",

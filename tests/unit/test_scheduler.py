@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from target_service.prompt_time import PromptTime
 from target_service.scheduler import (
     HEAD_START,
     HEADROOM,
@@ -21,6 +20,7 @@ from target_service.scheduler import (
     rank,
     share,
 )
+from target_service.step_time import StepTime
 
 BUDGET = Budget(tokens=200, drafts_per_session=8, verify=16)
 DECODES = Demand(1)
@@ -76,7 +76,7 @@ def test_all_together_keep_to_the_budget():
 
 
 def test_more_sessions_than_tokens_take_turns():
-    demands = [Demand(1, idle=idle) for idle in (0, 2, 1, 2)]
+    demands = [Demand(1, turn=turn) for turn in (9, 2, 8, 3)]
     assert shares(demands, Budget(tokens=2)) == [Share(), Share(1), Share(), Share(1)]
     with_prompt = shares([*demands, Demand(9)], Budget(tokens=2))
     assert with_prompt == [Share(), Share(1), Share(), Share(), Share(1)]
@@ -202,9 +202,10 @@ def test_none_starts_before_there_is_room_for_it_nor_ahead_of_one_that_waits():
     assert names([job for job, _ in step.parts]) == "a"
     assert names(made.waiting) == "bc"
     made.remove(made.running[0])
-    blocks[0] = 10 + -(-HEADROOM // BLOCK)
-    made.step(unbounded)
-    assert names(made.running) == "bc"
+    for room, running in ((10, "b"), (-(-(100 + HEADROOM) // BLOCK) + -(-(1 + HEADROOM) // BLOCK), "bc")):
+        blocks[0] = room
+        made.step(unbounded)
+        assert names(made.running) == running
 
 
 def test_the_last_in_rank_gives_way_and_keeps_its_place():
@@ -225,6 +226,8 @@ def test_the_last_in_rank_gives_way_and_keeps_its_place():
     assert [one.feed for _, one in step.parts] == [1, 1]
     made.add(Job("d", 17, blocks, 3.0))
     assert names(made.waiting) == "db"  # a level of priority, not a place lost
+    made.remove(jobs[1])
+    assert names(made.waiting) == "d"
 
 
 def test_a_lone_session_never_gives_way():
@@ -248,45 +251,49 @@ def test_starting_and_going_leave_nothing_behind():
     made.remove(waiting)
     made.remove(running)
     assert made.step(unbounded).parts == []
-    assert not made.running and not made.waiting and not made._last
+    assert not made.running and not made.waiting and not made._turns
 
 
 # -- prompts beside running text ---------------------------------------------------------------------------------------
 
 
-def beside(time: PromptTime, decoding: int, alone: float | None, seconds: float = 0.0) -> int:
-    return time.beside(decoding, alone, 1000, slowdown=2.0, seconds=seconds)
+def measured(fixed: float, each: float, sizes: list[int]) -> StepTime:
+    """After many steps of these sizes."""
+    time = StepTime()
+    for _ in range(200):
+        for tokens in sizes:
+            time.observe(tokens, fixed + each * tokens)
+    return time
+
+
+def beside(time: StepTime, decoding: int, seconds: float = 0.0) -> int:
+    return time.beside(decoding, 1000, slowdown=2.0, seconds=seconds)
 
 
 def test_prompt_tokens_beside_running_text_are_bounded_by_measured_time():
-    time = PromptTime()
-    time.observe(101, 0.110)  # 10 ms for the one that decodes, 1 ms for every prompt token
-    assert beside(time, 1, 0.010) == 10
-    assert beside(time, 1, 0.010, seconds=0.0605) == 50
+    time = measured(0.010, 0.001, [1, 200])
+    assert time(50) == pytest.approx(0.060)
+    assert beside(time, 1) == 11
+    assert beside(time, 1, seconds=0.0611) == 50
+    assert beside(time, 40) == 50
 
 
-def test_until_a_plain_step_was_measured_all_tokens_cost_the_same():
-    time = PromptTime()
-    time.observe(100, 0.100)
-    assert beside(time, 8, None) == 8
-    assert beside(time, 8, None, seconds=0.050) == 42
+def test_prompt_tokens_that_cost_nothing_are_bounded_by_the_budget_only():
+    assert beside(measured(0.010, 0.0, [1, 200]), 1) == 1000
+    assert beside(StepTime(), 1) == 1000  # nor do we know yet that they cost something
 
 
-def test_until_anything_was_measured_prompts_get_as_much_as_running_text():
-    assert beside(PromptTime(), 8, None) == beside(PromptTime(), 8, 0.010) == 8
+def test_steps_of_one_size_leave_the_rest_as_it_was():
+    time = measured(0.010, 0.001, [1, 200])
+    for _ in range(1000):
+        time.observe(1, 0.011)
+    assert time(200) == pytest.approx(0.210, rel=0.05)
 
 
-def test_prompt_tokens_that_cost_nothing_are_unbounded():
-    time = PromptTime()
-    time.observe(257, 0.010)
-    assert beside(time, 1, 0.010) == 1000
-
-
-def test_costs_are_smoothed_and_outliers_cut():
-    time = PromptTime()
-    time.observe(101, 0.110)
-    time.observe(101, 50.0)
-    assert 7 <= beside(time, 1, 0.010) < 10
-    for _ in range(100):
-        time.observe(101, 0.210)
-    assert beside(time, 1, 0.010) == 5
+def test_a_slow_step_is_taken_for_an_outlier_and_a_slow_machine_is_not():
+    time = measured(0.010, 0.001, [1, 200])
+    time.observe(100, 50.0)
+    assert time(100) < 2 * 0.110
+    for _ in range(50):
+        time.observe(100, 0.220)
+    assert time(100) == pytest.approx(0.220)

@@ -1,0 +1,49 @@
+"""How long a step takes, and so how many prompt tokens fit beside running text.
+
+A step of ``n`` tokens is taken to last ``fixed + each * n`` seconds. Every step moves the two by the least that makes
+up for a part of the error (normalised least mean squares): a step of few tokens tells about the one, a step of many
+about the other, and what steps of one size cannot tell apart stays as it was. :class:`speculation.budget.StepCost`
+knows better what a few draft tokens cost; this line also holds for sizes that were never tried.
+"""
+
+from __future__ import annotations
+
+SMOOTHING = 0.3
+"""Part of the error that a step makes up for."""
+OUTLIER = 3.0
+"""A step that took this many times longer than expected counts as that long only."""
+EVEN = 32
+"""Tokens of a step that tells as much of the fixed part as about that of each token."""
+
+
+class StepTime:
+    """Seconds of a step by its tokens, learned online."""
+
+    def __init__(self) -> None:
+        self._fixed = self._each = 0.0
+        self._known = False
+
+    def __call__(self, tokens: int) -> float:
+        """Expected seconds; 0 before anything was measured."""
+        return self._fixed + self._each * tokens
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one step."""
+        expected, part = self(tokens), 1.0
+        if self._known:
+            seconds, part = min(seconds, OUTLIER * expected), SMOOTHING
+        self._known = True
+        size = tokens / EVEN
+        change = part * (seconds - expected) / (1.0 + size * size)
+        self._fixed = max(self._fixed + change, 0.0)
+        self._each = max(self._each + change * size / EVEN, 0.0)
+
+    def beside(self, decoding: int, most: int, *, slowdown: float, seconds: float) -> int:
+        """How many prompt tokens, at ``most``, a step can take beside ``decoding`` tokens of others.
+
+        With them it shall take at most ``slowdown`` (at least 1) times as long as without, or ``seconds`` if that is
+        more.
+        """
+        alone = self(decoding)
+        spare = max(slowdown * alone, seconds) - alone
+        return most if spare >= self._each * most else int(spare / self._each)
