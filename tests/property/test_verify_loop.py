@@ -1,0 +1,283 @@
+"""The verify loop under random work: whatever comes, a request has the text it has alone, and no block is lost.
+
+Requests come, are cancelled, are opened again further on, get good drafts and bad ones, and share a cache so small that
+they are preempted all the time. Ten thousand run on a model that is a table; some hundred on a transformer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from random import Random
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine.kv_cache import KVCache
+from engine.sampling import Draw, sample
+from engine.step import Chunk, Engine
+from engine.threads import set_threads
+from speculation import digest as digests
+from speculation.messages import (
+    ANCHOR,
+    Close,
+    FinishReason,
+    Limits,
+    Open,
+    Proposal,
+    Refused,
+    Sampling,
+    SessionId,
+    Source,
+    Speculation,
+    Token,
+    Verification,
+    Welcome,
+)
+from target_service import scheduler
+from target_service.scheduler import Budget
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.unit.engine_models import load_tiny
+
+VOCABULARY = 32
+CONTEXT = 96
+LINKS = ("one", "other")
+WELCOME = Welcome("target", "tiny", VOCABULARY, CONTEXT)
+
+
+class TableEngine:
+    """Stands in for :class:`engine.step.Engine`: logits are looked up by the digest of a token's whole prefix.
+
+    The prefix is read from the cache, slot by slot, so a slot that holds the wrong token changes the text.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.cache = KVCache(0, capacity, dtype=torch.float32, device="cpu")
+        self.forward_seconds = 0.0
+        self._stored: dict[int, Token] = {}
+
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        wanted: list[int] = []
+        for chunk in chunks:
+            wanted += self._compute(chunk)
+        return table()[wanted]
+
+    def _compute(self, chunk: Chunk) -> list[int]:
+        sequence = chunk.sequence
+        assert not sequence.pending
+        slots = sequence.append(chunk.resolved_parents())
+        self._stored |= zip(slots, chunk.tokens, strict=True)
+        root = digests.of([self._stored[slot] for slot in sequence.committed_slots(0)])
+        ends: list[int] = []
+        for slot, parent in zip(slots, sequence.parents, strict=True):
+            ends.append(digests.extend(root if parent < 0 else ends[parent], self._stored[slot]))
+        return [ends[row] % len(table()) for row in chunk.rows]
+
+
+@pytest.fixture(autouse=True)
+def _crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions start without room to grow, so that they get in each other's way."""
+    monkeypatch.setattr(scheduler, "HEADROOM", 0)
+    set_threads(1)
+
+
+@cache
+def table() -> torch.Tensor:
+    """What the model that is a table says, ``[N, V]``."""
+    return torch.randn(1021, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def table_logits(prefix: Sequence[Token]) -> torch.Tensor:
+    return table()[digests.of(prefix) % len(table())][None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, how to go on from it, and the text that must come of it."""
+
+    prompt: tuple[Token, ...]
+    sampling: Sampling
+    limits: Limits
+    text: tuple[Token, ...]
+
+
+def alone(logits: Callable[[Sequence[Token]], torch.Tensor], rng: Random) -> Request:
+    """A random request, decoded token by token with nothing cached."""
+    prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 12, 28, 45))))
+    sampling = Sampling(rng.choice((0.0, 0.8)), top_k=rng.choice((0, 5)), seed=rng.randrange(3))
+    limits = Limits(len(prompt) + rng.randint(1, 10), frozenset({rng.randrange(VOCABULARY)}))
+    tokens = list(prompt)
+    while len(tokens) < limits.end and (tokens == list(prompt) or tokens[-1] not in limits.stop_tokens):
+        tokens += sample(logits(tokens), [Draw(sampling, len(tokens))])
+    return Request(prompt, sampling, limits, tuple(tokens[len(prompt) :]))
+
+
+@dataclass
+class Client:
+    """A request under way."""
+
+    request: Request
+    opened: Open
+    text: list[Token]
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return (*self.request.prompt, *self.text)
+
+
+class Routers:
+    """Two routers that work a target hard."""
+
+    def __init__(self, loop: VerifyLoop, requests: Sequence[Request], rng: Random) -> None:
+        self.loop, self.requests, self.rng = loop, requests, rng
+        self.clients: dict[tuple[str, SessionId], Client] = {}
+        self.seen: Counter[str] = Counter()
+        self.opened = 0
+
+    def act(self, more: bool) -> None:
+        """Whatever routers do between two steps."""
+        for _ in range(self.rng.choice((0, 2, 5, 10)) if more and len(self.clients) < 40 else 0):
+            self._open()
+        for key in list(self.clients):
+            chance = self.rng.random()
+            if chance < 0.002:
+                self._close(key)
+            elif chance < 0.005:
+                self._reopen(key)
+            elif chance < 0.1:
+                self._draft(key)
+        if self.rng.random() < 0.0005:
+            link = self.rng.choice(LINKS)
+            self.loop.forget(link)
+            self.clients = {key: client for key, client in self.clients.items() if key[0] != link}
+
+    def _open(self) -> None:
+        request = self.rng.choice(self.requests)
+        self.opened += 1
+        sources = frozenset(self.rng.choice((Source, {Source.DRAFT})))
+        speculation = Speculation(enabled=self.rng.random() < 0.8, sources=sources)
+        number, priority = SessionId(self.opened), self.rng.choice((0, 0, -1, 2))
+        opened = Open(number, 1, request.prompt, request.sampling, request.limits, speculation, priority)
+        link = self.rng.choice(LINKS)
+        self.clients[link, number] = Client(request, opened, [])
+        assert self.loop.receive(link, opened, at=float(self.opened)) == []
+
+    def _close(self, key: tuple[str, SessionId]) -> None:
+        self.loop.receive(key[0], Close(key[1], self.clients.pop(key).opened.epoch))
+
+    def _reopen(self, key: tuple[str, SessionId]) -> None:
+        client = self.clients[key]
+        before = client.opened
+        client.opened = replace(before, epoch=before.epoch + 1, tokens=client.tokens)
+        assert self.loop.receive(key[0], client.opened) == []
+        self.loop.receive(key[0], Close(key[1], before.epoch))  # comes late, means nothing
+        self.seen["reopened"] += 1
+
+    def _draft(self, key: tuple[str, SessionId]) -> None:
+        """Push what will come, or what will not, or a tree of both."""
+        client, rng = self.clients[key], self.rng
+        tokens: list[Token] = []
+        parents: list[int] = []
+        parent = ANCHOR
+        for right in client.request.text[len(client.text) :][: rng.randint(1, 5)]:
+            wrong = rng.randrange(VOCABULARY)
+            for token in rng.choice(((right,), (wrong,), (wrong, right), (right, wrong))):
+                if (parent, token) not in zip(parents, tokens, strict=True):
+                    tokens.append(token)
+                    parents.append(parent)
+            parent = len(tokens) - 1 if parent < len(tokens) - 1 else parent
+        digest = digests.of(client.tokens)
+        epoch = client.opened.epoch - (rng.random() < 0.05)
+        proposal = Proposal(key[1], epoch, len(client.tokens), digest, tuple(tokens), tuple(parents))
+        assert self.loop.receive(key[0], proposal) == []
+
+    def step(self) -> None:
+        """One step of the target, and what its answers come to."""
+        for link, message in self.loop.step() or []:
+            assert isinstance(message, Verification), message
+            client = self.clients[cast(str, link), message.session]
+            assert (message.epoch, message.position) == (client.opened.epoch, len(client.tokens))
+            client.text += message.tokens
+            assert tuple(client.text) == client.request.text[: len(client.text)], client
+            self.seen["accepted"] += message.accepted
+            self.seen["refused"] += message.offered - message.accepted
+            if message.finish:
+                del self.clients[cast(str, link), message.session]
+                self.seen["finished"] += 1
+                assert tuple(client.text) == client.request.text
+                assert (message.finish is FinishReason.LENGTH) == (
+                    client.text[-1] not in client.opened.limits.stop_tokens
+                )
+
+
+def drive(engine: Any, requests: Sequence[Request], count: int, seed: int, limits: TargetLimits) -> Counter[str]:
+    """Serve ``count`` requests; returns how often what happened."""
+    loop = VerifyLoop(cast(Engine, engine), WELCOME, limits)
+    routers = Routers(loop, requests, Random(seed))
+    steps = 0
+    while routers.opened < count or routers.clients:
+        routers.act(more=routers.opened < count)
+        routers.step()
+        steps += 1
+        assert steps < 50 * count, "no end in sight"
+        if steps % 20 == 0:
+            load = loop.load()
+            assert load.sessions + load.waiting == len(routers.clients)
+            engine.cache.check()
+    engine.cache.check()
+    assert engine.cache.free_tokens == engine.cache.capacity
+    assert not engine.cache.sequences
+    return routers.seen + Counter(preempted=loop.counters.preempted)
+
+
+def test_ten_thousand_requests_on_a_model_that_is_a_table():
+    rng = Random(1)
+    requests = [alone(table_logits, rng) for _ in range(300)]
+    limits = TargetLimits(running=12, budget=Budget(tokens=48, drafts_per_session=6, verify=24), adaptive=False)
+    seen = drive(TableEngine(capacity=128), requests, 10_000, 1, limits)
+    assert seen["finished"] > 8000
+    assert min(seen["preempted"], seen["reopened"], seen["accepted"], seen["refused"]) > 200, seen
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_some_hundred_requests_on_a_transformer(tmp_path, adaptive):
+    """In float64, in which it does not matter to a token how it is batched."""
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = load_tiny("llama", tmp_path, dtype="fp64", vocab_size=VOCABULARY, **size)
+    plain = Engine(model, KVCache(model.layers, CONTEXT, dtype=model.dtype, device=model.device))
+
+    def logits(prefix: Sequence[Token]) -> torch.Tensor:
+        sequence = plain.cache.sequence()
+        rows = plain.run([Chunk(sequence, prefix, rows=[len(prefix) - 1])])
+        sequence.free()
+        return rows
+
+    rng = Random(2)
+    requests = [alone(logits, rng) for _ in range(60)]
+    engine = Engine(model, KVCache(model.layers, 128, dtype=model.dtype, device=model.device))
+    budget = Budget(tokens=48, drafts_per_session=6, verify=24)
+    seen = drive(engine, requests, 250, 2, TargetLimits(running=12, budget=budget, adaptive=adaptive))
+    assert seen["finished"] > 200
+    assert min(seen["preempted"], seen["reopened"], seen["accepted"]) > 0, seen
+
+
+def test_a_request_that_cannot_be_is_refused_and_bothers_nobody():
+    request = alone(table_logits, Random(3))
+    loop = VerifyLoop(cast(Engine, TableEngine(capacity=64)), WELCOME)
+    loop.receive("one", Open(SessionId(1), 1, request.prompt, request.sampling, request.limits))
+    for number, change, words in (
+        (2, {"tokens": (1, VOCABULARY)}, f"token {VOCABULARY} is outside the vocabulary of {VOCABULARY}"),
+        (3, {"limits": Limits(CONTEXT + 1)}, f"{CONTEXT + 1} tokens exceed the model's context of {CONTEXT}"),
+        (4, {"limits": Limits(65)}, "65 tokens exceed the cache of 64"),
+    ):
+        bad = replace(Open(SessionId(number), 1, (1,), Sampling(), Limits(9)), **change)
+        ((_, refused),) = loop.receive("one", bad)
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.message) == ("invalid", words)
+    text: list[Token] = []
+    while (sent := loop.step()) is not None:
+        text += [token for _, message in sent for token in message.tokens]
+    assert tuple(text) == request.text
