@@ -50,11 +50,15 @@ def check_exposure(host: str, allow_remote: bool) -> None:
 def check_model(model: str, flag: str) -> None:
     """Whether this is a model folder, or may be a hub id. The loader has the last word."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    try:
+        is_folder, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
+    except OSError as error:
+        raise CheckError(f"{flag} {model}: cannot be read: {error.strerror}") from error
+    if is_folder:
+        if not has_config:
             raise CheckError(f"{flag} {model}: not a model folder, it has no config.json")
         return
-    if folder.exists():
+    if exists:
         raise CheckError(f"{flag} {model}: is a file; give the folder that holds config.json and the weights")
     parts = model.split("/")
     if len(parts) != 2 or not all(parts) or model[0] in "./~" or Path(parts[0]).is_dir():

@@ -192,7 +192,11 @@ def reason_in(message: str) -> str:
     if not errors:
         return lines[-1] if lines else "no reason given; see Ray's logs"
     kind, reason = errors[-1].groups()
-    return reason if kind in ("ModelError", "CheckError", "TokenizerError", "AddressError") else f"{kind}: {reason}"
+    return (
+        reason
+        if kind in ("ModelError", "RecordError", "CheckError", "TokenizerError", "AddressError")
+        else f"{kind}: {reason}"
+    )
 
 
 def _check_reachable(address: str) -> None:

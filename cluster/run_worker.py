@@ -85,11 +85,12 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
         report("starting PyTorch")
         from draft_service.service import start_draft
         from engine.model import ModelError
+        from engine.recorder import RecordError
         from target_service.service import start_target
 
         try:
             if role == "target":
                 return await start_target(target_settings(config), listen, report)
             return await start_draft(draft_settings(config), listen, report)
-        except ModelError as error:
+        except (ModelError, RecordError) as error:
             raise CommandError(str(error), BAD_INPUT) from error

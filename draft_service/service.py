@@ -28,10 +28,11 @@ class DraftSettings:
 async def start_draft(settings: DraftSettings, listen: str, progress: Callable[[str], None] | None = None) -> Worker:
     """Load the model and listen on ``HOST:PORT``.
 
-    Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
+    Raises :class:`engine.model.ModelError`, :class:`engine.recorder.RecordError` or
+    :class:`transport.address.AddressError`, each one line.
     """
-    engine = await asyncio.to_thread(build, settings.engine, progress, invariant=False)
     recorder = Recorder(Path(settings.record)) if settings.record else None
+    engine = await asyncio.to_thread(build, settings.engine, progress, invariant=False)
     machine = Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
     worker = Worker(machine, ROLE)
     await worker.start(listen)

@@ -77,6 +77,7 @@ def load(
     with _quiet():
         module = _read_module(path, local, chosen_dtype).to(chosen_device)
         tokens = _read_tokens(path, local)
+    _check_numbers(path, module)
     model = _describe(path, module, tokens, chosen_dtype, chosen_device)
     test = SelfTest(model) if self_test else None
     if test is not None:
@@ -131,11 +132,15 @@ def _passed(report: Progress, difference: float) -> None:
 def _local(path: str) -> bool:
     """Whether ``path`` is a folder here; raises for what was surely meant to be one, so that nothing is downloaded."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    try:
+        is_folder, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    if is_folder:
+        if not has_config:
             raise ModelError(f"{path}: not a model folder, it has no config.json")
         return True
-    if folder.exists():
+    if exists:
         raise ModelError(f"{path}: is a file; give the folder that holds config.json and the weights")
     parts = path.split("/")
     meant_as_hub_id = len(parts) == 2 and all(parts) and path[0] not in "./~" and not Path(parts[0]).is_dir()
@@ -190,6 +195,13 @@ def _read_module(path: str, local: bool, dtype: torch.dtype) -> Any:
         # transformers fills these with random numbers and only warns.
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
     return module.eval().requires_grad_(False)
+
+
+def _check_numbers(path: str, module: Any) -> None:
+    """Refuse weights that are no numbers: they would make every logit one that is none."""
+    for name, tensor in module.named_parameters():
+        if tensor.is_floating_point() and not all(end.isfinite() for end in tensor.aminmax()):
+            raise ModelError(f"{path}: tensor {name!r} holds NaN or infinite values in {tensor.dtype}")
 
 
 def _read_tokens(path: str, local: bool) -> dict[str, int]:

@@ -28,10 +28,11 @@ class TargetSettings:
 async def start_target(settings: TargetSettings, listen: str, progress: Callable[[str], None] | None = None) -> Worker:
     """Load the model and listen on ``HOST:PORT``.
 
-    Raises :class:`engine.model.ModelError` or :class:`transport.address.AddressError`, each one line.
+    Raises :class:`engine.model.ModelError`, :class:`engine.recorder.RecordError` or
+    :class:`transport.address.AddressError`, each one line.
     """
-    engine = await asyncio.to_thread(build_target, settings.engine, progress)
     recorder = Recorder(Path(settings.record)) if settings.record else None
+    engine = await asyncio.to_thread(build_target, settings.engine, progress)
     machine = VerifyLoop(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
     worker = Worker(machine, ROLE)
     await worker.start(listen)

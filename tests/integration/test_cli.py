@@ -128,6 +128,27 @@ def test_a_mistake_is_answered_in_one_line(arguments, code, words):
     assert refused.stderr.count("\n") == 1
 
 
+@pytest.fixture
+def truncated(tmp_path):
+    """The bundled draft model, but without the end of its weights."""
+    folder = tmp_path / "truncated"
+    shutil.copytree(MODELS / "draft", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+def test_what_only_loading_shows_is_the_last_line(truncated):
+    for flags, words in (
+        (["--model", str(truncated)], rf"{truncated}: cannot load the weights: .*"),
+        (["--record", "/nowhere/x"], "cannot record to /nowhere/x: No such file or directory; give a file that .*"),
+    ):
+        refused = run("worker", "target", "--listen", f"127.0.0.1:{free_port()}", *flags)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert re.fullmatch(f"paceline: {words}", refused.stderr.splitlines()[-1])
+        assert "Traceback" not in refused.stderr
+
+
 def test_no_server():
     port = free_port()
     refused = run("complete", "x", "--url", f"http://127.0.0.1:{port}")

@@ -29,6 +29,7 @@ from speculation.messages import (
     Open,
     Proposal,
     Refused,
+    Rule,
     Sampling,
     SessionId,
     Source,
@@ -39,6 +40,7 @@ from speculation.messages import (
 )
 from target_service import scheduler
 from target_service.scheduler import Budget
+from target_service.verdicts import NOT_FINITE
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.unit.engine_models import load_tiny
 
@@ -262,6 +264,71 @@ def test_some_hundred_requests_on_a_transformer(tmp_path, adaptive):
     seen = drive(engine, requests, 250, 2, TargetLimits(running=12, budget=budget, adaptive=adaptive))
     assert seen["finished"] > 200
     assert min(seen["preempted"], seen["reopened"], seen["accepted"]) > 0, seen
+
+
+POISON = 7
+"""A first token after which the model breaks."""
+
+
+def broken(engine: TableEngine, break_it: Callable[[torch.Tensor, int], None]) -> TableEngine:
+    """Calls ``break_it(logits, row)`` for each row of a session whose text begins with the poison."""
+    run, poisoned = engine.run, set[int]()
+
+    def faulty(chunks: Sequence[Chunk]) -> torch.Tensor:
+        logits = run(chunks).clone()
+        poisoned.update(id(one.sequence) for one in chunks if one.sequence.length == 0 and one.tokens[0] == POISON)
+        owners = [id(chunk.sequence) for chunk in chunks for _ in chunk.rows]
+        for row in (row for row, owner in enumerate(owners) if owner in poisoned):
+            break_it(logits, row)
+        return logits
+
+    engine.run = faulty  # type: ignore[method-assign]
+    return engine
+
+
+def not_a_number(logits: torch.Tensor, row: int) -> None:
+    logits[row, 9] = float("nan")
+
+
+def infinite(logits: torch.Tensor, row: int) -> None:
+    logits[row, 9] = float("inf")
+
+
+def nothing_allowed(logits: torch.Tensor, row: int) -> None:
+    logits[row] = float("-inf")
+
+
+def unheard_of(logits: torch.Tensor, row: int) -> None:
+    raise ArithmeticError("planted")
+
+
+@pytest.mark.parametrize("fault", [not_a_number, infinite, nothing_allowed, unheard_of])
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_session_whose_logits_are_no_numbers_is_refused_and_bothers_nobody(fault, rule, temperature):
+    engine = broken(TableEngine(capacity=512), fault)
+    loop = VerifyLoop(cast(Engine, engine), WELCOME)
+    rng = Random(4)
+    requests = [request for request in (alone(table_logits, rng) for _ in range(8)) if request.prompt[0] != POISON]
+    for number, request in enumerate(requests):
+        loop.receive("one", Open(SessionId(number), 1, request.prompt, request.sampling, request.limits))
+    sampling, speculation = Sampling(temperature), Speculation(rule=rule)
+    loop.receive("one", Open(SessionId(99), 1, (POISON, 1), sampling, Limits(40), speculation))
+    texts: dict[int, list[Token]] = {number: [] for number in range(len(requests))}
+    refusals: list[Refused] = []
+    while (sent := loop.step()) is not None:
+        for _, message in sent:
+            if isinstance(message, Refused):
+                refusals.append(message)
+            else:
+                texts[message.session] += message.tokens
+    assert [tuple(text) for text in texts.values()] == [request.text for request in requests]
+    ((session, code, why),) = [(refused.session, refused.code, refused.message) for refused in refusals]
+    assert (session, code) == (99, "internal")
+    assert why == ("ArithmeticError: planted" if fault is unheard_of else NOT_FINITE.format(2))
+    assert loop.load().counters["refused"] == 1
+    engine.cache.check()
+    assert engine.cache.free_tokens == engine.cache.capacity
 
 
 def test_a_request_that_cannot_be_is_refused_and_bothers_nobody():

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from cluster.checks import CheckError, check_model
 from engine import attention, loader
 from engine.key_batch import KeyBatch
 from engine.linear import PackedLinear, can_pack
@@ -161,6 +163,48 @@ def test_missing_weights(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="cannot load the weights"):
         load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), "fp32"), (float("inf"), "fp32"), (float("-inf"), "bf16"), (1e6, "fp16")]
+)
+def test_weights_that_are_no_numbers(value: float, dtype: str, tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = r"tensor 'model\.layers\.1\.mlp\.up_proj\.weight' holds NaN or infinite values in torch\."
+    with pytest.raises(ModelError, match=message):
+        load(str(folder), dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, 20_000])
+def test_a_file_of_weights_that_ends_too_soon(keep: int, tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    file = folder / "model.safetensors"
+    assert file.stat().st_size > keep
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="cannot load the weights: ") as caught:
+        load(str(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_weights_full_of_rubbish(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 100)
+    with pytest.raises(ModelError, match="cannot load the weights: "):
+        load(str(folder), device="cpu")
+
+
+def test_a_folder_that_may_not_be_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ModelError, match=r"llama\d*: cannot be read: Permission denied"):
+        load(str(llama))
+    with pytest.raises(CheckError, match=r"--target .*llama\d*: cannot be read: Permission denied"):
+        check_model(str(llama), "--target")
 
 
 @pytest.mark.parametrize(
