@@ -51,8 +51,9 @@ def verdicts(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
             (rejecting if piece.by_rejection else coupled).append(i)
     for chosen, decide in ((coupled, _by_coupling), (rejecting, _by_rejection)):
         if chosen:
-            walks = decide(torch.cat([parts[i] for i in chosen]), [pieces[i] for i in chosen])
-            for i, kept in zip(chosen, walks, strict=True):
+            rows = [parts[i] for i in chosen]
+            chosen_RV = logits_RV if sum(map(len, rows)) == len(logits_RV) else torch.cat(rows)
+            for i, kept in zip(chosen, decide(chosen_RV, [pieces[i] for i in chosen]), strict=True):
                 answer[i] = kept
     return answer
 

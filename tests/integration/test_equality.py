@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_service.lookahead import LookaheadLimits
+from router.generation import Generation
 from speculation.draft_session import DraftLimits
-from speculation.messages import Sampling, Source, Speculation
+from speculation.messages import Open, Sampling, Source, Speculation
 from target_service.scheduler import Budget
-from target_service.verify_loop import TargetLimits
+from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_invariant_bf16, target_worker
 
 NEW_TOKENS = 40
@@ -106,6 +107,21 @@ async def test_a_request_may_switch_speculation_off():
             on = await decode(serving, held_out_prompts()[0], 24)
     assert off.tokens == on.tokens
     assert (off.offered, off.steps) == (0, 24)
+
+
+async def test_the_priority_of_a_request_reaches_the_target(monkeypatch):
+    opened: list[Open] = []
+    receive = VerifyLoop.receive
+
+    def listen(self, link, message, at=0.0):
+        opened.extend([message] if isinstance(message, Open) else [])
+        return receive(self, link, message, at)
+
+    monkeypatch.setattr(VerifyLoop, "receive", listen)
+    async with target_worker() as target, dispatcher([target.worker.address]) as serving:
+        generation = Generation(held_out_prompts()[0], Sampling(temperature=0.0), 2, priority=-7)
+        assert [item async for item in serving.generate(generation)]
+    assert [message.priority for message in opened] == [-7]
 
 
 async def test_prompts_longer_than_a_prefill_chunk_and_a_small_token_budget_change_nothing():

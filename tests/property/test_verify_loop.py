@@ -266,6 +266,17 @@ def test_some_hundred_requests_on_a_transformer(tmp_path, adaptive):
     assert min(seen["preempted"], seen["reopened"], seen["accepted"]) > 0, seen
 
 
+def test_the_better_priority_starts_first():
+    loop = VerifyLoop(cast(Engine, TableEngine(capacity=64)), WELCOME, TargetLimits(running=1))
+    for number, priority in ((1, 0), (2, 3), (3, -1)):
+        loop.receive("one", Open(SessionId(number), 1, (1,), Sampling(), Limits(3), priority=priority), at=0.1 * number)
+    order: list[int] = []
+    while (sent := loop.step()) is not None:
+        order += [message.session for _, message in sent]
+        assert loop.load().sessions + loop.load().waiting == 3 - len(order) // 2
+    assert order == [3, 3, 1, 1, 2, 2]
+
+
 POISON = 7
 """A first token after which the model breaks."""
 

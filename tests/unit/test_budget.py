@@ -40,6 +40,11 @@ def test_the_likeliest_drafts_of_all_sessions_share_a_step():
     assert choose([[0.9, 0.2], [0.3], []], 3, cost) == [1, 0, 0]
 
 
+def test_the_likeliest_of_all_get_the_room_there_is():
+    assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, most=3) == [1, 2]
+    assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, most=0) == [0, 0]
+
+
 def test_without_drafts_there_is_nothing_to_choose():
     assert choose([[], []], 2, FLAT) == [0, 0]
     assert choose([], 0, FLAT) == []

@@ -233,3 +233,21 @@ def test_who_gets_no_drafts_waits_for_none(speculation):
     now = step(made, one, 1.0)
     assert one.miss is not None
     assert made.plan([Asked(one, 8)], now).wake is None
+
+
+def test_the_room_for_drafts_goes_where_they_are_likeliest():
+    made = planner(slope=0.0)
+    sure, doubtful = session(made), session(made)
+    push(sure, 4, 5, 6, 7, confidence=0.95)
+    push(doubtful, 4, 5, 6, 7, confidence=0.3)
+    plan = made.plan([Asked(sure, 8), Asked(doubtful, 8)], 0.0, room=4)
+    assert [len(offer.nodes) for offer in plan.offers] == [4, 0]
+
+
+def test_who_verifies_all_it_has_gets_an_even_part_of_the_room():
+    made = Planner(adaptive=False)
+    full, short = session(made), session(made)
+    push(full, 4, 5, 6, 7)
+    push(short, 4)
+    plan = made.plan([Asked(full, 8), Asked(short, 8)], 0.0, room=5)
+    assert [len(offer.nodes) for offer in plan.offers] == [2, 1]
