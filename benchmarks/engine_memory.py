@@ -46,7 +46,7 @@ def memory_of(process: int, shape: Shape, item: int, slots: int, rows: int) -> M
         private=fields["Private_Clean"] + fields["Private_Dirty"],
         weights=item * parameters(shape),
         cache=item * cached_values(shape) * slots,
-        activations=item * activations(shape, Budget().prefill, rows),
+        activations=item * activations(shape, Budget().tokens, rows),
     )
 
 

@@ -20,6 +20,8 @@ class Counters:
     """Steps put off because drafts were expected."""
     wait_microseconds: int = 0
     prefilled: int = 0
+    reused: int = 0
+    """Tokens taken over from the cache instead of being computed."""
     committed: int = 0
     offered: int = 0
     accepted: int = 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.kv_cache import CachedSequence, KVCache
-from speculation.messages import RefusalCode, Refused
+from speculation.messages import RefusalCode, Refused, Verification
 from speculation.target_session import TargetSession
+from target_service.counters import Counters
 from target_service.scheduler import Rank, rank
 
 
@@ -21,10 +22,13 @@ class Held:
     cache: KVCache
     arrived: tuple[float, int]
     """When it came, in seconds, and how many had come before."""
+    counters: Counters
     cached: CachedSequence = field(init=False)
+    computed: int = 0
+    """Committed tokens that were fed for it since it was opened."""
 
     def __post_init__(self) -> None:
-        self.cached = self.cache.sequence()
+        self.cached = self.cache.sequence(self.session.tokens)
 
     @property
     def rank(self) -> Rank:
@@ -45,13 +49,22 @@ class Held:
         """Blocks to be taken from the cache before ``count`` more tokens fit."""
         return self.cached.blocks_needed(count)
 
-    def start(self) -> None:
-        """It runs from now on."""
+    def reuse(self) -> None:
+        """Take over from the cache what others have computed of it, as long as it does not decode."""
+        if self.uncached > 1:
+            self.counters.reused += self.cached.reuse()
 
     def give_way(self) -> None:
         """Give all blocks back; what was cached is computed again later."""
         self.cached.free()
-        self.cached = self.cache.sequence()
+        self.cached = self.cache.sequence(self.session.tokens)
+
+    def said(self, verification: Verification) -> Verification:
+        """What is sent of it: the first one also says how much was found in the cache."""
+        opened = len(self.session.opened.tokens)
+        if verification.position > opened:
+            return verification
+        return replace(verification, cached=max(opened - self.computed, 0))
 
     def refused(self, code: RefusalCode, message: str) -> tuple[Hashable, Refused]:
         """What tells the router that this session is given up."""

@@ -180,8 +180,8 @@ class Job(Protocol):
         """Blocks to be taken before ``count`` more tokens fit."""
         ...
 
-    def start(self) -> None:
-        """It runs from now on."""
+    def reuse(self) -> None:
+        """Take over from the cache what others have computed of it."""
         ...
 
     def give_way(self) -> None:
@@ -227,6 +227,8 @@ class Scheduler(Generic[J]):
     def step(self, beside: Callable[[int], int]) -> Step[J]:
         """Start whoever there is room for, and divide the next step; ``beside`` as in :func:`share`."""
         self._admit()
+        for job in self.running:
+            job.reuse()
         while self.running:
             demands = [Demand(job.uncached, job.priority, self._turns[job]) for job in self.running]
             division = share(demands, self._budget, beside)
@@ -255,7 +257,6 @@ class Scheduler(Generic[J]):
             job = self.waiting.pop(0)
             insort(self.running, job, key=_rank)
             self._turns[job] = next(self._turn)
-            job.start()
 
     def _preempt(self) -> None:
         job = self.running.pop()

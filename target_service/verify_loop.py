@@ -12,10 +12,10 @@ import itertools
 import logging
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.interface import StepEngine
 from engine.recorder import Recorder
-from engine.step import Engine
 from speculation.acceptance import Walk
 from speculation.messages import (
     Close,
@@ -59,7 +59,7 @@ class VerifyLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StepEngine,
         welcome: Welcome,
         limits: TargetLimits = TargetLimits(),
         recorder: Recorder | None = None,
@@ -123,10 +123,12 @@ class VerifyLoop:
         if refusal is not None:
             self.counters.refused += 1
             return [(link, refusal)]
+        if not self._engine.speculates:
+            opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
         session = self._planner.session(opened, self._welcome.vocabulary)
         # A session that is opened again keeps its place.
         arrived = (at, next(self._numbers)) if held is None else held.arrived
-        self._held[link, opened.session] = taken = Held(link, session, self._engine.cache, arrived)
+        self._held[link, opened.session] = taken = Held(link, session, self._engine.cache, arrived, self.counters)
         self._scheduler.add(taken)
         return []
 
@@ -255,6 +257,7 @@ class VerifyLoop:
     def _settle(self, piece: Piece, verdict: Verdict, now: float) -> Outgoing:
         """Commit what a session decides, in its tokens and in its cache."""
         held, cached = piece.held, piece.held.cached
+        held.computed += piece.feed
         match verdict:
             case Fault(why):
                 log.error("session %d was given up: %s", held.session.opened.session, why)
@@ -270,7 +273,7 @@ class VerifyLoop:
                     piece.record(commit)
                 if commit.verification.finish:
                     self._drop(held)
-                return [(held.link, commit.verification)]
+                return [(held.link, held.said(commit.verification))]
             case None:
                 cached.advance(range(piece.feed))
                 held.session.index(cached.length)

@@ -7,6 +7,7 @@ import pytest
 from draft_service.lookahead import Lookahead
 from engine.build import build, welcome
 from speculation.messages import Close, Limits, Open, Refused, Sampling, SessionId, Speculation, Verification
+from target_service import scheduler
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import (
@@ -50,7 +51,7 @@ LINK = "router"
 @pytest.fixture(scope="module")
 def engine():
     """Room for little more than one of the sessions below."""
-    return build(settings("target", cache_tokens=160))
+    return build(settings("target", cache_tokens=128))
 
 
 def run(
@@ -108,7 +109,7 @@ def test_drafts_are_kept_as_before_after_a_prefix_was_taken_over(dtype: str):
 
 def test_requests_that_come_together_share_their_prompt(engine):
     forget_prefixes(engine.cache)
-    loop = loop_over(engine, budget=Budget(prefill=20))
+    loop = loop_over(engine, budget=Budget(tokens=40))
     together, cached = run(loop, opening(1, new=9), opening(2, new=9), opening(3, new=9))
     assert loop.counters.prefilled + loop.counters.reused == 3 * 47
     assert loop.counters.reused >= 2 * 32, "whole blocks"
@@ -119,7 +120,8 @@ def test_requests_that_come_together_share_their_prompt(engine):
         assert together[number] == alone[number]
 
 
-def test_a_preempted_session_takes_over_what_is_left_of_it(engine):
+def test_a_preempted_session_takes_over_what_is_left_of_it(engine, monkeypatch):
+    monkeypatch.setattr(scheduler, "HEADROOM", 0)
     forget_prefixes(engine.cache)
     expected = {}
     for number in (1, 2):

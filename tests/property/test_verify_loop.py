@@ -57,20 +57,22 @@ class TableEngine:
     """
 
     def __init__(self, capacity: int) -> None:
+        self.speculates = True
         self.cache = KVCache(0, capacity, dtype=torch.float32, device="cpu")
         self.forward_seconds = 0.0
         self._stored: dict[int, Token] = {}
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        wanted: list[int] = []
+        slots = []
         for chunk in chunks:
-            wanted += self._compute(chunk)
-        return table()[wanted]
+            assert not chunk.sequence.pending
+            slots.append(chunk.sequence.append(chunk.resolved_parents()))
+        moves = self.cache.take_moves()
+        self._stored |= {destination: self._stored[source] for source, destination in moves}
+        return table()[[row for pair in zip(chunks, slots, strict=True) for row in self._compute(*pair)]]
 
-    def _compute(self, chunk: Chunk) -> list[int]:
+    def _compute(self, chunk: Chunk, slots: Sequence[int]) -> list[int]:
         sequence = chunk.sequence
-        assert not sequence.pending
-        slots = sequence.append(chunk.resolved_parents())
         self._stored |= zip(slots, chunk.tokens, strict=True)
         root = digests.of([self._stored[slot] for slot in sequence.committed_slots(0)])
         ends: list[int] = []

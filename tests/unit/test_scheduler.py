@@ -161,8 +161,9 @@ class Job:
         self.blocks[0] -= self.blocks_needed(count)
         self.cached += count
 
-    def start(self) -> None:
-        self.started.append(self.name)
+    def reuse(self) -> None:
+        if self.name not in self.started:
+            self.started.append(self.name)
 
     def give_way(self) -> None:
         self.blocks[0] += -(-self.cached // BLOCK)
