@@ -8,3 +8,5 @@ and what a run is, ``records`` what the workers' step records mean, ``figures`` 
 ``engine_model`` the model, ``engine_steps``, ``engine_loop``, ``engine_stock``, ``engine_memory`` and ``bandwidth``
 measure, ``engine_figures`` and ``engine_report`` turn that into figures and show them.
 """
+
+import engine as _engine  # noqa: F401 - first of all: it quiets what transformers imports

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.engine_settings import GROUP, HEAD_SIZE, Shape
+from benchmarks.engine_settings import EXPANSION, GROUP, HEAD_SIZE, Shape
 from models.pair import parameter_count, placed
 
 SEED = 0
-VOCABULARY = 32_000
+VOCABULARY = 8192
 LONGEST = 4096
 """Tokens of a sequence, at most."""
 SPREAD = 0.03
@@ -23,12 +23,12 @@ SPREAD = 0.03
 
 
 def config(shape: Shape) -> LlamaConfig:
-    """In the proportions of the small Llamas: tied embeddings, grouped queries, an MLP of 2.75 times the width."""
+    """In the proportions of the Llama 3.2 of a billion: tied embeddings, grouped queries, a wide MLP."""
     heads = shape.hidden // HEAD_SIZE
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=shape.hidden,
-        intermediate_size=_intermediate(shape),
+        intermediate_size=EXPANSION * shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // GROUP,
@@ -65,8 +65,4 @@ def activations(shape: Shape, tokens: int, rows: int) -> int:
 
     ``rows``: of logits, counted three times, as the model's number format and as float32.
     """
-    return tokens * (2 * shape.hidden + 3 * _intermediate(shape)) + 3 * rows * VOCABULARY
-
-
-def _intermediate(shape: Shape) -> int:
-    return shape.hidden * 11 // 4
+    return tokens * (2 * shape.hidden + 3 * EXPANSION * shape.hidden) + 3 * rows * VOCABULARY

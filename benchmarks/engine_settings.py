@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEAD_SIZE = 64
-GROUP = 2
+GROUP = 4
 """Query heads that share a key head."""
+EXPANSION = 4
+"""How many times wider than the model its MLP is."""
 HIDDEN_MULTIPLE = HEAD_SIZE * GROUP
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -32,11 +34,15 @@ READ_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the model is: about 245 million parameters by default."""
+    """How large the model is.
 
-    hidden: int = 1024
+    By default 260 million parameters: a quarter of the layers of the Llama 3.2 of a billion. With more and thinner
+    layers, more of a step is overhead.
+    """
+
+    hidden: int = 2048
     """A multiple of :data:`HIDDEN_MULTIPLE`."""
-    layers: int = 18
+    layers: int = 4
 
 
 @dataclass(frozen=True, slots=True)

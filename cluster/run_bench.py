@@ -63,8 +63,8 @@ def _add_engine(benches: argparse._SubParsersAction[Parser]) -> None:
     flag("--quick", action="store_true", help="fewer rounds, no requests through a router; writes no folder")
     flag("--json", type=Path, metavar="FILE", help="write the figures there too")
     flag("--out", type=Path, metavar="DIR", help="folder of a full run (default: benchmarks/results/DATE-engine)")
-    flag("--hidden", type=int, default=1024, metavar="N", help="hidden size of the model (default: 1024)")
-    flag("--layers", type=int, default=18, metavar="N", help="layers of the model (default: 18)")
+    flag("--hidden", type=int, default=2048, metavar="N", help="hidden size of the model (default: 2048)")
+    flag("--layers", type=int, default=4, metavar="N", help="layers of the model (default: 4)")
     flag("--threads", type=int, default=1, metavar="N", help="cores, and threads of a step (default: 1)")
 
 
