@@ -66,7 +66,7 @@ def measured() -> Measured:
 
 @pytest.fixture
 def result(measured) -> engine_report.Result:
-    options = Options(True, None, Path("out"), Shape(128, 2))
+    options = Options(True, None, Path("out"), Shape(256, 2))
     return engine_report.Result(date(2026, 1, 2), options, "bfloat16", measured, {"processor": "a processor"})
 
 
@@ -118,10 +118,10 @@ def test_the_document_holds_the_summary_what_was_wanted_and_where_it_ran(result)
     assert document["wanted"]["batch16_over_batch1"] == {"at_least": 5.0}
     assert document["transformers"]["step_over_floor"] == pytest.approx(2.5)
     assert document["hardware"] == {"processor": "a processor"}
-    assert document["command"] == "paceline bench engine --quick --hidden 128 --layers 2 --threads 1"
+    assert document["command"] == "paceline bench engine --quick --hidden 256 --layers 2 --threads 1"
     assert document["model"] == {
-        "parameters": parameters(Shape(128, 2)),
-        "hidden": 128,
+        "parameters": parameters(Shape(256, 2)),
+        "hidden": 256,
         "layers": 2,
         "weights": "random",
     }
@@ -206,7 +206,7 @@ def test_memory_of_a_process_is_read_from_its_rollup():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
 def test_known_needs_are_taken_off_the_memory():
-    shape = Shape(128, 2)
+    shape = Shape(256, 2)
     found = memory_of(os.getpid(), shape, item=2, slots=48, rows=3)
     assert found.weights == 2 * parameters(shape)
     layers, keys_and_values, head_size, bytes_each = 2, 2, 64, 2
@@ -231,8 +231,8 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--hidden", "100"], "--hidden must be a multiple of 128, got 100"),
-        (["--hidden", "0"], "--hidden must be a multiple of 128, got 0"),
+        (["--hidden", "100"], "--hidden must be a multiple of 256, got 100"),
+        (["--hidden", "0"], "--hidden must be a multiple of 256, got 0"),
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be 1 to"),
         (["--threads", "100000"], "the cores usable here, got 100000"),
@@ -265,7 +265,7 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
     for name, value in SMALL.items():
         monkeypatch.setattr(engine, name, value)
     file, cores = tmp_path / "figures.json", os.sched_getaffinity(0)
-    assert main(["bench", "engine", "--quick", "--hidden", "128", "--layers", "1", "--json", str(file)]) == 0
+    assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "1", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert set(found["summary"]) == KEYS
     assert all(value > 0 for value in found["summary"].values())
