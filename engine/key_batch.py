@@ -22,9 +22,9 @@ from engine.visibility import HIDDEN, KeyView
 
 FEW_QUERIES = 16
 """Queries up to which a view is computed together with others."""
-FEW_KEYS = 2048
+FEW_KEYS = 512
 """Keys up to which it is: more are read faster in place, each sequence by itself."""
-PADDED_TO = 2
+PADDED_TO = 1.5
 """How many times its own keys a view is padded to at most."""
 
 Segments = Sequence[tuple[int, int]]

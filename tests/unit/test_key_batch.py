@@ -80,10 +80,10 @@ def test_every_query_sees_what_it_would_see_alone(seed: int) -> None:
 def test_segments_stay_apart() -> None:
     """Each view's sums are cut where they would be cut alone."""
     rng = Random(3)
-    short, long = view_of(rng, 1, 64), view_of(rng, 1, 100)
-    short.segments, long.segments = [(0, 10), (10, 64)], [(0, 70), (70, 100)]
+    short, long = view_of(rng, 1, 70), view_of(rng, 1, 100)
+    short.segments, long.segments = [(0, 10), (10, 70)], [(0, 70), (70, 100)]
     (batch,) = together([short, long])
-    assert batch.segments == [(0, 70), (70, 124)]
+    assert batch.segments == [(0, 70), (70, 130)]
 
 
 def test_who_is_computed_together() -> None:
@@ -96,4 +96,4 @@ def test_who_is_computed_together() -> None:
     assert sizes(*[(1, 200)] * 16) == [16]
     assert sizes((1, 200), (FEW_QUERIES + 1, 200), (3, 210)) == [1, 2]
     assert sizes((1, FEW_KEYS), (1, FEW_KEYS + 1), (1, FEW_KEYS)) == [1, 2]
-    assert sizes((1, 64), (1, 64), (1, 1000), (1, 1000)) == [2, 2], "not padded to many times what is needed"
+    assert sizes((1, 64), (1, 64), (1, 400), (1, 400)) == [2, 2], "not padded to many times what is needed"
