@@ -28,8 +28,8 @@ from transformers import AttentionInterface
 
 from engine.invariance import position_ordered
 from engine.key_batch import KeyBatch, Segments, together
-from engine.kv_cache import CachedSequence
 from engine.kv_store import KVStore
+from engine.sequence_state import SequenceState
 from engine.visibility import KeyView, slot_ordered
 
 NAME = "paceline"
@@ -55,7 +55,7 @@ class Step:
     def __init__(
         self,
         store: KVStore,
-        chunks: Sequence[tuple[CachedSequence, int]],
+        chunks: Sequence[tuple[SequenceState, int]],
         slots: Sequence[int],
         layers: int,
         invariant: bool,
@@ -77,7 +77,7 @@ class Step:
             self._batches[window] = together(views)
         return self._batches[window]
 
-    def _chunk_views(self, sequence: CachedSequence, tokens: int, window: int | None) -> Sequence[KeyView]:
+    def _chunk_views(self, sequence: SequenceState, tokens: int, window: int | None) -> Sequence[KeyView]:
         store = self.store
         if self.invariant:
             return position_ordered(sequence, tokens, window, store.slots, store.device)

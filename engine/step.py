@@ -1,22 +1,21 @@
 """One forward over everything a batch has to compute.
 
 Decides how chunks of different sequences are packed into one row, and keeps a step all-or-nothing. Which chunks are
-worth computing is the caller's decision; what the logits mean is :mod:`engine.sampling`'s.
+worth computing is the caller's decision; how they are computed is :mod:`engine.forward`'s; what the logits mean is
+:mod:`engine.sampling`'s.
 
-Tensor legend: T tokens of the step, R rows asked for, V vocabulary.
+Tensor legend: R rows asked for, V vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.attention import Step, forward_context
+from engine.forward import Forward, StepInput
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.model import Model
 
@@ -58,13 +57,18 @@ class Engine:
         self.model = model
         self.cache = cache
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
-        self.last_calls: list[int] = []
-        """How often each layer's attention was called in the last step."""
-        self.forward_seconds = 0.0
-        """How long the model itself took in the last step."""
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+        self._forward = Forward(model, cache.store)
 
-    @torch.inference_mode()
+    @property
+    def forward_seconds(self) -> float:
+        """How long the model itself took in the last step."""
+        return self._forward.seconds
+
+    @property
+    def last_calls(self) -> list[int]:
+        """How often each layer's attention was called in the last step."""
+        return self._forward.calls
+
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute ``chunks``; return the wanted rows in chunk order, ``[R, V]`` in float32 (float64 if the model is).
 
@@ -73,24 +77,20 @@ class Engine:
         """
         tokens, rows = self._checked(chunks)
         if not tokens:
-            return torch.empty(0, self.model.vocabulary, dtype=self._logits_dtype, device=self.model.device)
+            return torch.empty(0, self.model.vocabulary, dtype=self._forward.dtype, device=self.model.device)
         appended: list[Chunk] = []
         try:
-            slots: list[int] = []
             for chunk in chunks:
-                slots += chunk.sequence.append(chunk.resolved_parents())
+                chunk.sequence.append(chunk.resolved_parents())
                 appended.append(chunk)
             self._check_context(chunks)
-            self.cache.store.move(self.cache.take_moves())
-            return self._forward(chunks, tokens, slots, rows)
+            states = [(chunk.sequence.state(), len(chunk.tokens)) for chunk in chunks]
+            inputs = StepInput(tokens, rows, states, self.cache.take_moves(), self.invariant)
+            return self._forward.compute(inputs)
         except BaseException:
             for chunk in appended:
                 chunk.sequence.retract(len(chunk.tokens))
             raise
-
-    @property
-    def _logits_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.model.dtype, torch.float32)
 
     def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
         """All tokens, and the wanted rows as indices into them."""
@@ -118,24 +118,3 @@ class Engine:
             end = chunk.sequence.length + max(chunk.sequence.depths) + 1
             if end > self.model.context:
                 raise ValueError(f"position {end - 1} is beyond the model's context of {self.model.context} tokens")
-
-    def _forward(self, chunks: Sequence[Chunk], tokens: list[int], slots: list[int], rows: list[int]) -> Tensor:
-        model, device = self.model, self.model.device
-        positions = [
-            chunk.sequence.length + depth for chunk in chunks for depth in chunk.sequence.depths[-len(chunk.tokens) :]
-        ]
-        packed = [(chunk.sequence, len(chunk.tokens)) for chunk in chunks]
-        step = Step(self.cache.store, packed, slots, model.layers, self.invariant)
-        wanted = torch.tensor(rows or [len(tokens) - 1], device=device)
-        started = time.perf_counter()
-        with forward_context(step):
-            output = model.module(
-                input_ids=torch.tensor([tokens], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                use_cache=False,
-                **({"logits_to_keep": wanted} if self._keeps_rows else {}),
-            )
-        self.forward_seconds = time.perf_counter() - started
-        self.last_calls = step.calls
-        logits_RV: Tensor = output.logits[0] if self._keeps_rows else output.logits[0, wanted]
-        return logits_RV[: len(rows), : model.vocabulary].to(self._logits_dtype)
