@@ -61,6 +61,17 @@ def _quantization() -> Any:
 
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
+
+
+def _ranks() -> Any:
+    about = "ranks, each with its own GPU where there are GPUs, that compute every step together"
+    return _setting(1, about, at_least=1, at_most=64)
+
+
+def _join_timeout() -> Any:
+    return _setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
+
+
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
 
 
@@ -74,6 +85,8 @@ class TargetConfig:
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = _quantization()
+    tensor_parallel_size: int = _ranks()
+    join_timeout: float = _join_timeout()
     threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
     max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
@@ -99,6 +112,8 @@ class DraftConfig:
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = _quantization()
+    tensor_parallel_size: int = _ranks()
+    join_timeout: float = _join_timeout()
     threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
     max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)

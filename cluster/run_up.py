@@ -58,6 +58,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "--quantization", "target.quantization")
     add_setting(parser, "--draft-quantization", "draft.quantization")
     add_setting(parser, "--threads", "target.threads", "draft.threads")
+    add_setting(parser, "--tensor-parallel-size", "target.tensor_parallel_size")
+    add_setting(parser, "--draft-tensor-parallel-size", "draft.tensor_parallel_size")
     add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
     add_setting(parser, "--host", "router.host")
     add_setting(parser, "--port", "router.port")

@@ -13,6 +13,7 @@ from cluster.config import Config
 from cluster.console import CommandError, complain, say, stages
 from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_parent, add_section, add_setting, configuration
 from cluster.parent import exit_with
+from cluster.rank_processes import RankProcesses
 from cluster.serving import draft_settings, target_settings
 
 if TYPE_CHECKING:
@@ -85,12 +86,15 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
         report("starting PyTorch")
         from draft_service.service import start_draft
         from engine.model import ModelError
+        from engine.parallel.group import RankError
         from engine.recorder import RecordError
         from target_service.service import start_target
 
         try:
             if role == "target":
-                return await start_target(target_settings(config), listen, report)
-            return await start_draft(draft_settings(config), listen, report)
+                return await start_target(target_settings(config), listen, report, RankProcesses())
+            return await start_draft(draft_settings(config), listen, report, RankProcesses())
         except (ModelError, RecordError) as error:
             raise CommandError(str(error), BAD_INPUT) from error
+        except RankError as error:
+            raise CommandError(str(error), FAILED) from error

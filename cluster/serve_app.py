@@ -18,6 +18,7 @@ from cluster.checks import check_exposure
 from cluster.config import CHECKOUT, Config, chosen_threads
 from cluster.discovery import ENDPOINT, Handles, serve_directory
 from cluster.placement import DEPLOYMENTS, Need, needs
+from cluster.rank_processes import RankProcesses
 from cluster.serving import draft_settings, router_settings, target_settings
 from router.api import build_app
 from router.dispatch import Dispatcher
@@ -81,7 +82,7 @@ class TargetWorker(_WorkerReplica):
         """Load the model and listen."""
         from target_service.service import start_target
 
-        await self._begin(await start_target(target_settings(config), _listen(config)))
+        await self._begin(await start_target(target_settings(config), _listen(config), ranks=RankProcesses()))
 
 
 class DraftWorker(_WorkerReplica):
@@ -91,7 +92,7 @@ class DraftWorker(_WorkerReplica):
         """Load the model and listen."""
         from draft_service.service import start_draft
 
-        await self._begin(await start_draft(draft_settings(config), _listen(config)))
+        await self._begin(await start_draft(draft_settings(config), _listen(config), ranks=RankProcesses()))
 
 
 @serve.ingress()

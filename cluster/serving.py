@@ -91,5 +91,7 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         quantization=worker.quantization,
         threads=chosen_threads(worker),
         cache_tokens=worker.cache_tokens,
+        tensor_parallel_size=worker.tensor_parallel_size,
+        join_timeout=worker.join_timeout,
         name=worker.name,
     )

@@ -1,9 +1,9 @@
 """How many threads ``paceline up`` gives its workers where the configuration says ``auto``.
 
-On a GPU, with several workers of a kind, on other machines, with a single core, or where a number is given for one of
-the two, ``auto`` is 1. One target and one drafter that compute on the cores of this machine are measured, once, and
-get the division that :mod:`cluster.cores` predicts to be faster. When they cannot be measured, they get a core each:
-that is never an error.
+On a GPU, with several workers of a kind or ranks of a worker, on other machines, with a single core, or where a number
+is given for one of the two, ``auto`` is 1. One target and one drafter that compute on the cores of this machine are
+measured, once, and get the division that :mod:`cluster.cores` predicts to be faster. When they cannot be measured, they
+get a core each: that is never an error.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def usable_cores() -> int:
 def divisible(config: Config, cores: int) -> bool:
     """Whether there is something to choose: one target and one drafter, on CPU cores of this machine."""
     here = config.backend == "local" or config.ray.address == "local"
-    alone = config.target.replicas == 1 and config.drafts == 1
     workers = (config.target, config.draft)
+    alone = config.target.replicas == 1 and config.drafts == 1
+    alone = alone and all(worker.tensor_parallel_size == 1 for worker in workers)
     free = all(worker.threads == AUTO and not worker.gpus and _on_cpu(worker.device) for worker in workers)
     return cores >= 2 and here and alone and free
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.build import EngineSettings, build, welcome
+from engine.parallel.leader import Ranks
 from engine.recorder import Recorder
 from transport.worker import Worker
 
@@ -25,15 +26,20 @@ class DraftSettings:
     """File to record every step in; none if empty."""
 
 
-async def start_draft(settings: DraftSettings, listen: str, progress: Callable[[str], None] | None = None) -> Worker:
-    """Load the model and listen on ``HOST:PORT``.
+async def start_draft(
+    settings: DraftSettings,
+    listen: str,
+    progress: Callable[[str], None] | None = None,
+    ranks: Ranks | None = None,
+) -> Worker:
+    """Load the model and listen on ``HOST:PORT``. ``ranks``: see :func:`engine.build.build`.
 
-    Raises :class:`engine.model.ModelError`, :class:`engine.recorder.RecordError` or
-    :class:`transport.address.AddressError`, each one line.
+    Raises :class:`engine.model.ModelError`, :class:`engine.parallel.group.RankError`,
+    :class:`engine.recorder.RecordError` or :class:`transport.address.AddressError`, each one line.
     """
     recorder = Recorder(Path(settings.record)) if settings.record else None
-    engine = await asyncio.to_thread(build, settings.engine, progress, invariant=False)
+    engine = await asyncio.to_thread(build, settings.engine, progress, invariant=False, ranks=ranks)
     machine = Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
-    worker = Worker(machine, ROLE)
+    worker = Worker(machine, ROLE, engine.close)
     await worker.start(listen)
     return worker

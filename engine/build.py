@@ -12,8 +12,12 @@ from pathlib import Path
 from engine.cache_size import fitting_tokens
 from engine.interface import StepEngine
 from engine.kv_cache import KVCache
-from engine.loader import load
+from engine.loader import choose_device, load
 from engine.model import Model
+from engine.parallel.group import Group
+from engine.parallel.leader import Leader, Ranks
+from engine.parallel.plan import check_devices, check_split
+from engine.parallel.shards import splits_heads
 from engine.quantisation import NONE
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
@@ -39,31 +43,63 @@ class EngineSettings:
     """CPU threads of a step."""
     cache_tokens: int = 0
     """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
+    tensor_parallel_size: int = 1
+    """Ranks that compute each step together."""
+    join_timeout: float = 120.0
+    """Seconds in which all ranks must have started."""
     name: str = ""
     """Name the model is served under; default: the last part of ``model``."""
 
 
-def build(settings: EngineSettings, progress: Callable[[str], None] | None = None, *, invariant: bool = True) -> Engine:
-    """Load the model and set up its cache; raises :class:`engine.model.ModelError`.
+def build(
+    settings: EngineSettings,
+    progress: Callable[[str], None] | None = None,
+    *,
+    invariant: bool = True,
+    ranks: Ranks | None = None,
+) -> Engine:
+    """Load the model and set up its cache.
 
-    ``invariant``: see :class:`engine.step.Engine`. A drafter, whose tokens are only hints, does without.
+    ``invariant``: see :class:`engine.step.Engine`. A drafter, whose tokens are only hints, does without. ``ranks``:
+    what starts the other ranks, if there are to be more than one. Raises :class:`engine.model.ModelError`, or
+    :class:`engine.parallel.group.RankError` if a rank does not come or is lost.
     """
-    return _engine(settings, _load(settings, progress), invariant=invariant)
+    if settings.tensor_parallel_size == 1:
+        model = load_model(settings, progress)
+        return Engine(model, cache_for(settings, model), invariant=invariant)
+    assert ranks is not None, "nothing to start the ranks with"
+    device = choose_device(settings.device)
+    check_split(settings.model, settings.tensor_parallel_size)
+    check_devices(device, settings.tensor_parallel_size)
+    leader = Leader(settings, ranks, device)
+    with leader.loading() as group:
+        model = load_model(settings, progress, group)
+        cache = cache_for(settings, model, group)
+    return Engine(model, cache, invariant=invariant, leader=leader)
 
 
-def build_target(settings: EngineSettings, progress: Callable[[str], None] | None = None) -> StepEngine:
-    """As :func:`build`, but a model that cannot speculate is served without, if that can be had."""
-    model = _load(settings, progress, without_speculation=True)
+def build_target(
+    settings: EngineSettings, progress: Callable[[str], None] | None = None, ranks: Ranks | None = None
+) -> StepEngine:
+    """As :func:`build`, but a model that cannot speculate is served without, if that can be had: on one rank."""
+    if settings.tensor_parallel_size > 1:
+        return build(settings, progress, ranks=ranks)
+    model = load_model(settings, progress, without_speculation=True)
     if not model.no_speculation:
-        return _engine(settings, model)
+        return Engine(model, cache_for(settings, model))
     log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
     capacity = settings.cache_tokens or max(model.context, STATEFUL_TOKENS)
     return StatefulEngine(model, StatefulCache(capacity, dtype=model.dtype, device=model.device))
 
 
-def _load(
-    settings: EngineSettings, progress: Callable[[str], None] | None, *, without_speculation: bool = False
+def load_model(
+    settings: EngineSettings,
+    progress: Callable[[str], None] | None = None,
+    group: Group | None = None,
+    *,
+    without_speculation: bool = False,
 ) -> Model:
+    """The model alone, or this rank's part of it."""
     return load(
         settings.model,
         dtype=settings.dtype,
@@ -71,14 +107,20 @@ def _load(
         quantization=settings.quantization,
         threads=settings.threads,
         without_speculation=without_speculation,
+        group=group,
         progress=progress,
     )
 
 
-def _engine(settings: EngineSettings, model: Model, *, invariant: bool = True) -> Engine:
-    capacity = settings.cache_tokens or fitting_tokens(model)
-    cache = KVCache(model.layers, capacity, dtype=model.dtype, device=model.device)
-    return Engine(model, cache, invariant=invariant)
+def cache_for(settings: EngineSettings, model: Model, group: Group | None = None) -> KVCache:
+    """A cache of the same size on every rank. Raises :class:`engine.model.ModelError`."""
+    if settings.cache_tokens:
+        capacity = settings.cache_tokens
+    elif group is None:
+        capacity = fitting_tokens(model)
+    else:
+        capacity = group.least(fitting_tokens(model, group.world if splits_heads(model.module) else 1))
+    return KVCache(model.layers, capacity, dtype=model.dtype, device=model.device)
 
 
 def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:

@@ -16,11 +16,14 @@ MOST_CONTEXTS = 64
 """More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
 
 
-def fitting_tokens(model: Model) -> int:
-    """Room for the free memory left after loading ``model``. Raises :class:`ModelError` if no context fits."""
+def fitting_tokens(model: Model, parts: int = 1) -> int:
+    """Room for the free memory left after loading ``model``. Raises :class:`ModelError` if no context fits.
+
+    ``parts``: among how many ranks the heads are divided. Each has a GPU of its own; on a CPU they share the memory.
+    """
     share = CUDA_SHARE if model.device.type == "cuda" else CPU_SHARE
     allowed = int(share * free_bytes(model.device))
-    a_token = token_bytes(model)
+    a_token = -(-token_bytes(model) // (parts if model.device.type == "cuda" else 1))
     fitting = allowed // a_token
     if fitting < model.context:
         needed = model.context * a_token / GIB

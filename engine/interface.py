@@ -37,3 +37,6 @@ class StepEngine(Protocol):
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute; see :meth:`engine.step.Engine.run`."""
+
+    def close(self) -> None:
+        """Let go of what it has beyond this process. The last call."""

@@ -19,17 +19,20 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import NAME
 from engine.linear import pack_linears
 from engine.model import CannotSpeculate, Model, ModelError
+from engine.parallel.group import Group
+from engine.parallel.shards import own_part, use_slices
 from engine.quantisation import NONE, check, quantise, weight_bytes
 from engine.self_test import STOCK, SelfTest
 from engine.stateful import RIGHT_IN_PARTS
 from engine.threads import set_threads
 
-__all__ = ["Model", "ModelError", "load"]
+__all__ = ["Model", "ModelError", "choose_device", "load", "read_config"]
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -58,6 +61,7 @@ def load(
     pack: bool = True,
     self_test: bool = True,
     without_speculation: bool = False,
+    group: Group | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
@@ -65,17 +69,18 @@ def load(
     ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1).
     ``quantization``: one of :data:`engine.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's layout (CPU
     only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised and
-    :mod:`engine.stateful` can run it. ``progress`` hears a line before each slow part.
+    :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load the
+    same. ``progress`` hears a line before each slow part.
     """
     report = progress or (lambda _: None)
     set_threads(threads)
     local = _local(path)
-    chosen_device = _choose_device(device)
+    chosen_device = choose_device(device) if group is None else group.device
     chosen_dtype = _choose_dtype(dtype, chosen_device)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with _quiet():
-        module = _read_module(path, local, chosen_dtype).to(chosen_device)
+        module = _read_module(path, local, chosen_dtype, group).to(chosen_device)
         tokens = _read_tokens(path, local)
     _check_numbers(path, module)
     model = _describe(path, module, tokens, chosen_dtype, chosen_device)
@@ -84,18 +89,22 @@ def load(
         report("computing reference logits")
         _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
     try:
-        return _for_speculation(model, test, report, quantization, pack=pack and chosen_device.type == "cpu")
+        return _for_speculation(model, test, report, quantization, group, pack=pack and chosen_device.type == "cpu")
     except CannotSpeculate as reason:
-        if not without_speculation or quantization != NONE:
+        if not without_speculation or quantization != NONE or group is not None:
             raise
         return _for_plain_decoding(model, test, report, reason)
 
 
-def _for_speculation(model: Model, test: SelfTest | None, report: Progress, quantization: str, *, pack: bool) -> Model:
+def _for_speculation(
+    model: Model, test: SelfTest | None, report: Progress, quantization: str, group: Group | None, *, pack: bool
+) -> Model:
     """Let the model compute through :mod:`engine.attention`; raises :class:`CannotSpeculate`."""
     module: Any = model.module
     if module._is_stateful:
         raise CannotSpeculate(model, "it keeps a recurrent state, which cannot roll back")
+    if group is not None:
+        use_slices(module, group)
     if quantization != NONE:
         report(f"quantising linear layers to {quantization}")
         model = _quantised(model, quantization)
@@ -108,6 +117,8 @@ def _for_speculation(model: Model, test: SelfTest | None, report: Progress, quan
         report(f"{model.weights}; logits moved by {drift:.2g} (relative)")
     with _quiet():
         module.set_attn_implementation(NAME)
+    if group is not None:
+        group.meet()
     if test is not None:
         _passed(report, _guarded(test.check, partial(CannotSpeculate, model)))
     return model
@@ -149,7 +160,8 @@ def _local(path: str) -> bool:
     return False
 
 
-def _choose_device(device: str) -> torch.device:
+def choose_device(device: str) -> torch.device:
+    """The device of this name; auto: a GPU where there is one. Raises ModelError."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -170,14 +182,21 @@ def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _read_module(path: str, local: bool, dtype: torch.dtype) -> Any:
-    folder = Path(path).expanduser() if local else path
+def read_config(path: str) -> Any:
+    """The configuration of the causal language model in a folder, or of a hub id. Raises ModelError."""
+    local = _local(path)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=local)
+        config = AutoConfig.from_pretrained(Path(path).expanduser() if local else path, local_files_only=local)
     except Exception as error:
         raise ModelError(f"{path}: cannot read the configuration: {_first_line(error)}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
+    return config
+
+
+def _read_module(path: str, local: bool, dtype: torch.dtype, group: Group | None) -> Any:
+    folder = Path(path).expanduser() if local else path
+    config = read_config(path)
     try:
         module: Any
         loaded: dict[str, Any]
@@ -188,6 +207,7 @@ def _read_module(path: str, local: bool, dtype: torch.dtype) -> Any:
             attn_implementation=STOCK,
             local_files_only=local,
             output_loading_info=True,
+            distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
         )
     except Exception as error:
         raise ModelError(f"{path}: cannot load the weights: {_first_line(error)}") from error
@@ -199,8 +219,9 @@ def _read_module(path: str, local: bool, dtype: torch.dtype) -> Any:
 
 def _check_numbers(path: str, module: Any) -> None:
     """Refuse weights that are no numbers: they would make every logit one that is none."""
-    for name, tensor in module.named_parameters():
-        if tensor.is_floating_point() and not all(end.isfinite() for end in tensor.aminmax()):
+    for name, parameter in module.named_parameters():
+        tensor = own_part(parameter)
+        if tensor.is_floating_point() and tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
             raise ModelError(f"{path}: tensor {name!r} holds NaN or infinite values in {tensor.dtype}")
 
 

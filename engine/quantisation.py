@@ -62,7 +62,8 @@ def quantise(module: Any, quantization: str) -> int:
     ``quantization`` must have passed :func:`check`.
     """
     last = module.get_output_embeddings()
-    chosen = {id(layer) for layer in module.modules() if type(layer) is nn.Linear and layer is not last}
+    kept = set() if last is None else set(last.modules())  # a layer that is split over ranks has another inside
+    chosen = {id(layer) for layer in module.modules() if type(layer) is nn.Linear and layer not in kept}
     quantize_(module, _config(quantization), filter_fn=lambda layer, _: id(layer) in chosen)
     return len(chosen)
 

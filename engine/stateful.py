@@ -143,6 +143,9 @@ class StatefulEngine:
             return torch.stack(rows)
         return torch.empty(0, self.model.vocabulary, dtype=self._logits_dtype, device=self.model.device)
 
+    def close(self) -> None:
+        """Nothing is held beyond this process."""
+
     @property
     def _logits_dtype(self) -> torch.dtype:
         return torch.promote_types(self.model.dtype, torch.float32)

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.forward import Forward, StepInput
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.model import Model
+from engine.parallel.leader import Leader
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,17 @@ class Engine:
 
     speculates = True
 
-    def __init__(self, model: Model, cache: KVCache, *, invariant: bool = True) -> None:
+    def __init__(self, model: Model, cache: KVCache, *, invariant: bool = True, leader: Leader | None = None) -> None:
         """``invariant``: give a token the same bits however it is batched, where that can be had.
 
         That is in bfloat16 on a CPU. It costs nothing for chains, but a tree with many branches is read faster without.
+        ``leader``: has the other ranks of a tensor-parallel group compute every step as well.
         """
         self.model = model
         self.cache = cache
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
         self._forward = Forward(model, cache.store)
+        self._leader = leader
 
     @property
     def forward_seconds(self) -> float:
@@ -86,11 +89,22 @@ class Engine:
             self._check_context(chunks)
             states = [(chunk.sequence.state(), len(chunk.tokens)) for chunk in chunks]
             inputs = StepInput(tokens, rows, states, self.cache.take_moves(), self.invariant)
-            return self._forward.compute(inputs)
+            return self._computed(inputs)
         except BaseException:
             for chunk in appended:
                 chunk.sequence.retract(len(chunk.tokens))
             raise
+
+    def close(self) -> None:
+        """End the other ranks, if there are any. The last call; not while a step is computed."""
+        if self._leader is not None:
+            self._leader.stop()
+
+    def _computed(self, inputs: StepInput) -> Tensor:
+        if self._leader is None:
+            return self._forward.compute(inputs)
+        with self._leader.step(inputs):
+            return self._forward.compute(inputs)
 
     def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
         """All tokens, and the wanted rows as indices into them."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from speculation.messages import FromWorker, Load, ToWorker, Welcome
@@ -54,9 +54,9 @@ class Machine(Protocol):
 class Worker:
     """A machine that listens."""
 
-    def __init__(self, machine: Machine, role: str) -> None:
-        """Nothing happens before ``start``."""
-        self._machine, self._role = machine, role
+    def __init__(self, machine: Machine, role: str, ended: Callable[[], None] | None = None) -> None:
+        """Nothing happens before ``start``. ``ended`` is called when nothing is computed any more."""
+        self._machine, self._role, self._ended = machine, role, ended
         self._wake = threading.Condition()
         self._inbox: list[tuple[Link, ToWorker | None, float]] = []
         self._stopping = False
@@ -90,6 +90,8 @@ class Worker:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        if self._ended is not None:
+            await asyncio.to_thread(self._ended)
         if self._server is not None:
             await self._server.stop()
 

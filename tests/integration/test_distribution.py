@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from draft_service.lookahead import Lookahead
+from engine.forward import StepInput
 from engine.kv_cache import KVCache
-from engine.step import Chunk, Engine
+from engine.step import Engine
 from speculation import planner
 from speculation.messages import (
     Limits,
@@ -73,8 +74,8 @@ class TableEngine(Engine):
         noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self._logits = table.double().log() + blur * noise
 
-    def _forward(self, chunks: Sequence[Chunk], tokens: list[int], slots: list[int], rows: list[int]) -> Tensor:
-        return self._logits[torch.tensor(tokens)[torch.tensor(rows, dtype=torch.long)]]
+    def _computed(self, inputs: StepInput) -> Tensor:
+        return self._logits[torch.tensor(inputs.tokens)[torch.tensor(inputs.rows, dtype=torch.long)]]
 
 
 @dataclass

@@ -1,0 +1,132 @@
+"""One rank's membership of a group: how ranks find each other, and what they say to each other.
+
+Decides the time limits of everything that waits for another rank. There can be one group in a process, because
+transformers distributes a model over all ranks that torch knows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+if TYPE_CHECKING:
+    from engine.build import EngineSettings
+
+HOST = "127.0.0.1"
+"""The ranks of a group are processes of one machine."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOADING = timedelta(hours=2)
+"""How long ranks wait for each other while they load; some read their weights faster."""
+COMPUTING = timedelta(seconds=60)
+"""How long they wait for each other inside a step, where all take the same time."""
+IDLE = timedelta(days=365)
+"""How long they wait for the next step."""
+FRAME_BYTES = 1 << 14
+"""What a broadcast carries; a longer message takes a second one."""
+LENGTH_BYTES = 8
+
+
+class RankError(Exception):
+    """A group cannot go on. One line that names the rank, and why if that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What a rank other than 0 has to know before it meets the others; can be pickled."""
+
+    rank: int
+    port: int
+    """Of rank 0's rendezvous."""
+    settings: EngineSettings
+
+
+def rendezvous(settings: EngineSettings, port: int | None = None) -> TCPStore:
+    """Where ranks meet, on the loopback interface: rank 0 opens it, the others give its port."""
+    seconds = timedelta(seconds=settings.join_timeout)
+    opens = port is None
+    return TCPStore(HOST, port or 0, settings.tensor_parallel_size, opens, seconds, wait_for_workers=False)
+
+
+def joined_key(rank: int) -> str:
+    """What the rendezvous store holds once ``rank`` is there."""
+    return f"joined {rank}"
+
+
+class Group:
+    """All ``world`` ranks of one worker, seen from one of them."""
+
+    def __init__(self, rank: int, world: int, store: Store, device: torch.device) -> None:
+        """Meet the others at ``store``; every rank does so at the same time. ``device``: of any rank, such as cuda."""
+        self.rank = rank
+        self.world = world
+        self.device = _own_device(device, rank)
+        assert not dist.is_initialized(), "there is a group in this process already"
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, LOOPBACK)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=LOADING)
+        self._computing = dist.new_group(timeout=COMPUTING)
+        self._idle = dist.new_group(timeout=IDLE, backend="gloo")
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' tensors of one shape; ``part`` is overwritten with it."""
+        dist.all_reduce(part, group=self._computing)
+        return part
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """All ranks' tensors of one shape, in the order of ranks."""
+        parts = [torch.empty_like(part) for _ in range(self.world)]
+        dist.all_gather(parts, part, group=self._computing)
+        return parts
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values, however long they take."""
+        values_1 = torch.tensor([value])
+        dist.all_reduce(values_1, dist.ReduceOp.MIN, group=self._idle)
+        return int(values_1)
+
+    def tell(self, message: bytes) -> None:
+        """Rank 0: hand ``message`` to all others, who :meth:`hear` it."""
+        frame = len(message).to_bytes(LENGTH_BYTES, "little") + message
+        self._broadcast(bytearray(frame[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")))
+        if len(frame) > FRAME_BYTES:
+            self._broadcast(bytearray(frame[FRAME_BYTES:]))
+
+    def hear(self) -> bytes:
+        """The others: the next message of rank 0, however long that takes."""
+        frame = self._broadcast(bytearray(FRAME_BYTES))
+        end = LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
+        if end > FRAME_BYTES:
+            frame += self._broadcast(bytearray(end - FRAME_BYTES))
+        return bytes(frame[LENGTH_BYTES:end])
+
+    def meet(self) -> None:
+        """Wait until every rank is here, however long that takes."""
+        dist.barrier(group=self._idle)
+
+    def leave(self) -> None:
+        """End the membership. The process may join another group then."""
+        dist.destroy_process_group()
+
+    def _broadcast(self, frame: bytearray) -> bytearray:
+        dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), 0, group=self._idle)
+        return frame
+
+
+def _own_device(device: torch.device, rank: int) -> torch.device:
+    """Where this rank computes: on the GPU of its number, or the only one that it sees."""
+    if device.type != "cuda":
+        return device
+    index = rank % torch.cuda.device_count()
+    os.environ["LOCAL_RANK"] = str(index)  # transformers asks there
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
