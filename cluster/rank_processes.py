@@ -74,16 +74,17 @@ class RankProcesses:
         return Loss(number, self.about(number), refused=self._ranks[number].process.returncode == BAD_INPUT)
 
     def about(self, rank: int) -> str:
-        """Its last line, or how it ended."""
+        """How it ended, or the last it said."""
         known = self._ranks.get(rank)
         if known is None:
             return "was not started"
         code = known.process.poll()
-        if code is not None and code < 0:
+        said = known.said[-1].removeprefix("paceline: ") if known.said else ""
+        if code is None:
+            return f"runs, and said last: {said}" if said else "runs, and has said nothing"
+        if code < 0:
             return f"was killed by signal {-code}"
-        if known.said:
-            return known.said[-1].removeprefix("paceline: ")
-        return "has said nothing" if code is None else f"ended with exit code {code}"
+        return said or f"ended with exit code {code}"
 
     def stop(self, seconds: float) -> None:
         """Let them end by themselves for so long, then kill them."""

@@ -27,9 +27,9 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 LOADING = timedelta(hours=2)
 """How long ranks wait for each other while they load; some read their weights faster."""
 COMPUTING = timedelta(seconds=60)
-"""How long they wait for each other inside a step, where all take the same time."""
+"""How long they wait for each other for and in a step, where all take the same time."""
 IDLE = timedelta(days=365)
-"""How long they wait for the next step."""
+"""How long the others wait for the next step."""
 FRAME_BYTES = 1 << 14
 """What a broadcast carries; a longer message takes a second one."""
 LENGTH_BYTES = 8
@@ -69,12 +69,14 @@ class Group:
         self.rank = rank
         self.world = world
         self.device = _own_device(device, rank)
+        self.patience = COMPUTING
+        """How long a rank may keep the others waiting inside a step."""
         assert not dist.is_initialized(), "there is a group in this process already"
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, LOOPBACK)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=LOADING)
-        self._computing = dist.new_group(timeout=COMPUTING)
+        self._computing = dist.new_group(timeout=self.patience)
         self._idle = dist.new_group(timeout=IDLE, backend="gloo")
 
     def sum(self, part: Tensor) -> Tensor:
@@ -94,19 +96,20 @@ class Group:
         dist.all_reduce(values_1, dist.ReduceOp.MIN, group=self._idle)
         return int(values_1)
 
-    def tell(self, message: bytes) -> None:
-        """Rank 0: hand ``message`` to all others, who :meth:`hear` it."""
+    def tell(self, message: bytes, patience: timedelta | None = None) -> None:
+        """Rank 0: hand ``message`` to all others, who :meth:`hear` it within :attr:`patience`, or another."""
+        patience = patience or self.patience
         frame = len(message).to_bytes(LENGTH_BYTES, "little") + message
-        self._broadcast(bytearray(frame[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")))
+        self._broadcast(bytearray(frame[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")), patience)
         if len(frame) > FRAME_BYTES:
-            self._broadcast(bytearray(frame[FRAME_BYTES:]))
+            self._broadcast(bytearray(frame[FRAME_BYTES:]), patience)
 
     def hear(self) -> bytes:
         """The others: the next message of rank 0, however long that takes."""
-        frame = self._broadcast(bytearray(FRAME_BYTES))
+        frame = self._broadcast(bytearray(FRAME_BYTES), IDLE)
         end = LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
         if end > FRAME_BYTES:
-            frame += self._broadcast(bytearray(end - FRAME_BYTES))
+            frame += self._broadcast(bytearray(end - FRAME_BYTES), IDLE)
         return bytes(frame[LENGTH_BYTES:end])
 
     def meet(self) -> None:
@@ -117,8 +120,10 @@ class Group:
         """End the membership. The process may join another group then."""
         dist.destroy_process_group()
 
-    def _broadcast(self, frame: bytearray) -> bytearray:
-        dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), 0, group=self._idle)
+    def _broadcast(self, frame: bytearray, patience: timedelta) -> bytearray:
+        work = dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), 0, group=self._idle, async_op=True)
+        assert work is not None
+        work.wait(patience)
         return frame
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -92,30 +93,38 @@ class Leader:
             yield self._group
             self._group.meet()
         except BaseException as error:
-            lost = self._lost.wait(TELLING_SECONDS)
+            explained = isinstance(error, RankError) or not isinstance(error, Exception)
+            loss = None if explained else self._lost_within(TELLING_SECONDS)
             self._broken = True
             self.stop()
-            if lost and self._loss is not None and isinstance(error, Exception):
-                raise self._loss.error(self._world) from error
-            raise
+            if loss is None:
+                raise
+            raise loss from error
         self._loading = False
 
     @contextmanager
     def step(self, inputs: StepInput) -> Iterator[None]:
         """Have the others compute ``inputs``; the block computes the same here.
 
-        Raises :class:`RankError` when it fails: no rank knows then how far the others have come.
+        Raises :class:`RankError` if a rank does not answer. After this or any other error there is no further step:
+        nobody knows how far the others have come.
         """
         if self._broken or self._group is None:
-            raise RankError("the ranks are out of step since an earlier error; restart the worker")
+            raise RankError("the ranks are out of step since an earlier error; the worker has to be started again")
+        started = time.monotonic()
         try:
             self._group.tell(inputs.encoded())
             yield
         except BaseException as error:
             self._broken = True
+            waited = time.monotonic() - started
             # Normally the process ends meanwhile, and says which rank is the reason.
-            if self._lost.wait(TELLING_SECONDS) and self._loss is not None:
-                raise self._loss.error(self._world) from error
+            if (loss := self._lost_within(TELLING_SECONDS)) is not None:
+                raise loss from error
+            if waited >= self._group.patience.total_seconds():
+                raise RankError(
+                    f"no answer within {waited:.0f} s from one of: {self._about(range(1, self._world))}"
+                ) from error
             raise
 
     def stop(self) -> None:
@@ -123,13 +132,15 @@ class Leader:
         if self._over.is_set():
             return
         self._over.set()
-        if self._group is not None and not self._broken:
-            self._group.tell(b"")
-            self._ranks.stop(STOPPING_SECONDS)
-        else:
+        if self._group is None:
             self._ranks.stop(0.0)
-        if self._group is not None:
-            self._group.leave()
+            return
+        if not self._broken and not self._lost.is_set():
+            with suppress(RuntimeError):  # a rank is lost just now
+                self._group.tell(b"", timedelta(seconds=STOPPING_SECONDS))
+                self._ranks.stop(STOPPING_SECONDS)
+        self._ranks.stop(0.0)
+        self._group.leave()
 
     def _assembled(self) -> Group:
         """All ranks, met; raises :class:`RankError` naming those that do not come in time."""
@@ -140,12 +151,19 @@ class Leader:
         threading.Thread(target=self._keep, args=(tasks,), daemon=True, name="ranks").start()
         deadline = time.monotonic() + seconds
         while missing := [rank for rank in others if not store.check([joined_key(rank)])]:
-            if self._lost.wait(POLL_SECONDS):
-                raise RankError("a rank was lost")
+            if (loss := self._lost_within(POLL_SECONDS)) is not None:
+                raise loss
             if time.monotonic() > deadline:
-                about = "; ".join(f"rank {rank} {self._ranks.about(rank)}" for rank in missing)
+                about = self._about(missing)
                 raise RankError(f"not all {self._world} ranks joined within {seconds:g} s (join_timeout): {about}")
         return Group(0, self._world, store, self._device)
+
+    def _lost_within(self, seconds: float) -> Exception | None:
+        """The loss of a rank as an error, if there is one by then."""
+        return self._loss.error(self._world) if self._lost.wait(seconds) and self._loss else None
+
+    def _about(self, ranks: Sequence[int]) -> str:
+        return "; ".join(f"rank {rank} {self._ranks.about(rank)}" for rank in ranks)
 
     def _keep(self, tasks: Sequence[RankTask]) -> None:
         """The thread that starts the ranks and outlives them."""

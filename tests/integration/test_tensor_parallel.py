@@ -1,0 +1,192 @@
+"""A worker on two ranks says what it says on one, and a group that loses a rank ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+
+from cluster.rank_processes import RankProcesses
+from draft_service.lookahead import Lookahead
+from engine.build import EngineSettings, build, welcome
+from engine.model import ModelError
+from engine.parallel import group
+from engine.parallel.group import RankError
+from engine.step import Chunk, Engine
+from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Speculation, Verification
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.ranks import Watched, needs_no_gpu, on_two_ranks
+from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
+from tests.unit.engine_models import save_model
+
+pytestmark = needs_no_gpu
+
+
+@needs_invariant_bf16
+def test_on_two_ranks_bfloat16_logits_do_not_depend_on_the_batch():
+    settings = EngineSettings(str(MODELS / "target"), dtype="bfloat16", cache_tokens=1024)
+    text = list(held_out_prompts()[0][:40]) + list(range(50, 90))
+    with on_two_ranks(settings) as engine:
+
+        def logits(sizes: list[int]) -> torch.Tensor:
+            sequence, rows = engine.cache.sequence(), []
+            for size in sizes:
+                part = text[sequence.length :][:size]
+                rows.append(engine.run([Chunk(sequence, part, rows=range(size))]))
+                sequence.advance(range(size))
+            sequence.free()
+            return torch.cat(rows)
+
+        one_by_one = logits([1] * len(text))
+        assert torch.equal(logits([len(text)]), one_by_one)
+        assert torch.equal(logits([40, *[9, 3, 1, 8, 11, 8]]), one_by_one)
+
+
+LINK = "router"
+BOTH = [Sampling(temperature=0.0), Sampling(temperature=0.8, seed=21)]
+
+
+def texts(target: Engine, draft: Engine | None) -> dict[int, list[int]]:
+    """What six sessions say, greedy and sampled, in a cache that does not hold them all at once."""
+    machine = VerifyLoop(target, welcome(EngineSettings("t"), target.model, "target"), TargetLimits(adaptive=False))
+    drafter = draft and Lookahead(draft, welcome(EngineSettings("d"), draft.model, "draft"))
+    sources = frozenset({Source.DRAFT}) if drafter else frozenset()
+    for number in range(6):
+        prompt = held_out_prompts()[number][:40]
+        speculation = Speculation(enabled=drafter is not None, sources=sources)
+        opening = Open(
+            SessionId(number), 1, prompt, BOTH[number % 2], Limits(len(prompt) + 40), speculation=speculation
+        )
+        machine.receive(LINK, opening)
+        if drafter:
+            drafter.receive(LINK, opening)
+    said: dict[int, list[int]] = {}
+    accepted = offered = 0
+    while (sent := machine.step()) is not None:
+        for _, message in sent:
+            assert isinstance(message, Verification)
+            said.setdefault(message.session, []).extend(message.tokens)
+            accepted, offered = accepted + message.accepted, offered + message.offered
+            if drafter:
+                drafter.receive(LINK, message)
+        for _, message in [found for _ in range(3) for found in (drafter.step() or [])] if drafter else []:
+            if isinstance(message, Proposal):
+                machine.receive(LINK, message)
+    assert machine.counters.preempted > 0
+    if drafter:
+        assert 0 < accepted < offered
+    target.cache.check()
+    assert target.cache.free_tokens == target.cache.capacity
+    return said
+
+
+def test_two_ranks_say_what_one_says_with_branches_and_preemption():
+    target = EngineSettings(str(MODELS / "target"), dtype="fp32", cache_tokens=320)
+    one = build(target)
+    draft = build(EngineSettings(str(MODELS / "draft"), dtype="fp32"), invariant=False)
+    plain = texts(one, None)
+    assert all(len(text) == 40 for text in plain.values())
+    with on_two_ranks(target) as two:
+        assert texts(two, None) == plain
+        assert texts(two, draft) == plain
+
+
+def test_a_drafter_on_two_ranks_drafts_what_it_drafts_on_one():
+    target = build(EngineSettings(str(MODELS / "target"), dtype="fp32", cache_tokens=320))
+    plain = texts(target, None)
+    with on_two_ranks(EngineSettings(str(MODELS / "draft"), dtype="fp32")) as draft:
+        assert texts(target, draft) == plain
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ranks", "words"),
+    [
+        ("llama", {}, 4, "tensor_parallel_size 4 does not divide its 2 key/value heads; possible: 1, 2"),
+        ("llama", {"intermediate_size": 97}, 2, "does not divide its 97 inner units of a layer (intermediate_size);"),
+        ("gpt2", {}, 2, "model type 'gpt2' cannot be split over ranks, transformers has no plan for it"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_a_rank_is_started(tmp_path, family, changes, ranks, words):
+    folder = save_model(family, tmp_path, **changes)
+    processes = RankProcesses()
+    with pytest.raises(ModelError) as caught:
+        build(EngineSettings(folder, device="cpu", tensor_parallel_size=ranks), ranks=processes)
+    assert words in str(caught.value)
+    assert folder in str(caught.value)
+    assert processes.pids == {}
+
+
+@pytest.fixture
+def tiny(tmp_path) -> EngineSettings:
+    return EngineSettings(save_model("llama", tmp_path, num_hidden_layers=2), dtype="fp32", device="cpu")
+
+
+def test_a_rank_that_never_joins_is_named(tiny):
+    class Absent(Watched):
+        def start(self, tasks) -> None:
+            """Start nobody."""
+
+    with pytest.raises(RankError) as caught, on_two_ranks(replace(tiny, join_timeout=0.2), Absent()):
+        pass
+    assert str(caught.value) == "not all 2 ranks joined within 0.2 s (join_timeout): rank 1 was not started"
+
+
+def test_a_rank_that_dies_before_it_joins_is_named(tiny):
+    class Struck(Watched):
+        def start(self, tasks) -> None:
+            super().start(tasks)
+            os.kill(self.pids[1], signal.SIGKILL)
+
+    with pytest.raises(RankError) as caught, on_two_ranks(tiny, Struck()):
+        pass
+    assert str(caught.value) == "rank 1 of 2: was killed by signal 9"
+
+
+def test_a_model_that_only_another_rank_refuses_is_refused_with_its_reason(tiny, tmp_path):
+    class Misled(Watched):
+        def start(self, tasks) -> None:
+            other = replace(tasks[0].settings, model=str(tmp_path / "none"))
+            super().start([replace(tasks[0], settings=other)])
+
+    with pytest.raises(ModelError, match=r"rank 1 of 2: .*none: no such folder"), on_two_ranks(tiny, Misled()):
+        pass
+
+
+def test_an_idle_worker_ends_when_a_rank_dies(tiny):
+    ranks = Watched()
+    with on_two_ranks(tiny, ranks) as engine:
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        assert ranks.told.wait(5)
+        assert ranks.reason == "rank 1 of 2: was killed by signal 9"
+        with pytest.raises((RankError, RuntimeError)):
+            engine.run([Chunk(engine.cache.sequence(), [5])])
+
+
+def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
+    monkeypatch.setattr(group, "COMPUTING", timedelta(seconds=1))
+    ranks = Watched()
+    with on_two_ranks(tiny, ranks) as engine:
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        sequence = engine.cache.sequence()
+        started = time.monotonic()
+        with pytest.raises(RankError, match="no answer within 1 s from one of: rank 1 runs"):
+            engine.run([Chunk(sequence, [5])])
+        assert time.monotonic() - started < 20
+        assert sequence.pending == 0
+        with pytest.raises(RankError, match="out of step"):
+            engine.run([Chunk(sequence, [5])])
+
+
+def test_a_rank_that_fails_ends_the_worker_with_its_last_words(tiny):
+    ranks = Watched()
+    with on_two_ranks(tiny, ranks) as engine:
+        assert engine._leader is not None and engine._leader._group is not None
+        engine._leader._group.tell(b"nonsense")
+        assert ranks.told.wait(10)
+        assert ranks.reason.startswith("rank 1 of 2: ")
+        assert "UnpicklingError" in ranks.reason

@@ -1,0 +1,52 @@
+"""Ranks of a tensor-parallel group under test. A process can have one group at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cluster.rank_processes import RankProcesses
+from engine.build import EngineSettings, build
+from engine.parallel.leader import Loss
+from engine.step import Engine
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks take the GPUs where there are some")
+
+
+class Watched(RankProcesses):
+    """Ranks whose loss is told to the test instead of ending its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason = ""
+        self.told = threading.Event()
+
+    def end_worker(self, loss: Loss, reason: str) -> None:
+        self.reason = reason
+        self.told.set()
+
+
+@contextmanager
+def on_two_ranks(settings: EngineSettings, ranks: RankProcesses | None = None) -> Iterator[Engine]:
+    """An engine on two ranks, which are gone afterwards."""
+    ranks = ranks or Watched()
+    engine = build(replace(settings, tensor_parallel_size=2), ranks=ranks)
+    try:
+        yield engine
+    finally:
+        engine.close()
+    assert not any(alive(pid) for pid in ranks.pids.values())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
