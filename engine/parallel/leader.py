@@ -148,7 +148,9 @@ class Leader:
         store = rendezvous(self._settings)
         others = range(1, self._world)
         tasks = [RankTask(rank, store.port, self._settings) for rank in others]
-        threading.Thread(target=self._keep, args=(tasks,), daemon=True, name="ranks").start()
+        started = threading.Event()
+        threading.Thread(target=self._keep, args=(tasks, started), daemon=True, name="ranks").start()
+        started.wait()
         deadline = time.monotonic() + seconds
         while missing := [rank for rank in others if not store.check([joined_key(rank)])]:
             if (loss := self._lost_within(POLL_SECONDS)) is not None:
@@ -165,13 +167,15 @@ class Leader:
     def _about(self, ranks: Sequence[int]) -> str:
         return "; ".join(f"rank {rank} {self._ranks.about(rank)}" for rank in ranks)
 
-    def _keep(self, tasks: Sequence[RankTask]) -> None:
+    def _keep(self, tasks: Sequence[RankTask], started: threading.Event) -> None:
         """The thread that starts the ranks and outlives them."""
         try:
             self._ranks.start(tasks)
+            started.set()
             loss = self._ranks.wait()
         except OSError as error:
             loss = Loss(tasks[0].rank, f"cannot be started: {error}")
+        started.set()
         if self._over.is_set():
             return
         self._loss = loss

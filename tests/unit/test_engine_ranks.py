@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.build import EngineSettings, build
 from engine.forward import StepInput
@@ -19,17 +22,33 @@ from tests.unit.engine_models import save_model
 pytestmark = needs_no_gpu
 
 CACHE = 256
-FAMILIES = ["llama", "qwen3", "gemma2"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {},
+}
 """What is special: heads share keys in all, qwen3 norms its heads, gemma2 slides, caps scores and scales embeddings."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
     """The same tiny model on one rank and on two; 251 tokens do not divide by two."""
-    folder = save_model(request.param, tmp_path_factory.mktemp("tp"), num_hidden_layers=2, vocab_size=251)
+    changes = {"num_hidden_layers": 2, "vocab_size": 251, **FAMILIES[request.param]}
+    folder = save_model(request.param, tmp_path_factory.mktemp("tp"), **changes)
+    randomise_biases(Path(folder))
     settings = EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=CACHE)
     with on_two_ranks(settings) as two:
         yield build(settings), two
+
+
+def randomise_biases(folder: Path) -> None:
+    """They are zero otherwise, and may be added as often as one likes."""
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+    for name, weight in weights.items():
+        if name.endswith("bias"):
+            weight.normal_(generator=generator)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_random_lives_of_sequences(pair):
