@@ -79,7 +79,12 @@ async def test_a_group_that_loses_a_rank_ends_and_its_sessions_move():
             assert "rank 1 of 2: was killed by signal 9" in group.lines[-1]
 
             rank = rank_of(drafter)
-            tokens, _, reopened = await stream(serving, drafter.process.kill)
+
+            def lose_the_worker() -> None:
+                rank.suspend()  # so that only the kernel can end it
+                drafter.process.kill()
+
+            tokens, _, reopened = await stream(serving, lose_the_worker)
             assert (tokens, reopened) == (plain, 0)
             rank.wait(10)
 
