@@ -33,10 +33,10 @@ class Watched(RankProcesses):
 
 
 @contextmanager
-def on_two_ranks(settings: EngineSettings, ranks: RankProcesses | None = None) -> Iterator[Engine]:
-    """An engine on two ranks, which are gone afterwards."""
+def on_ranks(settings: EngineSettings, ranks: RankProcesses | None = None, count: int = 2) -> Iterator[Engine]:
+    """An engine on several ranks, which are gone afterwards."""
     ranks = ranks or Watched()
-    engine = build(replace(settings, tensor_parallel_size=2), ranks=ranks)
+    engine = build(replace(settings, tensor_parallel_size=count), ranks=ranks)
     try:
         yield engine
     finally:

@@ -80,9 +80,19 @@ class Group:
         self._idle = dist.new_group(timeout=IDLE, backend="gloo")
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of one shape; ``part`` is overwritten with it."""
-        dist.all_reduce(part, group=self._computing)
-        return part
+        """The sum of all ranks' tensors of one shape; ``part`` may be overwritten with it.
+
+        In bfloat16 on a CPU a number's bits depend on its parts alone, not on the shape or its place in it.
+        """
+        if self.world == 2 or part.dtype != torch.bfloat16 or part.device.type != "cpu":
+            dist.all_reduce(part, group=self._computing)
+            return part
+        # More than two parts are added up in an order that depends on the place; so here one after the other.
+        first, *others = self.gather(part)
+        total = first.float()
+        for other in others:
+            total += other
+        return total.to(part.dtype)
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """All ranks' tensors of one shape, in the order of ranks."""

@@ -5,9 +5,6 @@ hooks, which cost more than small products do and which cannot be packed. So the
 by ordinary linear layers over the slice, which :mod:`engine.linear` then packs like any other. Layers of other kinds,
 such as experts, stay as transformers made them.
 
-With two ranks a sum has one order, so a row's bits do not depend on its batch if those of its parts do not. With more,
-gloo and NCCL add up in an order that depends on where in the batch a number stands.
-
 Tensor legend: N tokens, I inputs, O outputs, V vocabulary, D width of the embedding; each lowercase: this rank's slice.
 """
 

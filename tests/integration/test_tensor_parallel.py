@@ -20,7 +20,7 @@ from engine.parallel.group import RankError
 from engine.step import Chunk, Engine
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Speculation, Verification
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.ranks import Watched, needs_no_gpu, on_two_ranks
+from tests.ranks import Watched, needs_no_gpu, on_ranks
 from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
 from tests.unit.engine_models import save_model
 
@@ -28,10 +28,11 @@ pytestmark = needs_no_gpu
 
 
 @needs_invariant_bf16
-def test_on_two_ranks_bfloat16_logits_do_not_depend_on_the_batch():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bfloat16_logits_do_not_depend_on_the_batch(ranks):
     settings = EngineSettings(str(MODELS / "target"), dtype="bfloat16", cache_tokens=1024)
     text = list(held_out_prompts()[0][:40]) + list(range(50, 90))
-    with on_two_ranks(settings) as engine:
+    with on_ranks(settings, count=ranks) as engine:
 
         def logits(sizes: list[int]) -> torch.Tensor:
             sequence, rows = engine.cache.sequence(), []
@@ -60,7 +61,7 @@ def texts(target: Engine, draft: Engine | None) -> dict[int, list[int]]:
         prompt = held_out_prompts()[number][:40]
         speculation = Speculation(enabled=drafter is not None, sources=sources)
         opening = Open(
-            SessionId(number), 1, prompt, BOTH[number % 2], Limits(len(prompt) + 40), speculation=speculation
+            SessionId(number), 1, prompt, BOTH[number % 2], Limits(len(prompt) + 80), speculation=speculation
         )
         machine.receive(LINK, opening)
         if drafter:
@@ -90,16 +91,16 @@ def test_two_ranks_say_what_one_says_with_branches_and_preemption():
     one = build(target)
     draft = build(EngineSettings(str(MODELS / "draft"), dtype="fp32"), invariant=False)
     plain = texts(one, None)
-    assert all(len(text) == 40 for text in plain.values())
-    with on_two_ranks(target) as two:
+    assert all(len(text) == 80 for text in plain.values())
+    with on_ranks(target) as two:
         assert texts(two, None) == plain
         assert texts(two, draft) == plain
 
 
-def test_a_drafter_on_two_ranks_drafts_what_it_drafts_on_one():
+def test_a_drafter_on_ranks_drafts_what_it_drafts_on_one():
     target = build(EngineSettings(str(MODELS / "target"), dtype="fp32", cache_tokens=320))
     plain = texts(target, None)
-    with on_two_ranks(EngineSettings(str(MODELS / "draft"), dtype="fp32")) as draft:
+    with on_ranks(EngineSettings(str(MODELS / "draft"), dtype="fp32")) as draft:
         assert texts(target, draft) == plain
 
 
@@ -131,7 +132,7 @@ def test_a_rank_that_never_joins_is_named(tiny):
         def start(self, tasks) -> None:
             """Start nobody."""
 
-    with pytest.raises(RankError) as caught, on_two_ranks(replace(tiny, join_timeout=0.2), Absent()):
+    with pytest.raises(RankError) as caught, on_ranks(replace(tiny, join_timeout=0.2), Absent()):
         pass
     assert str(caught.value) == "not all 2 ranks joined within 0.2 s (join_timeout): rank 1 was not started"
 
@@ -142,7 +143,7 @@ def test_a_rank_that_dies_before_it_joins_is_named(tiny):
             super().start(tasks)
             os.kill(self.pids[1], signal.SIGKILL)
 
-    with pytest.raises(RankError) as caught, on_two_ranks(tiny, Struck()):
+    with pytest.raises(RankError) as caught, on_ranks(tiny, Struck()):
         pass
     assert str(caught.value) == "rank 1 of 2: was killed by signal 9"
 
@@ -153,13 +154,13 @@ def test_a_model_that_only_another_rank_refuses_is_refused_with_its_reason(tiny,
             other = replace(tasks[0].settings, model=str(tmp_path / "none"))
             super().start([replace(tasks[0], settings=other)])
 
-    with pytest.raises(ModelError, match=r"rank 1 of 2: .*none: no such folder"), on_two_ranks(tiny, Misled()):
+    with pytest.raises(ModelError, match=r"rank 1 of 2: .*none: no such folder"), on_ranks(tiny, Misled()):
         pass
 
 
 def test_an_idle_worker_ends_when_a_rank_dies(tiny):
     ranks = Watched()
-    with on_two_ranks(tiny, ranks) as engine:
+    with on_ranks(tiny, ranks) as engine:
         os.kill(ranks.pids[1], signal.SIGKILL)
         assert ranks.told.wait(5)
         assert ranks.reason == "rank 1 of 2: was killed by signal 9"
@@ -170,7 +171,7 @@ def test_an_idle_worker_ends_when_a_rank_dies(tiny):
 def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
     monkeypatch.setattr(group, "COMPUTING", timedelta(seconds=1))
     ranks = Watched()
-    with on_two_ranks(tiny, ranks) as engine:
+    with on_ranks(tiny, ranks) as engine:
         os.kill(ranks.pids[1], signal.SIGSTOP)
         sequence = engine.cache.sequence()
         started = time.monotonic()
@@ -184,7 +185,7 @@ def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
 
 def test_a_rank_that_fails_ends_the_worker_with_its_last_words(tiny):
     ranks = Watched()
-    with on_two_ranks(tiny, ranks) as engine:
+    with on_ranks(tiny, ranks) as engine:
         assert engine._leader is not None and engine._leader._group is not None
         engine._leader._group.tell(b"nonsense")
         assert ranks.told.wait(10)

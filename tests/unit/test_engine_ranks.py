@@ -16,7 +16,7 @@ from engine.forward import StepInput
 from engine.kv_cache import CacheFull
 from engine.parallel.group import FRAME_BYTES
 from engine.step import Chunk, Engine
-from tests.ranks import needs_no_gpu, on_two_ranks
+from tests.ranks import needs_no_gpu, on_ranks
 from tests.unit.engine_models import save_model
 
 pytestmark = needs_no_gpu
@@ -37,7 +37,7 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[Engine, Engine]]:
     folder = save_model(request.param, tmp_path_factory.mktemp("tp"), **changes)
     randomise_biases(Path(folder))
     settings = EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=CACHE)
-    with on_two_ranks(settings) as two:
+    with on_ranks(settings) as two:
         yield build(settings), two
 
 
