@@ -23,6 +23,7 @@ def check(config: Config) -> None:
     check_exposure(config.router.host, config.router.allow_remote)
     check_free(join(config.router.host, config.router.port))
     check_model(config.target.model, "--target")
+    check_ranks(config)
     if config.drafts:
         check_model(config.draft.model, "--draft")
         check_vocabularies(config.target.model, config.draft.model)
@@ -30,6 +31,24 @@ def check(config: Config) -> None:
         check_tokenizer(config.router.tokenizer)
     else:
         check_tokenizer(config.target.model)
+
+
+def check_ranks(config: Config) -> None:
+    """Whether Ray can reserve what each rank asks for. Raises :class:`CheckError`."""
+    if config.backend != "ray":
+        return
+    for role, worker in (("target", config.target), ("draft", config.draft)):
+        ranks, gpus = worker.tensor_parallel_size, worker.gpus
+        if ranks > 1 and gpus != int(gpus):
+            raise CheckError(
+                f"{role}.gpus is {gpus:g}, but with tensor_parallel_size {ranks} every rank needs a GPU of its own; "
+                "give 1, or 0 on a CPU"
+            )
+        if ranks > 1 and not gpus and not config.ray.cpus_per_worker:
+            raise CheckError(
+                f"{role}.tensor_parallel_size is {ranks}, but its ranks reserve nothing in Ray, which then cannot keep "
+                f"them together; set {role}.gpus or ray.cpus_per_worker above 0"
+            )
 
 
 def check_listen(address: str, *, allow_remote: bool) -> None:

@@ -98,7 +98,7 @@ class TargetConfig:
         at_least=0,
     )
     record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
-    gpus: float = _setting(0.0, "GPUs that Ray reserves for a worker", at_least=0, at_most=64)
+    gpus: float = _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")
 
 
@@ -118,7 +118,7 @@ class DraftConfig:
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
     max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
     record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
-    gpus: float = _setting(0.0, "GPUs that Ray reserves for a worker", at_least=0, at_most=64)
+    gpus: float = _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
 
 

@@ -37,6 +37,8 @@ class _Rank:
 class RankProcesses:
     """All ranks of one worker but its own. Implements :class:`engine.parallel.leader.Ranks`."""
 
+    own_gpus = False
+
     def __init__(self) -> None:
         """Nothing is started yet."""
         self._ranks: dict[int, _Rank] = {}

@@ -194,7 +194,7 @@ def reason_in(message: str) -> str:
     kind, reason = errors[-1].groups()
     return (
         reason
-        if kind in ("ModelError", "RecordError", "CheckError", "TokenizerError", "AddressError")
+        if kind in ("ModelError", "RankError", "RecordError", "CheckError", "TokenizerError", "AddressError")
         else f"{kind}: {reason}"
     )
 

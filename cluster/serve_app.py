@@ -18,7 +18,7 @@ from cluster.checks import check_exposure
 from cluster.config import CHECKOUT, Config, chosen_threads
 from cluster.discovery import ENDPOINT, Handles, serve_directory
 from cluster.placement import DEPLOYMENTS, Need, needs
-from cluster.rank_processes import RankProcesses
+from cluster.ray_ranks import RayRanks
 from cluster.serving import draft_settings, router_settings, target_settings
 from router.api import build_app
 from router.dispatch import Dispatcher
@@ -82,7 +82,7 @@ class TargetWorker(_WorkerReplica):
         """Load the model and listen."""
         from target_service.service import start_target
 
-        await self._begin(await start_target(target_settings(config), _listen(config), ranks=RankProcesses()))
+        await self._begin(await start_target(target_settings(config), _listen(config), ranks=_ranks(config, "target")))
 
 
 class DraftWorker(_WorkerReplica):
@@ -92,7 +92,7 @@ class DraftWorker(_WorkerReplica):
         """Load the model and listen."""
         from draft_service.service import start_draft
 
-        await self._begin(await start_draft(draft_settings(config), _listen(config), ranks=RankProcesses()))
+        await self._begin(await start_draft(draft_settings(config), _listen(config), ranks=_ranks(config, "draft")))
 
 
 @serve.ingress()
@@ -142,12 +142,16 @@ def environment(threads: int, *, local: bool) -> dict[str, str]:
 
 
 def _deployment(kind: type[object], need: Need, environment: dict[str, str]) -> serve.Deployment:
-    options = need.actor_options(environment)
-    decorate = serve.deployment(
-        name=DEPLOYMENTS[need.name], num_replicas=need.replicas, ray_actor_options=options, **_OPTIONS
-    )
+    options = need.deployment_options(environment)
+    decorate = serve.deployment(name=DEPLOYMENTS[need.name], **options, **_OPTIONS)
     made: serve.Deployment = decorate(kind)
     return made
+
+
+def _ranks(config: Config, role: str) -> RayRanks | None:
+    """What starts the other ranks of the replica that calls this, if it has some."""
+    need = needs(config)[role]
+    return RayRanks(need) if need.ranks > 1 else None
 
 
 def _listen(config: Config) -> str:

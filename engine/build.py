@@ -70,7 +70,7 @@ def build(
     assert ranks is not None, "nothing to start the ranks with"
     device = choose_device(settings.device)
     check_split(settings.model, settings.tensor_parallel_size)
-    check_devices(device, settings.tensor_parallel_size)
+    check_devices(device, settings.tensor_parallel_size, own_gpus=ranks.own_gpus)
     leader = Leader(settings, ranks, device)
     with leader.loading() as group:
         model = load_model(settings, progress, group)

@@ -50,6 +50,9 @@ class Loss:
 class Ranks(Protocol):
     """All ranks but 0, wherever they run. Each calls :func:`engine.parallel.rank.serve_rank` with its task."""
 
+    own_gpus: bool
+    """Whether each rank sees no GPUs but its own, instead of all those of the machine."""
+
     def start(self, tasks: Sequence[RankTask]) -> None:
         """Start them, from a thread that lasts as long as they do. Raises OSError."""
 

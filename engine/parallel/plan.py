@@ -36,15 +36,15 @@ def check_split(path: str, ranks: int) -> None:
             raise ModelError(f"{path}: tensor_parallel_size {ranks} does not divide its {units}; possible: {possible}")
 
 
-def check_devices(device: torch.device, ranks: int) -> None:
-    """Whether every rank has a device; raises :class:`ModelError`."""
+def check_devices(device: torch.device, ranks: int, *, own_gpus: bool) -> None:
+    """Whether every rank has a device; raises :class:`ModelError`. ``own_gpus``: those seen are rank 0's alone."""
     if device.type == "cuda":
         if device.index is not None and device.index != torch.cuda.current_device():
             raise ModelError(
                 f"device {str(device)!r} is one GPU, tensor_parallel_size {ranks} uses the first {ranks}; "
                 "give cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
             )
-        if torch.cuda.device_count() < ranks:
+        if not own_gpus and torch.cuda.device_count() < ranks:
             raise ModelError(f"tensor_parallel_size {ranks} needs {ranks} GPUs, there are {torch.cuda.device_count()}")
     elif torch.cuda.is_available():
         raise ModelError(
