@@ -76,7 +76,8 @@ class RayRanks:
             place = PlacementGroupSchedulingStrategy(self._bundles, task.rank)
             try:
                 actor: Any = ray.remote(_RankActor).options(scheduling_strategy=place, **options).remote()
-                pid, served = actor.pid.remote(), actor.serve.remote(task)
+                pid = actor.pid.remote()
+                served = actor.serve.options(name=f"paceline:{self._need.name}:rank {task.rank}").remote(task)
             except (ray.exceptions.RayError, ValueError) as error:
                 raise OSError(f"Ray cannot start rank {task.rank}: {error}") from error
             self._ranks[task.rank] = _Rank(actor, pid.future(), served.future())

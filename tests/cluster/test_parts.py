@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from cluster.checks import CheckError, check_ranks
 from cluster.config import Override, load
 from cluster.discovery import PollingDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
@@ -19,10 +20,22 @@ def test_needs_follow_the_configuration():
     found = needs(load(None, [Override(key, text, "--set") for key, text in flags.items()]))
     assert found["target"] == Need("target", 1, 0.1, 2.0, LARGE)
     assert (found["draft"].replicas, found["router"].replicas) == (3, 2)
-    options = found["target"].actor_options({"A": "b"})
-    assert options["label_selector"] == LARGE
-    assert options["runtime_env"] == {"env_vars": {"A": "b"}}
-    assert "label_selector" not in found["draft"].actor_options({})
+    options = found["target"].deployment_options({"A": "b"})
+    runtime = {"env_vars": {"A": "b"}}
+    actor = {"num_cpus": 0.1, "num_gpus": 2.0, "runtime_env": runtime, "label_selector": LARGE}
+    assert options == {"num_replicas": 1, "ray_actor_options": actor}
+    assert "label_selector" not in found["draft"].deployment_options({})["ray_actor_options"]
+
+
+def test_ranks_are_a_group_on_one_node_and_rank_0_is_its_first_bundle():
+    flags = {"target.tensor_parallel_size": "2", "target.gpus": "1", "target.gpu_class": "large"}
+    found = needs(load(None, [Override(key, text, "--set") for key, text in flags.items()]))
+    assert (found["target"].ranks, found["draft"].ranks) == (2, 1)
+    options = found["target"].deployment_options({})
+    assert options["placement_group_bundles"] == [{"CPU": 0.1, "GPU": 1.0}] * 2
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert options["placement_group_bundle_label_selector"] == [LARGE] * 2
+    assert options["ray_actor_options"] == {"num_cpus": 0.1, "num_gpus": 1.0, "runtime_env": {"env_vars": {}}}
 
 
 def test_without_speculation_nothing_is_needed_for_drafts():
@@ -37,6 +50,14 @@ def test_without_speculation_nothing_is_needed_for_drafts():
         ([Need("target", 3, 0.1, 1.0, LARGE)], "no room for 3 x target with 0.1 CPU, 1 GPU, label .*: only 2 fit"),
         ([Need("draft", 1, 0.1, 3.0)], "no room for 1 x draft with 0.1 CPU, 3 GPU each: only 0 fit"),
         ([Need("draft", 3, 0.1, 1.0), Need("target", 2, 0.1, 1.0, LARGE)], "no room for 3 x draft .*: only 1 fit"),
+        ([Need("target", 1, 0.1, 1.0, LARGE, ranks=2), Need("draft", 1, 0.1, 1.0)], None),
+        (
+            [Need("target", 1, 0.1, 1.0, ranks=3)],
+            "no room for 1 x target of 3 ranks on one node with 0.1 CPU, 1 GPU each: only 0 fit",
+        ),
+        ([Need("target", 2, 0.1, 1.0, ranks=2), Need("draft", 1, 0.1)], "no room for 2 x target .*: only 1 fit"),
+        ([Need("target", 1, 2.0, ranks=3)], "no room for 1 x target of 3 ranks on one node with 2 CPU each"),
+        ([Need("draft", 1, 0.1, 2.0), Need("target", 1, 0.1, 1.0, ranks=2)], "no room for .*: only 0 fit"),
         ([Need("router", 10, 0.1)], None),
         ([Need("router", 81, 0.1)], "only 80 fit"),
     ],
@@ -52,6 +73,26 @@ def test_what_a_cluster_lacks(wanted, words):
 
 
 @pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"draft.tensor_parallel_size": "2"}, None),
+        ({"target.gpus": "0.5"}, None),
+        ({"target.gpus": "0.5", "target.tensor_parallel_size": "2", "backend": "local"}, None),
+        ({"target.gpus": "0.5", "target.tensor_parallel_size": "2"}, "target.gpus is 0.5, .* every rank needs a GPU"),
+        ({"draft.tensor_parallel_size": "2", "ray.cpus_per_worker": "0"}, "draft.* reserve nothing in Ray"),
+        ({"draft.tensor_parallel_size": "2", "ray.cpus_per_worker": "0", "draft.gpus": "1"}, None),
+    ],
+)
+def test_ranks_that_ray_cannot_keep_together_or_apart_are_refused(flags, words):
+    config = load(None, [Override(key, text, "--set") for key, text in flags.items()])
+    if words is None:
+        check_ranks(config)
+    else:
+        with pytest.raises(CheckError, match=words):
+            check_ranks(config)
+
+
+@pytest.mark.parametrize(
     ("message", "reason"),
     [
         (
@@ -61,6 +102,7 @@ def test_what_a_cluster_lacks(wanted, words):
             "engine.model.ModelError: /m: the weights lack 9 tensors\n",
             "/m: the weights lack 9 tensors",
         ),
+        ("engine.parallel.group.RankError: rank 1 of 2: process 7 died\n", "rank 1 of 2: process 7 died"),
         ("Error:\n  ValueError: first\n\nRuntimeError: last: one\nsome note", "RuntimeError: last: one"),
         ("it just failed", "it just failed"),
         ("", "no reason given; see Ray's logs"),
