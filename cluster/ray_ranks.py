@@ -88,8 +88,8 @@ class RayRanks:
 
         served = {rank.served: number for number, rank in self._ranks.items()}
         ended = next(iter(concurrent.futures.wait(served, return_when=concurrent.futures.FIRST_COMPLETED).done))
-        number = served[ended]
-        return (ended.result() if ended.exception() is None else None) or Loss(number, self.about(number))
+        loss = None if ended.exception() else ended.result()
+        return loss or Loss(served[ended], self.about(served[ended]))
 
     def about(self, rank: int) -> str:
         """How it ended, or whether Ray has started it."""
@@ -115,7 +115,7 @@ class RayRanks:
             ray.kill(rank.actor)
 
     def end_worker(self, loss: Loss, reason: str) -> None:
-        """End the replica at once. ``loss`` is in the log of its rank."""
+        """End the replica at once, with one line of the reason; the rank's own log has the rest."""
         del loss
         log.error("the replica ends, it has lost a rank: %s", reason)
         os._exit(FAILED)

@@ -1,6 +1,7 @@
 """The Ray Serve application: target workers, draft workers and routers as deployments.
 
-Serve places, restarts and drains replicas and carries HTTP to a router. Tokens do not pass through it: every worker
+Serve places, restarts and drains replicas and carries HTTP to a router. A replica is rank 0 of its worker, and starts
+the other ranks, if there are some. Tokens do not pass through it: every worker
 runs its own gRPC server, publishes its address as replica metadata, and routers connect to it directly.
 """
 

@@ -122,6 +122,7 @@ def test_a_group_that_no_node_can_hold_is_refused(settings):
 async def test_a_rank_killed_mid_stream_takes_its_group_along_and_the_text_goes_on(
     nodes, url, one_rank, role, rank, node
 ):
+    """There is one target, so its text goes on only where Serve replaces the whole group."""
     before = nodes.group(role)
     assert len(before) == 2
     assert all(f"--node_ip_address={node}" in process.parent().cmdline() for process in before)
@@ -134,7 +135,11 @@ async def test_a_rank_killed_mid_stream_takes_its_group_along_and_the_text_goes_
     assert [result.text for result in results] == one_rank
     assert sum(result.accepted for result in results) > 0
     assert not await asyncio.to_thread(running, before, 10)
-    async with asyncio.timeout(40):
-        while len(now := nodes.group(role)) < 2:
-            await asyncio.sleep(0.2)
-    assert not {process.pid for process in before} & {process.pid for process in now}
+
+
+async def test_a_rank_killed_while_nothing_is_computed_ends_its_replica(nodes, url, one_rank):
+    (text,) = await streamed(url, [body(prompts(1)[0], TOKENS, temperature=0.8)])
+    assert text.text == one_rank[0]
+    replica, rank = nodes.group("target")
+    rank.kill()
+    assert not await asyncio.to_thread(running, [replica], 5)
