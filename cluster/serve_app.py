@@ -1,8 +1,8 @@
 """The Ray Serve application: target workers, draft workers and routers as deployments.
 
-Serve places, restarts and drains replicas and carries HTTP to a router. A replica is rank 0 of its worker, and starts
-the other ranks, if there are some. Tokens do not pass through it: every worker
-runs its own gRPC server, publishes its address as replica metadata, and routers connect to it directly.
+Serve places, restarts and drains replicas and carries HTTP to a router. Tokens do not pass through it: every worker
+runs its own gRPC server, publishes its address as replica metadata, and routers connect to it directly. The replica of
+a worker with several ranks is rank 0, and starts the others.
 """
 
 from __future__ import annotations
