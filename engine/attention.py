@@ -11,7 +11,7 @@ In bfloat16 on a CPU attention can be *batch-invariant*: a query's result has th
 or with others, so that verifying drafts cannot tip a near tie that decoding would have decided otherwise.
 
 Tensor legend: N views of a batch, Q query heads, H key/value heads, B = N * H, T tokens of a view, M = T * Q / H rows
-of a key head, P packed tokens, K keys, S slots, D key head size, E value head size.
+of a key head, P packed tokens, C of them computed over pages, K keys, S slots, D key head size, E value head size.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.cuda.kernel import PagedKernel
+from engine.cuda.pages import Pages
 from engine.invariance import position_ordered
 from engine.key_batch import KeyBatch, Segments, together
 from engine.kv_store import KVStore
@@ -49,6 +53,27 @@ class UnsupportedAttention(Exception):
     """The model asks its attention for something this engine does not compute."""
 
 
+@dataclass(frozen=True, slots=True)
+class PagedPart:
+    """The chunks of a step that a paged kernel computes, where a layer lets it."""
+
+    kernel: PagedKernel
+    pages: Pages
+    chunks: frozenset[int]
+    """Which these are."""
+    packed_C: Tensor | None = None
+    """Packed indices of their tokens; None: of all tokens of the step, in order."""
+
+    def attention(
+        self, query_1QTD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Of these tokens, ``[C, Q, D]``."""
+        query_CQD = query_1QTD[0].transpose(0, 1)
+        if self.packed_C is not None:
+            query_CQD = query_CQD.index_select(0, self.packed_C)
+        return self.kernel(query_CQD, keys_SHD, values_SHD, self.pages, scaling, window)
+
+
 class Step:
     """What the attention layers need to know about the forward in progress."""
 
@@ -56,32 +81,52 @@ class Step:
         self,
         store: KVStore,
         chunks: Sequence[tuple[SequenceState, int]],
-        slots: Sequence[int],
+        slots_T: Tensor,
         layers: int,
-        invariant: bool,
+        *,
+        first: int | None = None,
+        invariant: bool = False,
+        paged: PagedPart | None = None,
     ) -> None:
-        """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order."""
+        """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order.
+
+        Without any, ``paged`` has to be computed by every layer. ``first``: see :meth:`engine.kv_store.KVStore.write`.
+        """
         self.store = store
+        self.slots_T = slots_T
+        self.first = first
         self.invariant = invariant
-        self.first = slots[0] if list(slots) == list(range(slots[0], slots[0] + len(slots))) else None
-        self.slots_T = torch.tensor(slots, device=store.device)
+        self.paged = paged
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._chunks = chunks
-        self._batches: dict[int | None, list[KeyBatch]] = {}
+        self._starts = list(accumulate((tokens for _, tokens in chunks), initial=0))
+        self._batches: dict[tuple[int | None, bool], list[KeyBatch]] = {}
 
-    def batches(self, window: int | None) -> list[KeyBatch]:
-        """What is computed together; shared by all layers with the same window."""
-        if window not in self._batches:
-            views = [view for chunk in self._chunks for view in self._chunk_views(*chunk, window)]
-            self._batches[window] = together(views)
-        return self._batches[window]
+    def batches(self, window: int | None, *, beside_pages: bool) -> list[KeyBatch]:
+        """What is computed together, of all chunks or of those that are not paged.
+
+        Shared by all layers with the same window.
+        """
+        if not self._chunks:
+            raise UnsupportedAttention("a layer of a recorded step cannot be computed over pages")
+        kind = (window, beside_pages)
+        if kind not in self._batches:
+            done = self.paged.chunks if self.paged is not None and beside_pages else frozenset[int]()
+            views: list[KeyView] = []
+            starts: list[int] = []
+            for i, (sequence, tokens) in enumerate(self._chunks):
+                if i not in done:
+                    of_chunk = self._chunk_views(sequence, tokens, window)
+                    views += of_chunk
+                    starts += accumulate((view.queries for view in of_chunk[:-1]), initial=self._starts[i])
+            self._batches[kind] = together(views, starts, self.store.device)
+        return self._batches[kind]
 
     def _chunk_views(self, sequence: SequenceState, tokens: int, window: int | None) -> Sequence[KeyView]:
-        store = self.store
         if self.invariant:
-            return position_ordered(sequence, tokens, window, store.slots, store.device)
-        return [slot_ordered(sequence, tokens, window, store.dtype, store.device)]
+            return position_ordered(sequence, tokens, window, self.store.slots)
+        return [slot_ordered(sequence, tokens, window, self.store.dtype)]
 
 
 class _Current(threading.local):
@@ -126,7 +171,12 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     step.calls[layer] += 1
     keys_SHD, values_SHE = step.store.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
-    batches = step.batches(sliding_window)
+    paged = step.paged
+    if paged is not None and (softcap or s_aux is not None or not paged.kernel.takes(query_1QTD, keys_SHD, values_SHE)):
+        paged = None
+    if paged is not None and paged.packed_C is None:
+        return paged.attention(query_1QTD, keys_SHD, values_SHE, scaling, sliding_window)[None], None
+    batches = step.batches(sliding_window, beside_pages=paged is not None)
     outputs = []
     for batch in batches:
         query_NQTD = batch.queries_of(query_1QTD[0])
@@ -135,11 +185,14 @@ def paged_attention(
         else:
             found_NTQE = fused_attention(query_NQTD, keys_SHD, values_SHE, batch, scaling)
         outputs.append(found_NTQE)
-    if len(batches) == 1 and batches[0].packed_F is None:
+    if paged is None and len(batches) == 1 and batches[0].packed_F is None:
         return outputs[0].flatten(0, 1)[None].contiguous(), None
     out_PQE = query_1QTD.new_empty(query_1QTD.shape[2], query_1QTD.shape[1], values_SHE.shape[-1])
     for batch, found_NTQE in zip(batches, outputs, strict=True):
         batch.put(out_PQE, found_NTQE)
+    if paged is not None and paged.packed_C is not None:
+        found_CQE = paged.attention(query_1QTD, keys_SHD, values_SHE, scaling, sliding_window)
+        out_PQE.index_copy_(0, paged.packed_C, found_CQE)
     return out_PQE[None], None
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cache_size import fitting_tokens
+from engine.cuda.graphs import CudaRecorder
 from engine.interface import StepEngine
-from engine.kv_cache import KVCache
+from engine.kv_cache import BLOCK, KVCache
 from engine.loader import choose_device, load
 from engine.model import Model
 from engine.parallel.group import Group
@@ -41,6 +42,8 @@ class EngineSettings:
     """One of :data:`engine.quantisation.CHOICES`."""
     threads: int = 1
     """CPU threads of a step."""
+    plain_cuda: bool = False
+    """Neither attention over pages nor CUDA graphs."""
     cache_tokens: int = 0
     """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
     tensor_parallel_size: int = 1
@@ -66,7 +69,7 @@ def build(
     """
     if settings.tensor_parallel_size == 1:
         model = load_model(settings, progress)
-        return Engine(model, cache_for(settings, model), invariant=invariant)
+        return _alone(settings, model, invariant=invariant)
     assert ranks is not None, "nothing to start the ranks with"
     device = choose_device(settings.device)
     check_split(settings.model, settings.tensor_parallel_size)
@@ -86,7 +89,7 @@ def build_target(
         return build(settings, progress, ranks=ranks)
     model = load_model(settings, progress, without_speculation=True)
     if not model.no_speculation:
-        return Engine(model, cache_for(settings, model))
+        return _alone(settings, model)
     log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
     capacity = settings.cache_tokens or max(model.context, STATEFUL_TOKENS)
     return StatefulEngine(model, StatefulCache(capacity, dtype=model.dtype, device=model.device))
@@ -105,6 +108,7 @@ def load_model(
         dtype=settings.dtype,
         device=settings.device,
         quantization=settings.quantization,
+        paged=not settings.plain_cuda,
         threads=settings.threads,
         without_speculation=without_speculation,
         group=group,
@@ -120,7 +124,16 @@ def cache_for(settings: EngineSettings, model: Model, group: Group | None = None
         capacity = fitting_tokens(model)
     else:
         capacity = group.least(fitting_tokens(model, group.world if splits_heads(model.module) else 1))
-    return KVCache(model.layers, capacity, dtype=model.dtype, device=model.device)
+    block = BLOCK if model.paged is None else model.paged.page
+    return KVCache(model.layers, capacity, block=block, dtype=model.dtype, device=model.device)
+
+
+def _alone(settings: EngineSettings, model: Model, *, invariant: bool = True) -> Engine:
+    """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge."""
+    record = None if model.paged is None else CudaRecorder(model.device)
+    engine = Engine(model, cache_for(settings, model), invariant=invariant, record=record)
+    engine.warm_up()
+    return engine
 
 
 def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:

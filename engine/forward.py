@@ -1,7 +1,8 @@
 """One forward of the model over the cache, from nothing but plain data.
 
-Decides how a step is computed, once it is decided what: every rank of a tensor-parallel group computes the same step
-from the same :class:`StepInput`. Knows no books; those are kept once, by :mod:`engine.step` on rank 0.
+Decides how a step is computed, once it is decided what: replayed, over pages, or plainly. Every rank of a
+tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept once, by
+:mod:`engine.step` on rank 0.
 
 Tensor legend: T tokens of the step, R rows asked for, V vocabulary.
 """
@@ -13,14 +14,18 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from engine.attention import Step, forward_context
+from engine.attention import PagedPart, Step, forward_context
+from engine.cuda.graphs import Graphs, Record
+from engine.cuda.pages import Chain, Pages, chain_of
 from engine.kv_store import KVStore, Move
 from engine.model import Model
 from engine.sequence_state import SequenceState
+from engine.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +66,89 @@ class StepInput:
 class Forward:
     """A model over a store. The shapes of keys and values are those of the heads that this rank computes."""
 
-    def __init__(self, model: Model, store: KVStore) -> None:
+    def __init__(self, model: Model, store: KVStore, record: Record | None = None) -> None:
+        """``record``: how small steps are recorded to be replayed, if they are."""
         self.calls: list[int] = []
-        """How often each layer's attention was called in the last step."""
+        """How often each layer's attention was called in the last step that was not replayed."""
         self.seconds = 0.0
-        """How long the model itself took in the last step."""
+        """How long the model itself took in the last step; on CUDA, how long the host took to ask for it."""
         self.dtype = torch.promote_types(model.dtype, torch.float32)
         """Of the logits."""
         self._model = model
         self._store = store
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+        self._graphs: Graphs | None = None
+        if record is not None and model.paged is not None:
+            self._graphs = Graphs(self._logits, store, model.paged, model.layers, model.context, record)
+
+    @property
+    def recorded_sizes(self) -> Sequence[int]:
+        """Tokens of the steps that are recorded when they come up first."""
+        return () if self._graphs is None else self._graphs.sizes
 
     @torch.inference_mode()
     def compute(self, inputs: StepInput) -> Tensor:
         """The wanted rows of a step of at least one token, ``[R, V]`` in float32 (float64 if the model is)."""
-        model, device = self._model, self._model.device
         self._store.move(inputs.moves)
-        step = Step(self._store, inputs.chunks, inputs.slots, model.layers, inputs.invariant)
-        wanted_R = torch.tensor(inputs.rows or [len(inputs.tokens) - 1], device=device)
         started = time.perf_counter()
-        with forward_context(step):
-            output = model.module(
-                input_ids=torch.tensor([inputs.tokens], device=device),
-                position_ids=torch.tensor([inputs.positions], device=device),
-                use_cache=False,
-                **({"logits_to_keep": wanted_R} if self._keeps_rows else {}),
-            )
+        rows_R = upload(inputs.rows or [len(inputs.tokens) - 1], self._model.device)
+        chains = self._chains(inputs)
+        logits_TV = self._replayed(inputs, chains)
+        if logits_TV is not None:
+            logits_RV = logits_TV.index_select(0, rows_R)
+        else:
+            logits_RV = self._computed(inputs, chains, rows_R)
         self.seconds = time.perf_counter() - started
+        return logits_RV[: len(inputs.rows), : self._model.vocabulary].to(self.dtype)
+
+    def _chains(self, inputs: StepInput) -> list[Chain | None]:
+        """Every chunk as a paged kernel sees it; None for those it cannot compute."""
+        kernel = self._model.paged
+        if kernel is None or inputs.invariant:
+            return [None] * len(inputs.chunks)
+        return [None if state.block % kernel.page else chain_of(state, tokens) for state, tokens in inputs.chunks]
+
+    def _replayed(self, inputs: StepInput, chains: Sequence[Chain | None]) -> Tensor | None:
+        """The logits of all tokens, if the step is one that is replayed."""
+        paged = [chain for chain in chains if chain is not None]
+        if self._graphs is None or len(paged) < len(chains):
+            return None
+        return self._graphs.run(inputs.tokens, inputs.positions, inputs.slots, paged, inputs.chunks[0][0].block)
+
+    def _computed(self, inputs: StepInput, chains: Sequence[Chain | None], rows_R: Tensor) -> Tensor:
+        """The wanted rows, computed kernel by kernel."""
+        store, device, slots = self._store, self._model.device, inputs.slots
+        count = len(slots)
+        numbers_3T = upload([*inputs.tokens, *inputs.positions, *slots], device).view(3, count)
+        tokens_T, positions_T, slots_T = numbers_3T
+        first = slots[0] if slots == list(range(slots[0], slots[0] + count)) else None
+        part = self._paged_part(inputs, chains)
+        step = Step(
+            store, inputs.chunks, slots_T, self._model.layers, first=first, invariant=inputs.invariant, paged=part
+        )
+        logits_RV = self._logits(step, tokens_T, positions_T, rows_R)
         self.calls = step.calls
-        logits_RV: Tensor = output.logits[0] if self._keeps_rows else output.logits[0, wanted_R]
-        return logits_RV[: len(inputs.rows), : model.vocabulary].to(self.dtype)
+        return logits_RV
+
+    def _paged_part(self, inputs: StepInput, chains: Sequence[Chain | None]) -> PagedPart | None:
+        """What a paged kernel computes of the step, if anything."""
+        kernel, device = self._model.paged, self._model.device
+        paged = {i: chain for i, chain in enumerate(chains) if chain is not None}
+        if kernel is None or not paged:
+            return None
+        pages = Pages.of(list(paged.values()), inputs.chunks[0][0].block, device)
+        if len(paged) == len(chains):
+            return PagedPart(kernel, pages, frozenset(paged))
+        ends = list(accumulate(tokens for _, tokens in inputs.chunks))
+        packed = [index for i, chain in paged.items() for index in range(ends[i] - chain.queries, ends[i])]
+        return PagedPart(kernel, pages, frozenset(paged), upload(packed, device))
+
+    def _logits(self, step: Step, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor | None = None) -> Tensor:
+        """Logits of the wanted rows, ``[R, V]``; by default of all. V is padded as in the model."""
+        wanted = {"logits_to_keep": rows_R} if self._keeps_rows and rows_R is not None else {}
+        with forward_context(step):
+            output = self._model.module(
+                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted
+            )
+        logits_RV: Tensor = output.logits[0]
+        return logits_RV if self._keeps_rows or rows_R is None else logits_RV.index_select(0, rows_R)

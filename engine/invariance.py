@@ -118,18 +118,18 @@ class Layout:
         self._places[node] = Place(group, count + 1)
         return True
 
-    def view(self, window: int | None, room: int, device: torch.device) -> KeyView:
+    def view(self, window: int | None, room: int) -> KeyView:
         """The finished view; a mask in float32. ``room``: slots of the cache."""
         prefix = self.start - self.reach
         width, segments = self._assign_columns()
         keys = prefix + width
         base = self._base(keys, room)
-        slots_K = None if base is not None else self._slots(width).to(device)
+        slots_K = None if base is not None else self._slots(width)
         mask_TK = torch.zeros(len(self.queries), keys)
         mask_TK[:, prefix:] = mask_of_bits([self._places[node].bits for node in self.queries], width)
         if window is not None:
             self._hide_passed(mask_TK, window)
-        return KeyView(len(self.queries), keys, base or 0, slots_K, mask_TK.to(device), segments)
+        return KeyView(len(self.queries), keys, base or 0, slots_K, mask_TK, segments)
 
     def _assign_columns(self) -> tuple[int, list[tuple[int, int]]]:
         """Give every group its column; return how many there are, and all segments (with the prefix) as ranges."""
@@ -179,9 +179,7 @@ class Layout:
         mask_TK.masked_fill_(positions_K <= self._sequence.length + depths_T1 - window, HIDDEN)
 
 
-def position_ordered(
-    sequence: SequenceState, tokens: int, window: int | None, room: int, device: torch.device
-) -> Sequence[KeyView]:
+def position_ordered(sequence: SequenceState, tokens: int, window: int | None, room: int) -> Sequence[KeyView]:
     """Views for the last ``tokens`` pending nodes of ``sequence``, in this order; nearly always one.
 
     ``window``: positions back that the layer sees. ``room``: slots of the cache.
@@ -194,4 +192,4 @@ def position_ordered(
             layouts.append(Layout(sequence, reach))
             placed = layouts[-1].add_query(node)
             assert placed, "a path fits into an empty layout"
-    return [layout.view(window, room, device) for layout in layouts]
+    return [layout.view(window, room) for layout in layouts]

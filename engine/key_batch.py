@@ -18,6 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.upload import to_device, upload
 from engine.visibility import HIDDEN, KeyView
 
 FEW_QUERIES = 16
@@ -26,6 +27,8 @@ FEW_KEYS = 512
 """Keys up to which it is: more are read faster in place, each sequence by itself."""
 PADDED_TO = 1.5
 """How many times its own keys a view is padded to at most."""
+
+CPU = torch.device("cpu")
 
 Segments = Sequence[tuple[int, int]]
 
@@ -96,15 +99,22 @@ class KeyBatch:
             out_PQE.index_copy_(0, self.packed_F[self.real_P], found_FQE[self.real_P])
 
 
-def together(views: Sequence[KeyView]) -> list[KeyBatch]:
-    """Batches that hold each of ``views``, given in packed order, once."""
-    starts = list(accumulate((view.queries for view in views), initial=0))
+def together(
+    views: Sequence[KeyView], starts: Sequence[int] | None = None, device: torch.device = CPU
+) -> list[KeyBatch]:
+    """Batches that hold each of ``views``, given in packed order, once; their tensors are on ``device``.
+
+    ``starts``: packed index of each view's first query; by default they follow one another from 0 on.
+    """
+    if starts is None:
+        starts = list(accumulate((view.queries for view in views[:-1]), initial=0))
     small = [i for i, view in enumerate(views) if view.queries <= FEW_QUERIES and view.keys <= FEW_KEYS]
     batches = []
     for group in _alike(views, small):
-        batches.append(_several(views, starts, group) if len(group) > 1 else _alone(views[group[0]], starts[group[0]]))
+        chosen, firsts = [views[i] for i in group], [starts[i] for i in group]
+        batches.append(_several(chosen, firsts, device) if len(group) > 1 else _alone(chosen[0], firsts[0], device))
     apart = set(range(len(views))).difference(small)
-    return batches + [_alone(views[i], starts[i]) for i in sorted(apart)]
+    return batches + [_alone(views[i], starts[i], device) for i in sorted(apart)]
 
 
 def _alike(views: Sequence[KeyView], small: Sequence[int]) -> Iterator[list[int]]:
@@ -119,21 +129,20 @@ def _alike(views: Sequence[KeyView], small: Sequence[int]) -> Iterator[list[int]
         yield sorted(group)
 
 
-def _alone(view: KeyView, start: int) -> KeyBatch:
-    mask_N1TK = None if view.mask_TK is None else view.mask_TK[None, None]
+def _alone(view: KeyView, start: int, device: torch.device) -> KeyBatch:
+    mask_N1TK = None if view.mask_TK is None else to_device(view.mask_TK[None, None], device)
     base = view.base if view.slots_K is None else None
-    return KeyBatch(1, view.queries, base, view.slots_K, view.keys, view.segments, mask_N1TK, start)
+    slots_K = None if view.slots_K is None else to_device(view.slots_K, device)
+    return KeyBatch(1, view.queries, base, slots_K, view.keys, view.segments, mask_N1TK, start)
 
 
-def _several(views: Sequence[KeyView], starts: Sequence[int], group: Sequence[int]) -> KeyBatch:
-    chosen = [views[i] for i in group]
-    queries = max(view.queries for view in chosen)
-    segments = _common_segments(chosen)
+def _several(views: Sequence[KeyView], starts: Sequence[int], device: torch.device) -> KeyBatch:
+    queries = max(view.queries for view in views)
+    segments = _common_segments(views)
     keys = segments[-1][1]
-    device = next((view.mask_TK.device for view in chosen if view.mask_TK is not None), torch.device("cpu"))
-    slots_NK = torch.zeros(len(chosen), keys, dtype=torch.int64, device=device)
-    mask_NTK = torch.full((len(chosen), queries, keys), HIDDEN, device=device)
-    for row, view in enumerate(chosen):
+    slots_NK = torch.zeros(len(views), keys, dtype=torch.int64)
+    mask_NTK = torch.full((len(views), queries, keys), HIDDEN)
+    for row, view in enumerate(views):
         slots_K = torch.arange(view.base, view.base + view.keys) if view.slots_K is None else view.slots_K
         for (first, _), (start, stop) in zip(segments, view.segments, strict=False):
             end = first + stop - start
@@ -141,14 +150,18 @@ def _several(views: Sequence[KeyView], starts: Sequence[int], group: Sequence[in
             seen: Tensor | float = 0.0 if view.mask_TK is None else view.mask_TK[:, start:stop]
             mask_NTK[row, : view.queries, first:end] = seen
         mask_NTK[row, view.queries :] = mask_NTK[row, view.queries - 1]
-    batch = KeyBatch(len(chosen), queries, None, slots_NK.view(-1), keys, segments, mask_NTK[:, None], starts[group[0]])
-    counts = [view.queries for view in chosen]
-    if min(counts) < queries or list(group) != list(range(group[0], group[0] + len(group))):
-        packed = [starts[i] + min(t, views[i].queries - 1) for i in group for t in range(queries)]
-        batch.packed_F = torch.tensor(packed, device=device)
+    slots_F, mask_N1TK = to_device(slots_NK.view(-1), device), to_device(mask_NTK[:, None], device)
+    batch = KeyBatch(len(views), queries, None, slots_F, keys, segments, mask_N1TK, starts[0])
+    counts = [view.queries for view in views]
+    in_a_row = list(range(starts[0], starts[0] + len(views) * queries, queries))
+    if min(counts) < queries or list(starts) != in_a_row:
+        packed = [
+            start + min(t, count - 1) for start, count in zip(starts, counts, strict=True) for t in range(queries)
+        ]
+        batch.packed_F = upload(packed, device)
     if min(counts) < queries:
         real = [row * queries + t for row, count in enumerate(counts) for t in range(count)]
-        batch.real_P = torch.tensor(real, device=device)
+        batch.real_P = upload(real, device)
     return batch
 
 

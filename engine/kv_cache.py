@@ -24,6 +24,9 @@ from engine.sequence_state import ROOT, SequenceState
 
 __all__ = ["ROOT", "CacheFull", "CachedSequence", "KVCache", "SequenceState"]
 
+BLOCK = 16
+"""Slots of a block, where no kernel wants more."""
+
 
 class CacheFull(Exception):
     """There are not enough free slots. Nothing was changed."""
@@ -36,7 +39,7 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: int, capacity: int, *, block: int = 16, dtype: torch.dtype, device: torch.device | str
+        self, layers: int, capacity: int, *, block: int = BLOCK, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         if capacity < 1 or block < 1:
             raise ValueError(f"capacity and block must be positive, got {capacity} and {block}")

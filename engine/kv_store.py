@@ -15,6 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.upload import upload
+
+PAGE = 256
+"""Slots of a block on CUDA: the page of the paged attention kernel."""
+
 Move = tuple[int, int]
 """From which slot to which."""
 
@@ -26,8 +31,12 @@ class KVStore:
     for each, and a block of slots is a page as paged kernels expect it.
     """
 
-    def __init__(self, layers: int, slots: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, layers: int, slots: int, *, dtype: torch.dtype, device: torch.device | str, spare: int | None = None
+    ) -> None:
+        """``spare``: slots behind the others that are nobody's, for what pads a step; by default a page on CUDA."""
         self.slots = slots
+        self.spare = (PAGE if torch.device(device).type == "cuda" else 0) if spare is None else spare
         self.dtype = dtype
         self.device = torch.device(device)
         self._keys: list[Tensor | None] = [None] * layers
@@ -58,8 +67,8 @@ class KVStore:
         """Copy slots to slots in every layer, all at once: a slot may be both a source and a destination."""
         if not moves:
             return
-        sources_M = torch.tensor([source for source, _ in moves], device=self.device)
-        destinations_M = torch.tensor([destination for _, destination in moves], device=self.device)
+        sources_M = upload([source for source, _ in moves], self.device)
+        destinations_M = upload([destination for _, destination in moves], self.device)
         for stored in (*self._keys, *self._values):
             if stored is not None:
                 stored.index_copy_(0, destinations_M, stored.index_select(0, sources_M))
@@ -69,7 +78,7 @@ class KVStore:
         # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN.
         _, heads, _, size = like_1HTD.shape
         assert like_1HTD.dtype == self.dtype, f"layer {layer} writes {like_1HTD.dtype} into a {self.dtype} cache"
-        return _zeros((self.slots, heads, size), self.dtype, self.device)
+        return _zeros((self.slots + self.spare, heads, size), self.dtype, self.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import NAME
+from engine.cuda.kernel import find_kernel
 from engine.linear import pack_linears
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.parallel.group import Group
@@ -33,6 +34,8 @@ from engine.stateful import RIGHT_IN_PARTS
 from engine.threads import set_threads
 
 __all__ = ["Model", "ModelError", "choose_device", "load", "read_config"]
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -62,6 +65,7 @@ def load(
     self_test: bool = True,
     without_speculation: bool = False,
     group: Group | None = None,
+    paged: bool = True,
     progress: Progress | None = None,
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
@@ -70,7 +74,8 @@ def load(
     ``quantization``: one of :data:`engine.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's layout (CPU
     only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised and
     :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load the
-    same. ``progress`` hears a line before each slow part.
+    same. ``paged``: compute attention over pages of the cache (CUDA only), if that is right here. ``progress`` hears a
+    line before each slow part.
     """
     report = progress or (lambda _: None)
     set_threads(threads)
@@ -89,7 +94,8 @@ def load(
         report("computing reference logits")
         _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
     try:
-        return _for_speculation(model, test, report, quantization, group, pack=pack and chosen_device.type == "cpu")
+        on_cpu = chosen_device.type == "cpu"
+        return _for_speculation(model, test, report, quantization, group, pack=pack and on_cpu, paged=paged)
     except CannotSpeculate as reason:
         if not without_speculation or quantization != NONE or group is not None:
             raise
@@ -97,7 +103,14 @@ def load(
 
 
 def _for_speculation(
-    model: Model, test: SelfTest | None, report: Progress, quantization: str, group: Group | None, *, pack: bool
+    model: Model,
+    test: SelfTest | None,
+    report: Progress,
+    quantization: str,
+    group: Group | None,
+    *,
+    pack: bool,
+    paged: bool,
 ) -> Model:
     """Let the model compute through :mod:`engine.attention`; raises :class:`CannotSpeculate`."""
     module: Any = model.module
@@ -119,8 +132,23 @@ def _for_speculation(
         module.set_attn_implementation(NAME)
     if group is not None:
         group.meet()
-    if test is not None:
-        _passed(report, _guarded(test.check, partial(CannotSpeculate, model)))
+    kernel = find_kernel(model.dtype, model.device) if paged else None
+    if group is not None and not group.least(int(kernel is not None)):
+        kernel = None
+    return _tested(replace(model, paged=kernel), test, report)
+
+
+def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
+    """The model as it passes its test: without attention over pages, if need be."""
+    if test is None:
+        return model
+    try:
+        _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
+    except CannotSpeculate as reason:
+        if model.paged is None:
+            raise
+        log.warning("attention is not computed over pages: %s", reason)
+        return _tested(replace(model, paged=None), test, report)
     return model
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.cuda.kernel import PagedKernel
+
 
 class ModelError(Exception):
     """A model cannot be served. One line that names the path or model type and says what would be right."""
@@ -51,5 +53,7 @@ class Model:
         kind: str = getattr(self.config, "model_type", type(self.module).__name__)
         return kind
 
+    paged: PagedKernel | None = None
+    """What computes its attention over pages of the cache; None: it is computed over gathered keys alone."""
     weights: str = ""
     """How the weights are quantised and what that saves, for people; empty if they are not."""

@@ -94,8 +94,12 @@ class SelfTest:
             )
         return drift
 
-    def check(self) -> float:
-        """Compare; return the relative difference or raise :class:`CannotSpeculate`."""
+    def check(self, model: Model) -> float:
+        """Compare with ``model``, the tested one as it is to be served.
+
+        Returns the relative difference or raises :class:`CannotSpeculate`.
+        """
+        self.model = model
         try:
             with _small_window(self.model):
                 actual_RV = self._paged()
@@ -148,7 +152,8 @@ class SelfTest:
 
     def _paged(self) -> Tensor:
         model = self.model
-        cache = KVCache(model.layers, 128, block=8, dtype=model.dtype, device=model.device)
+        block = 8 if model.paged is None else model.paged.page
+        cache = KVCache(model.layers, max(128, 4 * block), block=block, dtype=model.dtype, device=model.device)
         engine = Engine(model, cache)
         trunk, other = cache.sequence(), cache.sequence()
         a, b = self.trunk, self.other

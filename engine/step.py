@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.cuda.graphs import Record
 from engine.forward import Forward, StepInput
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.model import Model
@@ -50,16 +51,25 @@ class Engine:
 
     speculates = True
 
-    def __init__(self, model: Model, cache: KVCache, *, invariant: bool = True, leader: Leader | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        *,
+        invariant: bool = True,
+        leader: Leader | None = None,
+        record: Record | None = None,
+    ) -> None:
         """``invariant``: give a token the same bits however it is batched, where that can be had.
 
         That is in bfloat16 on a CPU. It costs nothing for chains, but a tree with many branches is read faster without.
-        ``leader``: has the other ranks of a tensor-parallel group compute every step as well.
+        ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how small
+        steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are.
         """
         self.model = model
         self.cache = cache
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
-        self._forward = Forward(model, cache.store)
+        self._forward = Forward(model, cache.store, record)
         self._leader = leader
 
     @property
@@ -94,6 +104,14 @@ class Engine:
             for chunk in appended:
                 chunk.sequence.retract(len(chunk.tokens))
             raise
+
+    def warm_up(self) -> None:
+        """Run a throwaway step of every size that is recorded, so that no request has to wait for that."""
+        for size in reversed(self._forward.recorded_sizes):
+            if size <= min(self.model.context, self.cache.free_tokens):
+                sequence = self.cache.sequence()
+                self.run([Chunk(sequence, [0] * size, rows=[size - 1])])
+                sequence.free()
 
     def close(self) -> None:
         """End the other ranks, if there are any. The last call; not while a step is computed."""

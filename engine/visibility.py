@@ -32,7 +32,10 @@ BITS_TO_MASK = torch.tensor([[0.0 if byte >> bit & 1 else HIDDEN for bit in rang
 
 @dataclass
 class KeyView:
-    """The keys that ``queries`` tokens of the packed row read: ``keys`` slots from ``base`` on, or ``slots_K``."""
+    """The keys that ``queries`` tokens of the packed row read: ``keys`` slots from ``base`` on, or ``slots_K``.
+
+    Its tensors are on the host.
+    """
 
     queries: int
     keys: int
@@ -60,9 +63,7 @@ def mask_of_bits(lines: Sequence[int], columns: int) -> Tensor:
     return BITS_TO_MASK[bytes_TB.int()].view(len(lines), width * 8)[:, :columns]
 
 
-def slot_ordered(
-    sequence: SequenceState, tokens: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> KeyView:
+def slot_ordered(sequence: SequenceState, tokens: int, window: int | None, dtype: torch.dtype) -> KeyView:
     """View for the last ``tokens`` pending nodes of ``sequence`` in a layer that sees ``window`` positions back."""
     first = sequence.pending - tokens
     reach = oldest_needed(sequence, tokens, window)
@@ -73,8 +74,8 @@ def slot_ordered(
     keys = span if in_place else needed
     columns_K = slots_K - low if in_place else torch.arange(needed)
     sees_all = tokens == 1 and keys == needed and sequence.is_chain and (window is None or needed <= window)
-    mask_TK = None if sees_all else _mask(sequence, first, columns_K, keys, reach, window).to(device, dtype)
-    return KeyView(tokens, keys, low, None if in_place else slots_K.to(device), mask_TK, [(0, keys)])
+    mask_TK = None if sees_all else _mask(sequence, first, columns_K, keys, reach, window).to(dtype)
+    return KeyView(tokens, keys, low, None if in_place else slots_K, mask_TK, [(0, keys)])
 
 
 def _mask(sequence: SequenceState, first: int, columns_K: Tensor, keys: int, reach: int, window: int | None) -> Tensor:

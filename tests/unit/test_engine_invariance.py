@@ -204,7 +204,7 @@ def test_a_tree_too_wide_for_one_view_equals_plain_decoding(target: Engine) -> N
 
 def test_a_wide_tree_is_split_over_views() -> None:
     sequence = cached(SEGMENT - 9, [-1] * WIDE)
-    views = position_ordered(sequence, WIDE, None, 2048, torch.device("cpu"))
+    views = position_ordered(sequence, WIDE, None, 2048)
     assert len(views) > 1
     assert sum(view.queries for view in views) == WIDE
     assert all(stop - start <= COLUMNS for view in views for start, stop in view.segments)
@@ -246,7 +246,7 @@ def cached(length: int, parents: Sequence[int]) -> CachedSequence:
 @pytest.mark.parametrize("length", [5, 16, 100, SEGMENT - 3, 600])
 def test_a_chain_is_read_in_place(length: int) -> None:
     sequence = cached(length, range(-1, 6))
-    (view,) = position_ordered(sequence, 7, None, 2048, torch.device("cpu"))
+    (view,) = position_ordered(sequence, 7, None, 2048)
     assert view.slots_K is None
     assert view.base == sequence.slots()[0]
     assert view.mask_TK is not None
@@ -259,7 +259,7 @@ def test_a_branch_begins_a_group_with_the_same_ancestors(length: int) -> None:
     parents = [-1, 0, 1, 2, 0, 4, -1, 6, 3, 3]
     sequence = cached(length, parents)
     prefix, pending = sequence.committed_slots(0), sequence.pending_slots
-    (view,) = position_ordered(sequence, len(parents), None, 2048, torch.device("cpu"))
+    (view,) = position_ordered(sequence, len(parents), None, 2048)
     assert view.slots_K is not None and view.mask_TK is not None
     for node in range(len(parents)):
         columns = (view.mask_TK[node] == 0).nonzero()[:, 0].tolist()
