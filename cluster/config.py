@@ -59,6 +59,10 @@ def _quantization() -> Any:
     return _setting(NO_QUANTIZATION, about, choices=QUANTIZATIONS)
 
 
+def _plain_cuda() -> Any:
+    return _setting(False, "on CUDA, neither attention over pages nor CUDA graphs: slower, to rule them out")
+
+
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
 
@@ -85,6 +89,7 @@ class TargetConfig:
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = _quantization()
+    plain_cuda: bool = _plain_cuda()
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
     threads: Threads = _threads()
@@ -112,6 +117,7 @@ class DraftConfig:
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = _quantization()
+    plain_cuda: bool = _plain_cuda()
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
     threads: Threads = _threads()

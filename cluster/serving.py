@@ -89,6 +89,7 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         dtype=worker.dtype,
         device=worker.device,
         quantization=worker.quantization,
+        plain_cuda=worker.plain_cuda,
         threads=chosen_threads(worker),
         cache_tokens=worker.cache_tokens,
         tensor_parallel_size=worker.tensor_parallel_size,

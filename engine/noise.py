@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.upload import upload
 from speculation.noise import GOLDEN_32, LOWBIAS_1, LOWBIAS_2, MASK32, key
 
 BLOCK = 1 << 15
@@ -79,10 +80,7 @@ class RecentNoise(threading.local):
 
 def _halves(keys: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high 32 bits of every key as int32 ``[N, 1]``."""
-    if isinstance(keys, Tensor):
-        keys_N = keys.to(device)
-    else:
-        keys_N = torch.tensor([_wrap(each, 64) for each in keys], dtype=torch.int64, device=device)
+    keys_N = keys.to(device) if isinstance(keys, Tensor) else upload([_wrap(each, 64) for each in keys], device)
     # The high half's arithmetic shift and both narrowing casts keep exactly the 32 bits wanted.
     return keys_N.to(torch.int32)[:, None], (keys_N >> 32).to(torch.int32)[:, None]
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.noise import gumbel
-from engine.sampling import Draw, filtered_log_probs, sample
+from engine.sampling import Draw, drawn, filtered_log_probs
+from engine.upload import upload
 from speculation.acceptance import Draft, Sampled, Walk, keep_chain
 from speculation.messages import SUPPORT_TOTAL, Support, Token
 from speculation.noise import Key, Stream, bits, key, uniform
@@ -39,7 +40,9 @@ def draw_sparse(logits_NV: Tensor, draws: Sequence[Draw], size: int = SUPPORT_SI
         return []
     q_NV = _probabilities(logits_NV, draws)
     best_NC, tokens_NC = q_NV.topk(min(size, q_NV.shape[-1]), dim=-1)
-    rows = zip(draws, tokens_NC.tolist(), _whole_weights(best_NC).tolist(), strict=True)
+    # Fetched together: a device is waited for once.
+    all_tokens, all_weights = torch.stack((tokens_NC, _whole_weights(best_NC))).tolist()
+    rows = zip(draws, all_tokens, all_weights, strict=True)
     return [_draw_from(_support(tokens, weights), draw) for draw, tokens, weights in rows]
 
 
@@ -60,7 +63,7 @@ def verify_chains(logits_RV: Tensor, draws: Sequence[Draw], chains: Sequence[Seq
         return []
     p_RV = _probabilities(logits_RV, draws)
     drafted = [token for chain in chains for token in (*(draft.token for draft in chain), 0)]
-    drafted_R1 = torch.tensor(drafted, device=p_RV.device)[:, None]
+    drafted_R1 = upload(drafted, p_RV.device)[:, None]
     p_R: list[float] = p_RV.gather(1, drafted_R1)[:, 0].tolist()
     kept: list[int] = []
     refusals: list[tuple[int, Draft]] = []
@@ -73,7 +76,9 @@ def verify_chains(logits_RV: Tensor, draws: Sequence[Draw], chains: Sequence[Seq
             refusals.append((start + count, chain[count]))
         else:
             bonuses.append(end)
-    own = _replacements(p_RV, draws, refusals) | _samples(logits_RV, draws, bonuses)
+    decided = [row for row, _ in refusals] + bonuses
+    tokens_M = torch.cat((_replacements(p_RV, draws, refusals), _samples(logits_RV, draws, bonuses)))
+    own: dict[int, Token] = dict(zip(decided, tokens_M.tolist(), strict=True))
     return [Walk(tuple(range(count)), own[start + count]) for start, count in zip(starts, kept, strict=True)]
 
 
@@ -82,7 +87,9 @@ def _probabilities(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     p_NV = filtered_log_probs(logits_NV, draws).exp_()
     greedy = [row for row, draw in enumerate(draws) if draw.sampling.greedy]
     if greedy:
-        p_NV[greedy] = torch.zeros_like(p_NV[greedy]).scatter_(1, logits_NV[greedy].argmax(-1, keepdim=True), 1.0)
+        greedy_M = upload(greedy, p_NV.device)
+        best_M1 = logits_NV[greedy_M].argmax(-1, keepdim=True)
+        p_NV[greedy_M] = torch.zeros_like(p_NV[greedy_M]).scatter_(1, best_M1, 1.0)
     return p_NV
 
 
@@ -120,23 +127,20 @@ def _key(draw: Draw, stream: Stream) -> Key:
     return key(draw.sampling.seed, draw.position, stream)
 
 
-def _samples(logits_RV: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> dict[int, Token]:
-    """The draw of plain decoding on ``rows``."""
-    if not rows:
-        return {}
-    return dict(zip(rows, sample(logits_RV[rows], [draws[row] for row in rows]), strict=True))
+def _samples(logits_RV: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> Tensor:
+    """The draw of plain decoding on each of ``rows``, int64 ``[M]``."""
+    return drawn(logits_RV[upload(rows, logits_RV.device)], [draws[row] for row in rows])
 
 
-def _replacements(p_RV: Tensor, draws: Sequence[Draw], refusals: Sequence[tuple[int, Draft]]) -> dict[int, Token]:
-    """Tokens drawn from the residual of each refused draft, by row."""
+def _replacements(p_RV: Tensor, draws: Sequence[Draw], refusals: Sequence[tuple[int, Draft]]) -> Tensor:
+    """A token drawn from the residual of each refused draft, int64 ``[M]``."""
     if not refusals:
-        return {}
+        return upload([], p_RV.device)
     rows = [row for row, _ in refusals]
-    excess_MV = _excess(p_RV[rows], [draft for _, draft in refusals])
+    excess_MV = _excess(p_RV[upload(rows, p_RV.device)], [draft for _, draft in refusals])
     keys = [_key(draws[row], Stream.RESIDUAL) for row in rows]
     noise_MV = gumbel(keys, excess_MV.shape[-1], excess_MV.dtype, excess_MV.device)
-    tokens: list[Token] = (excess_MV.log_() + noise_MV).argmax(-1).tolist()
-    return dict(zip(rows, tokens, strict=True))
+    return (excess_MV.log_() + noise_MV).argmax(-1)
 
 
 def _excess(p_MV: Tensor, drafts: Sequence[Draft]) -> Tensor:
@@ -154,6 +158,7 @@ def _excess(p_MV: Tensor, drafts: Sequence[Draft]) -> Tensor:
     ]
     rows, tokens, q = zip(*places, strict=True)
     excess_MV = p_MV.clone()
-    excess_MV[rows, tokens] -= torch.tensor(q, dtype=p_MV.dtype, device=p_MV.device)
+    device = p_MV.device
+    excess_MV[upload(rows, device), upload(tokens, device)] -= upload(q, device, p_MV.dtype)
     excess_MV.clamp_(min=0.0)
     return torch.where((excess_MV > 0.0).any(-1, keepdim=True), excess_MV, p_MV)

@@ -2,7 +2,8 @@
 
 Decides the distribution a token is drawn from and draws it with the noise of :mod:`speculation.noise`. Every row has
 its own settings, and its outcome does not depend on the other rows of the call. Knows nothing about drafts, trees
-or acceptance: the target samples as if there were none.
+or acceptance: the target samples as if there were none. On CUDA nothing here waits for the device but the functions
+that return what is no tensor, each once.
 
 Tensor legend: N rows, V vocabulary, M rows that need a filter, C the most likely tokens looked at.
 """
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.noise import RecentNoise, gumbel, noise_bits
+from engine.upload import upload
 from speculation.draft_session import Candidate
 from speculation.messages import Sampling
 
-__all__ = ["Candidate", "Draw", "candidates", "filtered_log_probs", "gumbel", "noise_bits", "sample"]
+__all__ = ["Candidate", "Draw", "candidates", "drawn", "filtered_log_probs", "gumbel", "noise_bits", "sample"]
 
 NUCLEUS_GUESS = 128
 """Tokens sorted first for top-p; a row whose first tokens hold less than the wanted mass is sorted further."""
@@ -52,8 +54,16 @@ def filtered_log_probs(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def sample(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
     """The coupled draw of every row: ``argmax(log p + g)``, at temperature 0 ``argmax(log p)``."""
-    tokens: list[int] = _perturbed(logits_NV, draws).argmax(-1).tolist()
+    tokens: list[int] = drawn(logits_NV, draws).tolist()
     return tokens
+
+
+def drawn(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What :func:`sample` returns, left on its device: int64 ``[N]``.
+
+    A row that holds NaN draws some token; the other rows do not notice.
+    """
+    return _perturbed(logits_NV, draws).argmax(-1)
 
 
 def candidates(logits_NV: Tensor, draws: Sequence[Draw], k: int) -> list[list[Candidate]]:
@@ -74,10 +84,15 @@ def candidates(logits_NV: Tensor, draws: Sequence[Draw], k: int) -> list[list[Ca
         mass_M1 = perturbed_NV[greedy_M].logsumexp(-1, keepdim=True)
         confidence_NC[greedy_M] = (best_NC[greedy_M] - mass_M1).exp()
     confidence_NC = confidence_NC.clamp(torch.finfo(confidence_NC.dtype).tiny, 1.0)
-    rows = zip(tokens_NC[:, :k].tolist(), confidence_NC[:, :k].tolist(), best_NC[:, :k].tolist(), strict=True)
+    # One tensor, to be fetched at once. In float64 token ids are exact.
+    found_N3C = torch.stack((tokens_NC.double(), confidence_NC.double(), best_NC.double()), 1)[..., :k]
     return [
-        [Candidate(token, confidence) for token, confidence, score in zip(*row, strict=True) if score > float("-inf")]
-        for row in rows
+        [
+            Candidate(int(token), confidence)
+            for token, confidence, score in zip(*row, strict=True)
+            if score > float("-inf")
+        ]
+        for row in found_N3C.tolist()
     ]
 
 
@@ -98,7 +113,7 @@ def _rows(draws: Sequence[Draw], chosen: Sequence[bool], device: torch.device) -
     """Indices of the chosen rows; None when there are none, which skips their filter."""
     if not any(chosen):
         return None
-    return torch.tensor([row for row in range(len(draws)) if chosen[row]], device=device)
+    return upload([row for row in range(len(draws)) if chosen[row]], device)
 
 
 def _filtered_scores(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -134,7 +149,7 @@ def _keep_top_k(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
     """The lowest score that top-k keeps, ``[M, 1]``."""
     ranks = [min(setting.top_k, scores_MV.shape[-1]) for setting in settings]
     best_MC = scores_MV.topk(max(ranks), dim=-1).values
-    return best_MC.gather(1, torch.tensor(ranks, device=scores_MV.device)[:, None] - 1)
+    return best_MC.gather(1, upload(ranks, scores_MV.device)[:, None] - 1)
 
 
 def _keep_top_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
@@ -142,6 +157,9 @@ def _keep_top_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
     p_M1 = _column([setting.top_p for setting in settings], scores_MV)
     # Normalised over the whole row, not over the part sorted: a row's outcome must not depend on its neighbours.
     mass_M1 = scores_MV.logsumexp(-1, keepdim=True)
+    if scores_MV.device.type == "cuda":
+        # To ask how far to sort would be to wait for the device, and sorting everything takes it little time.
+        return _nucleus_end(scores_MV.sort(-1, descending=True).values, mass_M1, p_M1)[0]
     threshold_M1 = torch.empty_like(mass_M1)
     vocabulary = scores_MV.shape[-1]
     open_M = torch.arange(len(scores_MV), device=scores_MV.device)
@@ -150,16 +168,21 @@ def _keep_top_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
     while len(open_M):
         count = min(sorted_first, vocabulary)
         best_MC = scores_MV[open_M].topk(count, dim=-1).values
-        through_MC = (best_MC - mass_M1[open_M]).exp().cumsum(-1)
-        above_MC = through_MC.roll(1, dims=-1)
-        above_MC[:, 0] = 0.0
-        kept_M1 = (above_MC < p_M1[open_M]).sum(-1, keepdim=True)
-        threshold_M1[open_M] = best_MC.gather(1, kept_M1 - 1)
+        threshold_M1[open_M], sorted_M1 = _nucleus_end(best_MC, mass_M1[open_M], p_M1[open_M])
         if count == vocabulary:
             break
-        open_M = open_M[through_MC[:, -1] < p_M1[open_M, 0]]
+        open_M = open_M[(sorted_M1 < p_M1[open_M])[:, 0]]
         sorted_first *= NUCLEUS_GROWTH
     return threshold_M1
+
+
+def _nucleus_end(best_MC: Tensor, mass_M1: Tensor, p_M1: Tensor) -> tuple[Tensor, Tensor]:
+    """The last of the best scores that top-p keeps, and the probability that all of them hold, ``[M, 1]`` each."""
+    through_MC = (best_MC - mass_M1).exp().cumsum(-1)
+    above_MC = through_MC.roll(1, dims=-1)
+    above_MC[:, 0] = 0.0
+    kept_M1 = (above_MC < p_M1).sum(-1, keepdim=True)
+    return best_MC.gather(1, kept_M1 - 1), through_MC[:, -1:]
 
 
 def _keep_min_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
@@ -169,4 +192,4 @@ def _keep_min_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return upload(values, like.device, like.dtype)[:, None]

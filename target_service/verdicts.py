@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.rejection import verify_chains
-from engine.sampling import sample
+from engine.sampling import drawn
 from speculation.acceptance import Walk, walk
 from target_service.piece import Piece
 
@@ -39,33 +39,35 @@ NOT_FINITE = (
 def verdicts(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
     """What the rows of each piece, in order, make of its offer."""
     answer: list[Verdict] = [None] * len(pieces)
-    coupled: list[int] = []
-    rejecting: list[int] = []
+    if not len(logits_RV):
+        return answer
+    coupled = [i for i, piece in enumerate(pieces) if piece.offer is not None and not piece.by_rejection]
     parts = torch.split(logits_RV, [piece.rows for piece in pieces])
-    # The largest logit of a row is NaN if any is, and infinite if the row cannot be drawn from.
-    sound = iter(logits_RV.amax(-1).isfinite().tolist() if len(logits_RV) else ())
+    drawn_C = drawn(_joined(parts, coupled, logits_RV), [draw for i in coupled for draw in pieces[i].draws()])
+    # The largest logit of a row is NaN if any is, and infinite if the row cannot be drawn from. Fetched together with
+    # the draws, so that a device is waited for once.
+    sound_R = logits_RV.amax(-1).isfinite()
+    fetched = iter(torch.cat((sound_R.long(), drawn_C)).tolist())
+    sound = [all(list(itertools.islice(fetched, piece.rows))) for piece in pieces]
+    for i in coupled:
+        offer = pieces[i].offer
+        assert offer is not None
+        answer[i] = walk(offer.tokens, offer.parents, list(itertools.islice(fetched, pieces[i].rows)))
+    rejecting = [i for i, piece in enumerate(pieces) if piece.by_rejection and piece.offer is not None and sound[i]]
+    if rejecting:
+        walks = _by_rejection(_joined(parts, rejecting, logits_RV), [pieces[i] for i in rejecting])
+        for i, kept in zip(rejecting, walks, strict=True):
+            answer[i] = kept
     for i, piece in enumerate(pieces):
-        if not all(list(itertools.islice(sound, piece.rows))):
+        if not sound[i]:
             answer[i] = Fault(NOT_FINITE.format(piece.held.session.trie.position))
-        elif piece.offer is not None:
-            (rejecting if piece.by_rejection else coupled).append(i)
-    for chosen, decide in ((coupled, _by_coupling), (rejecting, _by_rejection)):
-        if chosen:
-            rows = [parts[i] for i in chosen]
-            chosen_RV = logits_RV if sum(map(len, rows)) == len(logits_RV) else torch.cat(rows)
-            for i, kept in zip(chosen, decide(chosen_RV, [pieces[i] for i in chosen]), strict=True):
-                answer[i] = kept
     return answer
 
 
-def _by_coupling(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Walk]:
-    """What the target's own draws make of the offers, whatever was drafted."""
-    drawn = iter(sample(logits_RV, [draw for piece in pieces for draw in piece.draws()]))
-    walks: list[Walk] = []
-    for piece in pieces:
-        assert piece.offer is not None
-        walks.append(walk(piece.offer.tokens, piece.offer.parents, list(itertools.islice(drawn, piece.rows))))
-    return walks
+def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -> Tensor:
+    """The rows of the chosen parts of ``logits_RV``, without a copy if these are all or none."""
+    rows = sum(len(parts[i]) for i in chosen)
+    return logits_RV[:rows] if rows in (0, len(logits_RV)) else torch.cat([parts[i] for i in chosen])
 
 
 def _by_rejection(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Walk]:

@@ -1,18 +1,20 @@
-"""A paged attention kernel in plain Python, and what drives an engine over one at random."""
+"""Paged attention kernels for any device, and what drives two engines at random to compare them."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.cuda.kernel import PagedKernel
 from engine.kv_cache import CachedSequence
 from engine.step import Chunk, Engine
 
-FLOATS = frozenset({torch.float32, torch.float64})
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass
@@ -66,6 +68,42 @@ class PlainVarlen:
         return out
 
 
+def gathering_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    seqused_k: Tensor,
+    block_table: Tensor,
+    **_: Any,
+) -> Tensor:
+    """The same in tensors alone, as a CUDA graph can record it: every query gathers all pages of its sequence."""
+    tokens_T = torch.arange(len(query), device=query.device, dtype=torch.int32)
+    sequences_T = torch.searchsorted(cu_seq_q[1:], tokens_T, right=True)
+    positions_T1 = (seqused_k[sequences_T] - cu_seq_q[sequences_T + 1] + tokens_T)[:, None]
+    page, group = key.shape[1], query.shape[1] // key.shape[2]
+    slots_TWB = block_table[sequences_T][..., None] * page + torch.arange(page, device=query.device)
+    slots_TK = slots_TWB.flatten(1).long()
+    behind_TK = positions_T1 - torch.arange(slots_TK.shape[1], device=query.device)
+    seen_TK = (behind_TK >= 0) & (behind_TK <= (window_size[0] if window_size[0] >= 0 else slots_TK.shape[1]))
+    keys_TQKD, values_TQKD = (
+        cached.flatten(0, 1)[slots_TK].transpose(1, 2).repeat_interleave(group, 1) for cached in (key, value)
+    )
+    mask_T11K = torch.zeros_like(seen_TK, dtype=query.dtype).masked_fill(~seen_TK, float("-inf"))[:, None, None]
+    return scaled_dot_product_attention(query[:, :, None], keys_TQKD, values_TQKD, mask_T11K, scale=scale)[:, :, 0]
+
+
+def gathering_kernel(page: int = 8) -> PagedKernel:
+    """A kernel for any device."""
+    return PagedKernel(gathering_varlen, page=page, dtypes=FLOATS)
+
+
 def plain_kernel(page: int = 8) -> tuple[PagedKernel, PlainVarlen]:
     """A kernel for any computer, and the counter of its calls."""
     attend = PlainVarlen()
@@ -84,20 +122,21 @@ class Life:
 class Twins:
     """Two engines fed the same random work. :meth:`step` gives the logits of both."""
 
-    def __init__(self, seed: int, one: Engine, other: Engine, *, branches: float, vocabulary: int = 250) -> None:
+    def __init__(self, seed: int, one: Engine, other: Engine, *, branches: float, prefix: int = 30) -> None:
+        """``branches``: how many of the pending chunks are trees. ``prefix``: tokens that prompts may share."""
         self.rng = random.Random(seed)
         self.engines = (one, other)
         self.lives: tuple[list[Life], list[Life]] = ([], [])
         self._branches = branches
-        self._vocabulary = vocabulary
-        self._prefix = self._tokens(30)
+        self._prefix = self._tokens(prefix)
 
     def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(3, self._vocabulary) for _ in range(count)]
+        return [self.rng.randrange(3, 250) for _ in range(count)]
 
     def open(self) -> None:
         """A sequence whose prompt shares a prefix with others, perhaps up to the middle of a block."""
-        prompt = self._prefix[: self.rng.choice([0, 12, 24, 30])] + self._tokens(self.rng.randint(1, 12))
+        shared = int(len(self._prefix) * self.rng.choice([0, 0.4, 0.8, 1]))
+        prompt = self._prefix[:shared] + self._tokens(self.rng.randint(1, 12))
         for engine, lives in zip(self.engines, self.lives, strict=True):
             text = list(prompt)
             lives.append(Life(engine.cache.sequence(text), text))

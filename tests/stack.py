@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import ROLE as DRAFT
@@ -25,9 +22,9 @@ from speculation.events import Role
 from speculation.messages import Sampling, Speculation, Token
 from target_service.service import ROLE as TARGET
 from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.bundled import MODELS
+from tests.bundled import held_out_prompts as held_out_prompts
 from transport.worker import Machine, Worker
-
-MODELS = Path(__file__).parent.parent / "models"
 
 needs_invariant_bf16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
@@ -40,14 +37,6 @@ def settings(
 ) -> EngineSettings:
     """A bundled model, or any by its folder."""
     return EngineSettings(str(MODELS / name), dtype=dtype, quantization=quantization, cache_tokens=cache_tokens)
-
-
-@cache
-def held_out_prompts() -> list[tuple[Token, ...]]:
-    """Token ids of the bundled held-out prompts."""
-    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
-    lines = (MODELS / "prompts.jsonl").read_text().splitlines()
-    return [tuple(tokenizer.encode(json.loads(line)["prompt"]).ids) for line in lines]
 
 
 def forget_prefixes(cache: KVCache) -> None:

@@ -9,7 +9,7 @@ from engine.sampling import Draw, noise_bits, sample
 from engine.step import Chunk
 from speculation import noise
 from speculation.messages import Sampling
-from tests.stack import MODELS, held_out_prompts
+from tests.bundled import MODELS, held_out_prompts
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import torch
 from engine.cuda.kernel import PagedKernel, first_right, plain_attention
 from engine.cuda.pages import Chain, Pages, chain_of
 from engine.kv_cache import KVCache
-from engine.loader import Model
+from engine.loader import Model, load
 from engine.step import Chunk
-from tests.paged import FLOATS, PlainVarlen, Twins, plain_kernel
-from tests.unit.engine_models import load_tiny, slot_engine
+from tests.paged import FLOATS, PlainVarlen, Twins, gathering_kernel, plain_kernel
+from tests.unit.engine_models import load_tiny, save_model, slot_engine
 
 CPU = torch.device("cpu")
 
@@ -101,14 +102,45 @@ def test_which_layers_the_kernel_takes() -> None:
     assert not half.takes(torch.zeros(1, 4, 3, 512, dtype=torch.bfloat16), wide, wide)
 
 
+def test_a_kernel_that_fails_the_load_time_test_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model("llama", tmp_path, num_hidden_layers=1)
+    right, attend = plain_kernel()
+    monkeypatch.setattr("engine.loader.find_kernel", lambda dtype, device: right)
+    assert load(folder, dtype="fp32", device="cpu").paged is right and attend.calls
+    assert load(folder, dtype="fp32", device="cpu", paged=False).paged is None
+    assert not caplog.records
+    for wrong in (refuses, lambda query, *_, **__: torch.zeros_like(query)):
+        monkeypatch.setattr(
+            "engine.loader.find_kernel", lambda dtype, device, wrong=wrong: replace(right, attend=wrong)
+        )
+        assert load(folder, dtype="fp32", device="cpu").paged is None
+        (record,) = caplog.records
+        assert record.message.startswith("attention is not computed over pages: ") and "\n" not in record.message
+        caplog.clear()
+
+
+def test_torchs_kernel_takes_the_arguments() -> None:
+    """On tensors without data, so on any computer: names and shapes, not what is computed."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    pages = Pages.of([Chain(2, 300, (3, 1)), Chain(1, 5, (2,))], 256, CPU)
+    query, cached = (torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in ((3, 8, 64), (1024, 2, 64)))
+    found = PagedKernel(varlen_attn)(query, cached, cached, pages, None, 100)
+    assert found.shape == query.shape and found.dtype == query.dtype
+
+
 @pytest.mark.parametrize("window", [None, 1, 11])
-def test_the_two_plain_kernels_agree(window: int | None) -> None:
-    """The one that is tried against at load, and the one written for the tests."""
+def test_the_plain_kernels_agree(window: int | None) -> None:
+    """The one that is tried against at load, and those written for the tests."""
     torch.manual_seed(3)
     chains = [Chain(1, 20, (3, 0, 5)), Chain(4, 4, (1,)), Chain(9, 17, (2, 4, 6))]
     query, keys, values = torch.randn(14, 4, 16), torch.randn(64, 2, 16), torch.randn(64, 2, 16)
-    found = plain_kernel()[0](query, keys, values, Pages.of(chains, 8, CPU), None, window)
-    torch.testing.assert_close(found, plain_attention(query, keys, values, chains, 8, window), atol=1e-5, rtol=1e-5)
+    expected = plain_attention(query, keys, values, chains, 8, window)
+    for kernel in (plain_kernel()[0], gathering_kernel()):
+        found = kernel(query, keys, values, Pages.of(chains, 8, CPU), None, window)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 class Unwritten(PlainVarlen):
