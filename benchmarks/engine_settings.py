@@ -59,7 +59,7 @@ class Options:
     @property
     def rounds(self) -> int:
         """Times every step and every way to read is timed."""
-        return 15 if self.quick else 40
+        return 12 if self.quick else 40
 
     @property
     def turns(self) -> int:
