@@ -37,7 +37,7 @@ class StepInput:
     rows: Sequence[int]
     """Whose logits are wanted, as indices into ``tokens``."""
     chunks: Sequence[tuple[SequenceState, int]]
-    """Sequences and how many of their last pending nodes are in this step."""
+    """Sequences, which do not change meanwhile, and how many of their last pending nodes are in this step."""
     moves: Sequence[Move]
     """Slots to copy before anything is computed."""
     invariant: bool
@@ -55,7 +55,8 @@ class StepInput:
 
     def encoded(self) -> bytes:
         """For the other ranks; see :meth:`decoded`."""
-        return pickle.dumps((self.tokens, self.rows, self.chunks, self.moves, self.invariant), pickle.HIGHEST_PROTOCOL)
+        chunks = [(sequence.state(), count) for sequence, count in self.chunks]
+        return pickle.dumps((self.tokens, self.rows, chunks, self.moves, self.invariant), pickle.HIGHEST_PROTOCOL)
 
     @classmethod
     def decoded(cls, data: bytes) -> StepInput:

@@ -64,7 +64,8 @@ class KeyBatch:
             return None
         kind = (dtype, times)
         if kind not in self._masks:
-            self._masks[kind] = self.mask_N1TK.repeat(1, 1, times, 1).to(dtype)
+            stacked = self.mask_N1TK if times == 1 else self.mask_N1TK.repeat(1, 1, times, 1)
+            self._masks[kind] = stacked.to(dtype)
         return self._masks[kind]
 
     def keys_of(self, cached_SHD: Tensor) -> Tensor:

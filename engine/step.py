@@ -97,7 +97,7 @@ class Engine:
                 chunk.sequence.append(chunk.resolved_parents())
                 appended.append(chunk)
             self._check_context(chunks)
-            states = [(chunk.sequence.state(), len(chunk.tokens)) for chunk in chunks]
+            states = [(chunk.sequence, len(chunk.tokens)) for chunk in chunks]
             inputs = StepInput(tokens, rows, states, self.cache.take_moves(), self.invariant)
             return self._computed(inputs)
         except BaseException:
