@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.config import Config
+from cluster.config import Config, Pool
+from speculation.events import Role
 from transport.address import check_free, is_loopback, join, parse
 
 
@@ -21,33 +22,41 @@ def check(config: Config) -> None:
     if config.backend == "local" and config.router.replicas > 1:
         raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     check_exposure(config.router.host, config.router.allow_remote)
-    check_free(join(config.router.host, config.router.port))
-    check_model(config.target.model, "--target")
+    if config.backend == "local" or config.ray.address == "local":  # in a cluster it may be our own, to be updated
+        check_free(join(config.router.host, config.router.port))
+    pools = config.pools()
+    for pool in pools:
+        if pool.settings.replicas or pool.role is Role.TARGET:
+            check_model(pool.settings.model, _setting_of(pool))
     check_ranks(config)
-    if config.drafts:
-        check_model(config.draft.model, "--draft")
-        check_vocabularies(config.target.model, config.draft.model)
-    if config.router.tokenizer:
-        check_tokenizer(config.router.tokenizer)
-    else:
-        check_tokenizer(config.target.model)
+    for model in config.models or [""]:
+        target, *drafts = (pool for pool in pools if pool.model == model)
+        for draft in drafts:
+            if draft.settings.replicas:
+                check_vocabularies(target.settings.model, draft.settings.model)
+        check_tokenizer(config.router.tokenizer or target.settings.model)
+
+
+def _setting_of(pool: Pool) -> str:
+    """How the user gave its model."""
+    return f"{pool.path}.model" if pool.model else f"--{pool.path}"
 
 
 def check_ranks(config: Config) -> None:
     """Whether Ray can reserve what each rank asks for. Raises :class:`CheckError`."""
     if config.backend != "ray":
         return
-    for role, worker in (("target", config.target), ("draft", config.draft)):
-        ranks, gpus = worker.tensor_parallel_size, worker.gpus
+    for pool in config.pools():
+        ranks, gpus = pool.settings.tensor_parallel_size, pool.settings.gpus
         if ranks > 1 and gpus != int(gpus):
             raise CheckError(
-                f"{role}.gpus is {gpus:g}, but with tensor_parallel_size {ranks} every rank needs a GPU of its own; "
-                "give 1, or 0 on a CPU"
+                f"{pool.path}.gpus is {gpus:g}, but with tensor_parallel_size {ranks} every rank needs a GPU of its "
+                "own; give 1, or 0 on a CPU"
             )
         if ranks > 1 and not gpus and not config.ray.cpus_per_worker:
             raise CheckError(
-                f"{role}.tensor_parallel_size is {ranks}, but its ranks reserve nothing in Ray, which then cannot keep "
-                f"them together; set {role}.gpus or ray.cpus_per_worker above 0"
+                f"{pool.path}.tensor_parallel_size is {ranks}, but its ranks reserve nothing in Ray, which then cannot "
+                f"keep them together; set {pool.path}.gpus or ray.cpus_per_worker above 0"
             )
 
 

@@ -14,9 +14,9 @@ from types import ModuleType
 
 from cluster import run_bench, run_complete, run_config, run_router, run_simulate, run_up, run_worker
 from cluster.checks import CheckError
-from cluster.config import ConfigError
 from cluster.console import CommandError, complain
 from cluster.flags import BAD_INPUT, Parser
+from cluster.settings import ConfigError
 from transport.address import AddressError
 
 COMMANDS: dict[str, ModuleType] = {

@@ -2,49 +2,31 @@
 
 A value is looked for among the flags, then in the configuration file (YAML), then here. The only module that reads
 settings from files; nothing is read from the environment. An unknown key is an error that names the nearest valid one.
+
+A cluster serves one model, of the sections ``target`` and ``draft``, or those listed under ``models``: each a target
+pool with any number of draft pools, for which those two sections hold the defaults.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from cluster.reading import DEFAULT_POOL, MODELS, Override, Reader, Values, document_in, in_file_names
+from cluster.settings import AUTO, ConfigError, Rule, rule_in, settings_of
+from cluster.settings import setting as _setting
+from speculation.events import Role
 from speculation.messages import Rule as AcceptanceRule
 from speculation.messages import Schedule
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 BUNDLED = CHECKOUT / "models"
 """Where the bundled model pair lies."""
-
-
-class ConfigError(Exception):
-    """A setting that cannot be used. One line that names it, its value and what would be right."""
-
-
-AUTO: Literal["auto"] = "auto"
-"""What a setting says that is to be chosen at the start."""
 Threads = int | Literal["auto"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a setting means and which values it takes."""
-
-    about: str
-    at_least: float | None = None
-    at_most: float | None = None
-    choices: tuple[str, ...] = ()
-    auto: bool = False
-    """Whether a whole number may also be :data:`AUTO`."""
-
-
-def _setting(default: Any, about: str, **limits: Any) -> Any:
-    return field(default=default, metadata={"rule": Rule(about, **limits)})
 
 
 def _threads() -> Any:
@@ -65,6 +47,13 @@ def _plain_cuda() -> Any:
 
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
+
+
+def _labels() -> Any:
+    pair = r"[A-Za-z0-9][\w./-]*=[\w.-]*"
+    about = "only on Ray nodes with these labels, besides that of gpu_class: KEY=VALUE, KEY=VALUE"
+    form = "labels such as paceline.io/role=router, zone=a"
+    return _setting("", about, pattern=rf"({pair}(, *{pair})*)?", form=form)
 
 
 def _ranks() -> Any:
@@ -105,6 +94,7 @@ class TargetConfig:
     record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")
+    labels: str = _labels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +116,7 @@ class DraftConfig:
     record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
+    labels: str = _labels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +130,10 @@ class RouterConfig:
     tokenizer: str = _setting("", "folder or hub id of the tokenizer (default: the target's)")
     max_sessions: int = _setting(1024, "generations at once per router; more get status 429", at_least=1)
     allow_remote: bool = _setting(False, "listen beyond loopback, although there is no authentication")
+    drain_timeout: float = _setting(
+        600.0, "seconds that running requests have when Ray replaces a router", at_least=0, at_most=86400
+    )
+    labels: str = _labels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +173,55 @@ class RayConfig:
     object_store_mb: int = _setting(80, "object store of a local Ray, in MB (tokens never pass it)", at_least=76)
 
 
+TARGET_POOL = "target"
+"""Name of a model's target pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model in the API: its target pool, and its draft pools by name."""
+
+    target: TargetConfig = TargetConfig()
+    drafts: Mapping[str, DraftConfig] = field(default_factory=lambda: {DEFAULT_POOL: DraftConfig()})
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers that are alike: what is placed, scaled and replaced together."""
+
+    role: Role
+    model: str
+    """Key of its model in ``models``; empty where the sections ``target`` and ``draft`` describe the only one."""
+    name: str
+    """Unique among the pools of the model: :data:`TARGET_POOL`, or the name of a draft pool."""
+    settings: TargetConfig | DraftConfig
+
+    @property
+    def path(self) -> str:
+        """Where its settings stand in the configuration, for messages: ``draft``, ``models.llama.drafts.small``."""
+        if not self.model:
+            return self.role.value
+        within = self.name if self.role is Role.TARGET else f"drafts.{self.name}"
+        return f"models.{self.model}.{within}"
+
+    @property
+    def deployment(self) -> str:
+        """Its name in Ray Serve: ``DraftWorker``, ``DraftWorker-llama.small``."""
+        kind = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}[self.role]
+        if not self.model:
+            return kind
+        model = in_file_names(self.model)
+        return f"{kind}-{model}" if self.role is Role.TARGET else f"{kind}-{model}.{self.name}"
+
+    def __str__(self) -> str:
+        """For people and process titles: ``draft``, ``draft small of llama``."""
+        if not self.model:
+            return self.role.value
+        return (
+            f"{self.role} of {self.model}" if self.role is Role.TARGET else f"{self.role} {self.name} of {self.model}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
@@ -188,6 +232,8 @@ class Config:
     )
     target: TargetConfig = TargetConfig()
     draft: DraftConfig = DraftConfig()
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)
+    """By name in the API. Empty: there is one, of ``target`` and ``draft``."""
     router: RouterConfig = RouterConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     ray: RayConfig = RayConfig()
@@ -195,11 +241,33 @@ class Config:
     @property
     def drafts(self) -> int:
         """How many draft workers to start."""
-        return self.draft.replicas if self.speculation.enabled else 0
+        return sum(pool.settings.replicas for pool in self.pools() if pool.role is Role.DRAFT)
+
+    def pools(self) -> list[Pool]:
+        """All pools of workers: each model's target pool, then its draft pools, if drafts are wanted at all.
+
+        Also those with no replicas.
+        """
+        models = self.models or {"": ModelConfig(self.target, {DEFAULT_POOL: self.draft})}
+        found = []
+        for model, pools in models.items():
+            found.append(Pool(Role.TARGET, model, TARGET_POOL, pools.target))
+            if self.speculation.enabled:
+                found += [Pool(Role.DRAFT, model, name, settings) for name, settings in pools.drafts.items()]
+        return found
+
+    def of_worker(self, pool: Pool) -> Config:
+        """The configuration that a worker of the pool is started with: its own settings in ``target`` or ``draft``."""
+        section = {pool.role.value: pool.settings}
+        return replace(self, models={}, **section)  # type: ignore[arg-type]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The same settings as plain values, as :func:`from_mapping` takes them."""
+        return asdict(self)
 
     def to_yaml(self) -> str:
         """The same settings as a configuration file."""
-        return yaml.safe_dump(asdict(self), sort_keys=False)
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
 
 
 def chosen_threads(worker: TargetConfig | DraftConfig) -> int:
@@ -216,18 +284,9 @@ SECTIONS: Mapping[str, type[Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Override:
-    """A setting given as text on the command line; ``source`` is the flag, for messages."""
-
-    key: str
-    text: str
-    source: str
-
-
 def rule_of(key: str) -> Rule:
     """What is known of the setting with this dotted path."""
-    return _rule(_SETTINGS[key])
+    return rule_in(_SETTINGS[key])
 
 
 def default_of(key: str) -> object:
@@ -237,142 +296,43 @@ def default_of(key: str) -> object:
 
 def load(path: Path | None = None, overrides: Iterable[Override] = ()) -> Config:
     """The configuration from a file (if any) with flags over it. Raises :class:`ConfigError`."""
-    values: dict[str, object] = {}
-    if path is not None:
-        values |= {key: _located(path.parent, key, value) for key, value in _flatten(path, _read(path))}
-    for override in overrides:
-        _known(override.source, override.key)
-        values[override.key] = _located(Path(), override.key, _parsed(override))
-    sections = {name: kind(**_under(values, f"{name}.")) for name, kind in SECTIONS.items()}
-    return Config(**sections, **{key: value for key, value in values.items() if "." not in key})  # type: ignore[arg-type]
+    document = {} if path is None else document_in(path)
+    return from_mapping(document, path or "", path.parent if path else Path(), overrides)
 
 
-def _own_fields(kind: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
-    return {f"{prefix}{entry.name}": entry for entry in fields(kind) if "rule" in entry.metadata}
+def from_mapping(
+    document: Mapping[Any, object], where: object, base: Path = Path(), overrides: Iterable[Override] = ()
+) -> Config:
+    """The configuration from what a file holds; ``where`` is for messages, folders are meant relative to ``base``.
+
+    Raises :class:`ConfigError`.
+    """
+    values, shape = _READER.read(where, document, base, overrides)
+    sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
+    models = {name: _model(where, name, shape[name], sections, values) for name in shape}
+    if models and sections["router"].model_name:
+        given = sections["router"].model_name
+        raise ConfigError(
+            f"{where}: router.model_name is {given!r}; leave it empty, the keys of {MODELS} are the names"
+        )
+    own = {path[0]: value for path, value in values.items() if len(path) == 1}
+    return Config(**sections, models=models, **own)  # type: ignore[arg-type]
 
 
-_SETTINGS: dict[str, Field[Any]] = _own_fields(Config)
+_SETTINGS: dict[str, Field[Any]] = {entry.name: entry for entry in settings_of(Config)}
 for _name, _kind in SECTIONS.items():
-    _SETTINGS |= _own_fields(_kind, f"{_name}.")
+    _SETTINGS |= {f"{_name}.{entry.name}": entry for entry in settings_of(_kind)}
+_READER = Reader(_SETTINGS, tuple(SECTIONS))
 
 
-def _rule(entry: Field[Any]) -> Rule:
-    rule = entry.metadata["rule"]
-    assert isinstance(rule, Rule)
-    return rule
+def _under(values: Values, *path: str) -> dict[str, Any]:
+    return {key[-1]: value for key, value in values.items() if key[:-1] == path}
 
 
-def _type_of(entry: Field[Any]) -> type[object]:
-    """The type of its values, apart from :data:`AUTO`."""
-    return int if _rule(entry).auto else type(entry.default)
-
-
-def _under(values: Mapping[str, object], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-
-
-def _read(path: Path) -> Mapping[object, object]:
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: must be a mapping of settings, got {_described(document)}")
-    return document
-
-
-def _flatten(path: Path, document: Mapping[object, object]) -> Iterator[tuple[str, object]]:
-    """Settings of a file by dotted path, each checked."""
-    for name, value in document.items():
-        if name not in SECTIONS:
-            yield str(name), _checked(path, str(name), value)
-        elif isinstance(value, dict):
-            for inner, entry in value.items():
-                yield f"{name}.{inner}", _checked(path, f"{name}.{inner}", entry)
-        elif value is not None:
-            raise ConfigError(f"{path}: {name} must be a mapping of settings, got {_described(value)}")
-
-
-def _known(where: object, key: str) -> None:
-    """Refuse an unknown key with the nearest valid one: by its whole path, else by its last part."""
-    if key in _SETTINGS:
-        return
-    near = difflib.get_close_matches(key, [*_SETTINGS, *SECTIONS], n=1, cutoff=0.6)
-    if not near:
-        last = difflib.get_close_matches(key.rpartition(".")[2], [name.rpartition(".")[2] for name in _SETTINGS], n=1)
-        near = [name for name in _SETTINGS if last and name.rpartition(".")[2] == last[0]][:1]
-    hint = f"did you mean {near[0]!r}?" if near else f"sections are {', '.join(SECTIONS)}"
-    raise ConfigError(f"{where}: unknown setting {key!r}; {hint}")
-
-
-def _checked(where: object, key: str, value: object) -> object:
-    """``value`` if the setting takes it; integers pass for floats."""
-    _known(where, key)
-    entry = _SETTINGS[key]
-    rule = _rule(entry)
-    if rule.auto and value == AUTO:
-        return value
-    kind = _type_of(entry)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {_described(value)}")
-    if rule.choices and value not in rule.choices:
-        raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {_described(value)}")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = rule.at_least, rule.at_most
-        # Written so that nan is refused as well.
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {value}")
-    return value
-
-
-def _parsed(override: Override) -> object:
-    """The value that the text of a flag stands for."""
-    entry = _SETTINGS[override.key]
-    kind = _type_of(entry)
-    value: object = override.text
-    if _rule(entry).auto and value == AUTO:
-        return value
-    try:
-        if kind is bool:
-            value = {"true": True, "yes": True, "false": False, "no": False}[override.text.lower()]
-        elif kind is int:
-            value = int(override.text)
-        elif kind is float:
-            value = float(override.text)
-    except (KeyError, ValueError):
-        wanted = _wanted(kind, _rule(entry))
-        raise ConfigError(f"{override.source}: {override.key} must be {wanted}, got {override.text!r}") from None
-    return _checked(override.source, override.key, value)
-
-
-def _located(base: Path, key: str, value: object) -> object:
-    """A folder is meant relative to the file that names it, or to where the command runs; workers run elsewhere."""
-    if key in ("target.model", "draft.model", "router.tokenizer") and value:
-        folder = base / Path(str(value)).expanduser()
-        if folder.is_dir():
-            return str(folder.resolve())
-    return value
-
-
-def _wanted(kind: type[object], rule: Rule) -> str:
-    if rule.choices:
-        return f"one of {', '.join(rule.choices)}"
-    name = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-    if rule.auto:
-        name = f"{AUTO} or {name}"
-    low, high = rule.at_least, rule.at_most
-    if low is not None and high is not None:
-        return f"{name} from {low} to {high}"
-    return name if low is None else f"{name}, at least {low}"
-
-
-def _described(value: object) -> str:
-    if isinstance(value, dict | list):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    return "nothing" if value is None else f"{value!r}"
+def _model(where: object, name: str, drafts: Iterable[str], sections: Mapping[str, Any], values: Values) -> ModelConfig:
+    """A model of ``models``: what is said of its pools, over the sections that hold the defaults."""
+    target = replace(sections["target"], **{"name": name} | _under(values, MODELS, name, "target"))
+    if target.name != name:
+        raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
+    pools = {pool: replace(sections["draft"], **_under(values, MODELS, name, "drafts", pool)) for pool in drafts}
+    return ModelConfig(target, pools)

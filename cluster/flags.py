@@ -9,8 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.config import SECTIONS, Config, ConfigError, Override, default_of, load, rule_of
+from cluster.config import SECTIONS, Config, default_of, load, rule_of
 from cluster.console import complain
+from cluster.reading import Override
+from cluster.settings import ConfigError
 
 BAD_INPUT = 2
 """Exit code for what the user gave."""

@@ -30,29 +30,31 @@ class LocalProcesses:
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         self._report: Stages | None = None
-        self._targets = [self._worker("target", i) for i in range(config.target.replicas)]
-        self._drafts = [self._worker("draft", i) for i in range(config.drafts)]
-        addresses = [("--target", address) for _, address in self._targets]
-        addresses += [("--draft", address) for _, address in self._drafts]
-        arguments = [part for pair in addresses for part in pair]
-        self._router = Child("router", self._command("router", *arguments), self._heard)
+        self._workers: list[Child] = []
+        arguments: list[str] = []
+        for pool in config.pools():
+            file = self._write(f"{pool.deployment}.yaml", config.of_worker(pool))
+            for index in range(pool.settings.replicas):
+                address = f"127.0.0.1:{free_port()}"
+                command = self._command(file, "worker", pool.role.value, "--listen", address)
+                self._workers.append(Child(f"{pool} {index}", command, self._heard))
+                arguments += [f"--{pool.role}", address]
+        file = self._write("paceline.yaml", config)
+        self._router = Child("router", self._command(file, "router", *arguments), self._heard)
 
     @property
     def children(self) -> list[Child]:
         """Every process, the router last."""
-        return [*(child for child, _ in self._targets), *(child for child, _ in self._drafts), self._router]
+        return [*self._workers, self._router]
 
     def start(self, report: Stages) -> None:
         """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
-        file = Path(self._folder.name) / "paceline.yaml"
-        file.write_text(self._config.to_yaml(), encoding="utf-8")
         self._report = report
         deadline = time.monotonic() + self._config.start_timeout
-        workers = self.children[:-1]
-        for child in workers:
+        for child in self._workers:
             report("starting", child.name)
             child.start(time.monotonic())
-        self._await(workers, deadline)
+        self._await(self._workers, deadline)
         report("starting", "router")
         self._router.start(time.monotonic())
         self._await([self._router], deadline)
@@ -66,6 +68,10 @@ class LocalProcesses:
                 if happened:
                     complain(happened)
             time.sleep(POLL_SECONDS)
+
+    def leave(self) -> None:
+        """Impossible: the processes end with this one."""
+        raise AssertionError("local processes have nobody else to supervise them")
 
     def stop(self) -> None:
         """End all processes and remove what was written."""
@@ -88,12 +94,13 @@ class LocalProcesses:
                 raise CommandError(f"not ready within {seconds:.0f} s (start_timeout): {names}", FAILED)
             time.sleep(POLL_SECONDS)
 
-    def _worker(self, role: str, index: int) -> tuple[Child, str]:
-        address = f"127.0.0.1:{free_port()}"
-        return Child(f"{role} {index}", self._command("worker", role, "--listen", address), self._heard), address
+    def _write(self, name: str, config: Config) -> str:
+        """A configuration file for processes; its path."""
+        file = Path(self._folder.name) / name
+        file.write_text(config.to_yaml(), encoding="utf-8")
+        return str(file)
 
-    def _command(self, *arguments: str) -> list[str]:
-        file = str(Path(self._folder.name) / "paceline.yaml")
+    def _command(self, file: str, *arguments: str) -> list[str]:
         return paceline(*arguments, "--config", file, "--exit-with", str(os.getpid()))
 
     def _heard(self, name: str, line: str) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config import Config, DraftConfig, TargetConfig
+from cluster.config import Config, Pool
 
 APPLICATION = "paceline"
-DEPLOYMENTS = {"target": "TargetWorker", "draft": "DraftWorker", "router": "Router"}
-"""Names in Ray Serve, by role."""
+ROUTER = "Router"
+"""Name of the routers' deployment in Ray Serve; those of workers are called as their pools say."""
 GPU_CLASS = "paceline.io/gpu-class"
 ROUTER_CPUS = 0.1
 
@@ -23,12 +23,15 @@ class Need:
     """What the replicas of one deployment ask of a node, each: room for all their ranks on the same one."""
 
     name: str
+    """For people and process titles."""
     replicas: int
     cpus: float
     """Of a rank, as are the GPUs."""
     gpus: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 1
+    deployment: str = ""
+    """Its name in Ray Serve."""
 
     def deployment_options(self, environment: Mapping[str, str]) -> dict[str, Any]:
         """As Serve takes it. Several ranks are a placement group, with rank 0, the replica, in its first bundle."""
@@ -78,14 +81,28 @@ class _Room:
         self.gpus -= need.gpus * need.ranks
 
 
-def needs(config: Config) -> dict[str, Need]:
-    """By deployment: ``target``, ``draft`` (if any) and ``router``."""
-    found = {
-        "target": _worker("target", config.target.replicas, config.target, config),
-        "draft": _worker("draft", config.drafts, config.draft, config),
-        "router": Need("router", config.router.replicas, ROUTER_CPUS),
-    }
-    return {name: need for name, need in found.items() if need.replicas}
+def needs(config: Config) -> list[Need]:
+    """Of every pool of workers that has some, then of the routers."""
+    return [*(need(pool, config) for pool in config.pools() if pool.settings.replicas), router_need(config)]
+
+
+def router_need(config: Config) -> Need:
+    """Of the routers."""
+    labels = labels_in(config.router.labels)
+    return Need("router", config.router.replicas, ROUTER_CPUS, labels=labels, deployment=ROUTER)
+
+
+def need(pool: Pool, config: Config) -> Need:
+    """Of the workers of one pool."""
+    worker = pool.settings
+    labels = ({GPU_CLASS: worker.gpu_class} if worker.gpu_class else {}) | labels_in(worker.labels)
+    ranks, cpus = worker.tensor_parallel_size, config.ray.cpus_per_worker
+    return Need(str(pool), worker.replicas, cpus, worker.gpus, labels, ranks, pool.deployment)
+
+
+def labels_in(text: str) -> dict[str, str]:
+    """What a setting ``labels`` says; its form has been checked."""
+    return dict(pair.strip().split("=", 1) for pair in text.split(",") if pair)
 
 
 def lacking(wanted: Iterable[Need], nodes: Iterable[Node]) -> str | None:
@@ -101,11 +118,6 @@ def lacking(wanted: Iterable[Need], nodes: Iterable[Node]) -> str | None:
                 return f"Ray has no room for {need}: only {placed} fit on its nodes"
             room.take(need)
     return None
-
-
-def _worker(name: str, replicas: int, worker: TargetConfig | DraftConfig, config: Config) -> Need:
-    labels = {GPU_CLASS: worker.gpu_class} if worker.gpu_class else {}
-    return Need(name, replicas, config.ray.cpus_per_worker, worker.gpus, labels, worker.tensor_parallel_size)
 
 
 def _scarcity(need: Need) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", action="append", default=[], metavar="HOST:PORT", help="a draft worker (may be repeated)"
     )
-    add_section(parser, "router", without=("replicas",))
+    add_section(parser, "router", without=("replicas", "labels"))
     add_file(parser)
     add_parent(parser)
 

@@ -37,7 +37,7 @@ def add(parser: Parser) -> None:
         worker.add_argument(
             "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
         )
-        add_section(worker, role, without=("replicas", "gpus", "gpu_class"))
+        add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels"))
         add_setting(worker, "--allow-remote", "router.allow_remote")
         if role == "target":
             add_setting(worker, "--max-draft", "speculation.max_draft")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.config import BUNDLED, Config
 from cluster.console import CommandError, Stages
-from cluster.flags import FAILED
+from cluster.flags import BAD_INPUT, FAILED
 
 HIDDEN, LAYERS = 1024, 16
 NAME = "paceline-demo"
@@ -24,6 +24,8 @@ ABOUT = "about 190 million parameters"
 
 def stretched(config: Config, report: Stages) -> Config:
     """The same configuration, with the stretched bundled target; raises CommandError if it cannot be built."""
+    if config.models:
+        raise CommandError("--stretched serves the bundled model only; leave out the section models", BAD_INPUT)
     source = BUNDLED / "target"
     folder = BUNDLED / ".work" / f"stretched-{HIDDEN}-{LAYERS}"
     built = folder / CHECKPOINT

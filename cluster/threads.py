@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.child import ours, spawn
-from cluster.config import AUTO, Config
+from cluster.config import Config
 from cluster.console import complain, say, stages
 from cluster.core_cache import CoreCache, default_cache, key_of
 from cluster.cores import Measured, decoded, divide, thread_counts
+from cluster.settings import AUTO
 
 MEASURE_SECONDS = 60.0
 """How long measuring may take, loading included."""
@@ -62,7 +63,7 @@ def divisible(config: Config, cores: int) -> bool:
     """Whether there is something to choose: one target and one drafter, on CPU cores of this machine."""
     here = config.backend == "local" or config.ray.address == "local"
     workers = (config.target, config.draft)
-    alone = config.target.replicas == 1 and config.drafts == 1
+    alone = not config.models and config.target.replicas == 1 and config.drafts == 1
     alone = alone and all(worker.tensor_parallel_size == 1 for worker in workers)
     free = all(worker.threads == AUTO and not worker.gpus and _on_cpu(worker.device) for worker in workers)
     return cores >= 2 and here and alone and free

@@ -3,7 +3,9 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from cluster.config import SECTIONS, Config, ConfigError, Override, chosen_threads, default_of, load, rule_of
+from cluster.config import SECTIONS, Config, Override, chosen_threads, default_of, load, rule_of
+from cluster.settings import ConfigError
+from speculation.events import Role
 
 
 def written(tmp_path, text: str):
@@ -116,9 +118,112 @@ def test_folders_are_meant_relative_to_what_names_them(tmp_path, monkeypatch):
 
 def test_every_setting_says_what_it_is_and_has_a_default_of_its_own_kind():
     printed = yaml.safe_load(Config().to_yaml())
-    keys = [key for key in printed if key not in SECTIONS]
+    keys = [key for key in printed if key not in (*SECTIONS, "models")]
     keys += [f"{section}.{entry.name}" for section, kind in SECTIONS.items() for entry in fields(kind)]
     for key in keys:
         assert rule_of(key).about
         override = Override(key, str(default_of(key)), "--set")
         assert load(None, [override]) == Config()
+
+
+MODELS = """\
+target: {dtype: fp32, replicas: 2}
+draft: {threads: 2}
+models:
+  llama-3.1-8b:
+    target: {gpus: 1, tensor_parallel_size: 2, gpu_class: large}
+    drafts:
+      small: {replicas: 4, gpu_class: small}
+      tiny:
+  Org/Other:
+    target: {replicas: 5}
+  plain:
+    drafts: {}
+"""
+
+
+def test_models_are_pools_with_the_sections_as_defaults(tmp_path):
+    config = load(written(tmp_path, MODELS), [Override("models.llama-3.1-8b.drafts.tiny.replicas", "3", "--set")])
+    assert load(written(tmp_path, config.to_yaml())) == config
+    assert [(pool.path, pool.deployment, str(pool)) for pool in config.pools()] == [
+        ("models.llama-3.1-8b.target", "TargetWorker-llama-3.1-8b", "target of llama-3.1-8b"),
+        (
+            "models.llama-3.1-8b.drafts.small",
+            "DraftWorker-llama-3.1-8b.small",
+            "draft small of llama-3.1-8b",
+        ),
+        ("models.llama-3.1-8b.drafts.tiny", "DraftWorker-llama-3.1-8b.tiny", "draft tiny of llama-3.1-8b"),
+        ("models.Org/Other.target", "TargetWorker-Org-Other", "target of Org/Other"),
+        ("models.Org/Other.drafts.draft", "DraftWorker-Org-Other.draft", "draft draft of Org/Other"),
+        ("models.plain.target", "TargetWorker-plain", "target of plain"),
+    ]
+    first, small, tiny, second, *_ = (pool.settings for pool in config.pools())
+    assert (first.name, first.dtype, first.replicas, first.gpus) == ("llama-3.1-8b", "fp32", 2, 1)
+    assert (small.threads, small.replicas, small.gpu_class) == (2, 4, "small")
+    assert (tiny.threads, tiny.replicas, tiny.gpu_class) == (2, 3, "")
+    assert (second.name, second.replicas, second.gpus) == ("Org/Other", 5, 0)
+    assert config.drafts == 4 + 3 + 1
+
+
+def test_without_models_there_is_one_of_the_two_sections():
+    config = load(None, [Override("draft.replicas", "0", "--set")])
+    assert [(pool.path, pool.deployment, pool.settings.replicas) for pool in config.pools()] == [
+        ("target", "TargetWorker", 1),
+        ("draft", "DraftWorker", 0),
+    ]
+    assert [pool.role for pool in load(None, [Override("speculation.enabled", "no", "-")]).pools()] == [Role.TARGET]
+
+
+def test_a_worker_of_a_pool_finds_its_settings_where_a_single_model_has_them(tmp_path):
+    config = load(written(tmp_path, MODELS))
+    small = config.pools()[1]
+    alone = config.of_worker(small)
+    assert (alone.draft, alone.models, alone.target) == (small.settings, {}, config.target)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models: [a]", "models must be a mapping of settings, got a list"),
+        ("models: {a: 3}", "models.a must be a mapping of settings, got 3"),
+        ("models: {3: {}}", "models has a name 3; a name there is made of letters, digits and . _ - : /"),
+        ("models: {a b: {}}", "models has a name 'a b'; a name"),
+        ("models: {a: {draft: {}}}", "unknown setting 'models.a.draft'; did you mean 'drafts'?"),
+        ("models: {a: {target: 3}}", "models.a.target must be a mapping of settings, got 3"),
+        (
+            "models: {a: {target: {gpsu: 1}}}",
+            "unknown setting 'models.a.target.gpsu'; did you mean 'models.a.target.gpus'?",
+        ),
+        ("models: {a: {target: {name: b}}}", "models.a.target.name is 'b'; the key 'a' is the name"),
+        ("models: {a: {drafts: [small]}}", "models.a.drafts must be a mapping of settings, got a list"),
+        ("models: {a: {drafts: {Big One: {}}}}", "models.a.drafts has a name 'Big One'; a name there is made of lower"),
+        (
+            "models: {llama-8b: {drafts: {small: {replicas: many}}}}",
+            "models.llama-8b.drafts.small.replicas must be a whole number from 0 to 1024, got 'many'",
+        ),
+        ("models: {a/b: {}, a-b: {}}", "models 'a/b' and 'a-b' differ only in / : -; rename one of them"),
+        ("models.a.target.gpus: 1", "unknown setting 'models.a.target.gpus'"),
+        ("{models: {a: {}}, router: {model_name: b}}", "router.model_name is 'b'; leave it empty, the keys of models"),
+        ("target: {labels: zone}", "target.labels must be labels such as paceline.io/role=router, zone=a, got 'zone'"),
+    ],
+)
+def test_bad_models_are_refused_by_their_path(tmp_path, text, words):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("models.llama-3.1-8b.target.gpsu", "did you mean 'models.llama-3.1-8b.target.gpus'?"),
+        ("models.unknown.target.gpus", "the targets are models.llama-3.1-8b.target, models.Org/Other.target, models.p"),
+    ],
+)
+def test_a_flag_for_a_pool_that_is_not_there_is_refused(tmp_path, key, words):
+    with pytest.raises(ConfigError, match=r"^--set: ") as caught:
+        load(written(tmp_path, MODELS), [Override(key, "1", "--set")])
+    assert words in str(caught.value)
