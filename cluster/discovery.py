@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from speculation.events import Role
@@ -24,7 +25,8 @@ POLL_SECONDS = 1.0
 ENDPOINT = "endpoint"
 """Key in a replica's metadata, and the name of the method that answers the same."""
 
-Handles = Mapping[Role, "DeploymentHandle[Any]"]
+Handles = Sequence[tuple[Role, "DeploymentHandle[Any]"]]
+"""The deployments of workers, each with the role of its replicas."""
 Changed = Callable[[Role, Sequence[str]], None]
 """Hears the addresses of all workers of a role."""
 
@@ -57,31 +59,52 @@ class StaticDirectory:
         """Nothing to do."""
 
 
+class _Together:
+    """The workers of each role, from what is heard of each deployment."""
+
+    def __init__(self, handles: Handles, changed: Changed) -> None:
+        self._roles = [role for role, _ in handles]
+        self._known: list[Sequence[str]] = [()] * len(handles)
+        self._changed = changed
+
+    def hear(self, deployment: int, addresses: Sequence[str]) -> None:
+        """All workers of a deployment, named by its place among the handles."""
+        role = self._roles[deployment]
+        self._known[deployment] = addresses
+        known = zip(self._roles, self._known, strict=True)
+        self._changed(role, sorted(address for other, some in known if other is role for address in some))
+
+
 class PollingDirectory:
     """Asks all replicas of each deployment, with public means only."""
 
     def __init__(self, handles: Handles) -> None:
-        """Deployments by the role of their replicas."""
+        """Nothing is asked yet."""
         self._handles = handles
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, changed: Changed) -> None:
         """Begin to ask."""
-        self._tasks = [asyncio.create_task(self._poll(*pair, changed)) for pair in self._handles.items()]
+        together = _Together(self._handles, changed)
+        self._tasks = [
+            asyncio.create_task(self._poll(handle, partial(together.hear, number)))
+            for number, (_, handle) in enumerate(self._handles)
+        ]
 
     def close(self) -> None:
         """Stop asking."""
         for task in self._tasks:
             task.cancel()
 
-    async def _poll(self, role: Role, handle: DeploymentHandle[Any], changed: Changed) -> None:
+    @staticmethod
+    async def _poll(handle: DeploymentHandle[Any], hear: Callable[[Sequence[str]], None]) -> None:
         known: list[str] | None = None
         while True:
             with contextlib.suppress(Exception):  # a replica that dies while asked: the next round knows
                 answers: list[str] = await handle.broadcast(ENDPOINT).results_async(timeout_s=5.0)
                 if sorted(answers) != known:
                     known = sorted(answers)
-                    changed(role, known)
+                    hear(known)
             await asyncio.sleep(POLL_SECONDS)
 
 
@@ -93,7 +116,7 @@ class LongPollDirectory:
     """
 
     def __init__(self, handles: Handles) -> None:
-        """Deployments by the role of their replicas."""
+        """Finds the controller."""
         import ray
         from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
         from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
@@ -101,12 +124,14 @@ class LongPollDirectory:
         self._client_type: Any = LongPollClient
         self._controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
         targets = LongPollNamespace.DEPLOYMENT_TARGETS
-        self._keys = {role: (targets, handle.deployment_id) for role, handle in handles.items()}
+        self._handles = handles
+        self._keys = [(targets, handle.deployment_id) for _, handle in handles]
         self._client: Any = None
 
     def start(self, changed: Changed) -> None:
         """Subscribe."""
-        listeners = {key: self._listener(role, changed) for role, key in self._keys.items()}
+        together = _Together(self._handles, changed)
+        listeners = {key: self._listener(partial(together.hear, number)) for number, key in enumerate(self._keys)}
         self._client = self._client_type(
             self._controller,
             listeners,
@@ -120,12 +145,12 @@ class LongPollDirectory:
             self._client.stop()
 
     @staticmethod
-    def _listener(role: Role, changed: Changed) -> Callable[[Any], None]:
-        def hear(info: Any) -> None:
+    def _listener(hear: Callable[[Sequence[str]], None]) -> Callable[[Any], None]:
+        def told(info: Any) -> None:
             metadata = [replica.replica_metadata for replica in info.running_replicas]
-            changed(role, sorted(entry[ENDPOINT] for entry in metadata if ENDPOINT in entry))
+            hear([entry[ENDPOINT] for entry in metadata if ENDPOINT in entry])
 
-        return hear
+        return told
 
 
 def serve_directory(handles: Handles) -> EndpointDirectory:

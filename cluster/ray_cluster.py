@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from cluster.checks import check_exposure
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
+from cluster.declaration import declaration
 from cluster.flags import FAILED
-from cluster.placement import APPLICATION, DEPLOYMENTS, Node, lacking, needs
+from cluster.placement import APPLICATION, Node, lacking, needs
 from transport.address import parse
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 WATCH_SECONDS = 2.0
 REACH_SECONDS = 5.0
+GONE_SECONDS = 60.0
 
+OURS = ("ModelError", "RankError", "RecordError", "CheckError", "ConfigError", "TokenizerError", "AddressError")
+"""Errors whose text says all."""
 _ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\))?: (.+)$")
 
 
@@ -41,6 +45,7 @@ class RayCluster:
         """Nothing is started yet."""
         self._config = config
         self._local = config.ray.address == "local"
+        self._needs = {need.deployment: need for need in needs(config)}
         self._connected = self._deployed = self._serves = False
 
     def start(self, report: Stages) -> None:
@@ -65,21 +70,25 @@ class RayCluster:
                 status = serve.status().applications[APPLICATION]
             except (ray.exceptions.RayError, KeyError) as error:
                 raise CommandError(f"Ray is gone: {type(error).__name__}", FAILED) from error
-            said = _unhealthy(status)
+            said = self._unhealthy(status)
             if said != told:
                 complain(said or "all replicas are well again")
                 told = said
+
+    def leave(self) -> None:
+        """Let the cluster go on serving."""
+        self._deployed = self._serves = False
 
     def stop(self) -> None:
         """End the application and what of Ray was started here."""
         if not self._connected:
             return
         import ray
-        from ray import serve
 
         with contextlib.suppress(Exception):  # Ray may be gone already; then there is nothing to end
             if self._serves or (self._deployed and not self._local):
-                serve.delete(APPLICATION)
+                _apply([])
+                _await_gone()
         ray.shutdown()
 
     def _connect(self) -> None:
@@ -122,14 +131,12 @@ class RayCluster:
             for node in nodes
         ]
         # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.
-        reason = lacking(needs(self._config).values(), described)
+        reason = lacking(self._needs.values(), described)
         if reason:
             raise CommandError(reason, FAILED)
 
     def _deploy(self) -> None:
         from ray import serve
-
-        from cluster.serve_app import build
 
         router = self._config.router
         patience = str(int(self._config.ray.placement_timeout))
@@ -142,11 +149,7 @@ class RayCluster:
                 controller_options={"runtime_env": {"env_vars": environment}},
             )
             self._deployed = True
-            serve.run_many(
-                [serve.RunTarget(build(self._config), name=APPLICATION, route_prefix="/")],
-                wait_for_ingress_deployment_creation=False,
-                wait_for_applications_running=False,
-            )
+            _apply([declaration(self._config)])
         except Exception as error:  # whatever Serve raises: it could not be deployed
             raise CommandError(f"cannot start Ray Serve: {_first_line(error)}", FAILED) from error
 
@@ -169,20 +172,49 @@ class RayCluster:
     def _raise_if_hopeless(self, status: ApplicationStatusOverview) -> None:
         for name, deployment in status.deployments.items():
             if "failed to start" in deployment.message:
-                raise CommandError(f"{_role(name)} cannot start: {reason_in(deployment.message)}", FAILED)
+                raise CommandError(f"{self._called(name)} cannot start: {reason_in(deployment.message)}", FAILED)
             if "to be scheduled" in deployment.message and not self._local:
-                need = needs(self._config)[_role(name)]
                 seconds = self._config.ray.placement_timeout
-                raise CommandError(f"Ray found no room within {seconds:.0f} s for {need}", FAILED)
+                wanted = self._needs.get(name, name)
+                raise CommandError(f"Ray found no room within {seconds:.0f} s for {wanted}", FAILED)
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise CommandError(f"cannot start: {reason_in(status.message)}", FAILED)
 
     def _show(self, status: ApplicationStatusOverview, report: Stages) -> None:
-        for role, need in needs(self._config).items():
-            deployment = status.deployments.get(DEPLOYMENTS[role])
+        for name, need in self._needs.items():
+            deployment = status.deployments.get(name)
             states = deployment.replica_states if deployment else {}
             running = sum(count for state, count in states.items() if state == "RUNNING")
-            report(f"{running} of {need.replicas} ready", role)
+            report(f"{running} of {need.replicas} ready", need.name)
+
+    def _called(self, deployment: str) -> str:
+        """A deployment in our words."""
+        return self._needs[deployment].name if deployment in self._needs else deployment
+
+    def _unhealthy(self, status: ApplicationStatusOverview) -> str:
+        waiting = [f"{self._called(name)}: {entry.status.value}" for name, entry in status.deployments.items()]
+        return "" if status.status == "RUNNING" else f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
+
+
+def _apply(ours: list[dict[str, Any]]) -> None:
+    """Have Serve run these applications besides all that are not Paceline's, which it would otherwise end."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    client: Any = _get_global_client()
+    known = client.get_serve_details()["applications"]
+    others = [entry["deployed_app_config"] for name, entry in known.items() if name != APPLICATION]
+    wanted = [*filter(None, others), *ours]
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": wanted}))
+
+
+def _await_gone() -> None:
+    """Until Serve has ended the application."""
+    from ray import serve
+
+    deadline = time.monotonic() + GONE_SECONDS
+    while APPLICATION in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
 
 
 def reason_in(message: str) -> str:
@@ -192,11 +224,7 @@ def reason_in(message: str) -> str:
     if not errors:
         return lines[-1] if lines else "no reason given; see Ray's logs"
     kind, reason = errors[-1].groups()
-    return (
-        reason
-        if kind in ("ModelError", "RankError", "RecordError", "CheckError", "TokenizerError", "AddressError")
-        else f"{kind}: {reason}"
-    )
+    return reason if kind in OURS else f"{kind}: {reason}"
 
 
 def _check_reachable(address: str) -> None:
@@ -236,15 +264,6 @@ def _prepare_environment() -> None:
     # Ray listens on all interfaces. A token of this run's own keeps others out, and no file is written for it.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def _unhealthy(status: ApplicationStatusOverview) -> str:
-    waiting = [f"{_role(name)}: {entry.status.value}" for name, entry in status.deployments.items()]
-    return "" if status.status == "RUNNING" else f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
-
-
-def _role(deployment: str) -> str:
-    return next((role for role, name in DEPLOYMENTS.items() if name == deployment), deployment)
 
 
 def _first_line(error: BaseException) -> str:

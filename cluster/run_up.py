@@ -10,7 +10,7 @@ from typing import Protocol
 from cluster.checks import check
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain, say, stages
-from cluster.flags import FAILED, add_file, add_setting, configuration
+from cluster.flags import BAD_INPUT, FAILED, add_file, add_setting, configuration
 from cluster.stretched import ABOUT as STRETCHED
 from cluster.stretched import stretched
 from cluster.threads import settled
@@ -44,6 +44,10 @@ class Backend(Protocol):
         """Keep it running; returns or raises CommandError only when that is not possible any more."""
         ...
 
+    def leave(self) -> None:
+        """Let it run on, also when this process ends; ``stop`` then ends nothing."""
+        ...
+
     def stop(self) -> None:
         """End everything that was started, also after a start that failed halfway."""
         ...
@@ -73,6 +77,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--stretched", action="store_true", help="serve the bundled target at the cost of a larger model, same text"
     )
     parser.add_argument("--demo", action="store_true", help="stream one completion, with its speed-up, when ready")
+    parser.add_argument(
+        "--detach", action="store_true", help="on a running cluster: return when it serves, and leave it serving"
+    )
     add_file(parser)
 
 
@@ -82,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     if args.stretched:
         with stages() as report:
             config = stretched(config, report)
+    if args.detach and (config.backend != "ray" or config.ray.address == "local"):
+        raise CommandError("--detach leaves the application on a running Ray cluster: name it by --address", BAD_INPUT)
     check(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
         signal.signal(number, signal.default_int_handler)
@@ -92,11 +101,14 @@ def run(args: argparse.Namespace) -> int:
             backend.start(report)
             report("waiting for HTTP to answer", "router")
             _await_http(config)
-        _introduce(config)
+        _introduce(config, args.detach)
         if args.stretched:
             say(f"The bundled target is stretched to the cost of {STRETCHED}; what it says is unchanged.")
         if args.demo:
             _demo(config)
+        if args.detach:
+            backend.leave()
+            return 0
         backend.watch()
     except KeyboardInterrupt:
         return 0
@@ -146,17 +158,18 @@ def _await_http(config: Config) -> None:
     raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", FAILED)
 
 
-def _introduce(config: Config) -> None:
+def _introduce(config: Config, detached: bool) -> None:
     url = _url(config)
-    drafts = f"{config.drafts} x draft {config.draft.model}" if config.drafts else "no drafts"
     other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     say(f"Paceline serves at {url}")
-    say(f"  {config.target.replicas} x target {config.target.model}, {drafts}, on {config.backend}")
+    pools = [f"{p.settings.replicas} x {p} {p.settings.model}" for p in config.pools() if p.settings.replicas]
+    drafts = "" if config.drafts else ", no drafts"
+    say(f"  {', '.join(pools)}{drafts}, on {config.backend}")
     say("Try, in another terminal:")
     say(f'  paceline complete "{DEMO_PROMPT}"{other}')
     data = '{"prompt": "def fib(n):", "max_tokens": 64}'
     say(f"  curl {url}/v1/completions -H 'content-type: application/json' -d '{data}'")
-    say("Ctrl-C stops it.")
+    say("It is left running; start again with another configuration to update it." if detached else "Ctrl-C stops it.")
 
 
 def _demo(config: Config) -> None:

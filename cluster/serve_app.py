@@ -16,9 +16,9 @@ import ray
 from ray import serve
 
 from cluster.checks import check_exposure
-from cluster.config import CHECKOUT, Config, chosen_threads
+from cluster.config import CHECKOUT, Config, Pool, chosen_threads, from_mapping
 from cluster.discovery import ENDPOINT, Handles, serve_directory
-from cluster.placement import DEPLOYMENTS, Need, needs
+from cluster.placement import Need, need, router_need
 from cluster.ray_ranks import RayRanks
 from cluster.serving import draft_settings, router_settings, target_settings
 from router.api import build_app
@@ -42,6 +42,10 @@ _OPTIONS: dict[str, Any] = {
     # 5 by default; the router does admission, so this must never bite.
     "max_ongoing_requests": 100_000,
 }
+
+
+LOCAL_DRAIN_SECONDS = 10.0
+"""How long the requests of a router on this machine may go on when it is to end."""
 
 
 class _WorkerReplica:
@@ -79,21 +83,23 @@ class _WorkerReplica:
 class TargetWorker(_WorkerReplica):
     """A target worker."""
 
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: Config, pool: Pool) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
         from target_service.service import start_target
 
-        await self._begin(await start_target(target_settings(config), _listen(config), ranks=_ranks(config, "target")))
+        settings = target_settings(config.of_worker(pool))
+        await self._begin(await start_target(settings, _listen(config), ranks=_ranks(config, pool)))
 
 
 class DraftWorker(_WorkerReplica):
     """A draft worker."""
 
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: Config, pool: Pool) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
         from draft_service.service import start_draft
 
-        await self._begin(await start_draft(draft_settings(config), _listen(config), ranks=_ranks(config, "draft")))
+        settings = draft_settings(config.of_worker(pool))
+        await self._begin(await start_draft(settings, _listen(config), ranks=_ranks(config, pool)))
 
 
 @serve.ingress()
@@ -104,7 +110,7 @@ class Router:
         """Read the tokenizer and begin to look for workers."""
         settings = router_settings(config)
         self._settings = settings.api
-        source = config.router.tokenizer or config.target.model
+        source = config.router.tokenizer or config.pools()[0].settings.model
         self._tokenizer = await asyncio.to_thread(Tokenizer.load, source)
         self._dispatcher = Dispatcher(settings.limits)
         self._directory = serve_directory(workers)
@@ -121,16 +127,28 @@ class Router:
             await self._dispatcher.pool.close()
 
 
+def application(args: dict[str, Any]) -> serve.Application:
+    """The application that a configuration describes, given as a mapping: ``args`` where Serve deploys from a file.
+
+    Raises :class:`cluster.settings.ConfigError`.
+    """
+    return build(from_mapping(args, "args"))
+
+
 def build(config: Config) -> serve.Application:
-    """The application, ready for ``serve.run``."""
-    wanted = needs(config)
+    """The application, ready to be deployed."""
     local = config.ray.address == "local"
-    target = _deployment(TargetWorker, wanted["target"], environment(chosen_threads(config.target), local=local))
-    workers = {Role.TARGET: target.bind(config)}
-    if "draft" in wanted:
-        draft = _deployment(DraftWorker, wanted["draft"], environment(chosen_threads(config.draft), local=local))
-        workers[Role.DRAFT] = draft.bind(config)
-    return _deployment(Router, wanted["router"], environment(1, local=local)).bind(config, workers)
+    kinds: dict[Role, Any] = {Role.TARGET: TargetWorker, Role.DRAFT: DraftWorker}
+    handles = []
+    for pool in config.pools():
+        if pool.settings.replicas:
+            threads = environment(chosen_threads(pool.settings), local=local)
+            workers = _deployment(kinds[pool.role], need(pool, config), threads)
+            handles.append((pool.role, workers.bind(config, pool)))
+    router = _deployment(Router, router_need(config), environment(1, local=local))
+    # Its requests are streams of minutes, which a replacement must not cut.
+    drain = LOCAL_DRAIN_SECONDS if local else config.router.drain_timeout
+    return router.options(graceful_shutdown_timeout_s=drain).bind(config, handles)
 
 
 def environment(threads: int, *, local: bool) -> dict[str, str]:
@@ -144,15 +162,15 @@ def environment(threads: int, *, local: bool) -> dict[str, str]:
 
 def _deployment(kind: type[object], need: Need, environment: dict[str, str]) -> serve.Deployment:
     options = need.deployment_options(environment)
-    decorate = serve.deployment(name=DEPLOYMENTS[need.name], **options, **_OPTIONS)
+    decorate = serve.deployment(name=need.deployment, **options, **_OPTIONS)
     made: serve.Deployment = decorate(kind)
     return made
 
 
-def _ranks(config: Config, role: str) -> RayRanks | None:
+def _ranks(config: Config, pool: Pool) -> RayRanks | None:
     """What starts the other ranks of the replica that calls this, if it has some."""
-    need = needs(config)[role]
-    return RayRanks(need) if need.ranks > 1 else None
+    wanted = need(pool, config)
+    return RayRanks(wanted) if wanted.ranks > 1 else None
 
 
 def _listen(config: Config) -> str:

@@ -1,24 +1,33 @@
 """Pieces of the Ray side that need no Ray: room for replicas, reasons in tracebacks, directories."""
 
 import asyncio
+import json
 import re
 
 import pytest
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.checks import CheckError, check_ranks
-from cluster.config import Override, load
+from cluster.config import Override, from_mapping, load
+from cluster.declaration import declaration
 from cluster.discovery import PollingDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
 from cluster.ray_cluster import reason_in
 from speculation.events import Role
+
+
+def needs_with(flags: dict[str, str]) -> dict[str, Need]:
+    config = load(None, [Override(key, text, "--set") for key, text in flags.items()])
+    return {need.name: need for need in needs(config)}
+
 
 LARGE, SMALL = {GPU_CLASS: "large"}, {GPU_CLASS: "small"}
 
 
 def test_needs_follow_the_configuration():
     flags = {"target.gpus": "2", "target.gpu_class": "large", "draft.replicas": "3", "router.replicas": "2"}
-    found = needs(load(None, [Override(key, text, "--set") for key, text in flags.items()]))
-    assert found["target"] == Need("target", 1, 0.1, 2.0, LARGE)
+    found = needs_with(flags)
+    assert found["target"] == Need("target", 1, 0.1, 2.0, LARGE, deployment="TargetWorker")
     assert (found["draft"].replicas, found["router"].replicas) == (3, 2)
     options = found["target"].deployment_options({"A": "b"})
     runtime = {"env_vars": {"A": "b"}}
@@ -29,7 +38,7 @@ def test_needs_follow_the_configuration():
 
 def test_ranks_are_a_group_on_one_node_and_rank_0_is_its_first_bundle():
     flags = {"target.tensor_parallel_size": "2", "target.gpus": "1", "target.gpu_class": "large"}
-    found = needs(load(None, [Override(key, text, "--set") for key, text in flags.items()]))
+    found = needs_with(flags)
     assert (found["target"].ranks, found["draft"].ranks) == (2, 1)
     options = found["target"].deployment_options({})
     assert options["placement_group_bundles"] == [{"CPU": 0.1, "GPU": 1.0}] * 2
@@ -39,7 +48,47 @@ def test_ranks_are_a_group_on_one_node_and_rank_0_is_its_first_bundle():
 
 
 def test_without_speculation_nothing_is_needed_for_drafts():
-    assert "draft" not in needs(load(None, [Override("speculation.enabled", "false", "--set")]))
+    assert "draft" not in needs_with({"speculation.enabled": "false"})
+
+
+MODELS = {
+    "router": {"labels": "paceline.io/role=router", "replicas": 3},
+    "models": {
+        "a": {"target": {"gpus": 1, "gpu_class": "large", "labels": "zone=x, rack=7"}},
+        "b": {"target": {"replicas": 2}, "drafts": {"one": {"replicas": 2}, "none": {"replicas": 0}}},
+    },
+}
+
+
+def test_every_pool_of_every_model_is_placed_by_its_labels():
+    wanted = needs(from_mapping(MODELS, "args"))
+    assert [(need.deployment, need.replicas) for need in wanted] == [
+        ("TargetWorker-a", 1),
+        ("DraftWorker-a.draft", 1),
+        ("TargetWorker-b", 2),
+        ("DraftWorker-b.one", 2),
+        ("Router", 3),
+    ]
+    assert wanted[0].labels == LARGE | {"zone": "x", "rack": "7"}
+    assert wanted[-1].labels == {"paceline.io/role": "router"}
+    reason = lacking(wanted, [Node(4, 2, LARGE | {"zone": "x"}), Node(4, 2, {"paceline.io/role": "router"})])
+    assert reason is not None
+    assert re.match(r"no Ray node has the label for 1 x target of a with .*, label zone=x, label rack=7 each", reason)
+
+
+def test_what_is_deployed_is_the_configuration_and_replicas_stand_apart():
+    """So that Serve does not replace running workers when only their number changes."""
+    config = from_mapping(MODELS, "args")
+    described = declaration(config)
+    assert json.loads(json.dumps(described)) == described
+    more = {"models": MODELS["models"] | {"a": {"target": MODELS["models"]["a"]["target"] | {"replicas": 7}}}}
+    changed = declaration(from_mapping(MODELS | more, "args"))
+    assert changed["args"] == described["args"]
+    assert {"name": "TargetWorker-a", "num_replicas": 7} in changed["deployments"]
+    again = from_mapping(described["args"], "args")
+    assert [need.deployment for need in needs(again)] == [need.deployment for need in needs(config)]
+    assert [pool.settings.labels for pool in again.pools()] == [pool.settings.labels for pool in config.pools()]
+    ServeDeploySchema.model_validate({"applications": [described]})
 
 
 @pytest.mark.parametrize(
@@ -141,7 +190,7 @@ async def test_a_polling_directory_tells_changes_and_survives_failures(monkeypat
         if len(told) == 2:
             done.set()
 
-    directory = PollingDirectory({Role.DRAFT: Handle()})
+    directory = PollingDirectory([(Role.DRAFT, Handle())])
     directory.start(changed)
     await asyncio.wait_for(done.wait(), 5)
     directory.close()
