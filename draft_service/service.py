@@ -11,6 +11,7 @@ from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.build import EngineSettings, build, welcome
 from engine.parallel.leader import Ranks
 from engine.recorder import Recorder
+from transport.tls import Identity
 from transport.worker import Worker
 
 ROLE = "draft"
@@ -31,8 +32,9 @@ async def start_draft(
     listen: str,
     progress: Callable[[str], None] | None = None,
     ranks: Ranks | None = None,
+    identity: Identity | None = None,
 ) -> Worker:
-    """Load the model and listen on ``HOST:PORT``. ``ranks``: see :func:`engine.build.build`.
+    """Load the model and listen on ``HOST:PORT``, with TLS as ``identity``. ``ranks``: see :func:`engine.build.build`.
 
     Raises :class:`engine.model.ModelError`, :class:`engine.parallel.group.RankError`,
     :class:`engine.recorder.RecordError` or :class:`transport.address.AddressError`, each one line.
@@ -41,5 +43,5 @@ async def start_draft(
     engine = await asyncio.to_thread(build, settings.engine, progress, invariant=False, ranks=ranks)
     machine = Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
     worker = Worker(machine, ROLE, engine.close)
-    await worker.start(listen)
+    await worker.start(listen, identity)
     return worker

@@ -38,6 +38,7 @@ from speculation.events import (
 from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Welcome
 from speculation.session import Phase, Session, SessionLimits
 from transport.codec import MalformedMessage
+from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +85,13 @@ class _Run:
 class Dispatcher:
     """All sessions of a router. Implements :class:`router.generation.Generator`."""
 
-    def __init__(self, limits: DispatchLimits = DispatchLimits()) -> None:
-        """No workers are known yet: see ``pool.set_workers``."""
+    def __init__(self, limits: DispatchLimits = DispatchLimits(), identity: Identity | None = None) -> None:
+        """No workers are known yet: see ``pool.set_workers``. ``identity``: see :class:`router.pool.WorkerPool`."""
         self._limits = limits
         self._runs: dict[SessionId, _Run] = {}
         self._ids = itertools.count(1)
-        self.pool = WorkerPool(PoolEvents(self._available, self._lost, self._received, self._malformed))
+        events = PoolEvents(self._available, self._lost, self._received, self._malformed)
+        self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
         self.ready = asyncio.Event()
         """Set once a first target worker was up."""

@@ -21,6 +21,7 @@ from speculation.events import PeerId, Role
 from speculation.messages import FromWorker, Load, Proposal, ToWorker, Welcome
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
+from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class WorkerPool:
     delays: dict[Role, float] = field(default_factory=dict)
     """For experiments: seconds by which all messages to and from workers of a role are late, each way. May be changed
     at any time."""
+    identity: Identity | None = None
+    """Who the router is to the workers; None: connections are in plain text."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
 
     @property
@@ -133,7 +136,9 @@ class WorkerPool:
         for name, address in wanted.items():
             if name not in self.peers:
                 peer = self.peers[name] = Peer(name, role, self)
-                peer.connection = WorkerConnection(address, role.value, peer, lambda: self.delays.get(role, 0.0))
+                peer.connection = WorkerConnection(
+                    address, role.value, peer, lambda: self.delays.get(role, 0.0), self.identity
+                )
                 peer.task = asyncio.create_task(peer.connection.run(), name=f"connection {name}")
 
     async def close(self) -> None:

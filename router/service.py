@@ -15,6 +15,7 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.tokenizer import Tokenizer, TokenizerError
 from speculation.events import Role
 from transport import address as addresses
+from transport.tls import Identity
 
 
 class RouterError(Exception):
@@ -37,6 +38,8 @@ class RouterSettings:
     """Seconds to wait for a first target worker."""
     api: ApiSettings = ApiSettings()
     limits: DispatchLimits = DispatchLimits()
+    identity: Identity | None = None
+    """Who the router is to the workers; None: connections are in plain text."""
 
 
 class Router:
@@ -45,7 +48,7 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         """Nothing happens before ``start``."""
         self.settings = settings
-        self.dispatcher = Dispatcher(settings.limits)
+        self.dispatcher = Dispatcher(settings.limits, settings.identity)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""

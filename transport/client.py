@@ -4,6 +4,8 @@ A connection is up from the worker's ``Welcome`` until the stream ends or nothin
 :data:`WORKER_SILENCE_SECONDS`. gRPC's own keepalive would not do: pings are answered by a thread that runs on when the
 worker's own loop is stuck.
 
+A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
+
 A malformed message is reported to the listener and otherwise skipped. A worker that sends nothing else stays connected:
 what to think of it is not decided here.
 """
@@ -23,6 +25,7 @@ from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, ToWorker, Welcome
 from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker
 from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, no_delay
+from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ CONNECT_SECONDS = 5.0
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 """Pauses between attempts to connect; the last one repeats."""
 
-CHANNEL_OPTIONS = [
+CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Our own retry decides when to try again; gRPC's would double the pauses up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -112,13 +115,23 @@ class _Stream:
 class WorkerConnection:
     """Keeps a stream to one worker, for as long as ``run`` runs."""
 
-    def __init__(self, address: str, role: str, listener: Listener, delay: Callable[[], float] = no_delay) -> None:
-        """Nothing happens before ``run``.
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        listener: Listener,
+        delay: Callable[[], float] = no_delay,
+        identity: Identity | None = None,
+    ) -> None:
+        """Nothing happens before ``run``. Without an ``identity`` the connection is in plain text.
 
         ``delay`` is for experiments: everything in both directions, heartbeats too, comes that many seconds late. It is
         asked at every message.
         """
         self.address, self._role, self._listener, self._delay = address, role, listener, delay
+        self._identity = identity
+        self._unreachable = ""
+        """Why the last attempt failed, until one succeeds."""
         self.sent_bytes = 0
         """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
         self.received_bytes = 0
@@ -147,7 +160,7 @@ class WorkerConnection:
         why = "the stream ended"
         outbox = Outbox(self._delay)
         incoming = Incoming(self.address, self._listener)
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
             call = stub.Run(self._frames(outbox))
 
@@ -182,7 +195,21 @@ class WorkerConnection:
                 call.cancel()
                 if incoming.up:
                     self._listener.down(why)
+        self._note(why, was_up=incoming.up)
         return incoming.up
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._identity is None:
+            return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        return self._identity.channel(self.address, self._role, CHANNEL_OPTIONS)
+
+    def _note(self, why: str, *, was_up: bool) -> None:
+        """Log why an attempt failed, unless the one before failed for the same reason."""
+        if was_up:
+            self._unreachable = ""
+        elif why != self._unreachable:
+            self._unreachable = why
+            log.warning("cannot reach %s worker %s: %s", self._role, self.address, why)
 
     async def _frames(self, outbox: Outbox) -> AsyncIterator[pb.Frame]:
         while (frame := await outbox.next_frame()) is not None:

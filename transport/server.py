@@ -1,7 +1,7 @@
 """A worker's end of the wire: accepts streams of routers and keeps each apart.
 
 The worker sees a :class:`Link` per stream. A malformed message is refused for its session alone; a router that falls
-silent, or reads too slowly, loses its link, and with it its sessions.
+silent, or reads too slowly, loses its link, and with it its sessions. With TLS, who is no router gets none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from speculation.messages import FromWorker, Load, RefusalCode, Refused, ToWorke
 from transport import address as addresses
 from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker
 from transport.outbox import MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
+from transport.tls import Identity, objection_to
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # otherwise two workers share a port silently
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 
@@ -80,13 +82,16 @@ class Handler(Protocol):
 class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
     """Both services have the same shape; the role decides which one is registered."""
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, handler: Handler, *, secure: bool) -> None:
+        self._handler, self._secure = handler, secure
         self.links: set[Link] = set()
 
     async def Run(  # noqa: N802 - named by the proto
         self, request_iterator: AsyncIterator[pb.Frame], context: grpc.aio.ServicerContext[pb.Frame, pb.Frame]
     ) -> AsyncIterator[pb.Frame]:
+        if self._secure and (objection := objection_to(context.auth_context())):
+            log.warning("refused %s: %s", context.peer(), objection)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
         link = Link(str(context.peer()))
         self.links.add(link)
         reader = asyncio.create_task(self._read(link, request_iterator))
@@ -146,18 +151,24 @@ class WorkerServer:
         await self._server.stop(grace)
 
 
-async def serve(handler: Handler, role: str, listen: str) -> WorkerServer:
-    """Listen on ``HOST:PORT`` (port 0: any); raises :class:`transport.address.AddressError`."""
+async def serve(handler: Handler, role: str, listen: str, identity: Identity | None = None) -> WorkerServer:
+    """Listen on ``HOST:PORT`` (port 0: any), in plain text without an ``identity``.
+
+    Raises :class:`transport.address.AddressError`.
+    """
     addresses.check_free(listen)
     host, _ = addresses.parse(listen)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    servicer = _Servicer(handler)
+    servicer = _Servicer(handler, secure=identity is not None)
     if role == "target":
         rpc.add_TargetServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     else:
         rpc.add_DraftServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     try:
-        port = server.add_insecure_port(listen)
+        if identity is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, identity.server_credentials())
     except RuntimeError as error:
         raise addresses.AddressError(f"cannot listen on {listen}: {error}") from error
     await server.start()

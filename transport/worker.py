@@ -16,6 +16,7 @@ from typing import Protocol
 from speculation.messages import FromWorker, Load, ToWorker, Welcome
 from transport.outbox import HEARTBEAT_SECONDS
 from transport.server import Link, WorkerServer, serve
+from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +71,11 @@ class Worker:
         """How it introduces itself."""
         return self._machine.welcome()
 
-    async def start(self, listen: str) -> None:
-        """Listen on ``HOST:PORT``; raises :class:`transport.address.AddressError`."""
+    async def start(self, listen: str, identity: Identity | None = None) -> None:
+        """Listen on ``HOST:PORT``, with TLS as ``identity``; raises :class:`transport.address.AddressError`."""
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        self._server = await serve(self, self._role, listen)
+        self._server = await serve(self, self._role, listen, identity)
         self.address = self._server.address
         self._thread.start()
         self._heart = asyncio.create_task(self._beat())

@@ -1,0 +1,186 @@
+"""The door between routers and workers, with TLS: who gets in, who does not, and what a renewal changes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import grpc
+import pytest
+
+from cluster.certificates import now, write_roles
+from protos.paceline.v1 import worker_pb2_grpc as rpc
+from speculation.messages import SessionId, Verification
+from tests.certificates import Authority
+from tests.integration.test_transport import OPEN, WELCOME, Echo, Heard
+from transport.client import CHANNEL_OPTIONS, WorkerConnection
+from transport.tls import TARGET_NAME, Identity
+from transport.worker import Worker
+
+TWO_DAYS = timedelta(days=2)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Authority:
+    return Authority.made(tmp_path_factory.mktemp("ours") / "certs")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Authority:
+    return Authority.made(tmp_path_factory.mktemp("theirs") / "certs")
+
+
+@asynccontextmanager
+async def listening(identity: Identity | None, machine: Echo, role: str = "target"):
+    worker = Worker(machine, role)
+    await worker.start("127.0.0.1:0", identity)
+    try:
+        yield worker.address
+    finally:
+        await worker.stop()
+
+
+@asynccontextmanager
+async def connecting(address: str, identity: Identity | None, role: str = "target"):
+    """A router's connection, and what it hears."""
+    heard = Heard()
+    connection = WorkerConnection(address, role, heard, identity=identity)
+    task = asyncio.create_task(connection.run())
+    try:
+        yield connection, heard
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def logged(caplog, words: str) -> str:
+    """The first line of the log with these words."""
+    async with asyncio.timeout(10):
+        while True:
+            for record in caplog.records:
+                if words in record.getMessage():
+                    return record.getMessage()
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_router_and_a_worker_that_know_each_other_talk(ours, role):
+    async with listening(ours.identity(role), Echo(), role) as address:
+        async with connecting(address, ours.identity("router"), role) as (connection, heard):
+            assert await heard.next() == WELCOME
+            connection.send(OPEN)
+            assert isinstance(await heard.next(), Verification)
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        pytest.param(lambda ours, theirs: None, id="plain text"),
+        pytest.param(lambda ours, theirs: theirs.held("router", trusting=ours), id="another authority"),
+        pytest.param(lambda ours, theirs: ours.held("router", TWO_DAYS), id="expired"),
+        pytest.param(lambda ours, theirs: ours.held("router", -TWO_DAYS), id="not yet valid"),
+        pytest.param(lambda ours, theirs: ours.held("target"), id="a target"),
+    ],
+)
+async def test_a_worker_lets_no_stranger_in(ours, theirs, stranger, caplog):
+    async with listening(ours.identity("target"), Echo()) as address:
+        async with connecting(address, stranger(ours, theirs)) as (_, heard):
+            assert "UNAVAILABLE" in await logged(caplog, f"cannot reach target worker {address}: ")
+            assert heard.events.empty()
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["draft.paceline"], "draft.paceline"),
+        (["*.paceline"], "*.paceline"),
+        (["xrouter.paceline", "router.paceline.example"], "xrouter.paceline, router.paceline.example"),
+        ([], "no DNS name"),
+    ],
+)
+async def test_a_worker_serves_nobody_but_routers(ours, names, found, caplog):
+    """Also if their certificate is meant for clients, and the common name is a router's."""
+    async with listening(ours.identity("target"), Echo()) as address:
+        async with connecting(address, ours.held_for(*names)) as (_, heard):
+            words = f"its certificate is for {found}, not for router.paceline"
+            assert (await logged(caplog, "refused ipv4:127.0.0.1")).endswith(words)
+            assert (await logged(caplog, "cannot reach")).endswith(f"PERMISSION_DENIED: {words}")
+            assert heard.events.empty()
+
+
+async def test_a_worker_lets_nobody_in_without_a_certificate(ours):
+    credentials = grpc.ssl_channel_credentials(ours.issued.certificate_pem)
+    options = [*CHANNEL_OPTIONS, (TARGET_NAME, "target.paceline")]
+    async with listening(ours.identity("target"), Echo()) as address:
+        async with grpc.aio.secure_channel(address, credentials, options) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async with asyncio.timeout(10):
+                    await rpc.TargetStub(channel).Run().read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        pytest.param(lambda ours, theirs: None, id="plain text"),
+        pytest.param(lambda ours, theirs: theirs.held("target", trusting=ours), id="another authority"),
+        pytest.param(lambda ours, theirs: ours.held("target", TWO_DAYS), id="expired"),
+        pytest.param(lambda ours, theirs: ours.held("draft"), id="a draft"),
+        pytest.param(lambda ours, theirs: ours.held("router"), id="a router"),
+    ],
+)
+async def test_a_router_talks_to_no_stranger(ours, theirs, stranger, caplog):
+    async with listening(stranger(ours, theirs), Echo()) as address:
+        async with connecting(address, ours.identity("router")) as (_, heard):
+            assert "UNAVAILABLE" in await logged(caplog, f"cannot reach target worker {address}: ")
+            assert heard.events.empty()
+
+
+async def test_why_a_worker_cannot_be_reached_is_said_once(ours, caplog):
+    async with listening(ours.identity("draft"), Echo()) as address:
+        connection = WorkerConnection(address, "target", Heard(), identity=ours.identity("router"))
+        for _ in range(3):
+            assert not await connection._attempt()
+    (line,) = caplog.messages
+    assert "Hostname Verification Check failed" in line
+
+
+async def test_a_renewal_counts_for_new_connections_and_leaves_streams_alone(tmp_path, caplog):
+    old = Authority.made(tmp_path / "certs")
+    router = old.identity("router")
+    machine = Echo()
+    async with listening(old.identity("target"), machine) as address, connecting(address, router) as (before, heard):
+        assert await heard.next() == WELCOME
+        new = Authority.made(tmp_path / "new")
+        shutil.copytree(new.folder, old.folder, dirs_exist_ok=True)
+        for identity in (router, new.held("router")):
+            async with connecting(address, identity) as (_, again):
+                assert await again.next() == WELCOME
+        async with connecting(address, old.held("router", trusting=new)) as (_, refused):
+            await logged(caplog, f"cannot reach target worker {address}: ")
+            assert refused.events.empty()
+        for number in (1, 2):
+            before.send(replace(OPEN, session=SessionId(number)))
+            assert isinstance(await heard.next(), Verification)
+        assert heard.events.empty()
+        assert len(machine.held) == 2
+
+
+async def test_files_that_cannot_be_used_leave_the_earlier_ones_in_use(tmp_path, caplog):
+    authority = Authority.made(tmp_path / "certs")
+    identity, router = authority.identity("target"), authority.identity("router")
+    before = identity.current()
+    shutil.copy(authority.folder / "draft.key", authority.folder / "target.key")  # as halfway through a renewal
+    async with listening(identity, Echo()) as address:
+        for _ in range(2):
+            async with connecting(address, router) as (_, heard):
+                assert await heard.next() == WELCOME
+    assert identity.current() == before
+    key, certificate = authority.files("target").key, authority.files("target").certificate
+    words = f"key {key}: is not the key of the certificate {certificate}; what was read before stays in use"
+    assert caplog.messages == [words]
+    write_roles(authority.folder, authority.issued, now())
+    assert identity.current() != before
