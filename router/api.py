@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from router import responses
 from router.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
+from router.auth import ApiKeys, RequireKey
 from router.choices import Chunk, run_choices
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator
@@ -56,11 +57,17 @@ class ApiSettings:
     """What a refused client is told to wait."""
     speculation: Speculation = Speculation()
     """How drafting goes where a request does not say."""
+    api_keys: ApiKeys | None = None
+    """Who may use the API; None: everybody."""
 
 
 def build_app(generator: Generator, tokenizer: Tokenizer, settings: ApiSettings | None = None) -> Starlette:
     """The application. It owns nothing: ``generator`` is started and stopped by the caller."""
-    api = _Api(generator, tokenizer, settings or ApiSettings())
+    settings = settings or ApiSettings()
+    api = _Api(generator, tokenizer, settings)
+    middleware = [Middleware(RequestIds)]
+    if settings.api_keys is not None:
+        middleware.append(Middleware(RequireKey, settings.api_keys))
     return Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
@@ -69,7 +76,7 @@ def build_app(generator: Generator, tokenizer: Tokenizer, settings: ApiSettings 
             Route("/v1/models/{name:path}", api.model, methods=["GET"]),
             Route("/health", api.health, methods=["GET"]),
         ],
-        middleware=[Middleware(RequestIds)],
+        middleware=middleware,
         exception_handlers={
             ApiError: api.on_api_error,
             GenerationError: api.on_generation_error,

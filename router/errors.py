@@ -51,6 +51,7 @@ _ROWS = (
     _request("context_length_exceeded", "The prompt, or the prompt and max_tokens, do not fit the model's context."),
     _request("no_chat_template", "The model has no chat template, so it cannot chat."),
     _request("invalid", "A worker found the request impossible."),
+    _request("invalid_api_key", "No API key, or one that is not known here.", status=401),
     _request("model_not_found", "No such model here.", status=404),
     _request("not_found", "No such endpoint.", status=404),
     _request("method_not_allowed", "The endpoint exists, for another method.", status=405),

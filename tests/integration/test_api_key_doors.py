@@ -1,0 +1,97 @@
+"""The HTTP door with API keys: in memory, over a real socket, and through OpenAI's own client."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from router import auth
+from router.api import ApiSettings, build_app
+from router.auth import OPEN_PATHS, ApiKeys
+from tests.integration.test_http_api import TEXT, fake, in_memory, served, shared
+
+KEY, OTHER = "sk-paceline-0123456789", "sk-paceline-9876543210"
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"alice: {KEY}\n")
+    return path
+
+
+def guarded(path) -> ApiSettings:
+    return ApiSettings(api_keys=ApiKeys(path))
+
+
+async def test_every_path_but_those_of_probes_needs_a_key(path):
+    generator = fake()
+    app = build_app(generator, shared(), guarded(path))
+    paths = {route.path for route in app.routes if isinstance(route, Route)} | {"/", "/nowhere", "/v1/nowhere"}
+    assert {"/v1/completions", "/v1/models", "/v1/models/{name:path}"} <= paths - OPEN_PATHS
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://paceline") as client:
+        for known in sorted(paths - OPEN_PATHS):
+            for method in ("GET", "POST", "OPTIONS"):
+                assert (await client.request(method, known)).status_code == 401, (method, known)
+        assert (await client.get("/health")).status_code == 200
+    assert not generator.generations
+
+
+@pytest.mark.parametrize(
+    ("header", "challenge"),
+    [
+        (None, "Bearer"),
+        ("", "Bearer"),
+        (KEY, "Bearer"),
+        (f"Basic {KEY}", "Bearer"),
+        ("Bearer", "Bearer"),
+        ("Bearer  ", "Bearer"),
+        (f"Bearer {OTHER}", 'Bearer error="invalid_token"'),
+        (f"Bearer {KEY} {OTHER}", 'Bearer error="invalid_token"'),
+        (f"Bearer {KEY[:-1]}", 'Bearer error="invalid_token"'),
+    ],
+)
+async def test_without_the_key_the_answer_is_openais(path, header, challenge):
+    headers = {} if header is None else {"authorization": header}
+    async with in_memory(fake(), guarded(path)) as client:
+        refused = await client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+    assert refused.status_code == 401
+    error = refused.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
+    assert refused.headers["www-authenticate"] == challenge
+    assert refused.headers["x-request-id"]
+    assert KEY[:-1] not in refused.text
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER "])
+async def test_with_the_key_its_name_is_known(path, scheme):
+    app = build_app(fake(), shared(), guarded(path))
+
+    async def who(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(request.state.api_key_name)
+
+    app.router.routes.append(Route("/who", who))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://paceline") as client:
+        assert (await client.get("/who", headers={"authorization": f"{scheme} {KEY}"})).text == "alice"
+
+
+def test_keys_come_and_go_under_openais_client(path, monkeypatch):
+    monkeypatch.setattr(auth, "LOOK_SECONDS", 0.0)
+    with served(fake(), guarded(path)) as url:
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as alice,
+            openai.OpenAI(base_url=f"{url}/v1", api_key=OTHER, max_retries=0) as bob,
+        ):
+            assert alice.completions.create(model="tiny/model", prompt="hi", max_tokens=200).choices[0].text == TEXT
+            with pytest.raises(openai.AuthenticationError, match="not known here"):
+                bob.models.list()
+            path.write_text(f"alice: {KEY}\nbob: {OTHER}\n")
+            assert bob.models.list().data
+            path.write_text(f"bob: {OTHER}\n")
+            with pytest.raises(openai.AuthenticationError):
+                alice.models.list()
+            assert bob.models.list().data
