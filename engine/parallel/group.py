@@ -7,6 +7,7 @@ transformers distributes a model over all ranks that torch knows.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,8 +53,15 @@ class RankTask:
 def rendezvous(settings: EngineSettings, port: int | None = None) -> TCPStore:
     """Where ranks meet, on the loopback interface: rank 0 opens it, the others give its port."""
     seconds = timedelta(seconds=settings.join_timeout)
-    opens = port is None
-    return TCPStore(HOST, port or 0, settings.tensor_parallel_size, opens, seconds, wait_for_workers=False)
+    if port is not None:
+        return TCPStore(HOST, port, settings.tensor_parallel_size, False, seconds, wait_for_workers=False)
+    listener = socket.socket()  # torch itself would listen on all interfaces
+    listener.bind((HOST, 0))
+    number = listener.getsockname()[1]
+    descriptor = listener.detach()  # the store closes it
+    return TCPStore(
+        HOST, number, settings.tensor_parallel_size, True, seconds, wait_for_workers=False, master_listen_fd=descriptor
+    )
 
 
 def joined_key(rank: int) -> str:
@@ -73,7 +81,7 @@ class Group:
         """How long a rank may keep the others waiting inside a step."""
         assert not dist.is_initialized(), "there is a group in this process already"
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, LOOPBACK)
+            os.environ[variable] = LOOPBACK  # nothing here is encrypted, and a group never leaves its machine
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=LOADING)
         self._computing = dist.new_group(timeout=self.patience)

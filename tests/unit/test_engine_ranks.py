@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -114,6 +116,17 @@ def test_a_bad_chunk_leaves_the_ranks_in_step(pair):
     assert two.run([]).shape == (0, 251)
     assert two.run([Chunk(sequence, [5], rows=[0])]).isfinite().all()
     sequence.free()
+
+
+def test_ranks_listen_on_loopback_only(pair):
+    """Nothing that they say to each other is encrypted. Torch itself would open its store on all interfaces."""
+    me = psutil.Process()
+    ranks = [child for child in me.children() if "cluster.run_rank" in child.cmdline()]
+    assert ranks
+    for process in (me, *ranks):
+        hosts = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert hosts
+        assert all(ipaddress.ip_address(host).is_loopback for host in hosts)
 
 
 def test_a_step_too_large_for_one_broadcast(pair):
