@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started: models, vocabularies, ports, exposure.
+"""What can be found wrong before anything is started: models, vocabularies, ports, certificates, exposure.
 
 Cheap on purpose: reads a few small files, imports neither torch nor ray. What only loading can show is left to the
 workers.
@@ -9,8 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.config import Config, Pool
+from cluster.security import check_http_exposure, check_security, check_worker_exposure
 from speculation.events import Role
-from transport.address import check_free, is_loopback, join, parse
+from transport.address import check_free, join, parse
+
+ROLES = ("router", "target", "draft")
 
 
 class CheckError(Exception):
@@ -18,11 +21,13 @@ class CheckError(Exception):
 
 
 def check(config: Config) -> None:
-    """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, AddressError."""
+    """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, SecurityError, AddressError."""
     if config.backend == "local" and config.router.replicas > 1:
         raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
-    check_exposure(config.router.host, config.router.allow_remote)
-    if config.backend == "local" or config.ray.address == "local":  # in a cluster it may be our own, to be updated
+    check_http_exposure(config)
+    here = config.backend == "local" or config.ray.address == "local"
+    check_security(config, ROLES if here else ())
+    if here:  # in a cluster it may be our own, to be updated
         check_free(join(config.router.host, config.router.port))
     pools = config.pools()
     for pool in pools:
@@ -60,19 +65,10 @@ def check_ranks(config: Config) -> None:
             )
 
 
-def check_listen(address: str, *, allow_remote: bool) -> None:
-    """Whether a worker may and can listen there. Raises :class:`CheckError`, AddressError."""
-    check_exposure(parse(address)[0], allow_remote)
+def check_listen(address: str, config: Config) -> None:
+    """Whether a worker may and can listen there. Raises SecurityError, AddressError."""
+    check_worker_exposure(parse(address)[0], config)
     check_free(address)
-
-
-def check_exposure(host: str, allow_remote: bool) -> None:
-    """Nothing listens beyond loopback unless the operator says so: there is no authentication yet."""
-    if not allow_remote and not is_loopback(host):
-        raise CheckError(
-            f"{host} can be reached from other machines and there is no authentication; "
-            "listen on 127.0.0.1, or add --allow-remote if only trusted machines can connect"
-        )
 
 
 def check_model(model: str, flag: str) -> None:

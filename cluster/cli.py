@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from cluster import run_bench, run_complete, run_config, run_router, run_simulate, run_up, run_worker
+from cluster import run_bench, run_certs, run_complete, run_config, run_router, run_simulate, run_up, run_worker
 from cluster.checks import CheckError
 from cluster.console import CommandError, complain
 from cluster.flags import BAD_INPUT, Parser
+from cluster.security import SecurityError
 from cluster.settings import ConfigError
 from transport.address import AddressError
 
@@ -25,6 +26,7 @@ COMMANDS: dict[str, ModuleType] = {
     "worker": run_worker,
     "router": run_router,
     "config": run_config,
+    "certs": run_certs,
     "bench": run_bench,
     "simulate": run_simulate,
 }
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         complain(f"paceline: {error}")
         return error.code
-    except (ConfigError, CheckError, AddressError) as error:
+    except (ConfigError, CheckError, SecurityError, AddressError) as error:
         complain(f"paceline: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:

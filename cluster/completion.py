@@ -28,6 +28,7 @@ class Request:
     temperature: float
     seed: int
     chat: bool = False
+    api_key: str = field(default="", repr=False)
 
     def body(self, *, speculate: bool) -> dict[str, Any]:
         """As the API takes it."""
@@ -79,6 +80,11 @@ class Tally:
         self.offered += speculation["offered"]
 
 
+def bearer(api_key: str) -> dict[str, str]:
+    """The header that carries a key, if there is one."""
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def stream(url: str, request: Request, tally: Tally, *, speculate: bool = True) -> Iterator[Piece]:
     """Pieces as they arrive, counted in ``tally``. Raises :class:`cluster.console.CommandError`."""
     path = "/v1/chat/completions" if request.chat else "/v1/completions"
@@ -89,7 +95,7 @@ def stream(url: str, request: Request, tally: Tally, *, speculate: bool = True) 
     try:
         with (
             httpx.Client(timeout=timeout, trust_env=trust) as client,
-            client.stream("POST", url.rstrip("/") + path, json=body) as response,
+            client.stream("POST", url.rstrip("/") + path, json=body, headers=bearer(request.api_key)) as response,
         ):
             if response.status_code != httpx.codes.OK:
                 response.read()

@@ -129,7 +129,7 @@ class RouterConfig:
     model_name: str = _setting("", "name of the model in the API (default: what its workers call it)")
     tokenizer: str = _setting("", "folder or hub id of the tokenizer (default: the target's)")
     max_sessions: int = _setting(1024, "generations at once per router; more get status 429", at_least=1)
-    allow_remote: bool = _setting(False, "listen beyond loopback, although there is no authentication")
+    allow_remote: bool = _setting(False, "listen beyond loopback even where there is no authentication")
     drain_timeout: float = _setting(
         600.0, "seconds that running requests have when Ray replaces a router", at_least=0, at_most=86400
     )
@@ -223,6 +223,18 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who may talk to whom. ``{role}`` in a certificate's path stands for router, target or draft."""
+
+    certificate: str = _setting(
+        "", "certificate in PEM, for TLS between routers and workers; {role} stands for the role"
+    )
+    key: str = _setting("", "its private key in PEM")
+    authority: str = _setting("", "certificates in PEM of who signs for routers and workers")
+    api_keys: str = _setting("", "file with an API key a line, bare or as NAME: KEY; without it everybody may ask")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
 
@@ -237,6 +249,7 @@ class Config:
     router: RouterConfig = RouterConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     ray: RayConfig = RayConfig()
+    security: SecurityConfig = SecurityConfig()
 
     @property
     def drafts(self) -> int:
@@ -281,6 +294,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "router": RouterConfig,
     "speculation": SpeculationConfig,
     "ray": RayConfig,
+    "security": SecurityConfig,
 }
 
 

@@ -17,12 +17,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from cluster.checks import check_exposure
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
 from cluster.declaration import declaration
 from cluster.flags import FAILED
 from cluster.placement import APPLICATION, Node, lacking, needs
+from cluster.ray_token import check_token
+from cluster.security import check_worker_exposure
 from transport.address import parse
 
 if TYPE_CHECKING:
@@ -33,7 +34,18 @@ WATCH_SECONDS = 2.0
 REACH_SECONDS = 5.0
 GONE_SECONDS = 60.0
 
-OURS = ("ModelError", "RankError", "RecordError", "CheckError", "ConfigError", "TokenizerError", "AddressError")
+OURS = frozenset(
+    {
+        "AddressError",
+        "CheckError",
+        "ConfigError",
+        "ModelError",
+        "RankError",
+        "RecordError",
+        "SecurityError",
+        "TokenizerError",
+    }
+)
 """Errors whose text says all."""
 _ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\))?: (.+)$")
 
@@ -124,8 +136,10 @@ class RayCluster:
 
         nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         if not self._local:
-            for node in nodes:
-                check_exposure(node["NodeManagerAddress"], self._config.router.allow_remote)
+            hosts = [node["NodeManagerAddress"] for node in nodes]
+            for host in hosts:
+                check_worker_exposure(host, self._config)
+            check_token(self._config, ray.get_runtime_context().gcs_address, hosts)
         described = [
             Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0), node.get("Labels") or {})
             for node in nodes

@@ -169,9 +169,11 @@ def _described_by(path: SettingPath) -> str:
 
 
 def _located(base: Path, path: tuple[str, ...], value: object) -> object:
-    """A folder is meant relative to the file that names it, or to where the command runs; workers run elsewhere."""
+    """A path is meant relative to the file that names it, or to where the command runs; workers run elsewhere."""
     if _described_by(path) in _FOLDERS and value:
         folder = base / Path(str(value)).expanduser()
         if folder.is_dir():
             return str(folder.resolve())
+    if path[0] == "security" and value:
+        return str((base / Path(str(value)).expanduser()).absolute())
     return value

@@ -6,6 +6,7 @@ The speed-up is measured, not estimated: the same request runs once more without
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 (default): most likely text")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default: a random one)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's chat message")
+    parser.add_argument("--api-key", metavar="KEY", help="sent to the server (default: the variable OPENAI_API_KEY)")
     parser.add_argument("--no-compare", action="store_true", help="do not run again without drafts to compare")
 
 
@@ -48,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError('give a prompt, such as "def fib(n):", or - to read it from standard input', BAD_INPUT)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     seed = random.getrandbits(31) if args.seed is None else args.seed
-    show(args.url, Request(prompt, args.max_tokens, args.temperature, seed, args.chat), compare=not args.no_compare)
+    api_key = os.environ.get("OPENAI_API_KEY", "") if args.api_key is None else args.api_key
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise CommandError("the API key must be printable ASCII", BAD_INPUT)
+    request = Request(prompt, args.max_tokens, args.temperature, seed, args.chat, api_key)
+    show(args.url, request, compare=not args.no_compare)
     return 0
 
 

@@ -6,11 +6,12 @@ import argparse
 import asyncio
 import signal
 
-from cluster.checks import check_exposure, check_tokenizer
+from cluster.checks import check_tokenizer
 from cluster.config import Config
 from cluster.console import CommandError, say, stages
 from cluster.flags import FAILED, add_file, add_parent, add_section, configuration
 from cluster.parent import exit_with
+from cluster.security import check_http_exposure, check_security
 from cluster.serving import router_settings
 from transport.address import check_free, join, parse
 
@@ -31,6 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--draft", action="append", default=[], metavar="HOST:PORT", help="a draft worker (may be repeated)"
     )
     add_section(parser, "router", without=("replicas", "labels"))
+    add_section(parser, "security")
     add_file(parser)
     add_parent(parser)
 
@@ -40,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     config = configuration(args)
-    check_exposure(config.router.host, config.router.allow_remote)
+    check_http_exposure(config)
+    check_security(config, ("router",))
     check_free(join(config.router.host, config.router.port))
     for address in (*args.target, *args.draft):
         parse(address)

@@ -10,7 +10,8 @@ from typing import Protocol
 from cluster.checks import check
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain, say, stages
-from cluster.flags import BAD_INPUT, FAILED, add_file, add_setting, configuration
+from cluster.flags import BAD_INPUT, FAILED, add_file, add_section, add_setting, configuration
+from cluster.security import own_api_key
 from cluster.stretched import ABOUT as STRETCHED
 from cluster.stretched import stretched
 from cluster.threads import settled
@@ -69,6 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "--port", "router.port")
     add_setting(parser, "--allow-remote", "router.allow_remote")
     add_setting(parser, "--model-name", "router.model_name")
+    add_section(parser, "security")
     for role in ("target", "draft", "router"):
         add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
     add_setting(parser, "--backend", "backend")
@@ -144,8 +146,11 @@ def _await_http(config: Config) -> None:
     """Until the API says which model it serves."""
     import httpx
 
+    from cluster.completion import bearer
+
+    headers = bearer(own_api_key(config))
     deadline, last = time.monotonic() + HTTP_SECONDS, "no answer"
-    with httpx.Client(trust_env=False, timeout=5.0) as client:
+    with httpx.Client(trust_env=False, timeout=5.0, headers=headers) as client:
         while time.monotonic() < deadline:
             try:
                 answer = client.get(f"{_url(config)}/v1/models")
@@ -168,7 +173,10 @@ def _introduce(config: Config, detached: bool) -> None:
     say("Try, in another terminal:")
     say(f'  paceline complete "{DEMO_PROMPT}"{other}')
     data = '{"prompt": "def fib(n):", "max_tokens": 64}'
-    say(f"  curl {url}/v1/completions -H 'content-type: application/json' -d '{data}'")
+    key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if config.security.api_keys else ""
+    say(f"  curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{data}'")
+    if key:
+        say(f"Both take one of the API keys in {config.security.api_keys} from the variable OPENAI_API_KEY.")
     say("It is left running; start again with another configuration to update it." if detached else "Ctrl-C stops it.")
 
 
@@ -178,6 +186,7 @@ def _demo(config: Config) -> None:
 
     say(f"\nA completion of {DEMO_PROMPT!r}:")
     try:
-        show(_url(config), Request(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0), compare=True)
+        request = Request(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0, api_key=own_api_key(config))
+        show(_url(config), request, compare=True)
     except CommandError as error:
         complain(f"paceline: the demo failed: {error}")

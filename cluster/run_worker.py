@@ -14,6 +14,7 @@ from cluster.console import CommandError, complain, say, stages
 from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_parent, add_section, add_setting, configuration
 from cluster.parent import exit_with
 from cluster.rank_processes import RankProcesses
+from cluster.security import check_security, identity
 from cluster.serving import draft_settings, target_settings
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def add(parser: Parser) -> None:
         )
         add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels"))
         add_setting(worker, "--allow-remote", "router.allow_remote")
+        add_section(worker, "security", without=("api_keys",))
         if role == "target":
             add_setting(worker, "--max-draft", "speculation.max_draft")
         else:
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     config = configuration(args)
-    check_listen(args.listen, allow_remote=config.router.allow_remote)
+    check_listen(args.listen, config)
+    check_security(config, (args.role,))
     check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
     return asyncio.run(_serve(args.role, config, args.listen))
 
@@ -90,10 +93,11 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
         from engine.recorder import RecordError
         from target_service.service import start_target
 
+        known = identity(config, role)
         try:
             if role == "target":
-                return await start_target(target_settings(config), listen, report, RankProcesses())
-            return await start_draft(draft_settings(config), listen, report, RankProcesses())
+                return await start_target(target_settings(config), listen, report, RankProcesses(), known)
+            return await start_draft(draft_settings(config), listen, report, RankProcesses(), known)
         except (ModelError, RecordError) as error:
             raise CommandError(str(error), BAD_INPUT) from error
         except RankError as error:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from cluster.checks import check_exposure
 from cluster.config import CHECKOUT, Config, Pool, chosen_threads, from_mapping
 from cluster.discovery import ENDPOINT, Handles, serve_directory
 from cluster.placement import Need, need, router_need
 from cluster.ray_ranks import RayRanks
+from cluster.security import check_worker_exposure, identity
 from cluster.serving import draft_settings, router_settings, target_settings
 from router.api import build_app
 from router.dispatch import Dispatcher
@@ -87,8 +87,8 @@ class TargetWorker(_WorkerReplica):
         """Load the model and listen."""
         from target_service.service import start_target
 
-        settings = target_settings(config.of_worker(pool))
-        await self._begin(await start_target(settings, _listen(config), ranks=_ranks(config, pool)))
+        settings, known = target_settings(config.of_worker(pool)), identity(config, "target")
+        await self._begin(await start_target(settings, _listen(config), ranks=_ranks(config, pool), identity=known))
 
 
 class DraftWorker(_WorkerReplica):
@@ -98,8 +98,8 @@ class DraftWorker(_WorkerReplica):
         """Load the model and listen."""
         from draft_service.service import start_draft
 
-        settings = draft_settings(config.of_worker(pool))
-        await self._begin(await start_draft(settings, _listen(config), ranks=_ranks(config, pool)))
+        settings, known = draft_settings(config.of_worker(pool)), identity(config, "draft")
+        await self._begin(await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=known))
 
 
 @serve.ingress()
@@ -112,7 +112,7 @@ class Router:
         self._settings = settings.api
         source = config.router.tokenizer or config.pools()[0].settings.model
         self._tokenizer = await asyncio.to_thread(Tokenizer.load, source)
-        self._dispatcher = Dispatcher(settings.limits)
+        self._dispatcher = Dispatcher(settings.limits, settings.identity)
         self._directory = serve_directory(workers)
         self._directory.start(self._dispatcher.pool.set_workers)
 
@@ -178,5 +178,5 @@ def _listen(config: Config) -> str:
     if config.ray.address == "local":
         return "127.0.0.1:0"
     host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-    check_exposure(host, config.router.allow_remote)
+    check_worker_exposure(host, config)
     return f"{host}:0"

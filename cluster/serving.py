@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cluster.config import Config, DraftConfig, TargetConfig, chosen_threads
+from cluster.security import api_keys, identity
 from speculation.messages import Rule as AcceptanceRule
 from speculation.messages import Schedule, Source, Speculation
 
@@ -52,7 +53,7 @@ def draft_settings(config: Config) -> DraftSettings:
 
 
 def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tuple[str, ...] = ()) -> RouterSettings:
-    """A router for workers at these addresses."""
+    """A router for workers at these addresses. Raises :class:`cluster.security.SecurityError`."""
     from router.api import ApiSettings
     from router.dispatch import DispatchLimits
     from router.service import RouterSettings
@@ -64,8 +65,13 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
         port=config.router.port,
         tokenizer=config.router.tokenizer,
         ready_timeout=READY_SECONDS,
-        api=ApiSettings(model_name=config.router.model_name or None, speculation=speculation(config)),
+        api=ApiSettings(
+            model_name=config.router.model_name or None,
+            speculation=speculation(config),
+            api_keys=api_keys(config),
+        ),
         limits=DispatchLimits(sessions=config.router.max_sessions),
+        identity=identity(config, "router"),
     )
 
 

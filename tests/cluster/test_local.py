@@ -61,6 +61,30 @@ def test_killing_the_supervisor_ends_everything():
         assert not alive
 
 
+@pytest.mark.slow
+def test_with_certificates_and_keys_everything_works_and_strangers_are_refused(tmp_path):
+    folder = tmp_path / "certs"
+    made = run("certs", str(folder))
+    assert made.returncode == 0, made.stderr
+    settings = tmp_path / "paceline.yaml"
+    settings.write_text(made.stdout.partition("\n")[2].partition("\n")[2] + f"  api_keys: {tmp_path}/keys\n")
+    (tmp_path / "keys").write_text("me: sk-0123456789abcdef\n")
+    with up("--config", str(settings), "--demo") as paceline:
+        paceline.expect("drafts accepted", 60)
+        url = paceline.expect(r"Paceline serves at (\S+)")
+        refused = run("complete", "x", "--url", url)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("paceline: the server refused: give an API key")
+        assert run("certs", str(folder), "--renew").returncode == 0
+        victim = paceline.descendants("worker target")[0]  # comes back with its new certificate
+        victim.kill()
+        arguments = ["--max-tokens", "4", "--no-compare", "--api-key", "sk-0123456789abcdef"]
+        with_key = run("complete", "x", "--url", url, *arguments)
+        assert with_key.returncode == 0, with_key.stderr
+        assert paceline.stop(signal.SIGINT) == 0
+        assert "sk-0123456789abcdef" not in paceline.output
+
+
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path):
     model = broken_model(tmp_path)
     reason = rf"{model}: the weights lack \d+ tensors of the model, first .*"

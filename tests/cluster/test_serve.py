@@ -4,6 +4,7 @@ import asyncio
 import re
 import signal
 
+import grpc
 import httpx
 import psutil
 import pytest
@@ -41,6 +42,17 @@ def test_every_replica_is_a_process_and_listens_on_loopback_only(paceline):
         assert len(replicas(paceline, kind)) == 2
     for process in replicas(paceline, "TargetWorker") + replicas(paceline, "DraftWorker"):
         assert len(listening(process)) == 1
+
+
+def test_ray_itself_answers_nobody_without_its_token(paceline):
+    (service,) = paceline.descendants("gcs_server")
+    answers = []
+    for port in {c.laddr.port for c in service.net_connections("tcp") if c.status == "LISTEN"}:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo", bytes, bytes)
+            answers.append(call.future(b"", timeout=5).code())
+    assert grpc.StatusCode.UNAUTHENTICATED in answers
+    assert grpc.StatusCode.OK not in answers
 
 
 async def test_drafted_text_equals_plain_text_and_arrives_bit_by_bit(url):

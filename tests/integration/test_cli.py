@@ -14,6 +14,14 @@ from tests.cluster.processes import Paceline, run
 from tests.stack import MODELS
 
 PROMPT = "import os\n\n\ndef "
+NO_CERTIFICATES = [
+    "--certificate",
+    "/nowhere/{role}.crt",
+    "--key",
+    "/nowhere/{role}.key",
+    "--authority",
+    "/nowhere/ca.crt",
+]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +126,14 @@ def test_different_vocabularies_are_refused_before_anything_starts(other_vocabul
         (["up", "--address", "127.0.0.1:1"], 1, "no Ray cluster at 127.0.0.1:1 (Connection refused)"),
         (["config", "--set", "rubbish"], 2, "is not KEY=VALUE"),
         (["complete"], 2, "give a prompt"),
+        (["complete", "x", "--api-key", "k\u00e9y"], 2, "must be printable ASCII"),
+        (["up", "--certificate", "/c.crt"], 2, "security.key and security.authority must be given as well"),
+        (["up", "--api-keys", "/nowhere"], 2, "security.api_keys /nowhere: cannot be read"),
+        (["router", "--target", "127.0.0.1:7001", *NO_CERTIFICATES], 2, "security.certificate /nowhere/router.crt:"),
+        (["worker", "draft", "--listen", "0.0.0.0:7001", *NO_CERTIFICATES], 2, "/nowhere/draft.crt: cannot be read"),
+        (["certs", "/proc/nowhere"], 2, "cannot write to /proc/nowhere"),
+        (["certs", "/nowhere", "--renew"], 2, "/nowhere/ca.crt: cannot be read"),
+        (["certs", "/nowhere", "--days", "0"], 2, "--days must be a whole number from 1 to 3650, got 0"),
         (["complete", "x", "--url", "ftp://x"], 2, "--url ftp://x"),
     ],
 )
@@ -168,6 +184,6 @@ def test_a_port_in_use_is_told_at_once():
 def test_help_names_every_command_and_starts_fast():
     shown = run("--help", timeout=5)
     assert shown.returncode == 0
-    for command in ("up", "complete", "worker", "router", "config"):
+    for command in ("up", "complete", "worker", "router", "config", "certs"):
         assert re.search(rf"^    {command} ", shown.stdout, re.MULTILINE)
         assert "paceline " + command in run(command, "--help", timeout=5).stdout
