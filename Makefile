@@ -47,3 +47,4 @@ protos: setup
 # After changing versions by hand in a fresh environment.
 lock:
 	$(BIN)/pip freeze --all | grep -v -E '^(pip|wheel|-e)|paceline' | sed 's/+cpu//' > requirements.lock
+	$(BIN)/python -m deploy.docker.requirements > deploy/docker/requirements.txt

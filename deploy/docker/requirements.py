@@ -1,0 +1,75 @@
+"""Which of the locked packages the image needs: what Paceline itself depends on, directly or not, and nothing else.
+
+requirements.lock also pins what developing takes. The closure is read from the metadata of the installed packages, so
+it is made in the environment that `make setup` builds, and committed as requirements.txt:
+
+    python -m deploy.docker.requirements > deploy/docker/requirements.txt
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ("setuptools",)
+"""Also in the image: what installs Paceline itself, offline."""
+HEADER = "# Made by `python -m deploy.docker.requirements` from requirements.lock; a test checks that it is current.\n"
+
+
+class NotLockedError(Exception):
+    """A package is needed that requirements.lock does not pin."""
+
+
+def runtime_requirements(root: Path = ROOT) -> str:
+    """The file's text: pins of requirements.lock that the dependencies in pyproject.toml lead to, in its order."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    locked = _locked((root / "requirements.lock").read_text(encoding="utf-8"))
+    needed = closure([*project["dependencies"], *BUILD])
+    missing = sorted(needed - locked.keys())
+    if missing:
+        raise NotLockedError(f"requirements.lock does not pin {', '.join(missing)}; run `make lock`")
+    return HEADER + "".join(f"{pin}\n" for name, pin in locked.items() if name in needed)
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """Names of all packages that these lead to on this platform, extras included."""
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        found.add(name)
+        for extra in {"", *wanted.extras}:
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                waiting += [need for need in _requirements_of(name) if _applies(need, extra)]
+    return found
+
+
+def _requirements_of(name: str) -> list[Requirement]:
+    try:
+        return [Requirement(line) for line in requires(name) or []]
+    except PackageNotFoundError as error:
+        raise NotLockedError(f"{name} is needed but not installed; run `make setup`") from error
+
+
+def _applies(need: Requirement, extra: str) -> bool:
+    return need.marker is None or need.marker.evaluate({"extra": extra})
+
+
+def _locked(text: str) -> Mapping[str, str]:
+    """Pins by normalised name."""
+    pins = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return {canonicalize_name(pin.partition("==")[0]): pin for pin in pins}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(runtime_requirements())
