@@ -1,0 +1,65 @@
+"""Turns KubeRay's CRD into the JSON schema that manifests are checked with, strict: unknown fields are refused.
+
+Kubernetes prunes unknown fields without a word, so a misspelt one would have no effect. For another version of KubeRay:
+
+    python -m deploy.crd ray.io_rayservices.yaml > deploy/schemas/rayservice.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+VERSION = "v1"
+_SCHEMAS = ("properties", "patternProperties")
+"""Keywords whose values are schemas by name."""
+_NESTED = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "not")
+_NUMBERS = ("int32", "int64", "float", "double")
+
+
+def strict_schema(crd: dict[str, Any], version: str = VERSION) -> dict[str, Any]:
+    """The JSON schema of one version of a CustomResourceDefinition; metadata and status are left open."""
+    found = next(entry for entry in crd["spec"]["versions"] if entry["name"] == version)
+    schema: dict[str, Any] = _strict(found["schema"]["openAPIV3Schema"])
+    schema["properties"] |= {"metadata": {"type": "object"}, "status": {"type": "object"}}
+    return schema
+
+
+def _strict(schema: Any) -> Any:
+    """OpenAPI as Kubernetes extends it, as plain JSON schema; descriptions are dropped."""
+    if isinstance(schema, list):
+        return [_strict(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    extensions = {key: value for key, value in schema.items() if key.startswith("x-kubernetes-")}
+    plain = {
+        key: value for key, value in schema.items() if key not in extensions and key not in ("description", "nullable")
+    }
+    if extensions.get("x-kubernetes-int-or-string"):
+        plain.pop("type", None)
+        plain["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    for key in _SCHEMAS:
+        if key in plain:
+            plain[key] = {name: _strict(entry) for name, entry in plain[key].items()}
+    for key in _NESTED:
+        if key in plain:
+            plain[key] = _strict(plain[key])
+    open_ended = extensions.get("x-kubernetes-preserve-unknown-fields") or extensions.get(
+        "x-kubernetes-embedded-resource"
+    )
+    if "properties" in plain and not open_ended:
+        plain.setdefault("additionalProperties", False)
+    if plain.get("format") in _NUMBERS:
+        del plain["format"]
+    if schema.get("nullable") and "type" in plain:
+        plain["type"] = [plain["type"], "null"]
+    return plain
+
+
+if __name__ == "__main__":
+    json.dump(strict_schema(yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))), sys.stdout, sort_keys=True)
+    sys.stdout.write("\n")

@@ -1,0 +1,140 @@
+"""What an overlay renders to, and the ways the rules look at it: by kind, by name, by pod."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Object = Mapping[str, Any]
+"""A Kubernetes object, or a part of one."""
+RENDER_SECONDS = 60
+
+
+class RenderError(Exception):
+    """kubectl is missing, or kustomize refuses the overlay. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that would go wrong."""
+
+    where: str
+    """Kind and name of the object, and the part of it."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod template, and how many pods there may be of it."""
+
+    where: str
+    labels: Mapping[str, str]
+    spec: Object
+    at_least: int
+    at_most: int
+
+    def containers(self) -> Iterator[Object]:
+        """All, those that run first included."""
+        yield from self.spec.get("initContainers", [])
+        yield from self.spec["containers"]
+
+
+class Manifests:
+    """The objects of one overlay."""
+
+    def __init__(self, objects: Iterable[Object]) -> None:
+        self.objects = list(objects)
+
+    def of(self, *kinds: str) -> list[Object]:
+        """All objects of these kinds."""
+        return [entry for entry in self.objects if entry["kind"] in kinds]
+
+    def names(self, *kinds: str) -> set[str]:
+        """Their names."""
+        return {str(entry["metadata"]["name"]) for entry in self.of(*kinds)}
+
+    def pods(self) -> list[Pod]:
+        """Every pod template: of Ray's head and worker groups, and of what Kubernetes runs itself."""
+        found = []
+        for entry in self.of("RayService"):
+            found += [group_pod(entry, group) for group in groups(entry)]
+        for entry in self.of("Deployment", "StatefulSet", "Job"):
+            template, count = entry["spec"]["template"], entry["spec"].get("replicas", 1)
+            found.append(Pod(where(entry), template["metadata"].get("labels", {}), template["spec"], count, count))
+        return found
+
+
+def render(overlay: Path) -> Manifests:
+    """What ``kubectl kustomize`` makes of it; no cluster is asked. Raises :class:`RenderError`."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise RenderError("kubectl is not on the PATH; install it, its `kubectl kustomize` needs no cluster")
+    try:
+        done = subprocess.run(
+            [kubectl, "kustomize", str(overlay)], capture_output=True, text=True, timeout=RENDER_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RenderError(f"kubectl kustomize {overlay} did not end within {RENDER_SECONDS} s") from error
+    if done.returncode:
+        raise RenderError(f"kubectl kustomize {overlay}: {' '.join(done.stderr.split())}")
+    return Manifests(entry for entry in yaml.load_all(done.stdout, yaml.CSafeLoader) if entry)
+
+
+def where(entry: Object, part: str = "") -> str:
+    """How a finding names an object."""
+    return " ".join(filter(None, (f"{entry['kind']} {entry['metadata']['name']}", part)))
+
+
+def groups(rayservice: Object) -> list[Object]:
+    """The head group, then the worker groups. The head has no ``groupName``."""
+    cluster = rayservice["spec"]["rayClusterConfig"]
+    return [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
+
+
+def group_name(group: Object) -> str:
+    """For messages."""
+    return str(group.get("groupName", "head"))
+
+
+def group_pod(rayservice: Object, group: Object) -> Pod:
+    """The pods of a Ray group, between its bounds if there is an autoscaler."""
+    template = group["template"]
+    usual = group.get("replicas", 1)
+    scaled = rayservice["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling") and "groupName" in group
+    low, high = (group.get("minReplicas", 0), group.get("maxReplicas", usual)) if scaled else (usual, usual)
+    labels = template.get("metadata", {}).get("labels", {})
+    return Pod(where(rayservice, group_name(group)), labels, template["spec"], low, high)
+
+
+def mount_of(container: Object, path: str) -> Object | None:
+    """The volume mount that a path in the container lies on, if any."""
+    fitting = [mount for mount in container.get("volumeMounts", []) if Path(path).is_relative_to(mount["mountPath"])]
+    return max(fitting, key=lambda mount: len(mount["mountPath"]), default=None)
+
+
+def selects(selector: Object, labels: Mapping[str, str]) -> bool:
+    """Whether a Kubernetes label selector takes a pod with these labels."""
+    exact = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+    return exact and all(_holds(rule, labels) for rule in selector.get("matchExpressions", []))
+
+
+def _holds(rule: Object, labels: Mapping[str, str]) -> bool:
+    value = labels.get(rule["key"])
+    match rule["operator"]:
+        case "In":
+            return value in rule["values"]
+        case "NotIn":
+            return value not in rule["values"]
+        case "Exists":
+            return value is not None
+        case _:
+            return value is None

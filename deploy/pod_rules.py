@@ -1,0 +1,76 @@
+"""What a pod may do: as little as it needs. These are ours; the namespace enforces most of them again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from deploy.manifests import Finding, Manifests, Object, Pod, mount_of, where
+
+GPU = "nvidia.com/gpu"
+
+
+def pod_findings(manifests: Manifests) -> Iterator[Finding]:
+    """Of every pod, every container, and the container of Ray's autoscaler, which KubeRay adds."""
+    for pod in manifests.pods():
+        for what in _of_pod(pod):
+            yield Finding(pod.where, what)
+        for container in pod.containers():
+            for what in _of_container(container):
+                yield Finding(f"{pod.where} {container['name']}", what)
+    for service in manifests.of("RayService"):
+        cluster = service["spec"]["rayClusterConfig"]
+        if cluster.get("enableInTreeAutoscaling"):
+            options = cluster.get("autoscalerOptions", {})
+            for what in [*_of_security(options.get("securityContext", {})), *_of_resources(options)]:
+                yield Finding(where(service, "autoscaler"), what)
+
+
+def _of_pod(pod: Pod) -> Iterator[str]:
+    security = pod.spec.get("securityContext", {})
+    if not security.get("runAsNonRoot") or not security.get("runAsUser"):
+        yield "securityContext must set runAsNonRoot: true and runAsUser to a number above 0"
+    if security.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "securityContext.seccompProfile.type must be RuntimeDefault"
+    if pod.spec.get("automountServiceAccountToken") is not False:
+        yield "automountServiceAccountToken must be false: nothing here talks to the Kubernetes API"
+    for key in ("hostNetwork", "hostPID", "hostIPC"):
+        if pod.spec.get(key):
+            yield f"{key} must not be set"
+    for volume in pod.spec.get("volumes", []):
+        if "hostPath" in volume:
+            yield f"volume {volume['name']} is a hostPath; use a volume of the cluster"
+
+
+def _of_container(container: Object) -> Iterator[str]:
+    yield from _of_security(container.get("securityContext", {}))
+    yield from _of_resources(container)
+    image = container["image"]
+    if not re.search(r":[\w.-]+$|@sha256:[0-9a-f]{64}$", image) or image.endswith(":latest"):
+        yield f"the image {image!r} needs a version or a digest, and not latest"
+    if container["name"].startswith("ray-") and mount_of(container, "/tmp/ray") is None:
+        yield "Ray writes to /tmp and the root file system is read-only; mount an emptyDir there"
+
+
+def _of_security(security: Object) -> Iterator[str]:
+    if security.get("privileged"):
+        yield "privileged must not be set"
+    if security.get("allowPrivilegeEscalation") is not False:
+        yield "securityContext.allowPrivilegeEscalation must be false"
+    if security.get("readOnlyRootFilesystem") is not True:
+        yield "securityContext.readOnlyRootFilesystem must be true"
+    capabilities = security.get("capabilities", {})
+    if capabilities.get("drop") != ["ALL"] or capabilities.get("add"):
+        yield "securityContext.capabilities must drop [ALL] and add none"
+
+
+def _of_resources(container: Object) -> Iterator[str]:
+    """CPUs are not limited: a thread that is held back stalls everybody who waits for the same step."""
+    resources = container.get("resources", {})
+    requests, limits = resources.get("requests", {}), resources.get("limits", {})
+    if not requests.get("cpu") or not requests.get("memory"):
+        yield "resources.requests must name cpu and memory"
+    if limits.get("memory") != requests.get("memory"):
+        yield f"resources.limits.memory must be what is requested, got {limits.get('memory')}"
+    if limits.get(GPU) != requests.get(GPU):
+        yield f"resources.limits must name as many {GPU} as requests, got {limits.get(GPU)}"

@@ -1,0 +1,117 @@
+"""What KubeRay refuses, or does without a word, although its schema allows it. Learned from KubeRay 1.7."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from deploy.manifests import Finding, Manifests, Object, group_name, groups, where
+
+MOST_NAME_CHARACTERS = 47
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+DEFAULT_DRAIN_SECONDS = 30.0
+DEFAULT_GRACE_SECONDS = 30
+MOST_SLACK_SECONDS = 60
+"""More grace than this after Ray's drain only keeps a hung pod."""
+RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")
+_NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+
+
+def ray_findings(manifests: Manifests) -> Iterator[Finding]:
+    """Of every RayService; there should be one."""
+    services = manifests.of("RayService")
+    if len(services) != 1:
+        yield Finding("manifests", f"there must be one RayService, not {len(services)}")
+    for service in services:
+        for what in [*_of_service(service), *_of_autoscaler(service)]:
+            yield Finding(where(service), what)
+        for group in groups(service):
+            for what in [*_of_group(group, service), *_of_shutdown(group)]:
+                yield Finding(where(service, group_name(group)), what)
+
+
+def drain_seconds(container: Object) -> float:
+    """How long Ray lets its node empty itself after SIGTERM."""
+    environment = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+    return float(environment.get(DRAIN, DEFAULT_DRAIN_SECONDS))
+
+
+def _of_service(service: Object) -> Iterator[str]:
+    name, spec = service["metadata"]["name"], service["spec"]
+    cluster = spec["rayClusterConfig"]
+    if len(name) > MOST_NAME_CHARACTERS:
+        yield f"the name has {len(name)} characters; KubeRay takes at most {MOST_NAME_CHARACTERS}"
+    if not re.fullmatch(_NAME, name):
+        yield f"the name {name!r} must be lower-case letters, digits and -, and begin with a letter"
+    authentication = cluster.get("authOptions", {})
+    if authentication.get("mode") != "token":
+        yield "authOptions.mode must be token: whoever reaches the head could run anything"
+    if authentication.get("enableK8sTokenAuth"):
+        yield "authOptions.enableK8sTokenAuth does not work with a RayService"
+    if not cluster.get("rayVersion"):
+        yield "rayVersion must be set for authOptions"
+    upgrade = spec.get("upgradeStrategy", {})
+    if upgrade.get("type") == "NewClusterWithIncrementalUpgrade":
+        options = upgrade.get("clusterUpgradeOptions")
+        if not cluster.get("enableInTreeAutoscaling"):
+            yield "an incremental upgrade needs enableInTreeAutoscaling"
+        if not options:
+            yield "an incremental upgrade needs clusterUpgradeOptions"
+        elif options.get("stepSizePercent", 0) > options.get("maxSurgePercent", 100):
+            yield "clusterUpgradeOptions.stepSizePercent is above maxSurgePercent"
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    if "serve" not in {port.get("name") for port in head.get("ports", [])}:
+        yield "the head's container needs a port named serve, or KubeRay makes no service for HTTP"
+    names = [group_name(group) for group in groups(service)]
+    if len(names) != len(set(names)):
+        yield f"worker groups share a name: {', '.join(sorted(names))}"
+
+
+def _of_autoscaler(service: Object) -> Iterator[str]:
+    cluster = service["spec"]["rayClusterConfig"]
+    options = cluster.get("autoscalerOptions", {})
+    if not cluster.get("enableInTreeAutoscaling"):
+        if options:
+            yield "autoscalerOptions has no effect without enableInTreeAutoscaling"
+        return
+    if options.get("version") != "v2":
+        yield "autoscalerOptions.version must be v2; v1 does not know Ray's labels"
+    for group in groups(service):
+        policy = group["template"]["spec"].get("restartPolicy", "Never")
+        if policy != "Never":
+            yield f"{group_name(group)}: restartPolicy is {policy}; with autoscaler v2 it must be Never or unset"
+
+
+def _of_group(group: Object, service: Object) -> Iterator[str]:
+    start: Mapping[str, str] = group.get("rayStartParams", {})
+    if "labels" in start:
+        yield "labels belong into the group's labels, not into rayStartParams"
+    twice = [key for key in RESOURCES if key in start]
+    if group.get("resources") and twice:
+        yield f"resources stand in two places: resources, and {', '.join(twice)} in rayStartParams"
+    if "groupName" not in group:
+        if start.get("num-cpus") != "0":
+            yield 'rayStartParams.num-cpus must be "0", so that no replica runs on the head'
+        return
+    low, usual, high = (group.get(key, 0) for key in ("minReplicas", "replicas", "maxReplicas"))
+    if not low <= usual <= high:
+        yield f"replicas must be between minReplicas and maxReplicas, got {low} <= {usual} <= {high}"
+    if group.get("idleTimeoutSeconds") is not None:
+        version = service["spec"]["rayClusterConfig"].get("autoscalerOptions", {}).get("version")
+        if version != "v2":
+            yield "idleTimeoutSeconds needs autoscaler v2"
+
+
+def _of_shutdown(group: Object) -> Iterator[str]:
+    """Pods get SIGTERM, drain, and must not be killed before that ends."""
+    spec = group["template"]["spec"]
+    container = spec["containers"][0]
+    drain = drain_seconds(container)
+    grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
+    if not drain < grace <= drain + MOST_SLACK_SECONDS:
+        yield (
+            f"terminationGracePeriodSeconds is {grace}; it must be above {DRAIN} ({drain:g}), "
+            f"and by at most {MOST_SLACK_SECONDS}"
+        )
+    if "preStop" in container.get("lifecycle", {}):
+        yield "a preStop hook would stop Ray before it has drained; leave it out"

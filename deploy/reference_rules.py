@@ -1,0 +1,175 @@
+"""Whether what objects say of each other holds: names that exist, selectors that select, budgets that can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from deploy.manifests import Finding, Manifests, Object, Pod, selects, where
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """A Secret that the operator of the cluster makes, because it must not stand in a file here."""
+
+    about: str
+    command: str
+    """What makes it, after ``kubectl create secret``."""
+
+
+SECRETS: Mapping[str, ByHand] = {
+    "paceline-ray-auth": ByHand(
+        "the token of Ray", "generic paceline-ray-auth --from-literal=auth_token=$(openssl rand -hex 32)"
+    ),
+    "paceline-api-keys": ByHand("API keys, one a line", "generic paceline-api-keys --from-file=keys=FILE"),
+    "paceline-redis": ByHand(
+        "the password of Redis", "generic paceline-redis --from-literal=password=$(openssl rand -hex 32)"
+    ),
+    "paceline-huggingface": ByHand(
+        "optional: a token for gated models", "generic paceline-huggingface --from-literal=token=TOKEN"
+    ),
+    "paceline-http-tls": ByHand("the certificate of the host name", "tls paceline-http-tls --cert=FILE --key=FILE"),
+}
+GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
+"""In every namespace."""
+SERVE_SERVICE = "-serve-svc"
+"""KubeRay makes a service for HTTP, named after the RayService."""
+HTTP_PORT = 8000
+
+
+def reference_findings(manifests: Manifests) -> Iterator[Finding]:
+    """Of all objects together."""
+    known = _known(manifests)
+    for place, kind, name in sorted(references(manifests)):
+        if (kind, name) not in known:
+            hint = "; a Secret to make by hand is listed in deploy/reference_rules.py" if kind == "Secret" else ""
+            yield Finding(place, f"there is no {kind} {name}{hint}")
+    for pod in manifests.pods():
+        volumes = {volume["name"] for volume in pod.spec.get("volumes", [])} | _claims(manifests, pod)
+        for container in pod.containers():
+            for mount in container.get("volumeMounts", []):
+                if mount["name"] not in volumes:
+                    yield Finding(f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount")
+    yield from _selectors(manifests)
+    yield from _budgets(manifests)
+    yield from _ports(manifests)
+
+
+def secrets_by_hand(manifests: Manifests) -> dict[str, ByHand]:
+    """Those that have to be there before the manifests are applied."""
+    used = {name for _, kind, name in references(manifests) if kind == "Secret"}
+    return {name: secret for name, secret in SECRETS.items() if name in used}
+
+
+def references(manifests: Manifests) -> set[tuple[str, str, str]]:
+    """Every mention of another object: where it is made, the kind, the name."""
+    found: set[tuple[str, str, str]] = set()
+    for pod in manifests.pods():
+        found.add((pod.where, "ServiceAccount", pod.spec.get("serviceAccountName", "default")))
+    for entry in manifests.objects:
+        found |= {(where(entry), kind, name) for kind, name in _mentioned(entry)}
+    return found
+
+
+def _mentioned(part: object) -> Iterator[tuple[str, str]]:
+    """Objects that any part of a manifest names, by the keys that Kubernetes and our operators use for it."""
+    if isinstance(part, list):
+        for entry in part:
+            yield from _mentioned(entry)
+    if not isinstance(part, dict):
+        return
+    for key, value in part.items():
+        match key, value:
+            case ("secretKeyRef" | "secretRef", {"name": str(name)}) | ("secretName", str(name)):
+                yield "Secret", name
+            case ("configMapKeyRef" | "configMapRef" | "configMap", {"name": str(name)}):
+                yield "ConfigMap", name
+            case ("persistentVolumeClaim", {"claimName": str(name)}):
+                yield "PersistentVolumeClaim", name
+            case ("issuerRef", {"name": str(name), "kind": str(kind)}):
+                yield kind, name
+            case ("backendRefs", list(backends)):
+                yield from (("Service", backend["name"]) for backend in backends)
+            case ("service", {"name": str(name)}):
+                yield "Service", name
+            case ("redisAddress", str(address)):
+                yield "Service", address.removeprefix("redis://").partition(":")[0]
+        yield from _mentioned(value)
+
+
+def _known(manifests: Manifests) -> set[tuple[str, str]]:
+    """What there is, will be made by an operator, or is made by hand."""
+    found = {(entry["kind"], entry["metadata"]["name"]) for entry in manifests.objects} | GIVEN
+    found |= {("Secret", certificate["spec"]["secretName"]) for certificate in manifests.of("Certificate")}
+    found |= {("Service", f"{name}{SERVE_SERVICE}") for name in manifests.names("RayService")}
+    return found | {("Secret", name) for name in SECRETS}
+
+
+def _claims(manifests: Manifests, pod: Pod) -> set[str]:
+    """Volumes that a StatefulSet makes for its pods."""
+    for entry in manifests.of("StatefulSet"):
+        if where(entry) == pod.where:
+            return {claim["metadata"]["name"] for claim in entry["spec"].get("volumeClaimTemplates", [])}
+    return set()
+
+
+def _selectors(manifests: Manifests) -> Iterator[Finding]:
+    pods = manifests.pods()
+    for entry in manifests.of("NetworkPolicy"):
+        yield from _must_select(entry, "podSelector", entry["spec"]["podSelector"], pods)
+    for entry in manifests.of("PodMonitor", "PodDisruptionBudget"):
+        yield from _must_select(entry, "selector", entry["spec"]["selector"], pods)
+    for entry in manifests.of("Service"):
+        yield from _must_select(entry, "selector", {"matchLabels": entry["spec"].get("selector", {})}, pods)
+    for pod in pods:
+        for spread in pod.spec.get("topologySpreadConstraints", []):
+            if not selects(spread["labelSelector"], pod.labels):
+                yield Finding(pod.where, f"its spread over {spread['topologyKey']} does not select the pod itself")
+    denied = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
+    if not any({"Ingress", "Egress"} == set(spec["policyTypes"]) and not spec.get("ingress") for spec in denied):
+        yield Finding("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
+
+
+def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[Finding]:
+    if not any(selects(selector, pod.labels) for pod in pods):
+        yield Finding(where(entry, part), "selects no pod")
+
+
+def _budgets(manifests: Manifests) -> Iterator[Finding]:
+    """Kubernetes cannot count a RayCluster's pods as replicas, so only a whole number that must stay has an effect."""
+    for budget in manifests.of("PodDisruptionBudget"):
+        place, stay = where(budget), budget["spec"].get("minAvailable")
+        if not isinstance(stay, int):
+            yield Finding(place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked")
+            continue
+        fewest = sum(pod.at_least for pod in manifests.pods() if selects(budget["spec"]["selector"], pod.labels))
+        if stay >= fewest:
+            yield Finding(place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained")
+
+
+def _ports(manifests: Manifests) -> Iterator[Finding]:
+    """Policies, monitors and routes name ports that the pods have."""
+    pods = manifests.pods()
+    for policy in manifests.of("NetworkPolicy"):
+        selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
+        for rule in policy["spec"].get("ingress", []):
+            for port in rule.get("ports", []):
+                if not any(port["port"] in _open(pod).values() for pod in selected):
+                    yield Finding(where(policy), f"no pod that it selects has port {port['port']}")
+    for monitor in manifests.of("PodMonitor"):
+        for pod in pods:
+            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+                if selects(monitor["spec"]["selector"], pod.labels) and endpoint["port"] not in _open(pod):
+                    yield Finding(where(monitor), f"{pod.where} has no port {endpoint['port']}")
+    for route in manifests.of("HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            for backend in rule["backendRefs"]:
+                if backend["port"] != HTTP_PORT:
+                    yield Finding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+
+
+def _open(pod: Pod) -> dict[str, int]:
+    """Ports by name."""
+    return {
+        port.get("name", ""): port["containerPort"] for entry in pod.containers() for port in entry.get("ports", [])
+    }

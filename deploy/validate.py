@@ -1,0 +1,68 @@
+"""Checks an overlay before it is applied, without a cluster.
+
+    python -m deploy.validate deploy/kubernetes/overlays/gpu
+
+Renders it with the real ``kubectl kustomize`` and asks the schemas of every kind, the rules of KubeRay, Ray Serve's and
+Paceline's own readers of their configuration, and whether the parts fit together. Ends with status 1 if anything was
+found, one line each, and otherwise says which Secrets to make first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from cluster.console import complain, say
+from deploy.manifests import Finding, Manifests, RenderError, render
+from deploy.pod_rules import pod_findings
+from deploy.ray_rules import ray_findings
+from deploy.reference_rules import reference_findings, secrets_by_hand
+from deploy.schema_rules import schema_findings
+from deploy.serve_rules import serve_findings
+
+RULES: tuple[Callable[[Manifests], Iterable[Finding]], ...] = (
+    ray_findings,
+    serve_findings,
+    pod_findings,
+    reference_findings,
+)
+"""They may rely on the shape that the schemas have found right."""
+
+
+def findings(manifests: Manifests) -> list[Finding]:
+    """Everything that would go wrong; only what is wrong with the shapes, if something is."""
+    shapes = list(schema_findings(manifests))
+    return shapes or [finding for rule in RULES for finding in rule(manifests)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.validate", description="Check a kustomize overlay.")
+    parser.add_argument("overlay", type=Path, help="its folder, such as deploy/kubernetes/overlays/gpu")
+    overlay: Path = parser.parse_args(arguments).overlay
+    try:
+        manifests = render(overlay)
+    except RenderError as error:
+        complain(f"deploy.validate: {error}")
+        return 2
+    found = findings(manifests)
+    lines = [str(finding) for finding in found] or _summary(overlay, manifests)
+    say("\n".join(lines))
+    return 1 if found else 0
+
+
+def _summary(overlay: Path, manifests: Manifests) -> list[str]:
+    namespace = manifests.of("RayService")[0]["metadata"].get("namespace", "default")
+    return [
+        f"{overlay}: {len(manifests.objects)} objects, nothing wrong",
+        *(
+            f"  make first ({secret.about}): kubectl create secret -n {namespace} {secret.command}"
+            for secret in secrets_by_hand(manifests).values()
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The manifests that we ship, as kubectl renders them."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.crd import strict_schema
+from deploy.manifests import RenderError, render
+from deploy.monitoring import prometheus_rule
+from deploy.reference_rules import secrets_by_hand
+from deploy.validate import findings, main
+from tests.deploy.overlays import KUBERNETES, OVERLAYS, needs_kubectl, one, rendered
+
+pytestmark = needs_kubectl
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlay_is_valid(overlay: str) -> None:
+    assert [str(finding) for finding in findings(rendered(overlay))] == []
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_placeholder_is_replaced_and_the_values_stay_home(overlay: str) -> None:
+    manifests = rendered(overlay)
+    assert "set-by-values" not in yaml.safe_dump(manifests.objects)
+    assert "values" not in manifests.names("ConfigMap")
+
+
+def test_overlays_are_what_they_say() -> None:
+    dev, gpu, ha = (rendered(overlay) for overlay in OVERLAYS)
+    assert {entry["kind"] for entry in dev.objects} == {"Namespace", "ServiceAccount", "NetworkPolicy", "RayService"}
+    assert {"Certificate", "HTTPRoute", "PodMonitor", "PrometheusRule", "Job"} <= {
+        entry["kind"] for entry in gpu.objects
+    }
+    assert ha.names("PodDisruptionBudget") == {"paceline-router", "paceline-target"}
+    cluster = one(ha, "RayService", "paceline")["spec"]["rayClusterConfig"]
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"].startswith("redis://")
+    assert next(group for group in cluster["workerGroupSpecs"] if group["groupName"] == "router")["minReplicas"] >= 2
+
+
+def test_secrets_to_make_by_hand() -> None:
+    assert secrets_by_hand(rendered("dev-cpu")) == {}
+    assert {"paceline-ray-auth", "paceline-api-keys", "paceline-redis"} <= secrets_by_hand(rendered("ha")).keys()
+
+
+def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES.parent, tmp_path / "deploy")
+    values = tmp_path / "deploy/kubernetes/overlays/gpu/values.yaml"
+    text = values.read_text()
+    for old, new in {
+        "NVIDIA-L4": "NVIDIA-A10",
+        "NVIDIA-H100-80GB-HBM3": "NVIDIA-H200",
+        'large-gpus: "2"': 'large-gpus: "8"',
+        "tensor_parallel_size: 2": "tensor_parallel_size: 8",
+        "llama-8b": "llama-70b",
+        "llm.example.com": "text.example.com",
+        'large-workers: "1"': 'large-workers: "3"',
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    values.write_text(text)
+    manifests = render(values.parent)
+    assert [str(finding) for finding in findings(manifests)] == []
+    large = one(manifests, "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"][2]
+    pod = large["template"]["spec"]
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert (large["replicas"], large["minReplicas"]) == (3, 3)
+    assert one(manifests, "HTTPRoute", "paceline")["spec"]["hostnames"] == ["text.example.com"]
+    assert "llama-70b=" in pod["initContainers"][0]["env"][0]["value"]
+
+
+def test_ingress_may_replace_the_gateway(tmp_path: Path) -> None:
+    shutil.copytree(KUBERNETES.parent, tmp_path / "deploy")
+    overlay = tmp_path / "deploy/kubernetes/overlays/gpu"
+    text = (overlay / "kustomization.yaml").read_text()
+    (overlay / "kustomization.yaml").write_text(text.replace("components/gateway", "components/ingress"))
+    manifests = render(overlay)
+    assert [str(finding) for finding in findings(manifests)] == []
+    annotations = one(manifests, "Ingress", "paceline")["metadata"]["annotations"]
+    assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+
+
+def test_command_says_what_to_make_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(KUBERNETES / "overlays/gpu")]) == 0
+    assert "kubectl create secret -n paceline generic paceline-api-keys" in capsys.readouterr().out
+
+
+def test_command_refuses_what_kustomize_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("deploy.validate: kubectl kustomize")
+    assert error.count("\n") == 1
+
+
+def test_missing_kubectl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RenderError, match="kubectl is not on the PATH"):
+        render(KUBERNETES / "overlays/gpu")
+
+
+def test_prometheus_rule_is_current() -> None:
+    assert prometheus_rule.OUTPUT.read_text() == prometheus_rule.text(), (
+        "run python -m deploy.monitoring.prometheus_rule"
+    )
+
+
+def test_schema_of_a_crd_is_strict() -> None:
+    properties = {
+        "size": {"x-kubernetes-int-or-string": True, "description": "dropped"},
+        "free": {"type": "object", "x-kubernetes-preserve-unknown-fields": True, "properties": {}},
+        "none": {"type": "string", "nullable": True},
+        "count": {"type": "integer", "format": "int32"},
+    }
+    spec = {"type": "object", "properties": properties, "x-kubernetes-validations": []}
+    crd = {"spec": {"versions": [{"name": "v1", "schema": {"openAPIV3Schema": {"properties": {"spec": spec}}}}]}}
+    schema = strict_schema(crd)["properties"]["spec"]
+    assert schema["additionalProperties"] is False
+    assert schema["properties"] == {
+        "size": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "free": {"type": "object", "properties": {}},
+        "none": {"type": ["string", "null"]},
+        "count": {"type": "integer"},
+    }

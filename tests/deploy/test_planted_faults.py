@@ -1,0 +1,324 @@
+"""Each fault that an operator may make is refused, for its own reason and no other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.manifests import Manifests
+from deploy.validate import findings
+from tests.deploy.overlays import needs_kubectl, one, rendered
+
+pytestmark = needs_kubectl
+
+
+class Cluster:
+    """Handles for spoiling an overlay."""
+
+    def __init__(self, manifests: Manifests) -> None:
+        self.manifests = manifests
+        self.service = one(manifests, "RayService", "paceline")
+        self.ray = self.service["spec"]["rayClusterConfig"]
+        self.head = self.ray["headGroupSpec"]
+        self.router, self.small, self.large = self.ray["workerGroupSpecs"]
+
+    def get(self, kind: str, name: str) -> Any:
+        return one(self.manifests, kind, name)
+
+    def drop(self, kind: str, name: str) -> None:
+        self.manifests.objects.remove(self.get(kind, name))
+
+    def serve(self, change: Callable[[Any], object]) -> None:
+        """Change the Serve configuration as a document."""
+        document = yaml.safe_load(self.service["spec"]["serveConfigV2"])
+        change(document)
+        self.service["spec"]["serveConfigV2"] = yaml.safe_dump(document)
+
+    def args(self, change: Callable[[Any], object]) -> None:
+        """Change what Paceline itself is told."""
+        self.serve(lambda document: change(document["applications"][0]["args"]))
+
+
+def pod(group: Any) -> Any:
+    return group["template"]["spec"]
+
+
+def container(group: Any) -> Any:
+    return pod(group)["containers"][0]
+
+
+def put(part: Any, key: str, value: object) -> None:
+    part[key] = value
+
+
+@dataclass(frozen=True)
+class Fault:
+    what: str
+    plant: Callable[[Cluster], object]
+    reason: str
+    """Part of the one message, or of each, if the fault shows in several places."""
+    places: int = 1
+
+
+MODEL = "llama-8b"
+FAULTS = [
+    # Shapes
+    Fault("unknown key", lambda c: put(c.large, "minReplica", 1), "'minReplica' was unexpected"),
+    Fault("unknown key in a pod", lambda c: put(pod(c.head), "nodeSelectors", {}), "'nodeSelectors' was unexpected"),
+    Fault("number as text", lambda c: put(c.small, "replicas", "two"), "'two' is not of type 'integer'"),
+    Fault(
+        "unknown key of Kubernetes' own",
+        lambda c: put(c.get("NetworkPolicy", "names")["spec"], "podSelectors", {}),
+        "'podSelectors' was unexpected",
+    ),
+    Fault(
+        "wrong usage of a certificate",
+        lambda c: put(c.get("Certificate", "paceline-draft")["spec"], "usages", ["server"]),
+        "'server' is not one of",
+    ),
+    Fault("kind without a schema", lambda c: put(c.get("PodMonitor", "paceline"), "kind", "PodMonitors"), "no schema"),
+    # KubeRay
+    Fault(
+        "name too long",
+        lambda c: (put(c.service["metadata"], "name", "p" * 48), c.drop("HTTPRoute", "paceline")),
+        "48 characters; KubeRay takes",
+    ),
+    Fault(
+        "name that is none",
+        lambda c: (put(c.service["metadata"], "name", "1st"), c.drop("HTTPRoute", "paceline")),
+        "begin with a letter",
+    ),
+    Fault("no token", lambda c: put(c.ray["authOptions"], "mode", "disabled"), "authOptions.mode must be token"),
+    Fault(
+        "Kubernetes' own tokens",
+        lambda c: put(c.ray["authOptions"], "enableK8sTokenAuth", True),
+        "enableK8sTokenAuth does not work",
+    ),
+    Fault(
+        "labels among start parameters",
+        lambda c: put(c.small["rayStartParams"], "labels", "a=b"),
+        "labels belong into the group's labels",
+    ),
+    Fault(
+        "resources in both places",
+        lambda c: (put(c.small, "resources", {"GPU": "1"}), put(c.small["rayStartParams"], "num-gpus", "1")),
+        "resources stand in two places",
+    ),
+    Fault("restarting pods", lambda c: put(pod(c.large), "restartPolicy", "Always"), "must be Never or unset"),
+    Fault("autoscaler v1", lambda c: put(c.ray["autoscalerOptions"], "version", "v1"), "version must be v2"),
+    Fault("no autoscaler", lambda c: put(c.ray, "enableInTreeAutoscaling", False), "has no effect without"),
+    Fault("bounds crossed", lambda c: put(c.large, "minReplicas", 5), "replicas must be between"),
+    Fault("replicas on the head", lambda c: put(c.head, "rayStartParams", {}), 'num-cpus must be "0"'),
+    Fault(
+        "grace below the drain",
+        lambda c: put(pod(c.large), "terminationGracePeriodSeconds", 100),
+        "must be above RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (600)",
+    ),
+    Fault(
+        "default grace",
+        lambda c: pod(c.small).pop("terminationGracePeriodSeconds"),
+        "terminationGracePeriodSeconds is 30",
+    ),
+    Fault(
+        "preStop hook",
+        lambda c: put(container(c.large), "lifecycle", {"preStop": {"exec": {"command": ["ray", "stop"]}}}),
+        "preStop hook would stop Ray",
+    ),
+    Fault(
+        "incremental upgrade, incomplete",
+        lambda c: put(c.service["spec"], "upgradeStrategy", {"type": "NewClusterWithIncrementalUpgrade"}),
+        "needs clusterUpgradeOptions",
+    ),
+    # Serve
+    Fault("not YAML", lambda c: put(c.service["spec"], "serveConfigV2", "a: [b"), "is not YAML"),
+    Fault(
+        "unknown key of Serve",
+        lambda c: c.serve(lambda d: put(d["http_options"], "keepalive", 5)),
+        "http_options.keepalive: Ray Serve has no such setting",
+    ),
+    Fault(
+        "proxy on the head only",
+        lambda c: c.serve(lambda d: put(d, "proxy_location", "HeadOnly")),
+        "proxy_location is HeadOnly",
+    ),
+    Fault(
+        "wrong type in Serve", lambda c: c.serve(lambda d: put(d["http_options"], "port", "http")), "http_options.port"
+    ),
+    Fault("loopback only", lambda c: c.serve(lambda d: d["http_options"].pop("host")), "host must be 0.0.0.0"),
+    Fault("streams cut", lambda c: c.serve(lambda d: put(d["http_options"], "request_timeout_s", 60)), "cuts streams"),
+    Fault(
+        "other port",
+        lambda c: c.serve(lambda d: put(d["http_options"], "port", 9000)),
+        "http_options.port is 9000, but",
+        places=4,
+    ),
+    Fault(
+        "other application",
+        lambda c: c.serve(lambda d: put(d["applications"][0], "import_path", "cluster.serve_app:build")),
+        "one with import_path cluster.serve_app:application",
+    ),
+    # Paceline's own configuration
+    Fault(
+        "misspelt setting",
+        lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "replica", 2)),
+        "unknown setting 'models.llama-8b.target.replica'; did you mean 'models.llama-8b.target.replicas'?",
+    ),
+    Fault(
+        "deployment that is none",
+        lambda c: c.serve(lambda d: put(d["applications"][0]["deployments"][0], "name", "TargetWorker")),
+        "deployments: there is none called 'TargetWorker'; there are TargetWorker-llama-8b, DraftWorker-llama-8b.small",
+    ),
+    Fault(
+        "drain of routers cut",
+        lambda c: c.args(lambda a: put(a["router"], "drain_timeout", 3600)),
+        "router.drain_timeout is 3600, but Ray drains for 600",
+    ),
+    Fault("own Ray", lambda c: c.args(lambda a: put(a["ray"], "address", "local")), "ray.address must be auto"),
+    Fault(
+        "no certificates",
+        lambda c: c.args(lambda a: put(a, "security", {"api_keys": "/etc/paceline/api-keys/keys"})),
+        "workers refuse to listen",
+    ),
+    Fault("no API keys", lambda c: c.args(lambda a: a["security"].pop("api_keys")), "api_keys is empty"),
+    Fault(
+        "certificate elsewhere",
+        lambda c: c.args(lambda a: put(a["security"], "authority", "/etc/ssl/ca.crt")),
+        "security.authority is /etc/ssl/ca.crt, but nothing is mounted there",
+        places=3,
+    ),
+    Fault(
+        "hub id",
+        lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "model", "meta-llama/Llama-3.1-8B")),
+        "workers have no network",
+    ),
+    Fault(
+        "model not fetched",
+        lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "model", "/models/llama-70b")),
+        "`models` fetches only /models/llama-1b, /models/llama-8b",
+    ),
+    Fault(
+        "model not mounted",
+        lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "model", "/weights/llama-8b")),
+        "large-gpu mounts nothing there",
+    ),
+    # Placement
+    Fault(
+        "wrong label", lambda c: put(c.large, "labels", {"paceline.io/gpu-class": "big"}), "no Ray node has the label"
+    ),
+    Fault(
+        "too few GPUs for the ranks",
+        lambda c: [
+            put(container(c.large)["resources"][part], "nvidia.com/gpu", "1") for part in ("requests", "limits")
+        ],
+        "Ray has no room for 2 x target of llama-8b of 2 ranks on one node",
+    ),
+    Fault(
+        "more replicas than workers",
+        lambda c: c.serve(lambda d: put(d["applications"][0]["deployments"][0], "num_replicas", 5)),
+        "only 4 fit on its nodes",
+    ),
+    Fault(
+        "role without its certificate",
+        lambda c: put(c.get("Certificate", "paceline-target")["spec"], "dnsNames", ["draft.paceline"]),
+        "large-gpu: may run a target, but mounts the certificate of draft.paceline",
+    ),
+    # Pods
+    Fault(
+        "privileged",
+        lambda c: put(container(c.large)["securityContext"], "privileged", True),
+        "privileged must not be set",
+    ),
+    Fault("root", lambda c: put(pod(c.head)["securityContext"], "runAsUser", 0), "runAsUser to a number above 0"),
+    Fault(
+        "writable root",
+        lambda c: container(c.small)["securityContext"].pop("readOnlyRootFilesystem"),
+        "readOnlyRootFilesystem must be true",
+    ),
+    Fault(
+        "added capability",
+        lambda c: put(container(c.small)["securityContext"]["capabilities"], "add", ["SYS_PTRACE"]),
+        "must drop [ALL] and add none",
+    ),
+    Fault("no seccomp", lambda c: pod(c.router)["securityContext"].pop("seccompProfile"), "must be RuntimeDefault"),
+    Fault("host network", lambda c: put(pod(c.large), "hostNetwork", True), "hostNetwork must not be set"),
+    Fault("token in workers", lambda c: put(pod(c.small), "automountServiceAccountToken", True), "must be false"),
+    Fault("latest", lambda c: put(container(c.router), "image", "paceline:latest"), "needs a version or a digest"),
+    Fault("no room for files", lambda c: container(c.head)["volumeMounts"].clear(), "mount an emptyDir there"),
+    Fault(
+        "memory unlimited",
+        lambda c: container(c.small)["resources"]["limits"].pop("memory"),
+        "must be what is requested",
+    ),
+    Fault("careless autoscaler", lambda c: c.ray["autoscalerOptions"].pop("resources"), "must name cpu and memory"),
+    # What refers to what
+    Fault("missing Secret", lambda c: put(c.ray["authOptions"], "secretName", "token"), "there is no Secret token"),
+    Fault(
+        "no certificate made",
+        lambda c: c.drop("Certificate", "paceline-draft"),
+        "there is no Secret paceline-draft-tls",
+    ),
+    Fault(
+        "missing volume claim",
+        lambda c: c.drop("PersistentVolumeClaim", "paceline-models"),
+        "there is no PersistentVolumeClaim paceline-models",
+        places=2,
+    ),
+    Fault(
+        "missing account",
+        lambda c: c.drop("ServiceAccount", "paceline-head"),
+        "there is no ServiceAccount paceline-head",
+    ),
+    Fault("missing volume", lambda c: pod(c.small)["volumes"].pop(0), "there is no volume tmp to mount"),
+    Fault("missing issuer", lambda c: c.drop("Issuer", "paceline-bootstrap"), "there is no Issuer paceline-bootstrap"),
+    Fault("missing Redis", lambda c: c.drop("Service", "paceline-redis"), "there is no Service paceline-redis"),
+    Fault(
+        "route to nowhere",
+        lambda c: put(c.get("HTTPRoute", "paceline")["spec"]["rules"][0]["backendRefs"][0], "name", "paceline-svc"),
+        "there is no Service paceline-svc",
+    ),
+    Fault(
+        "policy for nobody",
+        lambda c: put(c.get("NetworkPolicy", "models-from-hub")["spec"], "podSelector", {"matchLabels": {"app": "x"}}),
+        "podSelector: selects no pod",
+    ),
+    Fault("nothing denied", lambda c: c.drop("NetworkPolicy", "default-deny"), "denies everything, in and out"),
+    Fault(
+        "policy for another port",
+        lambda c: put(
+            c.get("NetworkPolicy", "metrics-from-monitoring")["spec"]["ingress"][0]["ports"][0], "port", 9090
+        ),
+        "no pod that it selects has port 9090",
+    ),
+    Fault(
+        "monitor of another port",
+        lambda c: put(c.get("PodMonitor", "paceline")["spec"]["podMetricsEndpoints"][0], "port", "stats"),
+        "has no port stats",
+        places=4,
+    ),
+    Fault(
+        "budget in percent",
+        lambda c: put(c.get("PodDisruptionBudget", "paceline-target")["spec"], "minAvailable", "50%"),
+        "must be a whole number",
+    ),
+    Fault(
+        "budget that blocks",
+        lambda c: put(c.get("PodDisruptionBudget", "paceline-target")["spec"], "minAvailable", 2),
+        "minAvailable is 2 of 2 pods",
+    ),
+    Fault(
+        "spread of others",
+        lambda c: put(pod(c.small)["topologySpreadConstraints"][0]["labelSelector"], "matchLabels", {"app": "x"}),
+        "does not select the pod itself",
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_planted_fault_is_refused_for_its_own_reason(fault: Fault) -> None:
+    cluster = Cluster(rendered("ha"))
+    fault.plant(cluster)
+    found = [str(finding) for finding in findings(cluster.manifests)]
+    assert len(found) == fault.places, "\n".join(found) or "nothing was found"
+    assert all(fault.reason in finding for finding in found), "\n".join(found)
