@@ -1,10 +1,12 @@
 """The manifests that we ship, as kubectl renders them."""
 
+import importlib
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from ray import serve
 
 from deploy.crd import strict_schema
 from deploy.manifests import RenderError, render
@@ -38,6 +40,14 @@ def test_overlays_are_what_they_say() -> None:
     cluster = one(ha, "RayService", "paceline")["spec"]["rayClusterConfig"]
     assert cluster["gcsFaultToleranceOptions"]["redisAddress"].startswith("redis://")
     assert next(group for group in cluster["workerGroupSpecs"] if group["groupName"] == "router")["minReplicas"] >= 2
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_application_is_built_from_the_arguments(overlay: str) -> None:
+    service = one(rendered(overlay), "RayService", "paceline")
+    (entry,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = entry["import_path"].partition(":")
+    assert isinstance(getattr(importlib.import_module(module), name)(entry["args"]), serve.Application)
 
 
 def test_secrets_to_make_by_hand() -> None:
