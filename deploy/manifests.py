@@ -69,7 +69,9 @@ class Manifests:
             found += [group_pod(entry, group) for group in groups(entry)]
         for entry in self.of("Deployment", "StatefulSet", "Job"):
             template, count = entry["spec"]["template"], entry["spec"].get("replicas", 1)
-            found.append(Pod(where(entry), template["metadata"].get("labels", {}), template["spec"], count, count))
+            found.append(
+                Pod(where(entry), template.get("metadata", {}).get("labels", {}), template["spec"], count, count)
+            )
         return found
 
 
@@ -103,6 +105,12 @@ def groups(rayservice: Object) -> list[Object]:
 def group_name(group: Object) -> str:
     """For messages."""
     return str(group.get("groupName", "head"))
+
+
+def ray_container(group: Object) -> Object:
+    """Ray's own: KubeRay takes the first."""
+    found: Object = group["template"]["spec"]["containers"][0]
+    return found
 
 
 def group_pod(rayservice: Object, group: Object) -> Pod:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 
-from deploy.manifests import Finding, Manifests, Object, group_name, groups, where
+from deploy.manifests import Finding, Manifests, Object, group_name, groups, ray_container, where
 
 MOST_NAME_CHARACTERS = 47
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
@@ -31,9 +32,12 @@ def ray_findings(manifests: Manifests) -> Iterator[Finding]:
 
 
 def drain_seconds(container: Object) -> float:
-    """How long Ray lets its node empty itself after SIGTERM."""
+    """How long Ray lets its node empty itself after SIGTERM; nan where that is no number."""
     environment = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
-    return float(environment.get(DRAIN, DEFAULT_DRAIN_SECONDS))
+    try:
+        return float(environment.get(DRAIN, DEFAULT_DRAIN_SECONDS))
+    except ValueError:
+        return math.nan
 
 
 def _of_service(service: Object) -> Iterator[str]:
@@ -59,7 +63,7 @@ def _of_service(service: Object) -> Iterator[str]:
             yield "an incremental upgrade needs clusterUpgradeOptions"
         elif options.get("stepSizePercent", 0) > options.get("maxSurgePercent", 100):
             yield "clusterUpgradeOptions.stepSizePercent is above maxSurgePercent"
-    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    head = ray_container(cluster["headGroupSpec"])
     if "serve" not in {port.get("name") for port in head.get("ports", [])}:
         yield "the head's container needs a port named serve, or KubeRay makes no service for HTTP"
     names = [group_name(group) for group in groups(service)]
@@ -105,7 +109,7 @@ def _of_group(group: Object, service: Object) -> Iterator[str]:
 def _of_shutdown(group: Object) -> Iterator[str]:
     """Pods get SIGTERM, drain, and must not be killed before that ends."""
     spec = group["template"]["spec"]
-    container = spec["containers"][0]
+    container = ray_container(group)
     drain = drain_seconds(container)
     grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     if not drain < grace <= drain + MOST_SLACK_SECONDS:

@@ -118,15 +118,17 @@ def _selectors(manifests: Manifests) -> Iterator[Finding]:
     for entry in manifests.of("NetworkPolicy"):
         yield from _must_select(entry, "podSelector", entry["spec"]["podSelector"], pods)
     for entry in manifests.of("PodMonitor", "PodDisruptionBudget"):
-        yield from _must_select(entry, "selector", entry["spec"]["selector"], pods)
+        yield from _must_select(entry, "selector", entry["spec"].get("selector", {}), pods)
     for entry in manifests.of("Service"):
         yield from _must_select(entry, "selector", {"matchLabels": entry["spec"].get("selector", {})}, pods)
     for pod in pods:
         for spread in pod.spec.get("topologySpreadConstraints", []):
-            if not selects(spread["labelSelector"], pod.labels):
+            if not selects(spread.get("labelSelector", {}), pod.labels):
                 yield Finding(pod.where, f"its spread over {spread['topologyKey']} does not select the pod itself")
     denied = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
-    if not any({"Ingress", "Egress"} == set(spec["policyTypes"]) and not spec.get("ingress") for spec in denied):
+    if not any(
+        {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
+    ):
         yield Finding("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
 
 
@@ -142,7 +144,9 @@ def _budgets(manifests: Manifests) -> Iterator[Finding]:
         if not isinstance(stay, int):
             yield Finding(place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked")
             continue
-        fewest = sum(pod.at_least for pod in manifests.pods() if selects(budget["spec"]["selector"], pod.labels))
+        fewest = sum(
+            pod.at_least for pod in manifests.pods() if selects(budget["spec"].get("selector", {}), pod.labels)
+        )
         if stay >= fewest:
             yield Finding(place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained")
 

@@ -179,8 +179,19 @@ FAULTS = [
     Fault(
         "no certificates",
         lambda c: c.args(lambda a: put(a, "security", {"api_keys": "/etc/paceline/api-keys/keys"})),
-        "workers refuse to listen",
+        "workers cannot listen: 0.0.0.0 can be reached from other machines",
     ),
+    Fault(
+        "half a certificate",
+        lambda c: c.args(lambda a: a["security"].pop("key")),
+        "security.key must be given as well",
+    ),
+    Fault(
+        "router without its tokenizer",
+        lambda c: container(c.router)["volumeMounts"].pop(1),
+        "target.model is /models/llama-8b, but router mount nothing there",
+    ),
+    Fault("drain that is none", lambda c: put(container(c.large)["env"][0], "value", "long"), "(nan)"),
     Fault("no API keys", lambda c: c.args(lambda a: a["security"].pop("api_keys")), "api_keys is empty"),
     Fault(
         "certificate elsewhere",
@@ -201,7 +212,7 @@ FAULTS = [
     Fault(
         "model not mounted",
         lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "model", "/weights/llama-8b")),
-        "large-gpu mounts nothing there",
+        "target.model is /weights/llama-8b, but large-gpu and router mount nothing there",
     ),
     # Placement
     Fault(

@@ -1,0 +1,162 @@
+"""Whether Paceline takes what it is told, and whether the worker groups can hold and equip what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from cluster.config import BUNDLED, Config, from_mapping
+from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
+from cluster.placement import Need, Node, lacking, needs
+from cluster.security import SecurityError, check_worker_exposure
+from cluster.settings import ConfigError
+from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container
+from deploy.pod_rules import GPU
+from deploy.ray_rules import drain_seconds
+from speculation.events import Role
+
+ROUTER = "router"
+FETCHED = "MODELS"
+"""Environment variable of the Job that fetches models: FOLDER=HUB-ID, separated by spaces."""
+
+SCALES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9}
+"""What the last letter of a quantity stands for."""
+
+
+def application_faults(application: Object, service: Object, manifests: Manifests) -> Iterator[str]:
+    """Of one entry of ``applications`` that Serve takes: its ``args``, and how many replicas ``deployments`` says."""
+    try:
+        config = from_mapping(application.get("args", {}), "args")
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from _of_config(config)
+    wanted, faults = _wanted(config, application)
+    why = lacking(wanted, _nodes(service))
+    faults += [why] if why else []
+    yield from faults
+    if faults:
+        return
+    for need in wanted:
+        for group in _fitting(need, service):
+            for what in _of_equipment(config, _role(need, config), group, manifests):
+                yield f"{group_name(group)}: {what}"
+    yield from _of_models(config, wanted, service, manifests)
+
+
+def _wanted(config: Config, application: Object) -> tuple[list[Need], list[str]]:
+    """What all replicas ask for, as many as ``deployments`` says, and what that says of deployments there are not."""
+    counts = {entry["name"]: entry.get("num_replicas") for entry in application.get("deployments", [])}
+    names = [need.deployment for need in needs(config)]
+    faults = [
+        f"deployments: there is none called {name!r}; there are {', '.join(names)}"
+        for name in counts
+        if name not in names
+    ]
+    found = [
+        replace(need, replicas=count) if isinstance(count := counts.get(need.deployment), int) else need
+        for need in needs(config)
+    ]
+    return found, faults
+
+
+def _of_config(config: Config) -> Iterator[str]:
+    if config.ray.address != "auto":
+        yield f"ray.address must be auto, the cluster around it, got {config.ray.address!r}"
+    try:
+        check_worker_exposure("0.0.0.0", config)
+    except SecurityError as error:
+        yield f"workers cannot listen: {error}"
+    if not (config.security.api_keys or config.router.allow_remote):
+        yield "security.api_keys is empty, so whoever reaches the address may use it; or say router.allow_remote"
+
+
+def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
+    """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
+    security, container = config.security, ray_container(group)
+    files = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
+    if role == ROUTER:
+        files["api_keys"] = security.api_keys
+        drain = drain_seconds(container)
+        if config.router.drain_timeout > drain:
+            yield f"router.drain_timeout is {config.router.drain_timeout:g}, but Ray drains for {drain:g}"
+    for name, path in files.items():
+        if path and mount_of(container, path) is None:
+            yield f"security.{name} is {path}, but nothing is mounted there"
+    mount = mount_of(container, security.certificate) if security.certificate else None
+    volumes = {volume["name"]: volume for volume in group["template"]["spec"].get("volumes", [])}
+    secret = volumes.get(mount["name"], {}).get("secret", {}).get("secretName") if mount else None
+    for certificate in manifests.of("Certificate"):
+        names = certificate["spec"].get("dnsNames", [])
+        if certificate["spec"]["secretName"] == secret and f"{role}.paceline" not in names:
+            yield f"may run a {role}, but mounts the certificate of {', '.join(names)}"
+
+
+def _of_models(config: Config, wanted: Iterable[Need], service: Object, manifests: Manifests) -> Iterator[str]:
+    """Models lie in the image or on a mounted volume; if a Job fills that, it has to fetch them.
+
+    A router reads the tokenizer of every target.
+    """
+    fetched = _fetched(manifests)
+    for pool in config.pools():
+        model = pool.settings.model
+        if model.startswith(str(BUNDLED)):
+            continue
+        said = f"{pool.path}.model is {model}"
+        if not model.startswith("/"):
+            yield f"{said}; workers have no network: give a folder, such as /models/NAME"
+            continue
+        readers = {pool.deployment, ROUTER_DEPLOYMENT} if pool.role is Role.TARGET else {pool.deployment}
+        placed = [group for need in wanted if need.deployment in readers for group in _fitting(need, service)]
+        blind = [group_name(group) for group in placed if mount_of(ray_container(group), model) is None]
+        if blind:
+            yield f"{said}, but {' and '.join(blind)} mount nothing there"
+        elif fetched and model not in fetched:
+            yield f"{said}, but `models` fetches only {', '.join(sorted(fetched))}"
+
+
+def _fetched(manifests: Manifests) -> set[str]:
+    """The folders that Jobs fill."""
+    found = set()
+    for job in manifests.of("Job"):
+        for container in job["spec"]["template"]["spec"]["containers"]:
+            listed = next((entry["value"] for entry in container.get("env", []) if entry["name"] == FETCHED), "")
+            found |= {f"/models/{entry.partition('=')[0]}" for entry in listed.split()}
+    return found
+
+
+def _nodes(service: Object) -> list[Node]:
+    """The Ray nodes that may come to be: with an autoscaler, as many of each group as it may start."""
+    scaled = service["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling")
+    found = []
+    for group in groups(service)[1:]:
+        requests = ray_container(group).get("resources", {}).get("requests", {})
+        count = group.get("maxReplicas" if scaled else "replicas", 1)
+        # KubeRay tells Ray whole CPUs, rounded up.
+        cpus, gpus = math.ceil(_quantity(requests.get("cpu", 0))), _quantity(requests.get(GPU, 0))
+        found += [Node(cpus, gpus, group.get("labels", {}))] * count
+    return found
+
+
+def _quantity(written: str | int | float) -> float:
+    """CPUs or GPUs, as Kubernetes writes them; its schema has found the form right."""
+    text = str(written)
+    scale = SCALES.get(text[-1], 1.0)
+    return float(text.rstrip("".join(SCALES))) * scale
+
+
+def _fitting(need: Need, service: Object) -> list[Object]:
+    """The worker groups where Ray may put it: those with its labels, and GPUs if it needs some."""
+    return [
+        group
+        for group in groups(service)[1:]
+        if need.labels.items() <= group.get("labels", {}).items()
+        and _quantity(ray_container(group).get("resources", {}).get("requests", {}).get(GPU, 0))
+        >= need.gpus * need.ranks
+    ]
+
+
+def _role(need: Need, config: Config) -> str:
+    roles: Mapping[str, str] = {pool.deployment: pool.role.value for pool in config.pools()}
+    return roles.get(need.deployment, ROUTER)
