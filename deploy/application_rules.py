@@ -46,19 +46,23 @@ def application_faults(application: Object, service: Object, manifests: Manifest
 
 
 def _wanted(config: Config, application: Object) -> tuple[list[Need], list[str]]:
-    """What all replicas ask for, as many as ``deployments`` says, and what that says of deployments there are not."""
-    counts = {entry["name"]: entry.get("num_replicas") for entry in application.get("deployments", [])}
+    """What all replicas ask for, as many as ``deployments`` allows, and what that says of deployments there are not."""
+    counts = {entry["name"]: _most(entry) for entry in application.get("deployments", [])}
     names = [need.deployment for need in needs(config)]
     faults = [
         f"deployments: there is none called {name!r}; there are {', '.join(names)}"
         for name in counts
         if name not in names
     ]
-    found = [
-        replace(need, replicas=count) if isinstance(count := counts.get(need.deployment), int) else need
-        for need in needs(config)
-    ]
+    found = [replace(need, replicas=counts.get(need.deployment) or need.replicas) for need in needs(config)]
     return found, faults
+
+
+def _most(deployment: Object) -> int | None:
+    """The most replicas that Serve may start of it, if it says so."""
+    count = deployment.get("num_replicas")
+    bounds = deployment.get("autoscaling_config") or {}
+    return count if isinstance(count, int) else bounds.get("max_replicas")
 
 
 def _of_config(config: Config) -> Iterator[str]:

@@ -231,6 +231,17 @@ FAULTS = [
         "only 4 fit on its nodes",
     ),
     Fault(
+        "more replicas than workers, under load",
+        lambda c: c.serve(
+            lambda d: put(
+                d["applications"][0]["deployments"],
+                0,
+                {"name": "TargetWorker-llama-8b", "num_replicas": "auto", "autoscaling_config": {"max_replicas": 6}},
+            )
+        ),
+        "no room for 6 x target of llama-8b of 2 ranks on one node",
+    ),
+    Fault(
         "role without its certificate",
         lambda c: put(c.get("Certificate", "paceline-target")["spec"], "dnsNames", ["draft.paceline"]),
         "large-gpu: may run a target, but mounts the certificate of draft.paceline",
