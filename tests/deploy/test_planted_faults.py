@@ -49,7 +49,7 @@ def container(group: Any) -> Any:
     return pod(group)["containers"][0]
 
 
-def put(part: Any, key: str, value: object) -> None:
+def put(part: Any, key: str | int, value: object) -> None:
     part[key] = value
 
 
