@@ -29,8 +29,11 @@ from router.auth import ApiKeys, RequireKey
 from router.choices import Chunk, run_choices
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator
+from router.metrics import RouterMetrics
+from router.recorder import Recorder
 from router.requests import ApiRequest, Offer, parse_chat, parse_completion
 from router.responses import Envelope, Json, Usage
+from router.snapshot import Snapshot
 from router.tokenizer import Tokenizer
 from speculation.messages import FinishReason, Speculation
 
@@ -61,13 +64,22 @@ class ApiSettings:
     """Who may use the API; None: everybody."""
 
 
-def build_app(generator: Generator, tokenizer: Tokenizer, settings: ApiSettings | None = None) -> Starlette:
-    """The application. It owns nothing: ``generator`` is started and stopped by the caller."""
+def build_app(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    settings: ApiSettings | None = None,
+    metrics: RouterMetrics | None = None,
+) -> Starlette:
+    """The application. It owns nothing: ``generator`` is started and stopped by the caller.
+
+    ``metrics`` are those of the router behind ``generator``; without them only requests are counted, and nothing is
+    known of workers.
+    """
     settings = settings or ApiSettings()
-    api = _Api(generator, tokenizer, settings)
     middleware = [Middleware(RequestIds)]
     if settings.api_keys is not None:
         middleware.append(Middleware(RequireKey, settings.api_keys))
+    api = _Api(generator, tokenizer, settings, metrics or RouterMetrics(Recorder(), Snapshot))
     return Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
@@ -75,6 +87,8 @@ def build_app(generator: Generator, tokenizer: Tokenizer, settings: ApiSettings 
             Route("/v1/models", api.models, methods=["GET"]),
             Route("/v1/models/{name:path}", api.model, methods=["GET"]),
             Route("/health", api.health, methods=["GET"]),
+            Route("/ready", api.ready, methods=["GET"]),
+            Route("/metrics", api.exposition, methods=["GET"]),
         ],
         middleware=middleware,
         exception_handlers={
@@ -90,10 +104,14 @@ def build_app(generator: Generator, tokenizer: Tokenizer, settings: ApiSettings 
 class _Api:
     """The endpoints."""
 
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, settings: ApiSettings) -> None:
+    def __init__(
+        self, generator: Generator, tokenizer: Tokenizer, settings: ApiSettings, metrics: RouterMetrics
+    ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
         self._settings = settings
+        self._metrics = metrics
+        self._recorder = metrics.recorder
         self._started = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -118,6 +136,19 @@ class _Api:
         """200 as long as the process serves, whatever the workers do."""
         return _json({"status": "ok"})
 
+    async def ready(self, _request: Request) -> Response:
+        """200 while requests can be served, 503 with the reason while not."""
+        reason = self._metrics.unready
+        return _json(
+            {"status": "ready"} if reason is None else {"status": "unready", "reason": reason},
+            status=503 if reason else 200,
+        )
+
+    async def exposition(self, request: Request) -> Response:
+        """The metrics of this router, for Prometheus."""
+        body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
     def _offer(self) -> Offer:
         model = self._generator.model
         if model is None:
@@ -130,8 +161,10 @@ class _Api:
         return responses.model_body(offer.name, self._started, offer.model.context)
 
     async def _generate(self, request: Request, parse: Parse) -> Response:
+        arrived = self._recorder.clock()
         body = await read_body(request, self._settings.max_body_bytes)
-        arguments = (body, self._offer(), request.state.request_id)
+        offer = self._offer()
+        arguments = (body, offer, request.state.request_id)
         inline = len(body) <= PARSED_INLINE_BYTES
         parsed = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
@@ -143,11 +176,13 @@ class _Api:
             include_usage=parsed.include_usage,
             include_speculation=parsed.include_speculation,
         )
-        chunks = run_choices(parsed, self._generator, self._tokenizer)
+        chunks = self._recorder.observed(
+            run_choices(parsed, self._generator, self._tokenizer), offer.model.name, len(parsed.generations), arrived
+        )
         usage = Usage(parsed.prompt_tokens, parsed.n)
         if parsed.stream:
             first = await while_connected(request.receive, _first(chunks))
-            return EventStream(_events(first, chunks, envelope, usage))
+            return EventStream(_events(first, chunks, envelope, usage, self._recorder.answered))
         whole = _whole(chunks, envelope, usage, len(parsed.generations))
         return _json(await while_connected(request.receive, whole))
 
@@ -174,11 +209,13 @@ class _Api:
         """The framework raises the error again afterwards, so that the server logs it."""
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
+        self._recorder.answered(code_of("internal"))
         return _json(responses.internal_error_body(), code_of("internal").status, headers)
 
     def _refusal(
         self, code: ErrorCode, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> Response:
+        self._recorder.answered(code)
         headers = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
         if code.retryable:
             headers["retry-after"] = str(math.ceil(self._settings.retry_after_s))
@@ -205,7 +242,11 @@ async def _whole(chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage
 
 
 async def _events(
-    first: Chunk, chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage
+    first: Chunk,
+    chunks: AsyncGenerator[Chunk],
+    envelope: Envelope,
+    usage: Usage,
+    failed: Callable[[ErrorCode], None],
 ) -> AsyncGenerator[bytes]:
     """The whole stream. After its first byte a failure can only be told in an event, which ends it."""
     opened: set[int] = set()
@@ -217,10 +258,12 @@ async def _events(
                 for body in _chunk_bodies(chunk, envelope, usage, opened):
                     yield responses.event(body)
         except GenerationError as error:
+            failed(code_of(error.code))
             yield responses.event(responses.error_body(code_of(error.code), error.message))
             return
         except Exception:
             log.exception("a stream failed")
+            failed(code_of("internal"))
             yield responses.event(responses.internal_error_body())
             return
     if envelope.include_usage:

@@ -10,11 +10,14 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
+from router.metrics import RouterMetrics
 from router.pool import PoolEvents, WorkerPool
+from router.recorder import Recorder, SessionRecord
+from router.snapshot import Snapshot, WorkerView
 from speculation.events import (
     Available,
     Effect,
@@ -35,7 +38,7 @@ from speculation.events import (
     Tick,
     Wake,
 )
-from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Welcome
+from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Verification, Welcome
 from speculation.session import Phase, Session, SessionLimits
 from transport.codec import MalformedMessage
 from transport.tls import Identity
@@ -71,12 +74,20 @@ class Totals:
     quarantined: int = 0
     """Drafters that a session was done with; each counts once for every such session."""
 
+    def take(self, session: Session) -> None:
+        """Add what a session counts itself."""
+        self.reopened += session.reopened
+        self.stale += session.stale
+        self.strikes += sum(map(len, session.strikes.values()))
+        self.quarantined += len(session.quarantined)
+
 
 @dataclass(eq=False, slots=True)
 class _Run:
     """A session under way and what it has for its client."""
 
     session: Session
+    record: SessionRecord
     items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
     timers: set[asyncio.TimerHandle] = field(default_factory=set)
     opened_at: list[PeerId] = field(default_factory=list)
@@ -93,6 +104,9 @@ class Dispatcher:
         events = PoolEvents(self._available, self._lost, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
+        self.metrics = RouterMetrics(Recorder(), self.snapshot)
+        self.draining = False
+        """Set by the owner before it stops: says that no new request should come here. Refuses none."""
         self.ready = asyncio.Event()
         """Set once a first target worker was up."""
 
@@ -121,7 +135,8 @@ class Dispatcher:
             self._limits.session,
             generation.priority,
         )
-        run = self._runs[number] = _Run(session)
+        model = self.model.name if self.model else ""
+        run = self._runs[number] = _Run(session, self.metrics.recorder.session(model, len(generation.prompt)))
         self.totals.sessions += 1
         try:
             self._handle(run, Start())
@@ -143,12 +158,28 @@ class Dispatcher:
 
     def _add_up(self, session: Session) -> None:
         """Take over what a session that ended has counted."""
-        self.totals.reopened += session.reopened
-        self.totals.stale += session.stale
-        self.totals.strikes += sum(map(len, session.strikes.values()))
-        self.totals.quarantined += len(session.quarantined)
+        self.totals.take(session)
         for peer in session.quarantined:
             log.warning("session %d was done with drafter %s: %s", session.session, peer, session.strikes[peer][-1])
+
+    def snapshot(self) -> Snapshot:
+        """The router as of now, with what running sessions have counted."""
+        totals = replace(self.totals)
+        for run in self._runs.values():
+            totals.take(run.session)
+        running = sum(run.session.phase is Phase.RUNNING for run in self._runs.values())
+        return Snapshot(
+            workers=tuple(WorkerView.of(peer) for peer in self.pool.peers.values()),
+            placing=len(self._runs) - running,
+            running=running,
+            reopened=totals.reopened,
+            malformed=totals.malformed,
+            stale=totals.stale,
+            strikes=totals.strikes,
+            quarantined=totals.quarantined,
+            traffic={role: self.pool.traffic(role) for role in Role},
+            draining=self.draining,
+        )
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -169,6 +200,8 @@ class Dispatcher:
         if run is None:
             self.totals.stale += 1
         else:
+            if isinstance(message, Verification) and message.lead is not None:
+                run.record.leads(message.lead)
             self._handle(run, Received(peer, message))
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
@@ -187,7 +220,9 @@ class Dispatcher:
     def _perform(self, run: _Run, effect: Effect) -> None:
         match effect:
             case Place(role=role, avoid=avoid):
-                self._handle(run, Placed(role, self.pool.choose(role, avoid)))
+                chosen = self.pool.choose(role, avoid)
+                run.record.placed(role, chosen)
+                self._handle(run, Placed(role, chosen))
             case Send(peer=peer, message=message):
                 self._count(run, peer, message)
                 self.pool.send(peer, message)
@@ -195,6 +230,7 @@ class Dispatcher:
                 self.totals.committed += len(tokens)
                 self.totals.accepted += accepted
                 self.totals.offered += offered
+                run.record.committed(asyncio.get_running_loop().time(), len(tokens), accepted, offered, cached)
                 run.items.put_nowait(Committed(tokens, accepted, offered, cached))
             case Wake(at=at):
                 self._set_timer(run, at)

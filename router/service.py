@@ -84,7 +84,7 @@ class Router:
         host, port = self.settings.host, self.settings.port
         addresses.check_free(addresses.join(host, port))
         tokenizer = await self.connect()
-        app = build_app(self.dispatcher, tokenizer, self.settings.api)
+        app = build_app(self.dispatcher, tokenizer, self.settings.api, self.dispatcher.metrics)
         config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -109,6 +109,7 @@ class Router:
 
     async def stop(self) -> None:
         """Stop accepting, let running requests end for a moment, disconnect from the workers."""
+        self.dispatcher.draining = True
         if self._server is not None:
             self._server.should_exit = True
         await self.wait()

@@ -1,0 +1,100 @@
+"""Notices when drafts that used to be accepted no longer are.
+
+For each pair of a target and a draft worker the draft tokens offered are counted in blocks; a block's acceptance is
+compared with the pair's long-run value. Acceptance has collapsed when a block falls below a fraction of that value, or
+below an absolute floor, and the episode is over when a block is clearly above both again; since the long-run value
+follows, it is also over once the low value has become the usual one. One warning is logged per episode. Text is never
+at stake: drafts are hints, and a collapse costs speed only.
+
+A pair's drafts include those that the target finds by prompt lookup while the drafter serves the session.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from speculation.events import PeerId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLimits:
+    """When acceptance has collapsed."""
+
+    block: int = 2000
+    """Offered draft tokens in a block."""
+    fraction: float = 0.4
+    """Of the long-run value; below it acceptance has collapsed."""
+    floor: float = 0.02
+    """Accepted of offered draft tokens. Of a tree only one path can be accepted, so usual values are 0.15 to 0.8."""
+    recovery: float = 1.5
+    """Times the value below which it would collapse: from there on an episode is over."""
+    memory: int = 16
+    """Blocks that the long-run value looks back on, roughly."""
+    pairs: int = 1024
+    """Pairs that are watched; the one not heard of for the longest time is forgotten."""
+
+
+@dataclass(slots=True)
+class Pair:
+    """What is known of one target worker and one draft worker together."""
+
+    offered: int = 0
+    accepted: int = 0
+    """Of the block under way."""
+    usual: float | None = None
+    """Long-run acceptance; None before the first block."""
+    latest: float | None = None
+    """Acceptance in the last whole block."""
+    collapsed: bool = False
+
+
+class AcceptanceWatch:
+    """All pairs of one router."""
+
+    def __init__(self, limits: WatchLimits = WatchLimits()) -> None:
+        """Nothing was offered yet."""
+        self._limits = limits
+        self._pairs: OrderedDict[tuple[PeerId, PeerId], Pair] = OrderedDict()
+        self.collapses = 0
+        """Episodes so far."""
+
+    def offered(self, target: PeerId, draft: PeerId, offered: int, accepted: int) -> None:
+        """A verification offered draft tokens of this pair; ``accepted`` of them were kept."""
+        pair = self._pairs.get((target, draft))
+        if pair is None:
+            pair = self._add(target, draft)
+        pair.offered += offered
+        pair.accepted += accepted
+        if pair.offered >= self._limits.block:
+            self._pairs.move_to_end((target, draft))
+            self._close_block(target, draft, pair)
+
+    def pairs(self) -> Iterator[tuple[PeerId, PeerId, Pair]]:
+        """All that are watched."""
+        return ((target, draft, pair) for (target, draft), pair in self._pairs.items())
+
+    def _add(self, target: PeerId, draft: PeerId) -> Pair:
+        if len(self._pairs) >= self._limits.pairs:
+            self._pairs.popitem(last=False)
+        pair = self._pairs[target, draft] = Pair()
+        return pair
+
+    def _close_block(self, target: PeerId, draft: PeerId, pair: Pair) -> None:
+        limits = self._limits
+        pair.latest = rate = pair.accepted / pair.offered
+        pair.offered = pair.accepted = 0
+        line = max(limits.floor, limits.fraction * (pair.usual or 0.0))
+        if not pair.collapsed and rate < line:
+            pair.collapsed = True
+            self.collapses += 1
+            usual = "no value before it" if pair.usual is None else f"{pair.usual:.3f} is usual"
+            log.warning("acceptance of drafts from %s at %s collapsed to %.3f (%s)", draft, target, rate, usual)
+        elif pair.collapsed and rate >= limits.recovery * line:
+            pair.collapsed = False
+            log.info("acceptance of drafts from %s at %s is no longer unusual: %.3f", draft, target, rate)
+        pair.usual = rate if pair.usual is None else pair.usual + (rate - pair.usual) / limits.memory

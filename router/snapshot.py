@@ -1,0 +1,75 @@
+"""A router at one moment, as plain values: what metrics, readiness and views of the cluster are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.pool import Peer, Traffic
+from speculation.events import PeerId, Role
+from speculation.messages import Load
+
+
+class WorkerState(StrEnum):
+    """What a router can do with a worker."""
+
+    UP = "up"
+    DRAINING = "draining"
+    """Its sessions go on; it gets no new ones."""
+    DOWN = "down"
+    """It is listed, but not connected, or does not fit the served model."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as a router sees it."""
+
+    worker: PeerId
+    role: Role
+    state: WorkerState
+    model: str = ""
+    """Empty while it is down."""
+    load: Load = Load()
+    """What it last said of itself, all its routers together."""
+    round_trip: float | None = None
+    """Seconds; None where it was not measured."""
+
+    @classmethod
+    def of(cls, peer: Peer) -> WorkerView:
+        """What is known of it now."""
+        if peer.welcome is None:
+            return cls(peer.peer, peer.role, WorkerState.DOWN)
+        state = WorkerState.DRAINING if peer.load.draining else WorkerState.UP
+        return cls(peer.peer, peer.role, state, peer.welcome.model, peer.load)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Workers, sessions and totals of one router."""
+
+    workers: tuple[WorkerView, ...] = ()
+    placing: int = 0
+    """Sessions that wait for a target worker."""
+    running: int = 0
+    """Sessions that are open at one."""
+    reopened: int = 0
+    malformed: int = 0
+    stale: int = 0
+    strikes: int = 0
+    quarantined: int = 0
+    traffic: dict[Role, Traffic] = field(default_factory=dict)
+    draining: bool = False
+
+    @property
+    def unready(self) -> str | None:
+        """Why no request can be served now; None: one can."""
+        if self.draining:
+            return "this router is draining"
+        targets = [worker for worker in self.workers if worker.role is Role.TARGET]
+        if not targets:
+            return "no target worker is known"
+        if any(target.state is WorkerState.UP for target in targets):
+            return None
+        if all(target.state is WorkerState.DOWN for target in targets):
+            return f"no target worker is connected, of {len(targets)} known"
+        return "every target worker that is connected is draining"
