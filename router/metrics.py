@@ -11,12 +11,14 @@ Labels are bounded: models that are served, workers that are listed, codes and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 
+from router.certificates import expiries
 from router.families import counter, gauge, histogram
 from router.recorder import Buckets, ModelCounts, Recorder
 from router.snapshot import Snapshot
@@ -25,16 +27,15 @@ from speculation.events import Role
 
 PER_ROUTER = " Per router: add routers up."
 
-Expiries = Callable[[], Mapping[str, float]]
-"""Certificate files in use, and when each ends, in seconds since 1970."""
-
 
 class RouterMetrics:
     """What one router tells of itself. A collector in the sense of ``prometheus_client``, in a registry of its own."""
 
-    def __init__(self, recorder: Recorder, snapshot: Callable[[], Snapshot], expiries: Expiries = dict) -> None:
+    def __init__(self, recorder: Recorder, snapshot: Callable[[], Snapshot]) -> None:
         """Nothing is computed before somebody asks."""
-        self.recorder, self._snapshot, self._expiries = recorder, snapshot, expiries
+        self.recorder, self._snapshot = recorder, snapshot
+        self.certificates: Sequence[Path] = ()
+        """Files of the TLS certificates in use, whose end is told."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -68,7 +69,7 @@ class RouterMetrics:
             "certificate_expiry_timestamp_seconds",
             "When a TLS certificate in use ends, in seconds since 1970; 0: its file cannot be read.",
             ("file",),
-            {(file,): at for file, at in self._expiries().items()},
+            {(file,): at for file, at in expiries(self.certificates).items()},
         )
 
     def _of_models(self) -> Iterator[Metric]:

@@ -1,0 +1,129 @@
+"""The dashboard is what its script writes; alerts come when they should, as the real Prometheus evaluates them."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import yaml
+
+from deploy.monitoring.dashboard import OUTPUT, dashboard, text
+from tests.monitoring import ALERTS, SCRAPING, alerts, needs_prometheus, panels, rules_beside
+
+EXPECTED = {
+    "PacelineNoTarget",
+    "PacelineRequestsFail",
+    "PacelineRequestsRefused",
+    "PacelineQueueGrowing",
+    "PacelineFailovers",
+    "PacelineAcceptanceCollapsed",
+    "PacelineDraftersAway",
+    "PacelineCachePressure",
+    "PacelineCertificateExpires",
+}
+
+
+def test_the_dashboard_is_what_its_script_writes() -> None:
+    assert OUTPUT.read_text(encoding="utf-8") == text(), "run python -m deploy.monitoring.dashboard"
+
+
+def test_panels_have_a_place_of_their_own() -> None:
+    seen: set[tuple[int, int]] = set()
+    ids = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & seen, panel["title"]
+        assert all(x < 24 for x, _ in cells)
+        seen |= cells
+    assert all(panel["targets"] for panel in panels())
+
+
+def test_every_alert_says_how_bad_it_is_and_where_to_read_on() -> None:
+    assert {rule["alert"] for rule in alerts()} == EXPECTED
+    for rule in alerts():
+        assert rule["for"]
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"]
+        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{rule['alert'].lower()}"
+
+
+@needs_prometheus
+def test_prometheus_takes_the_configuration_and_the_rules() -> None:
+    for command in (["config", str(SCRAPING)], ["rules", "--lint-fatal", str(ALERTS)]):
+        done = subprocess.run(["promtool", "check", *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+HEALTHY = {
+    "paceline_router_ready": "1x200",
+    'paceline_workers{role="draft",state="up"}': "2x200",
+    'paceline_request_success_total{model="m",finished_reason="stop"}': "0+600x200",
+    'paceline_request_failure_total{code="faulty"}': "0x200",
+    'paceline_requests_refused_total{code="overloaded"}': "0x200",
+    'paceline_num_requests_running{role="target",worker="t"}': "8x200",
+    'paceline_num_requests_waiting{role="target",worker="t"}': "2x200",
+    'paceline_num_requests_waiting{role="draft",worker="d"}': "99x200",
+    "paceline_failovers_total": "0x60 3x140",
+    'paceline_acceptance_collapsed{target="t",draft="d"}': "0x200",
+    'paceline_draft_lead_tokens_sum{model="m"}': "0+600x200",
+    'paceline_kv_cache_usage_perc{model="m",role="target",worker="t"}': "0.99x200",
+    'paceline_num_preemptions_total{model="m",role="target",worker="t"}': "5x200",
+    'paceline_certificate_expiry_timestamp_seconds{file="tls.crt"}': "2000000x200",
+}
+"""One value a minute."""
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    ("alert", "changed"),
+    [
+        (None, {}),
+        # Drafters that were scaled to zero while nobody wants them, and a cluster that never had any.
+        (
+            None,
+            {
+                'paceline_workers{role="draft",state="up"}': "2x20 0x180",
+                'paceline_draft_lead_tokens_sum{model="m"}': "0x200",
+            },
+        ),
+        (None, {'paceline_workers{role="draft",state="up"}': "0x200"}),
+        # One router of two drains.
+        (None, {'paceline_router_ready{instance="b"}': "0x200"}),
+        ("PacelineNoTarget", {"paceline_router_ready": "1x60 0x140"}),
+        ("PacelineNoTarget", {"paceline_router_ready": "_x200"}),
+        ("PacelineRequestsFail", {'paceline_request_failure_total{code="faulty"}': "0x60 0+1x140"}),
+        ("PacelineRequestsRefused", {'paceline_requests_refused_total{code="overloaded"}': "0+50x200"}),
+        ("PacelineQueueGrowing", {'paceline_num_requests_waiting{role="target",worker="t"}': "20x200"}),
+        ("PacelineFailovers", {"paceline_failovers_total": "0+3x200"}),
+        ("PacelineAcceptanceCollapsed", {'paceline_acceptance_collapsed{target="t",draft="d"}': "1x200"}),
+        ("PacelineDraftersAway", {'paceline_workers{role="draft",state="up"}': "2x20 0x180"}),
+        (
+            "PacelineCachePressure",
+            {'paceline_num_preemptions_total{model="m",role="target",worker="t"}': "0+1x200"},
+        ),
+        ("PacelineCertificateExpires", {'paceline_certificate_expiry_timestamp_seconds{file="tls.crt"}': "500000x200"}),
+        ("PacelineCertificateExpires", {'paceline_certificate_expiry_timestamp_seconds{file="tls.crt"}': "0x200"}),
+    ],
+)
+def test_an_alert_comes_when_it_should_and_alone(tmp_path, alert: str | None, changed: dict[str, str]) -> None:
+    rules_beside(tmp_path)
+    series = HEALTHY | changed
+    firing = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
+    query = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    test = {
+        "rule_files": [ALERTS.name],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": [{"expr": query, "eval_time": "150m", "exp_samples": firing}],
+            }
+        ],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test))
+    done = subprocess.run(["promtool", "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
