@@ -18,6 +18,7 @@ from ray import serve
 from cluster.config import CHECKOUT, Config, Pool, chosen_threads, from_mapping
 from cluster.discovery import ENDPOINT, Handles, serve_directory
 from cluster.placement import Need, need, router_need
+from cluster.ray_metrics import RayExporter
 from cluster.ray_ranks import RayRanks
 from cluster.security import check_worker_exposure, identity
 from cluster.serving import draft_settings, router_settings, target_settings
@@ -115,15 +116,19 @@ class Router:
         self._dispatcher = Dispatcher(settings.limits, settings.identity)
         self._directory = serve_directory(workers)
         self._directory.start(self._dispatcher.pool.set_workers)
+        self._exporter = RayExporter(self._dispatcher.metrics.collect)
+        self._exporter.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """The OpenAI-compatible API."""
-        return build_app(self._dispatcher, self._tokenizer, self._settings)
+        return build_app(self._dispatcher, self._tokenizer, self._settings, self._dispatcher.metrics)
 
     async def __del__(self) -> None:
         """Serve's call at a graceful end, after running requests have ended."""
         if hasattr(self, "_directory"):
+            self._dispatcher.draining = True
             self._directory.close()
+            await self._exporter.close()
             await self._dispatcher.pool.close()
 
 
