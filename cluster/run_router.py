@@ -10,6 +10,7 @@ from cluster.checks import check_tokenizer
 from cluster.config import Config
 from cluster.console import CommandError, say, stages
 from cluster.flags import FAILED, add_file, add_parent, add_section, configuration
+from cluster.logs import add_flags, set_up
 from cluster.parent import exit_with
 from cluster.security import check_http_exposure, check_security
 from cluster.serving import router_settings
@@ -34,6 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_section(parser, "router", without=("replicas", "labels"))
     add_section(parser, "security")
     add_file(parser)
+    add_flags(parser)
     add_parent(parser)
 
 
@@ -41,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     if args.exit_with is not None:
         exit_with(args.exit_with)
+    set_up(args)
     config = configuration(args)
     check_http_exposure(config)
     check_security(config, ("router",))

@@ -12,6 +12,7 @@ from cluster.checks import check_listen, check_model
 from cluster.config import Config
 from cluster.console import CommandError, complain, say, stages
 from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_parent, add_section, add_setting, configuration
+from cluster.logs import add_flags, set_up
 from cluster.parent import exit_with
 from cluster.rank_processes import RankProcesses
 from cluster.security import check_security, identity
@@ -46,6 +47,7 @@ def add(parser: Parser) -> None:
         else:
             add_setting(worker, "--lead", "speculation.lead")
         add_file(worker)
+        add_flags(worker)
         add_parent(worker)
 
 
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
     if args.exit_with is not None:
         exit_with(args.exit_with)
+    set_up(args)
     config = configuration(args)
     check_listen(args.listen, config)
     check_security(config, (args.role,))

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -181,10 +182,17 @@ class _Api:
         )
         usage = Usage(parsed.prompt_tokens, parsed.n)
         if parsed.stream:
+            failed = partial(self._failed_midway, request.state.request_id)
             first = await while_connected(request.receive, _first(chunks))
-            return EventStream(_events(first, chunks, envelope, usage, self._recorder.answered))
+            return EventStream(_events(first, chunks, envelope, usage, failed))
         whole = _whole(chunks, envelope, usage, len(parsed.generations))
         return _json(await while_connected(request.receive, whole))
+
+    def _failed_midway(self, request_id: str, code: ErrorCode, error: Exception) -> None:
+        """A stream that had begun ends with an error."""
+        self._recorder.answered(code)
+        crash = None if isinstance(error, GenerationError) else error
+        log.error("a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request_id})
 
     def on_api_error(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -246,7 +254,7 @@ async def _events(
     chunks: AsyncGenerator[Chunk],
     envelope: Envelope,
     usage: Usage,
-    failed: Callable[[ErrorCode], None],
+    failed: Callable[[ErrorCode, Exception], None],
 ) -> AsyncGenerator[bytes]:
     """The whole stream. After its first byte a failure can only be told in an event, which ends it."""
     opened: set[int] = set()
@@ -258,12 +266,11 @@ async def _events(
                 for body in _chunk_bodies(chunk, envelope, usage, opened):
                     yield responses.event(body)
         except GenerationError as error:
-            failed(code_of(error.code))
+            failed(code_of(error.code), error)
             yield responses.event(responses.error_body(code_of(error.code), error.message))
             return
-        except Exception:
-            log.exception("a stream failed")
-            failed(code_of("internal"))
+        except Exception as error:
+            failed(code_of("internal"), error)
             yield responses.event(responses.internal_error_body())
             return
     if envelope.include_usage:

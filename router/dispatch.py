@@ -17,6 +17,7 @@ from router.generation import Committed, Ended, Generation, GenerationError, Ser
 from router.metrics import RouterMetrics
 from router.pool import PoolEvents, WorkerPool
 from router.recorder import Recorder, SessionRecord
+from router.session_log import SessionLog
 from router.snapshot import Snapshot, WorkerView
 from speculation.events import (
     Available,
@@ -88,6 +89,7 @@ class _Run:
 
     session: Session
     record: SessionRecord
+    log: SessionLog
     items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
     timers: set[asyncio.TimerHandle] = field(default_factory=set)
     opened_at: list[PeerId] = field(default_factory=list)
@@ -136,7 +138,8 @@ class Dispatcher:
             generation.priority,
         )
         model = self.model.name if self.model else ""
-        run = self._runs[number] = _Run(session, self.metrics.recorder.session(model, len(generation.prompt)))
+        record = self.metrics.recorder.session(model, len(generation.prompt))
+        run = self._runs[number] = _Run(session, record, SessionLog(log, number, generation.request_id))
         self.totals.sessions += 1
         try:
             self._handle(run, Start())
@@ -153,14 +156,15 @@ class Dispatcher:
                 timer.cancel()
             for peer in run.opened_at:
                 self.pool.count(peer, -1)
-            self._add_up(session)
+            self._add_up(run)
             del self._runs[number]
 
-    def _add_up(self, session: Session) -> None:
+    def _add_up(self, run: _Run) -> None:
         """Take over what a session that ended has counted."""
+        session = run.session
         self.totals.take(session)
         for peer in session.quarantined:
-            log.warning("session %d was done with drafter %s: %s", session.session, peer, session.strikes[peer][-1])
+            run.log.warning("done with drafter %s: %s", peer, session.strikes[peer][-1])
 
     def snapshot(self) -> Snapshot:
         """The router as of now, with what running sessions have counted."""
@@ -239,6 +243,7 @@ class Dispatcher:
                     run.items.put_nowait(Ended(reason, run.session.reopened))
             case Fail(code=code, message=message):
                 self.totals.failed += 1
+                run.log.warning("failed (%s): %s", code.value, message)
                 run.items.put_nowait(GenerationError(code.value, message))
             case _:
                 assert_never(effect)
@@ -246,6 +251,7 @@ class Dispatcher:
     def _count(self, run: _Run, peer: PeerId, message: ToWorker) -> None:
         """Keep the pool's count of sessions per worker."""
         if isinstance(message, Open):
+            run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
             run.opened_at.append(peer)
             self.pool.count(peer, 1)
         elif isinstance(message, Close) and peer in run.opened_at:

@@ -85,7 +85,7 @@ class Router:
         addresses.check_free(addresses.join(host, port))
         tokenizer = await self.connect()
         app = build_app(self.dispatcher, tokenizer, self.settings.api, self.dispatcher.metrics)
-        config = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
