@@ -31,10 +31,10 @@ from router.choices import Chunk, run_choices
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator
 from router.metrics import RouterMetrics
-from router.recorder import Recorder
 from router.requests import ApiRequest, Offer, parse_chat, parse_completion
 from router.responses import Envelope, Json, Usage
 from router.snapshot import Snapshot
+from router.tally import Tally
 from router.tokenizer import Tokenizer
 from speculation.messages import FinishReason, Speculation
 
@@ -80,7 +80,7 @@ def build_app(
     middleware = [Middleware(RequestIds)]
     if settings.api_keys is not None:
         middleware.append(Middleware(RequireKey, settings.api_keys))
-    api = _Api(generator, tokenizer, settings, metrics or RouterMetrics(Recorder(), Snapshot))
+    api = _Api(generator, tokenizer, settings, metrics or RouterMetrics(Tally(), Snapshot))
     return Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
@@ -112,7 +112,7 @@ class _Api:
         self._tokenizer = tokenizer
         self._settings = settings
         self._metrics = metrics
-        self._recorder = metrics.recorder
+        self._tally = metrics.tally
         self._started = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -162,7 +162,7 @@ class _Api:
         return responses.model_body(offer.name, self._started, offer.model.context)
 
     async def _generate(self, request: Request, parse: Parse) -> Response:
-        arrived = self._recorder.clock()
+        arrived = self._tally.clock()
         body = await read_body(request, self._settings.max_body_bytes)
         offer = self._offer()
         arguments = (body, offer, request.state.request_id)
@@ -177,7 +177,7 @@ class _Api:
             include_usage=parsed.include_usage,
             include_speculation=parsed.include_speculation,
         )
-        chunks = self._recorder.observed(
+        chunks = self._tally.observed(
             run_choices(parsed, self._generator, self._tokenizer), offer.model.name, len(parsed.generations), arrived
         )
         usage = Usage(parsed.prompt_tokens, parsed.n)
@@ -190,7 +190,7 @@ class _Api:
 
     def _failed_midway(self, request_id: str, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""
-        self._recorder.answered(code)
+        self._tally.answered(code)
         crash = None if isinstance(error, GenerationError) else error
         log.error("a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request_id})
 
@@ -217,13 +217,13 @@ class _Api:
         """The framework raises the error again afterwards, so that the server logs it."""
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
-        self._recorder.answered(code_of("internal"))
+        self._tally.answered(code_of("internal"))
         return _json(responses.internal_error_body(), code_of("internal").status, headers)
 
     def _refusal(
         self, code: ErrorCode, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> Response:
-        self._recorder.answered(code)
+        self._tally.answered(code)
         headers = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
         if code.retryable:
             headers["retry-after"] = str(math.ceil(self._settings.retry_after_s))

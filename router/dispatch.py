@@ -16,9 +16,9 @@ from typing import assert_never
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.metrics import RouterMetrics
 from router.pool import PoolEvents, WorkerPool
-from router.recorder import Recorder, SessionRecord
 from router.session_log import SessionLog
 from router.snapshot import Snapshot, WorkerView
+from router.tally import SessionTally, Tally
 from speculation.events import (
     Available,
     Effect,
@@ -88,7 +88,7 @@ class _Run:
     """A session under way and what it has for its client."""
 
     session: Session
-    record: SessionRecord
+    tally: SessionTally
     log: SessionLog
     items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
     timers: set[asyncio.TimerHandle] = field(default_factory=set)
@@ -106,7 +106,7 @@ class Dispatcher:
         events = PoolEvents(self._available, self._lost, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
-        self.metrics = RouterMetrics(Recorder(), self.snapshot)
+        self.metrics = RouterMetrics(Tally(), self.snapshot)
         self.draining = False
         """Set by the owner before it stops: says that no new request should come here. Refuses none."""
         self.ready = asyncio.Event()
@@ -138,8 +138,8 @@ class Dispatcher:
             generation.priority,
         )
         model = self.model.name if self.model else ""
-        record = self.metrics.recorder.session(model, len(generation.prompt))
-        run = self._runs[number] = _Run(session, record, SessionLog(log, number, generation.request_id))
+        tally = self.metrics.tally.session(model, len(generation.prompt))
+        run = self._runs[number] = _Run(session, tally, SessionLog(log, number, generation.request_id))
         self.totals.sessions += 1
         try:
             self._handle(run, Start())
@@ -205,7 +205,7 @@ class Dispatcher:
             self.totals.stale += 1
         else:
             if isinstance(message, Verification) and message.lead is not None:
-                run.record.leads(message.lead)
+                run.tally.leads(message.lead)
             self._handle(run, Received(peer, message))
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
@@ -225,7 +225,7 @@ class Dispatcher:
         match effect:
             case Place(role=role, avoid=avoid):
                 chosen = self.pool.choose(role, avoid)
-                run.record.placed(role, chosen)
+                run.tally.placed(role, chosen)
                 self._handle(run, Placed(role, chosen))
             case Send(peer=peer, message=message):
                 self._count(run, peer, message)
@@ -234,7 +234,7 @@ class Dispatcher:
                 self.totals.committed += len(tokens)
                 self.totals.accepted += accepted
                 self.totals.offered += offered
-                run.record.committed(asyncio.get_running_loop().time(), len(tokens), accepted, offered, cached)
+                run.tally.committed(asyncio.get_running_loop().time(), len(tokens), accepted, offered, cached)
                 run.items.put_nowait(Committed(tokens, accepted, offered, cached))
             case Wake(at=at):
                 self._set_timer(run, at)

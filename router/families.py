@@ -9,7 +9,7 @@ from typing import TypeVar
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from router.recorder import Buckets
+from router.tally import Buckets
 
 PREFIX = "paceline_"
 K = TypeVar("K", bound=tuple[str, ...])

@@ -20,8 +20,8 @@ from prometheus_client.exposition import choose_encoder
 
 from router.certificates import expiries
 from router.families import counter, gauge, histogram
-from router.recorder import Buckets, ModelCounts, Recorder
 from router.snapshot import Snapshot
+from router.tally import Buckets, ModelCounts, Tally
 from router.worker_metrics import collect_workers
 from speculation.events import Role
 
@@ -31,9 +31,9 @@ PER_ROUTER = " Per router: add routers up."
 class RouterMetrics:
     """What one router tells of itself. A collector in the sense of ``prometheus_client``, in a registry of its own."""
 
-    def __init__(self, recorder: Recorder, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, tally: Tally, snapshot: Callable[[], Snapshot]) -> None:
         """Nothing is computed before somebody asks."""
-        self.recorder, self._snapshot = recorder, snapshot
+        self.tally, self._snapshot = tally, snapshot
         self.certificates: Sequence[Path] = ()
         """Files of the TLS certificates in use, whose end is told."""
         self._registry = CollectorRegistry()
@@ -58,7 +58,7 @@ class RouterMetrics:
         snapshot = self._snapshot()
         for worker in snapshot.workers:
             if worker.role is Role.TARGET and worker.model:
-                self.recorder.model(worker.model)  # so that its counters begin at 0, not with the first request
+                self.tally.model(worker.model)  # so that its counters begin at 0, not with the first request
         yield gauge("build_info", "1, with the version as a label.", ("version",), {(_version(),): 1})
         yield from self._of_models()
         yield from self._of_requests()
@@ -73,7 +73,7 @@ class RouterMetrics:
         )
 
     def _of_models(self) -> Iterator[Metric]:
-        models = self.recorder.models
+        models = self.tally.models
         for name, about, value in _MODEL_COUNTERS:
             yield counter(name, about + PER_ROUTER, ("model",), {(m,): value(counts) for m, counts in models.items()})
         yield counter(
@@ -104,14 +104,14 @@ class RouterMetrics:
 
     def _of_requests(self) -> Iterator[Metric]:
         for name, about, codes in (
-            ("requests_refused", "Requests refused before anything was started (HTTP 4xx)", self.recorder.refused),
-            ("request_failure", "Requests that failed on our side, at once or mid-stream", self.recorder.failed),
+            ("requests_refused", "Requests refused before anything was started (HTTP 4xx)", self.tally.refused),
+            ("request_failure", "Requests that failed on our side, at once or mid-stream", self.tally.failed),
         ):
             values = {(code,): times for code, times in codes.items()}
             yield counter(name, f"{about}, by the code of the error.{PER_ROUTER}", ("code",), values)
 
     def _of_acceptance(self) -> Iterator[Metric]:
-        watch, pairs = self.recorder.watch, list(self.recorder.watch.pairs())
+        watch, pairs = self.tally.watch, list(self.tally.watch.pairs())
         yield counter(
             "acceptance_collapses",
             "Times that the acceptance of a pair of workers fell far below its usual value." + PER_ROUTER,

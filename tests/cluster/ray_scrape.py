@@ -18,8 +18,8 @@ import httpx
 from cluster.local import free_port
 from cluster.ray_metrics import RayExporter
 from router.metrics import RouterMetrics
-from router.recorder import Recorder
 from router.snapshot import Snapshot, WorkerState, WorkerView
+from router.tally import Tally
 from speculation.events import PeerId, Role
 from speculation.messages import Load
 
@@ -41,11 +41,11 @@ class Router:
         counters = {"step_microseconds": 3, "wait_microseconds": 1}
         load = Load(sessions=2, capacity_tokens=10, free_tokens=5, counters=counters)
         self._workers = [WorkerView(PeerId(name), Role.TARGET, WorkerState.UP, "m", load) for name in (FIRST, SECOND)]
-        recorder = Recorder()
-        record = recorder.session("m", prompt=5)
+        tally = Tally()
+        record = tally.session("m", prompt=5)
         for i in range(10):
             record.committed(i / 8, tokens=3, accepted=2, offered=5, cached=0)
-        self._metrics = RouterMetrics(recorder, lambda: Snapshot(workers=tuple(self._workers)))
+        self._metrics = RouterMetrics(tally, lambda: Snapshot(workers=tuple(self._workers)))
         self._exporter = RayExporter(self._metrics.collect)
 
     async def start(self) -> str:

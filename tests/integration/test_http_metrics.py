@@ -10,8 +10,8 @@ import pytest
 from router.api import build_app
 from router.generation import GenerationError, ServedModel
 from router.metrics import RouterMetrics
-from router.recorder import Recorder
 from router.snapshot import Snapshot
+from router.tally import Tally
 from tests.fakes import EOS, FakeGenerator, commits, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -22,12 +22,12 @@ TEXT = tuple(TOKENIZER.encode("hello world, the fox", special=False))
 async def counted(text: tuple[int, ...], error: Exception | None = None, **fields: Any) -> dict[str, int]:
     """What one request adds to the counters, by label."""
     generator = FakeGenerator(lambda _: commits(text, (1, 3)), model=MODEL, error=error)
-    recorder = Recorder()
-    app = build_app(generator, TOKENIZER, None, RouterMetrics(recorder, Snapshot))
+    tally = Tally()
+    app = build_app(generator, TOKENIZER, None, RouterMetrics(tally, Snapshot))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://paceline") as client:
         await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 100} | fields)
-    totals = recorder.refused + recorder.failed + recorder.model(MODEL.name).finished
+    totals = tally.refused + tally.failed + tally.model(MODEL.name).finished
     return dict(totals)
 
 

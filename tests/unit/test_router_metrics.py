@@ -22,8 +22,8 @@ from router.choices import Chunk
 from router.errors import code_of
 from router.generation import GenerationError
 from router.metrics import RouterMetrics
-from router.recorder import Buckets, Recorder
 from router.snapshot import Snapshot, WorkerState, WorkerView
+from router.tally import Buckets, Tally
 from router.worker_metrics import BY_SOURCE, COUNTERS, FATES, TOTALS_OF_SOURCES
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Load
@@ -46,9 +46,9 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
 
 
 def test_commits_become_the_counters_that_vllm_has() -> None:
-    recorder = Recorder()
-    metrics = RouterMetrics(recorder, Snapshot)
-    record = recorder.session("m", prompt=7)
+    tally = Tally()
+    metrics = RouterMetrics(tally, Snapshot)
+    record = tally.session("m", prompt=7)
     for now, tokens, accepted, offered in ((1.0, 1, 0, 0), (1.375, 3, 2, 4), (1.5, 1, 0, 3), (1.75, 4, 3, 3)):
         record.committed(now, tokens, accepted, offered, cached=5)
     expected = {
@@ -89,31 +89,31 @@ async def chunks(*given: Chunk, error: Exception | None = None) -> AsyncGenerato
 
 async def test_choices_are_counted_by_how_they_end() -> None:
     times = iter([1.5, 2.5, 3.0, 4.0])
-    recorder = Recorder(clock=lambda: next(times))
+    tally = Tally(clock=lambda: next(times))
     first, last = Chunk(0, (), tokens=1), Chunk(0, (), finish=FinishReason.LENGTH)
-    assert [c async for c in recorder.observed(chunks(first, last), "m", 1, 1.0)] == [first, last]
-    counts = recorder.model("m")
+    assert [c async for c in tally.observed(chunks(first, last), "m", 1, 1.0)] == [first, last]
+    counts = tally.model("m")
     assert (counts.first_token.total, counts.latency.total) == (0.5, 1.5)
-    left = recorder.observed(chunks(first, last), "m", 2, 1.0)
+    left = tally.observed(chunks(first, last), "m", 2, 1.0)
     await anext(left)
     await left.aclose()
     assert counts.finished == {"length": 1, "stop": 0, "abort": 2}
 
 
 async def test_a_failed_request_is_no_abort() -> None:
-    recorder = Recorder()
+    tally = Tally()
     with pytest.raises(GenerationError):
-        async for _ in recorder.observed(chunks(error=GenerationError("faulty", "x")), "m", 1, 0.0):
+        async for _ in tally.observed(chunks(error=GenerationError("faulty", "x")), "m", 1, 0.0):
             pass
-    assert not sum(recorder.model("m").finished.values())
+    assert not sum(tally.model("m").finished.values())
 
 
 def test_errors_of_ours_and_refusals_are_told_apart_and_begin_at_zero() -> None:
-    recorder = Recorder()
-    metrics = RouterMetrics(recorder, Snapshot)
+    tally = Tally()
+    metrics = RouterMetrics(tally, Snapshot)
     assert value(metrics, "requests_refused_total", code="overloaded") == 0
-    recorder.answered(code_of("overloaded"))
-    recorder.answered(code_of("faulty"))
+    tally.answered(code_of("overloaded"))
+    tally.answered(code_of("faulty"))
     assert value(metrics, "requests_refused_total", code="overloaded") == 1
     assert value(metrics, "request_failure_total", code="faulty") == 1
     assert (("code", "faulty"),) not in scraped(metrics)["paceline_requests_refused_total"]
@@ -131,7 +131,7 @@ def worker(role: Role, state: WorkerState = WorkerState.UP, **counters: int) -> 
 def test_a_worker_is_told_of_in_the_words_of_vllm() -> None:
     counters = {"prefilled": 60, "reused": 40, "preempted": 2, "step_microseconds": 3_000_000}
     target = worker(Role.TARGET, **counters, wait_microseconds=1_000_000)
-    metrics = RouterMetrics(Recorder(), lambda: Snapshot(workers=(target,)))
+    metrics = RouterMetrics(Tally(), lambda: Snapshot(workers=(target,)))
     labels = {"model": "target model", "role": "target", "worker": TARGET}
     expected = {
         "num_requests_running": 3,
@@ -151,7 +151,7 @@ def test_a_worker_is_told_of_in_the_words_of_vllm() -> None:
 
 def test_a_worker_that_is_down_is_listed_and_says_nothing() -> None:
     down = WorkerView(TARGET, Role.TARGET, WorkerState.DOWN)
-    metrics = RouterMetrics(Recorder(), lambda: Snapshot(workers=(down,)))
+    metrics = RouterMetrics(Tally(), lambda: Snapshot(workers=(down,)))
     assert value(metrics, "workers", role="target", state="down") == 1
     assert value(metrics, "workers", role="target", state="up") == 0
     assert "paceline_num_requests_running" not in scraped(metrics)
@@ -165,7 +165,7 @@ def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[st
     prefixes = (FATES, *(prefix for _, _, prefix in BY_SOURCE))
     untold = {name for name in counted if name not in told and not name.startswith(prefixes)}
     assert untold == (set(TOTALS_OF_SOURCES) if role is Role.TARGET else set())
-    metrics = RouterMetrics(Recorder(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))
+    metrics = RouterMetrics(Tally(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))
     names = scraped(metrics)
     assert {f"paceline_{entry.name}_total" for entry in COUNTERS if entry.role in (None, role)} <= names.keys()
 
@@ -188,7 +188,7 @@ def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[st
     ],
 )
 def test_ready(snapshot: Snapshot, reason: str | None) -> None:
-    metrics = RouterMetrics(Recorder(), lambda: snapshot)
+    metrics = RouterMetrics(Tally(), lambda: snapshot)
     assert metrics.unready == reason
     assert value(metrics, "router_ready") == (reason is None)
 
@@ -205,7 +205,7 @@ def test_the_end_of_certificates_is_told(tmp_path) -> None:
     good, broken = tmp_path / "tls.crt", tmp_path / "broken.crt"
     good.write_bytes(builder.sign(key, SHA256()).public_bytes(Encoding.PEM))
     broken.write_text("nothing of the kind")
-    metrics = RouterMetrics(Recorder(), Snapshot)
+    metrics = RouterMetrics(Tally(), Snapshot)
     metrics.certificates = (good, broken, tmp_path / "missing.crt")
     told = scraped(metrics)["paceline_certificate_expiry_timestamp_seconds"]
     assert {labels[0][1]: at for labels, at in told.items()} == {

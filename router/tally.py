@@ -90,7 +90,7 @@ class ModelCounts:
         return sums[::-1]
 
 
-class SessionRecord:
+class SessionTally:
     """What is counted of one session as it commits."""
 
     __slots__ = ("_counts", "_draft", "_last", "_target", "_watch")
@@ -131,7 +131,7 @@ class SessionRecord:
         self._counts.lead.add(tokens)
 
 
-class Recorder:
+class Tally:
     """All counts of one router."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -148,11 +148,11 @@ class Recorder:
         """The counts of a model. Only names of models that are served may be given."""
         return self.models.setdefault(name, ModelCounts())
 
-    def session(self, model: str, prompt: int) -> SessionRecord:
+    def session(self, model: str, prompt: int) -> SessionTally:
         """A session begins, with a prompt of so many tokens."""
         counts = self.model(model)
         counts.prompt_tokens += prompt
-        return SessionRecord(counts, self.watch)
+        return SessionTally(counts, self.watch)
 
     def answered(self, code: ErrorCode) -> None:
         """A client was told an error."""
