@@ -224,9 +224,7 @@ class Dispatcher:
     def _perform(self, run: _Run, effect: Effect) -> None:
         match effect:
             case Place(role=role, avoid=avoid):
-                chosen = self.pool.choose(role, avoid)
-                run.tally.placed(role, chosen)
-                self._handle(run, Placed(role, chosen))
+                self._handle(run, Placed(role, self.pool.choose(role, avoid)))
             case Send(peer=peer, message=message):
                 self._count(run, peer, message)
                 self.pool.send(peer, message)
@@ -251,6 +249,7 @@ class Dispatcher:
     def _count(self, run: _Run, peer: PeerId, message: ToWorker) -> None:
         """Keep the pool's count of sessions per worker."""
         if isinstance(message, Open):
+            run.tally.opened(peer, self.pool.peers[peer].role)
             run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
             run.opened_at.append(peer)
             self.pool.count(peer, 1)

@@ -101,12 +101,12 @@ class SessionTally:
         self._last: float | None = None
         self._target = self._draft = PeerId("")
 
-    def placed(self, role: Role, peer: PeerId | None) -> None:
-        """A worker was chosen, or none was to be had."""
+    def opened(self, peer: PeerId, role: Role) -> None:
+        """The session is opened at a worker; drafts count for the two where it was opened last."""
         if role is Role.DRAFT:
-            self._draft = peer or self._draft
+            self._draft = peer
         else:
-            self._target = peer or self._target
+            self._target = peer
 
     def committed(self, now: float, tokens: int, accepted: int, offered: int, cached: int) -> None:
         """``tokens`` were committed at ``now`` (seconds), ``accepted`` of them drafted."""

@@ -20,6 +20,8 @@ SCRAPING = MONITORING / "prometheus.yml"
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason="needs Prometheus: apt-get install prometheus"
 )
+FROM_CONTROLLER = {"paceline_autoscaling_replicas", "paceline_autoscaling_decision_info"}
+"""What no router tells: Ray Serve's controller does, about the policies that run there."""
 _NAME = re.compile(r"\bpaceline_\w+")
 
 

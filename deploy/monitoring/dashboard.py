@@ -307,6 +307,23 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 stacked=True,
             ),
             Panel(
+                "Replicas of pools",
+                "short",
+                (("{{pool}} {{state}}", "max by (pool, state) (paceline_autoscaling_replicas)"),),
+                "What was decided last, and what runs. From Ray Serve's controller: only in a cluster.",
+            ),
+            Panel(
+                "Why",
+                "short",
+                (
+                    (
+                        "{{pool}}: {{why}}, held by {{held}}",
+                        "max by (pool, why, held) (paceline_autoscaling_decision_info) > 0",
+                    ),
+                ),
+                "What decided the number of replicas last, and what kept it from the number wanted.",
+            ),
+            Panel(
                 "Workers up",
                 "short",
                 (("{{role}}", 'max by (role) (paceline_workers{state="up"})'),),
