@@ -77,10 +77,11 @@ def build_app(
     known of workers.
     """
     settings = settings or ApiSettings()
+    metrics = metrics or RouterMetrics(Tally(), Snapshot)
     middleware = [Middleware(RequestIds)]
     if settings.api_keys is not None:
-        middleware.append(Middleware(RequireKey, settings.api_keys))
-    api = _Api(generator, tokenizer, settings, metrics or RouterMetrics(Tally(), Snapshot))
+        middleware.append(Middleware(RequireKey, settings.api_keys, metrics.tally.answered))
+    api = _Api(generator, tokenizer, settings, metrics)
     return Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),

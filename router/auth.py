@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import responses
-from router.errors import CODES
+from router.errors import CODES, ErrorCode
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ LOOK_SECONDS = 1.0
 FILE_BYTES = 1 << 20
 MOST_KEYS = 1000
 """Every one is compared with what a request brings."""
+REFUSAL = CODES["invalid_api_key"]
 SHORTEST_KEY = 16
 """Characters; less can be guessed."""
 
@@ -80,9 +81,9 @@ class ApiKeys:
 class RequireKey:
     """Middleware: no request passes without a known key, except to :data:`OPEN_PATHS`."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        """Wraps ``app``."""
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: ApiKeys, refused: Callable[[ErrorCode], None]) -> None:
+        """Wraps ``app``. ``refused`` hears of every answer given here."""
+        self._app, self._keys, self._refused = app, keys, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Put the key's name into ``request.state.api_key_name``, or answer with status 401."""
@@ -93,6 +94,7 @@ class RequireKey:
         given = key.strip() if scheme.lower() == "bearer" else ""
         name = self._keys.name_of(given) if given else None
         if name is None:
+            self._refused(REFUSAL)
             await _refusal(given=bool(given))(scope, receive, send)
             return
         scope.setdefault("state", {})["api_key_name"] = name
@@ -101,15 +103,14 @@ class RequireKey:
 
 def _refusal(*, given: bool) -> Response:
     message = "this API key is not known here" if given else "give an API key in a header: 'Authorization: Bearer KEY'"
-    code = CODES["invalid_api_key"]
     headers = {
         "www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer",
         "x-should-retry": "false",
         # The body was not read, so nothing else can come over this connection.
         "connection": "close",
     }
-    body = responses.encode(responses.error_body(code, message))
-    return Response(body, code.status, headers, media_type="application/json")
+    body = responses.encode(responses.error_body(REFUSAL, message))
+    return Response(body, REFUSAL.status, headers, media_type="application/json")
 
 
 def _version(path: Path) -> tuple[int, ...] | None:

@@ -107,6 +107,8 @@ class Dispatcher:
         self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
         self.metrics = RouterMetrics(Tally(), self.snapshot)
+        if identity is not None:
+            self.metrics.certificates = (identity.certificate,)
         self.draining = False
         """Set by the owner before it stops: says that no new request should come here. Refuses none."""
         self.ready = asyncio.Event()

@@ -115,6 +115,11 @@ class Identity:
         self._held = read(files, role, clock())
         self._told = ""
 
+    @property
+    def certificate(self) -> Path:
+        """The file of its own certificate."""
+        return self._files.certificate
+
     def current(self) -> Credentials:
         """What the files say now or, while they cannot be used, what they said before."""
         try:

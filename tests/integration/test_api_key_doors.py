@@ -95,3 +95,11 @@ def test_keys_come_and_go_under_openais_client(path, monkeypatch):
             with pytest.raises(openai.AuthenticationError):
                 alice.models.list()
             assert bob.models.list().data
+
+
+async def test_refusals_are_counted(path):
+    async with in_memory(fake(), guarded(path)) as client:
+        for _ in range(2):
+            assert (await client.get("/v1/models")).status_code == 401
+        told = (await client.get("/metrics")).text
+    assert 'code="invalid_api_key"} 2.0' in told

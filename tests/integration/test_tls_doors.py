@@ -13,6 +13,7 @@ import pytest
 
 from cluster.certificates import now, write_roles
 from protos.paceline.v1 import worker_pb2_grpc as rpc
+from router.dispatch import Dispatcher
 from speculation.messages import SessionId, Verification
 from tests.certificates import Authority
 from tests.integration.test_transport import OPEN, WELCOME, Echo, Heard
@@ -184,3 +185,8 @@ async def test_files_that_cannot_be_used_leave_the_earlier_ones_in_use(tmp_path,
     assert caplog.messages == [words]
     write_roles(authority.folder, authority.issued, now())
     assert identity.current() != before
+
+
+def test_a_router_tells_when_its_certificate_ends(ours):
+    told, _ = Dispatcher(identity=ours.identity("router")).metrics.exposition()
+    assert b"paceline_certificate_expiry_timestamp_seconds{" in told
