@@ -75,6 +75,10 @@ class TargetConfig:
     model: str = _setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
     name: str = _setting("", "name the model is served under (default: last part of the model path)")
     replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
+    min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
+    max_replicas: int = _setting(
+        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024
+    )
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = _quantization()
@@ -104,6 +108,10 @@ class DraftConfig:
     model: str = _setting(str(BUNDLED / "draft"), "model folder, or a hub id; same vocabulary as the target")
     name: str = _setting("", "name in logs (default: last part of the model path)")
     replicas: int = _setting(1, "number of draft workers", at_least=0, at_most=1024)
+    min_replicas: int = _setting(0, "never fewer, where their number follows the load", at_least=0, at_most=1024)
+    max_replicas: int = _setting(
+        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024
+    )
     dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
     device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
     quantization: str = _quantization()
@@ -126,6 +134,10 @@ class RouterConfig:
     host: str = _setting("127.0.0.1", "interface to serve HTTP on")
     port: int = _setting(8000, "port to serve HTTP on", at_least=1, at_most=65535)
     replicas: int = _setting(1, "number of routers (one with the local backend)", at_least=1, at_most=256)
+    min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=256)
+    max_replicas: int = _setting(
+        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=256
+    )
     model_name: str = _setting("", "name of the model in the API (default: what its workers call it)")
     tokenizer: str = _setting("", "folder or hub id of the tokenizer (default: the target's)")
     max_sessions: int = _setting(1024, "generations at once per router; more get status 429", at_least=1)
@@ -235,6 +247,39 @@ class SecurityConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoscalingConfig:
+    """When pools with ``max_replicas`` grow and shrink. On Ray only; see :mod:`cluster.autoscaling`."""
+
+    queue_s: float = _setting(1.0, "seconds of prompts that may wait at the targets", at_least=0.001, at_most=3600)
+    clear_s: float = _setting(
+        30.0, "seconds in which more targets shall work off what waits too long", at_least=0.1, at_most=86400
+    )
+    load: float = _setting(
+        0.7, "share of the targets' speed, places and cache that shall be in use at most", at_least=0.01, at_most=1
+    )
+    delivery: float = _setting(
+        0.5, "share of the lead that targets ask for which drafters shall deliver", at_least=0.01, at_most=1
+    )
+    streams: int = _setting(256, "open streams that are enough for one router", at_least=1)
+    margin: float = _setting(
+        0.2, "share of what remains that must be to spare before a pool shrinks", at_least=0, at_most=0.9
+    )
+    up_s: float = _setting(3.0, "seconds that a pool must be too small before it grows", at_least=0, at_most=86400)
+    down_s: float = _setting(
+        120.0, "seconds that a pool must be too large before it shrinks", at_least=0, at_most=86400
+    )
+    pause_s: float = _setting(15.0, "seconds between two growths of a pool", at_least=0, at_most=86400)
+    rest_s: float = _setting(
+        120.0,
+        "seconds that drafters which were of no use stay away; doubles each time in a row",
+        at_least=0,
+        at_most=86400,
+    )
+    interval_s: float = _setting(1.0, "seconds between two reports of a replica", at_least=0.1, at_most=60)
+    window_s: float = _setting(10.0, "seconds over which reports are averaged", at_least=0.5, at_most=600)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
 
@@ -250,6 +295,7 @@ class Config:
     speculation: SpeculationConfig = SpeculationConfig()
     ray: RayConfig = RayConfig()
     security: SecurityConfig = SecurityConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
 
     @property
     def drafts(self) -> int:
@@ -295,6 +341,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "speculation": SpeculationConfig,
     "ray": RayConfig,
     "security": SecurityConfig,
+    "autoscaling": AutoscalingConfig,
 }
 
 

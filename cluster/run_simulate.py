@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cluster import run_autoscale
 from cluster.config import default_of
 from cluster.console import CommandError, stages
 from cluster.flags import BAD_INPUT, Parser
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from speculation.draft_session import Outcome
 
 ABOUT = "predict decoding speed for other distances, loads and numbers of workers"
-DETAILS = """\
+DETAILS = (
+    """\
 A model in virtual time, which takes its decisions with the code that serves. It starts from the records of a
 run (workers with --record FILE; best with plain and drafted requests in turn, and no added delay):
 
@@ -35,7 +37,10 @@ or from figures:
     --sessions 1,4,16,64 --drafters 1,2,4
 
 Flags of a sweep take several values, separated by commas or by repeating the flag; all combinations are run.
+
 """
+    + run_autoscale.DETAILS
+)
 MADE_UP = {
     "target_step_ms": 30.0,
     "verify_slope": 0.01,
@@ -112,10 +117,13 @@ def add(parser: Parser) -> None:
     other.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures (default: 0)")
     other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
     other.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was swept")
+    run_autoscale.add(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and report."""
+    if args.autoscale:
+        return _autoscale(args)
     from cluster.sweep import plot, table, write_csv
 
     sweep = _sweep(args)
@@ -129,6 +137,25 @@ def run(args: argparse.Namespace) -> int:
         write_csv(rows, args.csv)
     if args.plot:
         plot(rows, sweep, args.plot)
+    return 0
+
+
+def _autoscale(args: argparse.Namespace) -> int:
+    from cluster.autoscaling.report import decisions, plot, summary, table, write_csv
+
+    for name in SWEEP:
+        if getattr(args, name):
+            raise CommandError(f"{_flag(name)} belongs to a sweep, not to --autoscale", BAD_INPUT)
+    _check_files(args)
+    costs, outcomes = _set_up(args)
+    with stages() as progress:
+        progress(f"trace {args.autoscale}")
+        outcome = run_autoscale.run(args, costs, outcomes)
+    _show(table(outcome), [*decisions(outcome), *summary(outcome)])
+    if args.csv:
+        write_csv(outcome, args.csv)
+    if args.plot:
+        plot(outcome, args.plot)
     return 0
 
 
@@ -198,6 +225,12 @@ def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
     """What would only fail once all is simulated."""
     from cluster.sweep import axes_of
 
+    _check_files(args)
+    if args.plot and not axes_of(sweep):
+        raise CommandError("--plot needs several values of --rtt, --sessions or --drafters", BAD_INPUT)
+
+
+def _check_files(args: argparse.Namespace) -> None:
     for name in ("csv", "plot"):
         file = getattr(args, name)
         if file and (file.is_dir() or not file.absolute().parent.is_dir()):
@@ -206,8 +239,6 @@ def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
         return
     if args.plot.suffix not in PLOT_FORMATS:
         raise CommandError(f"--plot {args.plot}: must end in one of {', '.join(PLOT_FORMATS)}", BAD_INPUT)
-    if not axes_of(sweep):
-        raise CommandError("--plot needs several values of --rtt, --sessions or --drafters", BAD_INPUT)
     if not find_spec("matplotlib"):
         raise CommandError("--plot needs matplotlib: pip install matplotlib", BAD_INPUT)
 
@@ -216,6 +247,13 @@ def _simulator(args: argparse.Namespace) -> Simulator:
     from cluster.sweep import Simulator
     from speculation.simulate import Bounds
 
+    costs, outcomes = _set_up(args)
+    bounds = Bounds(drafts_per_session=args.max_draft)
+    return Simulator(costs, outcomes, bounds, args.tokens, args.request_tokens, args.seed)
+
+
+def _set_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
+    """What steps cost and how the models agree."""
     for name, least, most in (
         ("tokens", 1, 10**6),
         ("request_tokens", 2, 10**6),
@@ -225,9 +263,7 @@ def _simulator(args: argparse.Namespace) -> Simulator:
     ):
         _within(name, getattr(args, name), least, most)
     costs, outcomes = _recorded(args) if args.record else _made_up(args)
-    bounds = Bounds(drafts_per_session=args.max_draft)
-    costs = replace(costs, jitter=args.jitter)
-    return Simulator(costs, outcomes, bounds, args.tokens, args.request_tokens, args.seed)
+    return replace(costs, jitter=args.jitter), outcomes
 
 
 def _within(name: str, value: float, least: float, most: float) -> None:

@@ -22,7 +22,8 @@ from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
-from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync, best_places
+from speculation.demand import DraftDemand
+from speculation.draft_session import Candidate, DraftLimits, DraftSession, Lead, Sync, best_places
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -112,6 +113,10 @@ class Counters:
     verified: int = 0
     accepted: int = 0
     lost: int = 0
+    asked: int = 0
+    """Lead that targets asked for, added up at every verification ..."""
+    delivered: int = 0
+    """... and what there was of it by then."""
 
 
 class Lookahead:
@@ -145,6 +150,11 @@ class Lookahead:
             capacity_tokens=self._engine.cache.capacity,
             counters=asdict(self.counters),
         )
+
+    def demand(self) -> DraftDemand:
+        """What it was asked for and what it delivered."""
+        counters = self.counters
+        return DraftDemand(counters.asked, counters.delivered, counters.step_microseconds / 1e6)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -194,6 +204,7 @@ class Lookahead:
             return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, why)]
         old_root = held.session.trie.root
         pending = held.pending
+        lead = held.session.lead
         sync = held.session.verified(verification)
         self._note(held.session)
         match sync:
@@ -204,11 +215,11 @@ class Lookahead:
                 self._drop(held)
                 return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, "does not connect to what is known")]
             case Sync.FINISHED:
-                self._count(verification)
+                self._count(verification, lead)
                 self._drop(held)
                 return []
             case Sync.ADVANCED:
-                self._count(verification)
+                self._count(verification, lead)
         kept = _fed_path(old_root, verification, held.session.tokens, pending)
         renumbered = held.cached.advance([pending[node] for node in kept])
         if len(kept) < held.session.trie.position - old_root.end or not len(held.session.trie):
@@ -227,7 +238,9 @@ class Lookahead:
             self._outcomes.append({"session": session.opened.session, "outcomes": found})
             session.outcomes.clear()
 
-    def _count(self, verification: Verification) -> None:
+    def _count(self, verification: Verification, lead: Lead) -> None:
+        self.counters.asked += lead.asked
+        self.counters.delivered += lead.reached
         self.counters.verified += 1
         self.counters.accepted += verification.accepted
 

@@ -19,6 +19,7 @@ from router.pool import PoolEvents, WorkerPool
 from router.session_log import SessionLog
 from router.snapshot import Snapshot, WorkerView
 from router.tally import SessionTally, Tally
+from speculation.demand import RouterDemand
 from speculation.events import (
     Available,
     Effect,
@@ -124,6 +125,17 @@ class Dispatcher:
     def running(self) -> int:
         """Sessions under way."""
         return len(self._runs)
+
+    @property
+    def demand(self) -> RouterDemand:
+        """What whoever decides how many workers there are should know."""
+        sessions = [run.session for run in self._runs.values()]
+        speculates = self.pool.model is not None and self.pool.model.speculates
+        return RouterDemand(
+            streams=len(sessions),
+            undrafted=sum(session.undrafted for session in sessions) if speculates else 0,
+            resting=sum(session.resting for session in sessions),
+        )
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
         """Decode; see :class:`router.generation.Generator`."""

@@ -89,6 +89,14 @@ class Outcome:
     """Index of the one that the target took, or :data:`NONE_RIGHT`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """How far ahead of the text drafting should be, in tokens, and is: no further than it should."""
+
+    asked: int
+    reached: int
+
+
 class DraftSession:
     """The committed tokens of a session as far as known here, and the drafts beyond them."""
 
@@ -127,6 +135,13 @@ class DraftSession:
     def tokens(self) -> Sequence[Token]:
         """Committed tokens, prompt included."""
         return self.trie.tokens
+
+    @property
+    def lead(self) -> Lead:
+        """Drafts that a verification coming now would find; none are asked for while it rests."""
+        asked = self._depth if self._lead else 0
+        reached = max((node.end for node in self.trie), default=self.trie.position) - self.trie.position
+        return Lead(max(asked, 0), min(reached, max(asked, 0)))
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 

@@ -134,6 +134,7 @@ class Session:
         self._target: _Opening | None = None
         self._draft: _Opening | None = None
         self._avoid: dict[Role, frozenset[PeerId]] = {Role.TARGET: frozenset(), Role.DRAFT: frozenset()}
+        self._lead: int | None = None
         self._fruitless = 0
         self._draft_openings = 0
         self._give_up_at: float | None = None
@@ -156,6 +157,16 @@ class Session:
         """Drafters this session is done with."""
         limit = self._bounds.draft_strikes
         return frozenset(peer for peer, whys in self.strikes.items() if len(whys) >= limit)
+
+    @property
+    def undrafted(self) -> bool:
+        """Whether it is decoded without a drafter although it allows one."""
+        return self._phase is Phase.RUNNING and self._draft is None and self._wants_drafter
+
+    @property
+    def resting(self) -> bool:
+        """Whether its target has no use for its drafter at present."""
+        return self._draft is not None and self._lead == 0
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """Take one event at time ``now`` (seconds, any origin) and return what to do, in order."""
@@ -235,6 +246,7 @@ class Session:
         cached = verification.cached if len(self._tokens) == self.prompt_length else 0
         self._tokens.extend(fresh)
         self._digest = digest
+        self._lead = verification.lead
         self._last_progress, self._stalls, self._fruitless, self._give_up_at = now, 0, 0, None
         self._avoid[Role.TARGET] = frozenset()
         effects: list[Effect] = [Emit(fresh, max(verification.accepted - known, 0), verification.offered, cached)]
@@ -247,11 +259,14 @@ class Session:
     # -- the draft side ------------------------------------------------------------------------------------------------
 
     def _place_draft(self) -> list[Effect]:
-        wanted = self._speculation.enabled and Source.DRAFT in self._speculation.sources
-        exhausted = self._draft_openings >= self._bounds.draft_openings
-        if self._draft is not None or self._target is None or exhausted or not wanted:
+        if self._draft is not None or self._target is None or not self._wants_drafter:
             return []
         return [Place(Role.DRAFT, self._unwanted_drafters)]
+
+    @property
+    def _wants_drafter(self) -> bool:
+        allowed = self._speculation.enabled and Source.DRAFT in self._speculation.sources
+        return allowed and self._draft_openings < self._bounds.draft_openings
 
     @property
     def _unwanted_drafters(self) -> frozenset[PeerId]:

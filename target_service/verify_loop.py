@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from engine.interface import StepEngine
 from engine.recorder import Recorder
 from speculation.acceptance import Walk
+from speculation.demand import TargetDemand
 from speculation.messages import (
     Close,
     Load,
@@ -90,6 +91,22 @@ class VerifyLoop:
             free_tokens=self._engine.cache.free_tokens,
             capacity_tokens=self._engine.cache.capacity,
             counters=self.counters.flat(),
+        )
+
+    def demand(self) -> TargetDemand:
+        """What waits and runs, against what it can compute."""
+        running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
+        cache, most = self._engine.cache, self._limits.budget.tokens
+        seconds = self._step_time(most)
+        return TargetDemand(
+            queued_tokens=sum(held.uncached - 1 for held in running)
+            + sum(len(held.session.tokens) for held in waiting),
+            running_tokens=cache.capacity - cache.free_tokens,
+            capacity_tokens=cache.capacity,
+            sessions=len(running) + len(waiting),
+            places=self._limits.running,
+            speed=most / seconds if seconds else 0.0,
+            computed=self.counters.prefilled + self.counters.committed,
         )
 
     # -- messages ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
+from speculation.demand import WorkerDemand
 from speculation.messages import FromWorker, Load, ToWorker, Welcome
 from transport.outbox import HEARTBEAT_SECONDS
 from transport.server import Link, WorkerServer, serve
@@ -51,6 +52,10 @@ class Machine(Protocol):
         """How busy it is. Called from another thread: reads only."""
         ...
 
+    def demand(self) -> WorkerDemand:
+        """What whoever decides how many workers there are should know. Called from another thread: reads only."""
+        ...
+
 
 class Worker:
     """A machine that listens."""
@@ -79,6 +84,11 @@ class Worker:
         self.address = self._server.address
         self._thread.start()
         self._heart = asyncio.create_task(self._beat())
+
+    @property
+    def demand(self) -> WorkerDemand:
+        """What whoever decides how many workers there are should know."""
+        return self._machine.demand()
 
     async def wait(self) -> None:
         """Return only by raising what ended the computing thread."""

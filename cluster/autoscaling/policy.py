@@ -1,0 +1,146 @@
+"""How many replicas the work of a pool would keep as busy as wanted, and why: the policies, one for each role.
+
+Pure arithmetic over what the workers and routers of a pool report (:mod:`speculation.demand`), totals as their growth a
+second. The answers are
+fractions of replicas, and take no account of bounds, delays or what was decided before: that is
+:mod:`cluster.autoscaling.steering`.
+
+* Targets: the most that any of four amounts takes. Tokens computed, against the measured speed; prompt tokens that
+  wait, against the time in which they would be computed; sessions, against the places of a step; tokens held, against
+  the cache. A queue says little before there is too much work, and then too much: it only ever adds to what there is,
+  as many as work it off in time. Whether fewer would do, the others tell.
+* Drafters: the lead that targets ask for, which is how far ahead drafting is worth its while (ADR 0009), against the
+  lead that is there when a verification comes. Nothing asked for: none are wanted. With none there, sessions that would
+  have drafts if they could want one.
+* Routers: open streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cluster.config import AutoscalingConfig
+from speculation.demand import DraftDemand, RouterDemand, TargetDemand
+
+NEGLIGIBLE = 0.05
+"""Drafters' worth of work below which none is wanted: sessions at rest try drafts again every now and then."""
+
+
+class Why(StrEnum):
+    """What decides how many replicas are wanted. Stable names; also used in metrics."""
+
+    WORK = "work"
+    """Tokens computed."""
+    QUEUE = "queue"
+    """Prompt tokens that wait."""
+    SESSIONS = "sessions"
+    """Sessions that run or wait."""
+    CACHE = "cache"
+    """Tokens held in the cache."""
+    LEAD = "lead"
+    """Lead asked for and delivered."""
+    DEMAND = "demand"
+    """Sessions that want a drafter and have none."""
+    RESTING = "resting"
+    """Targets have told the drafters of all sessions to rest."""
+    STREAMS = "streams"
+    """Open streams of routers."""
+    IDLE = "idle"
+    """There is no work."""
+    UNKNOWN = "unknown"
+    """Nothing was reported yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Replicas that the work amounts to, and why: one of few words, and a sentence for people."""
+
+    replicas: float
+    why: Why
+    says: str
+
+
+def targets(reports: Sequence[TargetDemand], settings: AutoscalingConfig) -> Wanted:
+    """Target workers for what ``reports``, one of each replica that runs, add up to."""
+    speeds = [report.speed for report in reports if report.speed > 0]
+    count, goal = _count(len(reports), "target"), f"goal {settings.load:.0%}"
+    queued, sessions = _sum(report.queued_tokens for report in reports), _sum(report.sessions for report in reports)
+    running = _sum(report.running_tokens for report in reports)
+    choices: list[Wanted] = []
+    if speeds:
+        speed = _mean(speeds)
+        computed = _sum(report.computed for report in reports)
+        share = computed / speed / len(reports)
+        says = f"{computed:,.0f} tokens a second = {share:.0%} of what {count} can compute; {goal}"
+        choices.append(Wanted(computed / speed / settings.load, Why.WORK, says))
+        seconds = queued / speed / len(reports)
+        if seconds > settings.queue_s:
+            says = f"queued {queued:,.0f} tokens = {seconds:.1f} s of work for {count}; limit {settings.queue_s:g} s"
+            more = (seconds - settings.queue_s) / settings.clear_s
+            choices.append(Wanted(len(reports) * (1.0 + more), Why.QUEUE, says))
+    for amount, rooms, why, unit in (
+        (sessions, [report.places for report in reports], Why.SESSIONS, "places"),
+        (running, [report.capacity_tokens for report in reports], Why.CACHE, "tokens of cache"),
+    ):
+        room = _sum(rooms)
+        if room > 0:
+            says = f"{amount:,.0f} of {room:,.0f} {unit} taken on {count} = {amount / room:.0%}; {goal}"
+            choices.append(Wanted(amount / _mean(rooms) / settings.load, why, says))
+    if not choices:
+        return Wanted(0.0, Why.UNKNOWN, "no target has reported yet")
+    if not queued and not sessions:
+        return Wanted(0.0, Why.IDLE, "no sessions")
+    return max(choices, key=lambda wanted: wanted.replicas)
+
+
+def drafters(reports: Sequence[DraftDemand], routers: Iterable[RouterDemand], settings: AutoscalingConfig) -> Wanted:
+    """Draft workers. ``reports``: one of each replica that runs; ``routers``: of each, about the model drafted for.
+
+    Below full delivery what is delivered is in proportion to the time spent drafting; so is what is wanted.
+    """
+    routers = list(routers)
+    undrafted = _sum(router.undrafted for router in routers)
+    resting = _sum(router.resting for router in routers)
+    asked = _sum(report.asked for report in reports)
+    used = _sum(report.busy for report in reports)
+    delivered = _sum(report.delivered for report in reports)
+    if reports and asked:
+        # Nothing delivered at all is far too little, by an amount that nobody knows.
+        share = max(delivered / asked, 1 / (1 + asked))
+        says = (
+            f"{_count(len(reports), 'drafter')}, busy {min(used / len(reports), 1.0):.0%} of the time, "
+            f"delivered {share:.0%} of the lead asked for; goal {settings.delivery:.0%}"
+        )
+        lead = Wanted(used * settings.delivery / share, Why.LEAD, says)
+        if lead.replicas >= NEGLIGIBLE:
+            return lead
+    if undrafted >= 0.5:
+        return Wanted(1.0, Why.DEMAND, f"{undrafted:.0f} sessions want drafts and have no drafter")
+    if resting >= 0.5 or asked:
+        return Wanted(0.0, Why.RESTING, f"targets have no use for drafts in {max(resting, 1.0):.0f} sessions")
+    return Wanted(0.0, Why.IDLE, "no session wants drafts")
+
+
+def routers(reports: Sequence[RouterDemand], settings: AutoscalingConfig) -> Wanted:
+    """Routers."""
+    if not reports:
+        return Wanted(0.0, Why.UNKNOWN, "no router has reported yet")
+    streams = _sum(report.streams for report in reports)
+    if not streams:
+        return Wanted(0.0, Why.IDLE, "no streams")
+    says = f"{streams:,.0f} streams on {_count(len(reports), 'router')}; {settings.streams} are enough for one"
+    return Wanted(streams / settings.streams, Why.STREAMS, says)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _sum(values: Iterable[float]) -> float:
+    return float(sum(values))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,145 @@
+"""The autoscaling policies on a simulated fleet: bounds, no flapping, queues that drain, pools that sleep and wake."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from cluster.autoscaling.fleet import Limits
+from cluster.autoscaling.policy import Why
+from cluster.autoscaling.simulation import POOLS, Outcome, Setup, Size, simulate
+from cluster.autoscaling.steering import Decision, State, _whole
+from cluster.autoscaling.traces import Arrival, made_up
+from cluster.config import AutoscalingConfig
+from speculation.costs import Costs, Curve
+
+SIZES = {"target": Size(1, 1, 8), "draft": Size(1, 0, 8), "router": Size(1, 1, 4)}
+SETTLING = 300.0
+"""Seconds after which a pool that was started cold has found its size."""
+SOON = AutoscalingConfig().down_s
+
+
+def costs(slope: float = 0.01, jitter: float = 0.2) -> Costs:
+    verify, draft = Curve.straight(0.03, slope), Curve.straight(0.002, 0.04)
+    return Costs(verify={1: verify}, draft=draft, to_target=0.001, to_draft=0.001, jitter=jitter)
+
+
+def run(arrivals, *, seed: int = 0, sizes=SIZES, **options) -> Outcome:
+    return simulate(arrivals, Setup(costs(), 0.8, sizes, seed=seed, tail=4 * SOON, **options))
+
+
+def changes(outcome: Outcome, pool: str) -> list[int]:
+    return [change.decision.replicas for change in outcome.changes if change.pool == pool]
+
+
+def noisy(rng: Random, rate: float, seconds: float) -> list[Arrival]:
+    """Arrivals of one rate, more uneven than chance alone: in groups, of very different lengths."""
+    found: list[Arrival] = []
+    at = 0.0
+    while (at := at + rng.expovariate(rate / 2)) < seconds:
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            found.append(Arrival(at, max(round(400 * rng.lognormvariate(0, 1)), 1), rng.randint(1, 400)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_are_kept_whatever_comes(seed):
+    rng = Random(seed)
+    sizes = {pool: Size(first, rng.randint(0 if pool == "draft" else 1, first), first + rng.randint(0, 2))
+             for pool in POOLS for first in [rng.randint(1, 3)]}  # fmt: skip
+    outcome = run(made_up(rng.choice(["ramp", "burst"]), rng, rng.uniform(0.2, 1.5)), seed=seed, sizes=sizes)
+    for sample in outcome.samples:
+        for pool in POOLS:
+            assert sizes[pool].least <= sample.replicas[pool] <= sizes[pool].most, (seed, pool, sample)
+            assert sample.running[pool] <= sample.replicas[pool], (seed, pool, sample)
+    for change in outcome.changes:
+        assert change.decision.replicas <= max(2 * change.before, change.before + 1), (seed, change)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_steady_load_settles_and_noise_makes_nothing_flap(seed):
+    rng = Random(seed)
+    arrivals = noisy(rng, rng.uniform(0.5, 4.0), 1200)
+    outcome = run(arrivals, seed=seed)
+    assert flaps(outcome, arrivals) == [], seed
+    settled = [change for change in outcome.changes if SETTLING < change.at < arrivals[-1].at]
+    assert len(settled) <= 4, (seed, settled)
+
+
+def flaps(outcome: Outcome, arrivals: list[Arrival]):
+    """Changes taken back soon, while the load was the same."""
+    return [pair for pair in outcome.reversals(SOON) if pair[0].at > SETTLING and pair[1].at < arrivals[-1].at]
+
+
+def thoughtless(now, pool, wanted, state, settings):
+    """A policy that does at once what the load of the moment asks for."""
+    return Decision(min(max(_whole(wanted.replicas), pool.least), pool.most), wanted.why, wanted.says), State()
+
+
+def test_a_policy_without_hysteresis_is_found_to_flap():
+    arrivals = noisy(Random(1), 3.0, 900)
+    found = simulate(arrivals, Setup(costs(), 0.8, SIZES), thoughtless)
+    assert len(flaps(found, arrivals)) > 5
+
+
+def test_a_burst_is_worked_off_and_everything_comes_back():
+    outcome = run(made_up("burst", Random(3)), seed=3)
+    last = outcome.samples[-1]
+    assert max(changes(outcome, "target")) >= 6
+    assert last.queued_tokens == last.streams == 0
+    assert dict(last.replicas) == {"target": 1, "draft": 0, "router": 1}
+    after = [sample.queued_tokens for sample in outcome.samples if sample.at > 600]
+    assert max(after) < 20_000, "three minutes after the burst there is still a queue"
+
+
+def test_growing_keeps_up_with_a_ramp():
+    fixed = {pool: Size(1, 1, 1) for pool in POOLS}
+    arrivals = made_up("ramp", Random(5))
+    scaled, alone = run(arrivals, seed=5), run(arrivals, seed=5, sizes=fixed)
+    waits = [sorted(request.wait for request in outcome.finished) for outcome in (scaled, alone)]
+    assert [len(one) for one in waits] == [len(arrivals)] * 2
+    assert waits[0][int(0.95 * len(arrivals))] < 5 < 60 < waits[1][int(0.95 * len(arrivals))]
+    assert changes(scaled, "target")[:3] == [2, 3, 4], "one more each time, not in jumps"
+
+
+def test_drafters_sleep_while_nothing_is_asked_and_wake_when_something_is():
+    early, late = made_up("steady", Random(1), 0.02)[:20], 1200.0
+    arrivals = [Arrival(one.at / 20, one.prompt, one.output) for one in early]
+    arrivals += [Arrival(late + one.at, one.prompt, one.output) for one in arrivals]
+    outcome = run(arrivals)
+    assert changes(outcome, "draft") == [0, 1, 0]
+    down, up, _ = (change for change in outcome.changes if change.pool == "draft")
+    assert (down.decision.why, up.decision.why) == (Why.IDLE, Why.DEMAND)
+    assert up.at - late < 10
+
+
+def test_drafters_that_are_of_no_use_leave_and_try_again_ever_more_rarely():
+    """Each token of a step costs as much as the step: no draft ever pays."""
+    setup = Setup(costs(slope=1.0), 0.3, SIZES, limits=Limits(draft_start=5.0))
+    outcome = simulate([Arrival(at, 10, 60) for at in range(0, 3000, 3)], setup)
+    ups = [change for change in outcome.changes if change.pool == "draft" and change.decision.replicas]
+    downs = [change for change in outcome.changes if change.pool == "draft" and not change.decision.replicas]
+    assert {change.decision.why for change in downs} == {Why.RESTING}
+    rests = [up.at - down.at for down, up in zip(downs, ups, strict=False)]
+    assert len(rests) >= 3
+    assert all(later > 1.8 * sooner for sooner, later in pairwise(rests)), rests
+
+
+def test_without_speculation_drafters_go_and_stay_away():
+    outcome = run(made_up("steady", Random(2), 0.1), max_draft=0)
+    assert changes(outcome, "draft") == [0]
+
+
+def test_every_decision_says_why():
+    outcome = run(made_up("ramp", Random(4)), seed=4)
+    words = {change.decision.why for change in outcome.changes}
+    assert {Why.WORK, Why.LEAD, Why.IDLE} <= words <= set(Why)
+    for change in outcome.changes:
+        assert len(change.decision.says.split()) >= 2
+        assert "\n" not in change.decision.says
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, second = (run(made_up("ramp", Random(6), 0.3), seed=6) for _ in range(2))
+    assert first.changes == second.changes
+    assert first.samples == second.samples
