@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.config import Config, Pool
+from cluster.config import Config, Pool, most
 from cluster.security import check_http_exposure, check_security, check_worker_exposure
 from speculation.events import Role
 from transport.address import check_free, join, parse
@@ -22,6 +22,7 @@ class CheckError(Exception):
 
 def check(config: Config) -> None:
     """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, SecurityError, AddressError."""
+    check_bounds(config)
     if config.backend == "local" and config.router.replicas > 1:
         raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     check_http_exposure(config)
@@ -31,13 +32,13 @@ def check(config: Config) -> None:
         check_free(join(config.router.host, config.router.port))
     pools = config.pools()
     for pool in pools:
-        if pool.settings.replicas or pool.role is Role.TARGET:
+        if most(pool.settings) or pool.role is Role.TARGET:
             check_model(pool.settings.model, _setting_of(pool))
     check_ranks(config)
     for model in config.models or [""]:
         target, *drafts = (pool for pool in pools if pool.model == model)
         for draft in drafts:
-            if draft.settings.replicas:
+            if most(draft.settings):
                 check_vocabularies(target.settings.model, draft.settings.model)
         check_tokenizer(config.router.tokenizer or target.settings.model)
 
@@ -45,6 +46,22 @@ def check(config: Config) -> None:
 def _setting_of(pool: Pool) -> str:
     """How the user gave its model."""
     return f"{pool.path}.model" if pool.model else f"--{pool.path}"
+
+
+def check_bounds(config: Config) -> None:
+    """Whether numbers of replicas can follow the load as they shall. Raises :class:`CheckError`."""
+    for path, pool in [("router", config.router), *((pool.path, pool.settings) for pool in config.pools())]:
+        if not pool.max_replicas:
+            continue
+        if config.backend != "ray":
+            raise CheckError(
+                f"{path}.max_replicas is {pool.max_replicas}, but without Ray numbers of replicas do not follow the "
+                f"load; set {path}.replicas"
+            )
+        if pool.min_replicas > pool.max_replicas:
+            raise CheckError(
+                f"{path}.min_replicas is {pool.min_replicas}, which is more than its max_replicas, {pool.max_replicas}"
+            )
 
 
 def check_ranks(config: Config) -> None:

@@ -298,6 +298,12 @@ class Config:
     autoscaling: AutoscalingConfig = AutoscalingConfig()
 
     @property
+    def autoscales(self) -> bool:
+        """Whether the number of some workers or of routers follows the load."""
+        pools = [self.router, *(pool.settings for pool in self.pools())]
+        return any(pool.max_replicas for pool in pools)
+
+    @property
     def drafts(self) -> int:
         """How many draft workers to start."""
         return sum(pool.settings.replicas for pool in self.pools() if pool.role is Role.DRAFT)
@@ -327,6 +333,16 @@ class Config:
     def to_yaml(self) -> str:
         """The same settings as a configuration file."""
         return yaml.safe_dump(self.to_mapping(), sort_keys=False)
+
+
+def least(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
+    """How many replicas a pool begins with, and always has."""
+    return pool.min_replicas if pool.max_replicas else pool.replicas
+
+
+def most(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
+    """How many replicas a pool may come to have; 0: there is no such pool."""
+    return pool.max_replicas or pool.replicas
 
 
 def chosen_threads(worker: TargetConfig | DraftConfig) -> int:

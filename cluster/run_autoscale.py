@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from cluster.config import Config, DraftConfig, RouterConfig, TargetConfig
+from cluster.config import Config, DraftConfig, RouterConfig, TargetConfig, least, most
 from cluster.console import CommandError
 from cluster.flags import BAD_INPUT, add_file, configuration
 
@@ -85,18 +84,9 @@ def sizes(config: Config) -> Mapping[str, Size]:
         "draft": config.draft,
         "router": config.router,
     }
-    found = {
-        name: Size(pool.replicas, pool.min_replicas, pool.max_replicas)
-        if pool.max_replicas
-        else Size(pool.replicas, pool.replicas, pool.replicas)
-        for name, pool in pools.items()
-    }
-    if all(size.least == size.most for size in found.values()):
-        found = {
-            name: replace(size, least=min(size.first, pools[name].min_replicas), most=max(size.first, MOST[name]))
-            for name, size in found.items()
-        }
-    return found
+    if not config.autoscales:
+        return {name: Size(pool.min_replicas, MOST[name]) for name, pool in pools.items()}
+    return {name: Size(least(pool), most(pool)) for name, pool in pools.items()}
 
 
 def _trace(args: argparse.Namespace) -> list[Arrival]:
@@ -112,7 +102,7 @@ def _trace(args: argparse.Namespace) -> list[Arrival]:
 
 def _check(args: argparse.Namespace) -> None:
     bounds = dict.fromkeys(STARTS, (0.0, LONGEST_START)) | {"scale": (0.001, MOST_SCALE)}
-    for name, (least, most) in bounds.items():
-        if not least <= (value := getattr(args, name)) <= most:
+    for name, (low, high) in bounds.items():
+        if not low <= (value := getattr(args, name)) <= high:
             flag = f"--{name.replace('_', '-')}"
-            raise CommandError(f"{flag} {value:g}: must be from {least:g} to {most:g}", BAD_INPUT)
+            raise CommandError(f"{flag} {value:g}: must be from {low:g} to {high:g}", BAD_INPUT)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from cluster.config import CHECKOUT, Config, Pool, chosen_threads, from_mapping
+from cluster.autoscaling.serve_policy import figures
+from cluster.config import CHECKOUT, Config, Pool, chosen_threads, from_mapping, most
 from cluster.discovery import ENDPOINT, Handles, serve_directory
 from cluster.placement import Need, need, router_need
 from cluster.ray_metrics import RayExporter
@@ -70,6 +71,10 @@ class _WorkerReplica:
         """What routers learn of this replica through the controller."""
         return {ENDPOINT: self._worker.address}
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller learns of its work; see :mod:`cluster.autoscaling.serve_policy`."""
+        return figures(self._worker.demand)
+
     async def endpoint(self) -> str:
         """The same for who asks."""
         return self._worker.address
@@ -114,10 +119,15 @@ class Router:
         source = config.router.tokenizer or config.pools()[0].settings.model
         self._tokenizer = await asyncio.to_thread(Tokenizer.load, source)
         self._dispatcher = Dispatcher(settings.limits, settings.identity)
+        self._model = config.pools()[0].model
         self._directory = serve_directory(workers)
         self._directory.start(self._dispatcher.pool.set_workers)
         self._exporter = RayExporter(self._dispatcher.metrics.collect)
         self._exporter.start()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller learns of its streams; see :mod:`cluster.autoscaling.serve_policy`."""
+        return figures(self._dispatcher.demand, self._model)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """The OpenAI-compatible API."""
@@ -146,7 +156,7 @@ def build(config: Config) -> serve.Application:
     kinds: dict[Role, Any] = {Role.TARGET: TargetWorker, Role.DRAFT: DraftWorker}
     handles = []
     for pool in config.pools():
-        if pool.settings.replicas:
+        if most(pool.settings):
             threads = environment(chosen_threads(pool.settings), local=local)
             workers = _deployment(kinds[pool.role], need(pool, config), threads)
             handles.append((pool.role, workers.bind(config, pool)))

@@ -32,9 +32,8 @@ Steer = Callable[[float, Pool, Wanted, State, AutoscalingConfig], tuple[Decision
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many replicas a pool begins with, and may have."""
+    """How many replicas a pool may have; it begins with the least."""
 
-    first: int
     least: int
     most: int
 
@@ -113,7 +112,7 @@ def simulate(arrivals: Sequence[Arrival], setup: Setup, steering: Steer = steer)
 
 class _Run:
     def __init__(self, arrivals: Sequence[Arrival], setup: Setup, steering: Steer) -> None:
-        self._replicas = {pool: setup.sizes[pool].first for pool in POOLS}
+        self._replicas = {pool: setup.sizes[pool].least for pool in POOLS}
         self._setup, self._steer = setup, steering
         self._coming = deque(arrivals)
         self._deadline = seconds_of(arrivals) + LONGEST_TAIL

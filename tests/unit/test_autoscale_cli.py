@@ -74,7 +74,7 @@ def test_the_bundled_trace_is_simulated_within_the_bounds_of_the_configuration(t
     assert main([*command, "--verify-slope", "0.1"]) == 0
     said = capsys.readouterr().out
     assert "target 1 -> 2  " in said
-    assert "draft 1 -> 0  idle: no session wants drafts" in said
+    assert "draft 0 -> 1  demand: " in said
     assert "router" not in [line.split()[1] for line in said.splitlines() if " -> " in line]
     with table.open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))

@@ -1,0 +1,169 @@
+"""The policies inside Ray Serve: what its controller calls, with what replicas report, to size all deployments at once.
+
+One policy for the whole application, since drafters without replicas can only be woken by what routers report. Replicas
+report figures by name (``record_autoscaling_stats``; see :func:`figures`), Serve passes them on as time series. Serve's
+own bounds are those of the pools and its own delays are 0, so that ours decide. The state of the steering is Serve's to
+keep; it forgets it with its controller.
+
+Runs in the controller's process, and must never raise there: all applications of the cluster would suffer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from cluster.autoscaling import policy
+from cluster.autoscaling.board import Board, Posted
+from cluster.autoscaling.policy import Wanted, Why
+from cluster.autoscaling.steering import Decision, Pool, State, steer
+from cluster.config import AutoscalingConfig, Config
+from cluster.placement import ROUTER
+from speculation.demand import TOTALS, DraftDemand, RouterDemand, TargetDemand, WorkerDemand
+from speculation.events import Role
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+log = logging.getLogger("ray.serve")
+
+STATE = "paceline"
+"""Key of our state beside Serve's own."""
+IMPORT_PATH = "cluster.autoscaling.serve_policy:ServePolicy"
+
+Demand = TypeVar("Demand", TargetDemand, DraftDemand, RouterDemand)
+
+
+class Point(Protocol):
+    """One value of a time series, as Serve has it."""
+
+    @property
+    def timestamp(self) -> float:
+        """Seconds."""
+        ...
+
+    @property
+    def value(self) -> float:
+        """What was reported then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """What the policy has to know of a deployment of workers."""
+
+    deployment: str
+    role: str
+    model: str
+
+
+def figures(demand: WorkerDemand | RouterDemand, model: str = "") -> dict[str, float]:
+    """What a replica reports, by name: ``streams``, or ``llama:streams`` of one of a router's models."""
+    return {f"{model}:{name}" if model else name: float(value) for name, value in asdict(demand).items()}
+
+
+def options(least: int, most: int, settings: AutoscalingConfig) -> dict[str, Any]:
+    """A deployment whose number of replicas is decided here, as Serve's declaration has it."""
+    bounds = {
+        "min_replicas": least,
+        "max_replicas": most,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+        "metrics_interval_s": settings.interval_s,
+        "look_back_period_s": settings.window_s,
+    }
+    return {"num_replicas": "auto", "autoscaling_config": bounds}
+
+
+def declared(config: Config) -> dict[str, Any]:
+    """The policy of the application, as Serve's declaration has it."""
+    pools = [asdict(Scaled(pool.deployment, pool.role.value, pool.model)) for pool in config.pools()]
+    return {"policy_function": IMPORT_PATH, "policy_kwargs": {"pools": pools, "settings": asdict(config.autoscaling)}}
+
+
+class ServePolicy:
+    """Made once by Serve's controller, then called every tenth of a second or so."""
+
+    def __init__(self, pools: Sequence[Mapping[str, str]], settings: Mapping[str, Any]) -> None:
+        """``pools``: fields of :class:`Scaled`; ``settings``: of :class:`cluster.config.AutoscalingConfig`."""
+        self._pools = {pool["deployment"]: Scaled(**pool) for pool in pools}
+        self._settings = AutoscalingConfig(**settings)
+        self._board = Board()
+
+    def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
+        """Replicas, and what to remember, of every deployment."""
+        try:
+            return self._decide(contexts)
+        except Exception:  # see the module's docstring
+            log.exception("the autoscaling policy failed; every pool stays as it is")
+            kept = {key: {STATE: ctx.policy_state.get(STATE, {})} for key, ctx in contexts.items()}
+            return {key: ctx.target_num_replicas for key, ctx in contexts.items()}, kept
+
+    def _decide(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
+        sizes: dict[Any, int] = {}
+        states: dict[Any, dict[str, Any]] = {}
+        posted: dict[str, Posted] = {}
+        routers = next((ctx for ctx in contexts.values() if ctx.deployment_name == ROUTER), None)
+        for key, ctx in contexts.items():
+            decision, state = self._steer(ctx, self._wanted(ctx, routers))
+            sizes[key], states[key] = decision.replicas, {STATE: asdict(state)}
+            posted[ctx.deployment_name] = Posted.of(decision, ctx.target_num_replicas, ctx.current_num_replicas)
+            if decision.replicas != ctx.target_num_replicas:
+                log.warning(
+                    "%s: %d -> %d replicas; %s: %s",
+                    ctx.deployment_name,
+                    ctx.target_num_replicas,
+                    decision.replicas,
+                    decision.why,
+                    decision.says,
+                )
+        self._board.post(posted)
+        return sizes, states
+
+    def _steer(self, ctx: AutoscalingContext, wanted: Wanted) -> tuple[Decision, State]:
+        least, most = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
+        pool = Pool(ctx.target_num_replicas, ctx.current_num_replicas, least, most)
+        assert ctx.current_time is not None
+        return steer(ctx.current_time, pool, wanted, State(**ctx.policy_state.get(STATE, {})), self._settings)
+
+    def _wanted(self, ctx: AutoscalingContext, routers: AutoscalingContext | None) -> Wanted:
+        """What the figures of a pool amount to."""
+        name = ctx.deployment_name
+        if name == ROUTER:
+            models = {pool.model for pool in self._pools.values()}
+            return policy.routers(
+                [one for model in models for one in self._heard(RouterDemand, ctx, model)], self._settings
+            )
+        pool = self._pools[name]
+        if pool.role == Role.TARGET:
+            return policy.targets(self._heard(TargetDemand, ctx), self._settings)
+        reports = self._heard(DraftDemand, ctx)
+        asking = self._heard(RouterDemand, routers, pool.model) if routers is not None else []
+        if not asking or len(reports) < ctx.current_num_replicas:
+            return Wanted(0.0, Why.UNKNOWN, "not every router and drafter has reported yet")
+        return policy.drafters(reports, asking, self._settings)
+
+    def _heard(self, kind: type[Demand], ctx: AutoscalingContext, model: str = "") -> list[Demand]:
+        """One report of every replica that has reported: averages, and totals as their growth a second."""
+        series: Mapping[str, Mapping[Any, Sequence[Point]]] = ctx.raw_metrics or {}
+        averages: Mapping[str, Mapping[Any, float]] = ctx.aggregated_metrics or {}
+        names = {entry.name: f"{model}:{entry.name}" if model else entry.name for entry in fields(kind)}
+        replicas = set.intersection(*(set(averages.get(reported, ())) for reported in names.values()))
+        return [
+            kind(
+                **{
+                    name: _growth(series[reported][replica]) if name in TOTALS else averages[reported][replica]
+                    for name, reported in names.items()
+                }
+            )
+            for replica in sorted(replicas, key=str)
+        ]
+
+
+def _growth(points: Sequence[Point]) -> float:
+    """Of a total, a second."""
+    first, last = points[0], points[-1]
+    seconds = last.timestamp - first.timestamp
+    return (last.value - first.value) / seconds if seconds > 0 else 0.0

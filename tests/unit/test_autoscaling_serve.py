@@ -1,0 +1,184 @@
+"""The policies as Ray Serve calls them, with contexts like Serve's, and what is declared to it. No Ray is started."""
+
+from types import SimpleNamespace
+
+import pytest
+from ray.serve.config import AutoscalingConfig as ServeAutoscaling
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.autoscaling import board
+from cluster.autoscaling.serve_policy import STATE, ServePolicy, declared, figures
+from cluster.checks import CheckError, check_bounds
+from cluster.config import from_mapping
+from cluster.declaration import declaration
+from cluster.placement import needs
+from speculation.demand import DraftDemand, RouterDemand, TargetDemand
+
+CONFIG = {
+    "models": {
+        "a": {"target": {"max_replicas": 3}, "drafts": {"small": {"max_replicas": 2}}},
+        "b": {"target": {"replicas": 2}},
+    },
+    "autoscaling": {"up_s": 0, "down_s": 10, "pause_s": 0},
+}
+TARGET, DRAFT, ROUTER = "TargetWorker-a", "DraftWorker-a.small", "Router"
+
+
+class Controller:
+    """Calls the policy as Serve's controller does, and keeps what it keeps."""
+
+    def __init__(self):
+        application = declaration(from_mapping(CONFIG, "test"))
+        self.policy = ServePolicy(**application["autoscaling_policy"]["policy_kwargs"])
+        self.bounds = {entry["name"]: entry["autoscaling_config"] for entry in application["deployments"]}
+        self.replicas = {name: bounds["min_replicas"] for name, bounds in self.bounds.items()}
+        self.running = dict(self.replicas)
+        self.states = {name: {} for name in self.bounds}
+
+    def call(self, now, **heard):
+        """``heard``: by role, a list of what every replica said at the start and the end of the last ten seconds."""
+        contexts = {}
+        for name in self.bounds:
+            said = heard.get(name.partition("Worker")[0].lower(), []) if not name.startswith("TargetWorker-b") else []
+            series = {}
+            for replica, (first, last) in enumerate(said):
+                for figure in first:
+                    points = [SimpleNamespace(timestamp=now - 10, value=first[figure])]
+                    points.append(SimpleNamespace(timestamp=now, value=last[figure]))
+                    series.setdefault(figure, {})[replica] = points
+            averages = {
+                key: {replica: (points[0].value + points[-1].value) / 2 for replica, points in one.items()}
+                for key, one in series.items()
+            }
+            contexts[name] = SimpleNamespace(
+                deployment_name=name,
+                target_num_replicas=self.replicas[name],
+                current_num_replicas=self.running[name],
+                capacity_adjusted_min_replicas=self.bounds[name]["min_replicas"],
+                capacity_adjusted_max_replicas=self.bounds[name]["max_replicas"],
+                current_time=now,
+                raw_metrics=series,
+                aggregated_metrics=averages,
+                policy_state=self.states[name],
+            )
+        self.replicas, self.states = self.policy(contexts)
+        return self.replicas
+
+
+@pytest.fixture
+def posted(monkeypatch):
+    written = {}
+    monkeypatch.setattr(board, "_write", written.update)
+    return written
+
+
+def target(computed=0.0, **gauges):
+    demand = {"capacity_tokens": 1000, "places": 10, "speed": 100, "sessions": 1} | gauges
+    return figures(TargetDemand(**demand)), figures(TargetDemand(**demand, computed=10 * computed))
+
+
+def draft(asked, delivered, busy):
+    return figures(DraftDemand()), figures(DraftDemand(10 * asked, 10 * delivered, 10 * busy))
+
+
+def router(**demand):
+    both = figures(RouterDemand(**demand), "a") | figures(RouterDemand(), "b")
+    return both, both
+
+
+def test_every_pool_follows_its_own_figures(posted):
+    controller = Controller()
+    assert controller.replicas == {TARGET: 1, DRAFT: 0, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    decided = controller.call(100.0, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
+    assert decided == {TARGET: 2, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    assert (posted[TARGET]["why"], posted[DRAFT]["why"], posted[ROUTER]["why"]) == ("work", "demand", "streams")
+    assert posted[DRAFT]["changed"] == "0 -> 1, demand: 1 sessions want drafts and have no drafter"
+    controller.running |= {TARGET: 2, DRAFT: 1}
+    decided = controller.call(
+        101.0, target=[target(computed=60)] * 2, draft=[draft(100, 20, 1.0)], router=[router(streams=1)]
+    )
+    assert (decided[TARGET], decided[DRAFT]) == (2, 2)
+    assert posted[TARGET]["changed"].startswith("1 -> 2, work: "), "it is remembered what changed a pool last"
+
+
+def test_drafters_go_when_nobody_asks_and_come_back(posted):
+    controller = Controller()
+    controller.replicas[DRAFT] = controller.running[DRAFT] = 1
+    for now in (0.0, 9.0):
+        assert controller.call(now, draft=[draft(0, 0, 0)], router=[router()])[DRAFT] == 1
+    assert controller.call(10.0, draft=[draft(0, 0, 0)], router=[router()])[DRAFT] == 0
+    controller.running[DRAFT] = 0
+    assert controller.call(11.0, router=[router()])[DRAFT] == 0
+    assert controller.call(12.0, router=[router(streams=1, undrafted=1)])[DRAFT] == 1
+
+
+def test_a_pool_that_has_not_reported_stays_as_it_is(posted):
+    controller = Controller()
+    controller.replicas[DRAFT] = controller.running[DRAFT] = controller.replicas[TARGET] = 2
+    for now in (0.0, 1000.0):
+        assert controller.call(now, draft=[draft(0, 0, 0)], router=[router()])[DRAFT] == 2, "one has yet to report"
+        assert controller.call(now)[TARGET] == 2
+    assert posted[TARGET]["why"] == "unknown"
+
+
+def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, posted):
+    controller = Controller()
+    before = controller.call(0.0, target=[target(computed=10)])
+    remembered = controller.states[TARGET]
+    monkeypatch.setattr("cluster.autoscaling.serve_policy.steer", lambda *_: 1 / 0)
+    assert controller.call(1.0, target=[target(computed=500)]) == before
+    assert controller.states[TARGET] == remembered
+    assert remembered[STATE]
+
+
+def test_a_board_that_cannot_be_written_does_not_matter(monkeypatch):
+    monkeypatch.setattr(board, "_write", lambda _: 1 / 0)
+    assert Controller().call(0.0, target=[target(computed=120)])[TARGET] == 2
+
+
+def test_what_is_declared_is_what_serve_takes():
+    described = declaration(from_mapping(CONFIG, "test"))
+    ServeDeploySchema.model_validate({"applications": [described]})
+    bounds = {
+        entry["name"]: (entry["autoscaling_config"]["min_replicas"], entry["autoscaling_config"]["max_replicas"])
+        for entry in described["deployments"]
+    }
+    expected = {TARGET: (1, 3), DRAFT: (0, 2), "TargetWorker-b": (2, 2), "DraftWorker-b.draft": (1, 1), ROUTER: (1, 1)}
+    assert bounds == expected
+    for entry in described["deployments"]:
+        taken = ServeAutoscaling(**entry["autoscaling_config"])
+        assert (taken.upscale_delay_s, taken.downscale_delay_s) == (0, 0)
+    assert described["autoscaling_policy"] == declared(from_mapping(CONFIG, "test"))
+
+
+def test_bounds_and_settings_may_change_without_replacing_replicas():
+    """``args`` decide whether Serve replaces them."""
+    changed = {**CONFIG, "autoscaling": {"load": 0.5}}
+    changed["models"] = {**CONFIG["models"], "a": {"target": {"max_replicas": 5}, "drafts": {"small": {"replicas": 1}}}}
+    before, after = (declaration(from_mapping(one, "test")) for one in (CONFIG, changed))
+    assert before["args"] == after["args"]
+    assert before["deployments"] != after["deployments"]
+    again = from_mapping(before["args"], "args")
+    assert {need.deployment for need in needs(again)} == {entry["name"] for entry in before["deployments"]}
+
+
+def test_fixed_pools_are_declared_as_before():
+    described = declaration(from_mapping({}, "test"))
+    assert "autoscaling_policy" not in described
+    assert described["deployments"][0] == {"name": "TargetWorker", "num_replicas": 1}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"target": {"max_replicas": 4}, "backend": "local"}, "target.max_replicas is 4, but without Ray numbers of"),
+        ({"draft": {"min_replicas": 3, "max_replicas": 2}}, "draft.min_replicas is 3, which is more than its max_repl"),
+        ({"models": {"a": {"target": {"min_replicas": 3, "max_replicas": 2}}}}, "models.a.target.min_replicas is 3"),
+        ({"router": {"max_replicas": 2}, "backend": "local"}, "router.max_replicas is 2, but without Ray"),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused(document, words):
+    with pytest.raises(CheckError) as caught:
+        check_bounds(from_mapping(document, "test"))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
