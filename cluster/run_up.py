@@ -8,7 +8,7 @@ import time
 from typing import Protocol
 
 from cluster.checks import check
-from cluster.config import Config
+from cluster.config import Config, Pool, least, most
 from cluster.console import CommandError, Stages, complain, say, stages
 from cluster.flags import BAD_INPUT, FAILED, add_file, add_section, add_setting, configuration
 from cluster.security import own_api_key
@@ -163,11 +163,17 @@ def _await_http(config: Config) -> None:
     raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", FAILED)
 
 
+def _size(pool: Pool) -> str:
+    """How many replicas it has, or may have."""
+    fewest, largest = least(pool.settings), most(pool.settings)
+    return str(fewest) if fewest == largest else f"{fewest} to {largest}"
+
+
 def _introduce(config: Config, detached: bool) -> None:
     url = _url(config)
     other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     say(f"Paceline serves at {url}")
-    pools = [f"{p.settings.replicas} x {p} {p.settings.model}" for p in config.pools() if p.settings.replicas]
+    pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if most(p.settings)]
     drafts = "" if config.drafts else ", no drafts"
     say(f"  {', '.join(pools)}{drafts}, on {config.backend}")
     say("Try, in another terminal:")

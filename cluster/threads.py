@@ -63,7 +63,8 @@ def divisible(config: Config, cores: int) -> bool:
     """Whether there is something to choose: one target and one drafter, on CPU cores of this machine."""
     here = config.backend == "local" or config.ray.address == "local"
     workers = (config.target, config.draft)
-    alone = not config.models and config.target.replicas == 1 and config.drafts == 1
+    fixed = not config.models and not config.autoscales
+    alone = fixed and config.target.replicas == 1 and config.drafts == 1
     alone = alone and all(worker.tensor_parallel_size == 1 for worker in workers)
     free = all(worker.threads == AUTO and not worker.gpus and _on_cpu(worker.device) for worker in workers)
     return cores >= 2 and here and alone and free
