@@ -114,10 +114,11 @@ def test_drafters_go_when_nobody_asks_and_come_back(posted):
 
 def test_a_pool_that_has_not_reported_stays_as_it_is(posted):
     controller = Controller()
-    controller.replicas[DRAFT] = controller.running[DRAFT] = controller.replicas[TARGET] = 2
+    controller.replicas |= {DRAFT: 2, TARGET: 2}
+    controller.running[DRAFT] = 2
     for now in (0.0, 1000.0):
-        assert controller.call(now, draft=[draft(0, 0, 0)], router=[router()])[DRAFT] == 2, "one has yet to report"
-        assert controller.call(now)[TARGET] == 2
+        decided = controller.call(now, draft=[draft(0, 0, 0)], router=[router()])
+        assert (decided[DRAFT], decided[TARGET]) == (2, 2), "one drafter and both targets have yet to report"
     assert posted[TARGET]["why"] == "unknown"
 
 
