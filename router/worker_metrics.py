@@ -58,6 +58,8 @@ COUNTERS = (
     Counted("drafter_proposed_tokens", "Draft tokens a drafter found and proposes.", ("proposed",), role=Role.DRAFT),
     Counted("drafter_verifications", "Verifications a drafter was told of.", ("verified",), role=Role.DRAFT),
     Counted("drafter_accepted_tokens", "Draft tokens accepted in its sessions.", ("accepted",), role=Role.DRAFT),
+    Counted("drafter_asked_lead_tokens", "Lead that targets asked for.", ("asked",), role=Role.DRAFT),
+    Counted("drafter_delivered_lead_tokens", "What there was of it.", ("delivered",), role=Role.DRAFT),
     Counted("drafter_sessions_lost", "Sessions whose thread a drafter lost.", ("lost",), role=Role.DRAFT),
 )
 BY_SOURCE = (
