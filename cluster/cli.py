@@ -12,7 +12,18 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from cluster import run_bench, run_certs, run_complete, run_config, run_router, run_simulate, run_up, run_worker
+from cluster import (
+    run_bench,
+    run_certs,
+    run_complete,
+    run_config,
+    run_doctor,
+    run_down,
+    run_router,
+    run_simulate,
+    run_up,
+    run_worker,
+)
 from cluster.checks import CheckError
 from cluster.console import CommandError, complain
 from cluster.flags import BAD_INPUT, Parser
@@ -22,11 +33,13 @@ from transport.address import AddressError
 
 COMMANDS: dict[str, ModuleType] = {
     "up": run_up,
+    "down": run_down,
     "complete": run_complete,
     "worker": run_worker,
     "router": run_router,
     "config": run_config,
     "certs": run_certs,
+    "doctor": run_doctor,
     "bench": run_bench,
     "simulate": run_simulate,
 }
@@ -46,6 +59,9 @@ By hand, one process each, without Ray:
   paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
   paceline worker draft  --model ./llama-1b --listen 127.0.0.1:7002
   paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
+
+When something is wrong:
+  paceline doctor
 """
 
 

@@ -48,11 +48,11 @@ class StaticDirectory:
 
     def __init__(self, workers: Mapping[Role, Sequence[str]]) -> None:
         """Addresses by role."""
-        self._workers = workers
+        self.workers = workers
 
     def start(self, changed: Changed) -> None:
         """Tell once."""
-        for role, addresses in self._workers.items():
+        for role, addresses in self.workers.items():
             changed(role, addresses)
 
     def close(self) -> None:

@@ -51,19 +51,20 @@ _ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\)
 
 
 class RayCluster:
-    """The application on Ray Serve, for as long as this process runs."""
+    """The application on Ray Serve, for as long as this process runs, unless it leaves it there."""
 
-    def __init__(self, config: Config) -> None:
-        """Nothing is started yet."""
-        self._config = config
+    def __init__(self, config: Config, *, detach: bool = False) -> None:
+        """Nothing is started yet. ``detach``: what is deployed already may be changed, since it is left at the end."""
+        self._config, self._detach = config, detach
         self._local = config.ray.address == "local"
         self._needs = {need.deployment: need for need in needs(config)}
-        self._connected = self._deployed = self._serves = False
+        self._connected = self._found = self._deployed = self._serves = False
 
     def start(self, report: Stages) -> None:
         """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
         report("starting Ray" if self._local else f"joining Ray at {self._config.ray.address}")
         self._connect()
+        self._check_alone()
         self._check_room()
         report("starting Ray Serve")
         self._deploy()
@@ -98,7 +99,7 @@ class RayCluster:
         import ray
 
         with contextlib.suppress(Exception):  # Ray may be gone already; then there is nothing to end
-            if self._serves or (self._deployed and not self._local):
+            if (self._serves or (self._deployed and not self._local)) and not self._found:
                 _apply([])
                 _await_gone()
         ray.shutdown()
@@ -106,30 +107,21 @@ class RayCluster:
     def _connect(self) -> None:
         if self._local:
             _prepare_environment()
-        else:
-            _check_reachable(self._config.ray.address)
-        import ray
-
-        options: dict[str, Any] = {}
-        if self._local:
-            settings = self._config.ray
-            size = settings.object_store_mb << 20
-            options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
         self._connected = True  # also when interrupted halfway: there may be processes to end
-        try:
-            with _uninterrupted():
-                ray.init(
-                    address=self._config.ray.address,
-                    namespace=APPLICATION,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    **options,
-                )
-        except Exception as error:  # ConnectionError, RuntimeError, ValueError ... all end the same way
-            raise CommandError(f"cannot start or reach Ray: {_first_line(error)}", FAILED) from error
-        from ray import serve  # noqa: F401 - sets the level of its logger when first imported
+        join(self._config)
 
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
+    def _check_alone(self) -> None:
+        """Two that both believe they own the application would take it from each other."""
+        from ray import serve
+
+        self._found = not self._local and APPLICATION in serve.status().applications
+        if self._found and not self._detach:
+            address = self._config.ray.address
+            raise CommandError(
+                f"Paceline is deployed at {address} already; change it with --detach, or remove it with "
+                f"`paceline down --address {address}`",
+                FAILED,
+            )
 
     def _check_room(self) -> None:
         import ray
@@ -229,6 +221,50 @@ def _await_gone() -> None:
     deadline = time.monotonic() + GONE_SECONDS
     while APPLICATION in serve.status().applications and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+
+
+def join(config: Config) -> None:
+    """Start Ray or connect to the cluster. Raises :class:`cluster.console.CommandError`; ``ray.shutdown`` undoes it."""
+    import ray
+
+    settings = config.ray
+    options: dict[str, Any] = {}
+    if settings.address == "local":
+        size = settings.object_store_mb << 20
+        options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
+    else:
+        _check_reachable(settings.address)
+    try:
+        with _uninterrupted():
+            ray.init(
+                address=settings.address,
+                namespace=APPLICATION,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **options,
+            )
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError ... all end the same way
+        raise CommandError(f"cannot start or reach Ray: {_first_line(error)}", FAILED) from error
+    from ray import serve  # noqa: F401 - sets the level of its logger when first imported
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
+
+
+def remove(config: Config) -> None:
+    """Remove the application from a running cluster, and Serve with it when nothing else is served there."""
+    import ray
+    from ray import serve
+
+    join(config)
+    try:
+        if APPLICATION not in serve.status().applications:
+            raise CommandError(f"no Paceline is deployed at {config.ray.address}", FAILED)
+        _apply([])
+        _await_gone()
+        if not serve.status().applications:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()
 
 
 def reason_in(message: str) -> str:

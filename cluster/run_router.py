@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+from pathlib import Path
 
 from cluster.checks import check_tokenizer
 from cluster.config import Config
 from cluster.console import CommandError, say, stages
-from cluster.flags import FAILED, add_file, add_parent, add_section, configuration
+from cluster.discovery import StaticDirectory
+from cluster.flags import BAD_INPUT, FAILED, add_file, add_parent, add_section, configuration
 from cluster.logs import add_flags, set_up
+from cluster.notify import READY, STOPPING, notify
 from cluster.parent import exit_with
 from cluster.security import check_http_exposure, check_security
 from cluster.serving import router_settings
+from cluster.worker_list import FileDirectory, WorkerListError
+from speculation.events import Role
 from transport.address import check_free, join, parse
 
 ABOUT = "run one router: the HTTP address in front of workers"
@@ -21,17 +26,19 @@ DETAILS = """\
 Serves the OpenAI-compatible API. Workers may come and go; the router keeps trying to reach them.
 
   paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
+  paceline router --workers workers.txt       lines such as "draft 10.0.0.6:7002"; read again when it changes
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
     parser.add_argument(
-        "--target", action="append", required=True, metavar="HOST:PORT", help="a target worker (may be repeated)"
+        "--target", action="append", default=[], metavar="HOST:PORT", help="a target worker (may be repeated)"
     )
     parser.add_argument(
         "--draft", action="append", default=[], metavar="HOST:PORT", help="a draft worker (may be repeated)"
     )
+    parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers instead; may change meanwhile")
     add_section(parser, "router", without=("replicas", "labels"))
     add_section(parser, "security")
     add_file(parser)
@@ -48,19 +55,35 @@ def run(args: argparse.Namespace) -> int:
     check_http_exposure(config)
     check_security(config, ("router",))
     check_free(join(config.router.host, config.router.port))
-    for address in (*args.target, *args.draft):
-        parse(address)
+    directory = _directory(args)
     if config.router.tokenizer:
         check_tokenizer(config.router.tokenizer)
-    return asyncio.run(_serve(config, tuple(args.target), tuple(args.draft)))
+    return asyncio.run(_serve(config, directory))
 
 
-async def _serve(config: Config, targets: tuple[str, ...], drafts: tuple[str, ...]) -> int:
+def _directory(args: argparse.Namespace) -> FileDirectory | StaticDirectory:
+    """Where the router learns its workers from; raises AddressError, CommandError."""
+    if args.workers is not None:
+        if args.target or args.draft:
+            raise CommandError("give either --workers or --target and --draft", BAD_INPUT)
+        try:
+            return FileDirectory(args.workers)
+        except WorkerListError as error:
+            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+    if not args.target:
+        raise CommandError("give --target HOST:PORT, at least once, or --workers FILE", BAD_INPUT)
+    for address in (*args.target, *args.draft):
+        parse(address)
+    return StaticDirectory({Role.TARGET: args.target, Role.DRAFT: args.draft})
+
+
+async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> int:
     from router.service import Router, RouterError
 
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
+    targets, drafts = (tuple(directory.workers[role]) for role in (Role.TARGET, Role.DRAFT))
     router = Router(router_settings(config, targets=targets, drafts=drafts))
     starting = asyncio.create_task(router.start())
     stop = asyncio.create_task(stopped.wait())
@@ -73,11 +96,15 @@ async def _serve(config: Config, targets: tuple[str, ...], drafts: tuple[str, ..
             model = router.dispatcher.model
             assert model is not None
             name = config.router.model_name or model.name
+            directory.start(router.set_workers)
             say(f"router ready on {router.address} (model {name}, context {model.context})")
+            notify(READY)
             await stop
     except RouterError as error:
         raise CommandError(str(error), FAILED) from error
     finally:
+        notify(STOPPING)
+        directory.close()
         starting.cancel()
         stop.cancel()
         await router.stop()

@@ -27,6 +27,7 @@ instead. The bundled model pair is served unless you name others; target and dra
   paceline up --target-replicas 2 --draft-replicas 2 --router-replicas 2
   paceline up --target ./llama-8b --no-speculation
   paceline up --config paceline.yaml --port 8001
+  paceline up --config paceline.yaml --address auto --detach     on a Ray cluster, to stay; again to change it
   paceline up --stretched --demo         the bundled target at the cost of a larger model, and what drafting gains
 """
 DEMO_PROMPT = "def fib(n):"
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
         signal.signal(number, signal.default_int_handler)
     config = settled(config)
-    backend = _backend(config)
+    backend = _backend(config, detach=args.detach)
     try:
         with stages() as report:
             backend.start(report)
@@ -122,16 +123,16 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with stages() as report:
-            report("stopping")
+            report("leaving" if args.detach else "stopping")
             backend.stop()
     return FAILED
 
 
-def _backend(config: Config) -> Backend:
+def _backend(config: Config, *, detach: bool) -> Backend:
     if config.backend == "ray":
         from cluster.ray_cluster import RayCluster
 
-        return RayCluster(config)
+        return RayCluster(config, detach=detach)
     from cluster.local import LocalProcesses
 
     return LocalProcesses(config)
@@ -183,7 +184,8 @@ def _introduce(config: Config, detached: bool) -> None:
     say(f"  curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{data}'")
     if key:
         say(f"Both take one of the API keys in {config.security.api_keys} from the variable OPENAI_API_KEY.")
-    say("It is left running; start again with another configuration to update it." if detached else "Ctrl-C stops it.")
+    removal = f"It is left running; start again to change it, `paceline down --address {config.ray.address}` ends it."
+    say(removal if detached else "Ctrl-C stops it.")
 
 
 def _demo(config: Config) -> None:

@@ -13,6 +13,7 @@ from cluster.config import Config
 from cluster.console import CommandError, complain, say, stages
 from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_parent, add_section, add_setting, configuration
 from cluster.logs import add_flags, set_up
+from cluster.notify import READY, STOPPING, notify
 from cluster.parent import exit_with
 from cluster.rank_processes import RankProcesses
 from cluster.security import check_security, identity
@@ -74,9 +75,11 @@ async def _serve(role: str, config: Config, listen: str) -> int:
         loop.add_signal_handler(number, stopped.set)
     settings = config.target if role == "target" else config.draft
     say(f"{role} worker ready on {worker.address} ({settings.model}, {worker.welcome.dtype})")
+    notify(READY)
     failed = asyncio.create_task(worker.wait())
     stop = asyncio.create_task(stopped.wait())
     await asyncio.wait({failed, stop}, return_when=asyncio.FIRST_COMPLETED)
+    notify(STOPPING)
     error = failed.exception() if failed.done() else None
     failed.cancel()
     stop.cancel()

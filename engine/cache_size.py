@@ -6,6 +6,8 @@ share of what is available is enough, and several workers can do so on one machi
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.memory import GIB, free_bytes
 from engine.model import Model, ModelError
 
@@ -37,11 +39,15 @@ def fitting_tokens(model: Model, parts: int = 1) -> int:
 
 def token_bytes(model: Model) -> int:
     """What one token takes in the cache, in all layers, in bytes."""
-    config = model.config.get_text_config(decoder=True)
+    return bytes_a_token(model.config.get_text_config(decoder=True), model.dtype.itemsize)
+
+
+def bytes_a_token(config: Any, itemsize: int) -> int:
+    """The same of a text model's configuration, with ``itemsize`` bytes a number."""
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # the latent is spread out to all heads before it is cached
         sizes = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     else:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         sizes = 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
-    return int(model.layers * sizes * model.dtype.itemsize)
+    return int(config.num_hidden_layers * sizes * itemsize)

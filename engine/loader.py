@@ -33,7 +33,7 @@ from engine.self_test import STOCK, SelfTest
 from engine.stateful import RIGHT_IN_PARTS
 from engine.threads import set_threads
 
-__all__ = ["Model", "ModelError", "choose_device", "load", "read_config"]
+__all__ = ["Model", "ModelError", "choose_device", "choose_dtype", "load", "read_config"]
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def load(
     set_threads(threads)
     local = _local(path)
     chosen_device = choose_device(device) if group is None else group.device
-    chosen_dtype = _choose_dtype(dtype, chosen_device)
+    chosen_dtype = choose_dtype(dtype, chosen_device)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with _quiet():
@@ -198,7 +198,8 @@ def choose_device(device: str) -> torch.device:
         raise ModelError(f"device {device!r} cannot be used here: {_first_line(error)}") from error
 
 
-def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The number format of this name; auto: bfloat16 where the device computes it. Raises ModelError."""
     if dtype == "auto":
         if device.type == "cuda":
             return torch.bfloat16

@@ -1,0 +1,87 @@
+"""Certificate, key and authority of the connections between our parts: there, matching, and valid for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from cluster.doctor.finding import Finding, ok, problem, warning
+
+SUBJECT = "certificate"
+SOON = timedelta(days=14)
+USES = {ExtendedKeyUsageOID.SERVER_AUTH: "server auth", ExtendedKeyUsageOID.CLIENT_AUTH: "client auth"}
+"""What every part does: workers answer, routers connect, and both show their certificate."""
+
+
+class _Unreadable(Exception):
+    """A file that does not hold what it should. One line."""
+
+
+def check(certificate: Path, key: Path, authority: Path, now: datetime | None = None) -> Iterator[Finding]:
+    """All that can be known of the three files without connecting anywhere."""
+    now = now or datetime.now(UTC)
+    try:
+        own, signer, private = _read_certificate(certificate), _read_certificate(authority), _read_key(key)
+    except _Unreadable as error:
+        yield problem(SUBJECT, str(error), "write it again; `security` in the configuration names the files")
+        return
+    faults = [*_validity(certificate, own, now), *_validity(authority, signer, now), *_uses(certificate, own)]
+    if own.public_key() != private.public_key():
+        text = f"{key} is not the key of {certificate}"
+        faults.append(problem(SUBJECT, text, "mount certificate and key of the same Secret, or make both again"))
+    try:
+        own.verify_directly_issued_by(signer)
+    except (ValueError, TypeError, InvalidSignature):
+        text = f"{certificate} was not issued by {authority}"
+        faults.append(problem(SUBJECT, text, "all parts need certificates of one authority; sign it with this one"))
+    yield from faults
+    if not faults:
+        yield ok(SUBJECT, f"{certificate} is valid for another {(own.not_valid_after_utc - now).days} days")
+
+
+def _validity(file: Path, certificate: x509.Certificate, now: datetime) -> Iterator[Finding]:
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now >= ends:
+        yield problem(SUBJECT, f"{file} expired at {ends:%Y-%m-%d %H:%M} UTC", "renew it; it is read again by itself")
+    elif now < begins:
+        yield problem(
+            SUBJECT, f"{file} is valid only from {begins:%Y-%m-%d %H:%M} UTC on", "check this machine's clock"
+        )
+    elif ends - now < SOON:
+        text = f"{file} expires in {(ends - now).days} days"
+        yield warning(SUBJECT, text, "renew it; see whether cert-manager does")
+
+
+def _uses(file: Path, certificate: x509.Certificate) -> Iterator[Finding]:
+    try:
+        allowed = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return  # then it may be used for anything
+    for use, name in USES.items():
+        if use not in allowed:
+            yield problem(SUBJECT, f"{file} is not meant for {name}", "issue it for server auth and client auth")
+
+
+def _read_certificate(file: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes())
+    except OSError as error:
+        raise _Unreadable(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise _Unreadable(f"{file} holds no certificate in PEM") from error
+
+
+def _read_key(file: Path) -> PrivateKeyTypes:
+    try:
+        return load_pem_private_key(file.read_bytes(), password=None)
+    except OSError as error:
+        raise _Unreadable(f"cannot read {file}: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise _Unreadable(f"{file} holds no private key in PEM without a password") from error

@@ -1,0 +1,153 @@
+"""GPUs: seen by PyTorch, and large enough, with the main memory in their place where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import NO_QUANTIZATION, Config, DraftConfig, TargetConfig
+from cluster.doctor.finding import Finding, ok, problem, warning
+from cluster.doctor.weights import WeightsError, read_weights
+from engine.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
+from engine.loader import DTYPES, ModelError, choose_dtype, read_config
+from engine.memory import GIB, available_bytes
+
+DRIVER = Path("/proc/driver/nvidia/version")
+SMALLEST_CONTEXT = 4096
+"""Tokens of a cache below which a worker is of little use, where the model allows more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU; memory in bytes."""
+
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What this machine computes with."""
+
+    driver: bool
+    """Whether an NVIDIA driver is loaded."""
+    cuda: str | None
+    """The CUDA version that PyTorch was built for."""
+    gpus: Sequence[Gpu]
+    """As PyTorch sees them."""
+    memory: int
+    """Main memory that is left, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory of one rank of a worker, in bytes."""
+
+    role: str
+    ranks: int
+    """Of all workers of the pool together."""
+    weights: int
+    cache: int
+    """Of the shortest cache that makes sense."""
+
+
+def seen() -> Devices:
+    """What is here."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+    gpus = [Gpu(found.name, found.total_memory) for found in properties]
+    return Devices(DRIVER.exists(), torch.version.cuda, gpus, available_bytes())
+
+
+def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
+    """Whether driver, CUDA and PyTorch go together, and there is a GPU where one is asked for."""
+    if devices.gpus:
+        listed = ", ".join(f"{gpu.name} with {gpu.memory / GIB:.0f} GiB" for gpu in devices.gpus)
+        yield ok("gpu", f"{listed}; CUDA {devices.cuda}")
+    elif devices.driver and devices.cuda is None:
+        fix = "install the build of torch for your CUDA (pip install torch --index-url of your CUDA's index)"
+        yield problem("gpu", "there is an NVIDIA driver, but this PyTorch is built for the CPU", fix)
+    elif devices.driver:
+        text = f"there is an NVIDIA driver, but PyTorch, built for CUDA {devices.cuda}, sees no GPU"
+        yield problem("gpu", text, "update the driver for that CUDA, or give the container its GPUs; see nvidia-smi")
+    elif any(_wants_gpu(pool) for _, pool, _ in _pools(config)):
+        yield problem("gpu", "the configuration asks for GPUs and there is none", "set gpus to 0 and device to auto")
+    else:
+        yield ok("gpu", "none; the CPU computes")
+
+
+def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
+    """Whether weights and a cache fit: each rank on a GPU, or all of them in main memory."""
+    needs = list(needs)
+    if not devices.gpus:
+        wanted = sum(need.ranks * (need.weights + need.cache) for need in needs)
+        text = f"weights and caches take {wanted / GIB:.1f} GiB, {devices.memory / GIB:.1f} GiB of main memory are left"
+        if wanted > devices.memory:
+            yield problem("memory", text, "lower dtype, replicas or cache_tokens, or use a larger machine")
+        elif sum(need.ranks * need.cache for need in needs) > CPU_SHARE * devices.memory:
+            yield warning("memory", text, "lower cache_tokens: the cache gets a quarter of what is left")
+        else:
+            yield ok("memory", text)
+        return
+    for need in needs:
+        each = need.weights + need.cache
+        large = [gpu for gpu in devices.gpus if CUDA_SHARE * gpu.memory >= each]
+        text = f"a rank of the {need.role} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
+        if not large:
+            most = max(gpu.memory for gpu in devices.gpus) / GIB
+            fix = f"raise {need.role}.tensor_parallel_size, quantise, or lower {need.role}.cache_tokens"
+            yield problem("memory", f"{text}, the largest GPU has {most:.1f}", fix)
+        elif len(large) < need.ranks:
+            fix = "lower replicas or tensor_parallel_size, unless they are meant to share a GPU"
+            yield warning("memory", f"{text}, and {need.ranks} ranks have {len(large)} such GPUs", fix)
+        else:
+            yield ok("memory", text)
+
+
+def needs(config: Config, devices: Devices) -> Iterator[Need]:
+    """What the pools ask for, as far as their models are folders that can be read."""
+    for role, pool, replicas in _pools(config):
+        try:
+            text_config = read_config(pool.model).get_text_config(decoder=True)
+            weights = read_weights(Path(pool.model).expanduser())
+        except (ModelError, WeightsError):
+            continue  # told by the check of the model's files
+        if weights is None:
+            continue
+        itemsize = _itemsize(pool, bool(devices.gpus))
+        stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
+        context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
+        cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
+        ranks = pool.tensor_parallel_size
+        yield Need(role, replicas * ranks, weights.loaded_bytes(stored) // ranks, cache // ranks)
+
+
+def check(config: Config) -> Iterator[Finding]:
+    """All of the above, for a Paceline that is to run on this machine."""
+    devices = seen()
+    yield from check_driver(devices, config)
+    yield from check_memory(needs(config, devices), devices)
+
+
+def _pools(config: Config) -> list[tuple[str, TargetConfig | DraftConfig, int]]:
+    pools: list[tuple[str, TargetConfig | DraftConfig, int]] = [
+        ("target", config.target, config.target.replicas),
+        ("draft", config.draft, config.drafts),
+    ]
+    return [entry for entry in pools if entry[2]]
+
+
+def _wants_gpu(pool: TargetConfig | DraftConfig) -> bool:
+    return bool(pool.gpus) or pool.device.startswith("cuda")
+
+
+def _itemsize(pool: TargetConfig | DraftConfig, on_gpu: bool) -> int:
+    """Bytes of a number once loaded."""
+    import torch
+
+    if pool.dtype in DTYPES:
+        return DTYPES[pool.dtype].itemsize
+    return choose_dtype(pool.dtype, torch.device("cuda" if on_gpu else "cpu")).itemsize

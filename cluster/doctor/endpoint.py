@@ -1,0 +1,67 @@
+"""The HTTP address as an application meets it: it serves, streams, and says the same with and without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+
+from cluster.completion import Request, Tally, stream
+from cluster.console import CommandError
+from cluster.doctor.finding import Finding, ok, problem, warning
+
+PROMPT = "def fib(n):"
+TOKENS = 32
+ANSWER_SECONDS = 10.0
+
+
+def check(url: str) -> Iterator[Finding]:
+    """Models, one short streamed completion, and the same without drafts."""
+    subject = f"http {url}"
+    try:
+        models = _models(url)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        text = f"does not serve: {error or type(error).__name__}"
+        yield problem(subject, text, "start Paceline, or give the address of its router with --url")
+        return
+    if not models:
+        yield problem(subject, "answers but serves no model", "no target worker is connected; check them with --target")
+        return
+    yield ok(subject, f"serves {', '.join(models)}")
+    yield from check_text(url, subject)
+
+
+def check_text(url: str, subject: str) -> Iterator[Finding]:
+    """Whether a completion streams, and drafting changes nothing of it."""
+    request = Request(PROMPT, TOKENS, temperature=0.8, seed=1)
+    drafted, plain = Tally(), Tally()
+    try:
+        for tally, speculate in ((drafted, True), (plain, False)):
+            for _ in stream(url, request, tally, speculate=speculate):
+                pass
+    except CommandError as error:
+        yield problem(subject, f"a completion failed: {error}", "look at the logs of router and target for its reason")
+        return
+    yield from judge(subject, drafted, plain)
+
+
+def judge(subject: str, drafted: Tally, plain: Tally) -> Iterator[Finding]:
+    """Of the same request with and without drafts."""
+    rate = f"{drafted.tokens} tokens" + (f" at {drafted.rate:.0f} tokens/s" if drafted.rate else "")
+    if drafted.text != plain.text:
+        text = f"{rate}, but the text differs without drafts"
+        fix = "rounding below float32 does that on a GPU; with dtype float32, or on a CPU, report it as an error"
+        yield warning(subject, text, fix)
+    elif not drafted.offered:
+        yield warning(subject, f"{rate}, but no drafts were offered", "look for drafters: --draft or --address")
+    else:
+        share = drafted.accepted / drafted.offered
+        text = f"streams {rate}, the same text with and without drafts, {share:.0%} of drafts accepted"
+        yield ok(subject, text)
+
+
+def _models(url: str) -> list[str]:
+    with httpx.Client(trust_env=False, timeout=ANSWER_SECONDS) as client:
+        answer = client.get(f"{url.rstrip('/')}/v1/models")
+        answer.raise_for_status()
+        return [str(entry["id"]) for entry in answer.json()["data"]]

@@ -1,0 +1,76 @@
+"""Model folders: complete, fit for their tensor-parallel size, and of one vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.checks import CheckError, check_model, check_tokenizer, check_vocabularies
+from cluster.config import Config, DraftConfig, TargetConfig
+from cluster.doctor.finding import Finding, ok, problem, warning
+from cluster.doctor.weights import WeightsError, read_weights
+from engine.loader import ModelError, read_config
+
+COPY_AGAIN = "copy the model folder again, or download it again"
+
+
+def check(config: Config) -> Iterator[Finding]:
+    """The models of all pools that are folders here; those that are hub ids are only named."""
+    yield from check_folder("target model", config.target)
+    if config.drafts:
+        yield from check_folder("draft model", config.draft)
+        yield from check_pair(config.target.model, config.draft.model)
+
+
+def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Finding]:
+    """One model, for the workers of one pool."""
+    try:
+        check_model(pool.model, "model")
+        check_tokenizer(pool.model)
+    except CheckError as error:
+        yield problem(subject, str(error), f"see `paceline config`; {COPY_AGAIN}")
+        return
+    folder = Path(pool.model).expanduser()
+    if not folder.is_dir():
+        yield warning(subject, f"{pool.model} is a hub id", "workers download it; give a folder to have it checked")
+        return
+    try:
+        text_config: Any = read_config(pool.model).get_text_config(decoder=True)
+        weights = read_weights(folder)
+    except (ModelError, WeightsError) as error:
+        yield problem(subject, f"{pool.model}: {str(error).removeprefix(f'{pool.model}: ')}", COPY_AGAIN)
+        return
+    if weights is None:
+        yield warning(subject, f"{pool.model} has no safetensors weights", "convert them; they cannot be checked")
+        return
+    unfit = list(check_ranks(subject, text_config, pool.tensor_parallel_size))
+    yield from unfit
+    if not unfit:
+        yield ok(subject, f"{pool.model}: {weights.tensors} tensors, {_count(weights.numbers)} weights")
+
+
+def check_ranks(subject: str, text_config: Any, ranks: int) -> Iterator[Finding]:
+    """Whether the heads can be divided among the ranks."""
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    if heads % ranks:
+        possible = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        text = f"{heads} key-value heads cannot be divided among {ranks} ranks"
+        yield problem(subject, text, f"set tensor_parallel_size to one of {possible}")
+
+
+def check_pair(target: str, draft: str) -> Iterator[Finding]:
+    """Whether both number the same tokens the same way."""
+    try:
+        check_vocabularies(target, draft)
+    except CheckError as error:
+        yield problem("vocabulary", str(error), "drafts of another vocabulary are of no use")
+    else:
+        yield ok("vocabulary", "the same for target and draft")
+
+
+def _count(numbers: int) -> str:
+    for size, unit in ((10**9, "billion"), (10**6, "million")):
+        if numbers >= size:
+            return f"{numbers / size:.1f} {unit}"
+    return str(numbers)

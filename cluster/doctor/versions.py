@@ -1,0 +1,91 @@
+"""Python and libraries against what Paceline asks for, and against the lock file that it is tested with."""
+
+from __future__ import annotations
+
+import platform
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from cluster.config import CHECKOUT
+from cluster.doctor.finding import Finding, ok, problem, warning
+
+SUBJECT = "versions"
+TELLING = ("torch", "transformers", "ray", "grpcio", "protobuf", "tokenizers")
+"""Packages of which another version than the locked one may change what is computed or spoken."""
+
+
+def check_python(wanted: str, found: str) -> Iterator[Finding]:
+    """Whether this Python is one that Paceline runs on."""
+    if Version(found) in SpecifierSet(wanted):
+        yield ok("python", found)
+    else:
+        yield problem("python", f"{found}, but Paceline needs {wanted}", "install such a Python and run `make setup`")
+
+
+def check_packages(wanted: Iterable[Requirement], installed: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Whether everything needed is there, in a version that is allowed."""
+    fix = "run `make setup`, or pip install -r requirements.lock"
+    sound = True
+    for need in wanted:
+        found = installed(need.name)
+        if found is None:
+            yield problem(SUBJECT, f"{need.name} is not installed", fix)
+        elif not need.specifier.contains(found, prereleases=True):
+            yield problem(SUBJECT, f"{need.name} is {found}, but Paceline needs {need.specifier}", fix)
+        else:
+            continue
+        sound = False
+    if sound:
+        yield ok(SUBJECT, ", ".join(f"{name} {installed(name)}" for name in TELLING))
+
+
+def check_lock(locked: Mapping[str, str], installed: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Whether the telling packages are those that the tests ran with; builds (``+cu126``) may differ."""
+    for name in TELLING:
+        found, tested = installed(name), locked.get(name)
+        if found and tested and Version(found).public != Version(tested).public:
+            text = f"{name} is {found}, tested is {tested}"
+            yield warning(SUBJECT, text, f"pip install {name}=={tested}, or run the tests with yours")
+
+
+def installed_version(name: str) -> str | None:
+    """Of a package in this environment; None if it is not there."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check(folder: Path = CHECKOUT) -> Iterator[Finding]:
+    """All of the above, for this environment and the Paceline in ``folder``."""
+    python, wanted = requirements(folder)
+    yield from check_python(python, platform.python_version())
+    yield from check_packages(wanted, installed_version)
+    yield from check_lock(locked_versions(folder), installed_version)
+
+
+def requirements(folder: Path) -> tuple[str, list[Requirement]]:
+    """What Paceline asks for: of the checkout, else of the installed distribution."""
+    try:
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        python, texts = project["requires-python"], project["dependencies"]
+    except OSError:
+        described = metadata.metadata("paceline")
+        python, texts = described["Requires-Python"], metadata.requires("paceline") or []
+    return python, [need for need in map(Requirement, texts) if need.marker is None]
+
+
+def locked_versions(folder: Path) -> dict[str, str]:
+    """By package; empty where there is no lock file."""
+    try:
+        lines = (folder / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {match[1]: match[2] for line in lines if (match := re.match(r"([\w.-]+)==([^\s;]+)", line))}

@@ -1,0 +1,154 @@
+"""Workers as a router meets them: reachable, who they say they are, and how far away.
+
+A round trip is what opening a TCP connection takes: the network's share of the way, whatever the worker computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.doctor.finding import Finding, ok, problem, warning
+from speculation.events import Role
+from speculation.messages import FromWorker, Welcome
+from transport.address import parse
+from transport.client import WorkerConnection
+from transport.codec import MalformedMessage
+
+TRIPS = 20
+"""How often a round trip is measured."""
+CONNECT_SECONDS = 3.0
+WELCOME_SECONDS = 5.0
+UNEVEN = 10.0
+"""A worst round trip of so many times the median is worth a word, if it is also :data:`LONG_SECONDS`."""
+LONG_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What meeting one worker came to."""
+
+    role: Role
+    address: str
+    unreachable: str = ""
+    """Why no connection could be opened."""
+    welcome: Welcome | None = None
+    trips: Sequence[float] = ()
+    """Seconds."""
+
+    @property
+    def subject(self) -> str:
+        """For the report."""
+        return f"{self.role} {self.address}"
+
+    @property
+    def trip(self) -> float:
+        """The median, in seconds."""
+        return statistics.median(self.trips)
+
+
+@dataclass(slots=True)
+class _Greeting:
+    """Hears a worker introduce itself."""
+
+    welcome: asyncio.Future[Welcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def up(self, welcome: Welcome) -> None:
+        if not self.welcome.done():
+            self.welcome.set_result(welcome)
+
+    def received(self, message: FromWorker) -> None:
+        """Loads, which say nothing about a fault."""
+
+    def malformed(self, error: MalformedMessage) -> None:
+        """Dropped by the connection."""
+
+    def down(self, why: str) -> None:
+        """It is tried again until time is up."""
+
+
+async def meet_all(addresses: Mapping[Role, Iterable[str]]) -> list[Met]:
+    """Meet all workers at once."""
+    return list(await asyncio.gather(*(meet(role, one) for role, listed in addresses.items() for one in listed)))
+
+
+async def meet(role: Role, address: str) -> Met:
+    """Connect to a worker as a router does; raises :class:`transport.address.AddressError` for no address."""
+    try:
+        trips = [await _trip(*parse(address)) for _ in range(TRIPS)]
+    except TimeoutError:
+        return Met(role, address, f"no answer within {CONNECT_SECONDS:.0f} s")
+    except OSError as error:
+        return Met(role, address, error.strerror or str(error))
+    return Met(role, address, welcome=await _welcome(role, address), trips=trips)
+
+
+def judge(met: Sequence[Met]) -> Iterator[Finding]:
+    """What is wrong with the workers, each alone and all together."""
+    for worker in met:
+        yield from _judge_one(worker)
+    known = [(worker, worker.welcome) for worker in met if worker.welcome is not None]
+    targets = [welcome for worker, welcome in known if worker.role is Role.TARGET]
+    if met and not targets:
+        yield problem(
+            "targets", "no target worker answers", "start one: `paceline worker target --model ... --listen ...`"
+        )
+    for worker, welcome in known:
+        if worker.role is Role.DRAFT and targets and not any(_same_tokens(welcome, target) for target in targets):
+            text = f"the tokenizer of {welcome.model} is that of no target"
+            yield problem(worker.subject, text, "choose a draft model with the target's tokenizer")
+    for plain in sorted({welcome.model for welcome in targets if not welcome.speculates}):
+        yield warning("targets", f"{plain} cannot speculate", "drafters are of no use to it; leave them out")
+
+
+def _judge_one(worker: Met) -> Iterator[Finding]:
+    welcome = worker.welcome
+    if worker.unreachable:
+        yield problem(worker.subject, worker.unreachable, "start the worker, or open the way to it (firewall, policy)")
+    elif welcome is None:
+        text = "takes connections but does not introduce itself"
+        fix = "use the same security settings here and there, and restart it if it hangs"
+        yield problem(worker.subject, text, fix)
+    elif welcome.role != worker.role.value:
+        yield problem(worker.subject, f"is a {welcome.role} worker", f"list it as --{welcome.role}")
+    else:
+        worst = max(worker.trips)
+        trip = f"round trip {1000 * worker.trip:.2f} ms, worst of {len(worker.trips)} {1000 * worst:.2f} ms"
+        if worst > LONG_SECONDS and worst > UNEVEN * worker.trip:
+            yield warning(worker.subject, f"{trip}: uneven", "look for a busy link or an overloaded machine")
+        else:
+            yield ok(worker.subject, f"{welcome.model} in {welcome.dtype}, {trip}")
+
+
+def _same_tokens(one: Welcome, other: Welcome) -> bool:
+    return 0 in (one.tokenizer, other.tokenizer) or one.tokenizer == other.tokenizer
+
+
+async def _trip(host: str, port: int) -> float:
+    """Seconds to open a connection."""
+    started = time.perf_counter()
+    async with asyncio.timeout(CONNECT_SECONDS):
+        _, writer = await asyncio.open_connection(host, port)
+    seconds = time.perf_counter() - started
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return seconds
+
+
+async def _welcome(role: Role, address: str) -> Welcome | None:
+    """How the worker introduces itself, if it does in time."""
+    greeting = _Greeting()
+    connection = asyncio.create_task(WorkerConnection(address, role.value, greeting).run())
+    try:
+        async with asyncio.timeout(WELCOME_SECONDS):
+            return await greeting.welcome
+    except TimeoutError:
+        return None
+    finally:
+        connection.cancel()
+        await asyncio.gather(connection, return_exceptions=True)

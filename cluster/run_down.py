@@ -1,0 +1,35 @@
+"""``paceline down``: remove what ``paceline up --detach`` left running on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+
+from cluster.console import CommandError, say, stages
+from cluster.flags import BAD_INPUT, add_file, add_setting, configuration
+
+ABOUT = "remove Paceline from a Ray cluster, after `paceline up --detach`"
+DETAILS = """\
+Ends its workers and routers. Ray itself, and what else is served there, stay.
+
+  paceline down --address auto
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
+    add_setting(parser, "--address", "ray.address")
+    add_file(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove it."""
+    config = configuration(args)
+    if config.ray.address == "local":
+        raise CommandError("give the Ray cluster: --address auto or --address HOST:PORT", BAD_INPUT)
+    from cluster.ray_cluster import remove
+
+    with stages() as report:
+        report(f"removing Paceline from Ray at {config.ray.address}")
+        remove(config)
+    say(f"Paceline is removed from Ray at {config.ray.address}")
+    return 0
