@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ async def meet(role: Role, address: str) -> Met:
     except TimeoutError:
         return Met(role, address, f"no answer within {CONNECT_SECONDS:.0f} s")
     except OSError as error:
-        return Met(role, address, error.strerror or str(error))
+        return Met(role, address, os.strerror(error.errno) if error.errno else str(error))
     return Met(role, address, welcome=await _welcome(role, address), trips=trips)
 
 

@@ -115,7 +115,7 @@ def test_different_vocabularies_are_refused_before_anything_starts(other_vocabul
         (["up", "--host", "0.0.0.0"], 2, "there is no authentication"),
         (["router", "--target", "127.0.0.1:7001", "--host", "192.0.2.1"], 2, "--allow-remote"),
         (["router", "--target", "somewhere"], 2, "'somewhere' is not HOST:PORT"),
-        (["router"], 2, "required: --target"),
+        (["router"], 2, "give --target HOST:PORT, at least once, or --workers FILE"),
         (["up", "--backend", "local", "--router-replicas", "2"], 2, "the local backend runs one router"),
         (["up", "--prot", "1"], 2, "unknown argument '--prot', did you mean --port?"),
         (["worker", "draft", "--modle", "x"], 2, "did you mean --model?"),
