@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.config import Config, ConfigError
+from cluster.config import Config
 from cluster.console import CommandError, say, stages
 from cluster.doctor.finding import Finding, Level, ok, problem
 from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_setting, configuration
+from cluster.settings import ConfigError
 from cluster.worker_list import WorkerListError, read_list
 from speculation.events import Role
 from transport.address import parse

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import NO_QUANTIZATION, Config, DraftConfig, TargetConfig
+from cluster.config import NO_QUANTIZATION, Config, DraftConfig, Pool, TargetConfig
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
 from engine.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
@@ -44,7 +44,10 @@ class Devices:
 class Need:
     """Memory of one rank of a worker, in bytes."""
 
-    role: str
+    pool: str
+    """For people."""
+    path: str
+    """Where its settings stand in the configuration."""
     ranks: int
     """Of all workers of the pool together."""
     weights: int
@@ -73,7 +76,7 @@ def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
     elif devices.driver:
         text = f"there is an NVIDIA driver, but PyTorch, built for CUDA {devices.cuda}, sees no GPU"
         yield problem("gpu", text, "update the driver for that CUDA, or give the container its GPUs; see nvidia-smi")
-    elif any(_wants_gpu(pool) for _, pool, _ in _pools(config)):
+    elif any(_wants_gpu(pool.settings) for pool in _pools(config)):
         yield problem("gpu", "the configuration asks for GPUs and there is none", "set gpus to 0 and device to auto")
     else:
         yield ok("gpu", "none; the CPU computes")
@@ -95,10 +98,10 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
     for need in needs:
         each = need.weights + need.cache
         large = [gpu for gpu in devices.gpus if CUDA_SHARE * gpu.memory >= each]
-        text = f"a rank of the {need.role} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
+        text = f"a rank of {need.pool} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
         if not large:
             most = max(gpu.memory for gpu in devices.gpus) / GIB
-            fix = f"raise {need.role}.tensor_parallel_size, quantise, or lower {need.role}.cache_tokens"
+            fix = f"raise {need.path}.tensor_parallel_size, quantise, or lower {need.path}.cache_tokens"
             yield problem("memory", f"{text}, the largest GPU has {most:.1f}", fix)
         elif len(large) < need.ranks:
             fix = "lower replicas or tensor_parallel_size, unless they are meant to share a GPU"
@@ -109,7 +112,8 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
 
 def needs(config: Config, devices: Devices) -> Iterator[Need]:
     """What the pools ask for, as far as their models are folders that can be read."""
-    for role, pool, replicas in _pools(config):
+    for named in _pools(config):
+        pool = named.settings
         try:
             text_config = read_config(pool.model).get_text_config(decoder=True)
             weights = read_weights(Path(pool.model).expanduser())
@@ -122,7 +126,7 @@ def needs(config: Config, devices: Devices) -> Iterator[Need]:
         context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
         cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
         ranks = pool.tensor_parallel_size
-        yield Need(role, replicas * ranks, weights.loaded_bytes(stored) // ranks, cache // ranks)
+        yield Need(str(named), named.path, pool.replicas * ranks, weights.loaded_bytes(stored) // ranks, cache // ranks)
 
 
 def check(config: Config) -> Iterator[Finding]:
@@ -132,12 +136,8 @@ def check(config: Config) -> Iterator[Finding]:
     yield from check_memory(needs(config, devices), devices)
 
 
-def _pools(config: Config) -> list[tuple[str, TargetConfig | DraftConfig, int]]:
-    pools: list[tuple[str, TargetConfig | DraftConfig, int]] = [
-        ("target", config.target, config.target.replicas),
-        ("draft", config.draft, config.drafts),
-    ]
-    return [entry for entry in pools if entry[2]]
+def _pools(config: Config) -> list[Pool]:
+    return [pool for pool in config.pools() if pool.settings.replicas]
 
 
 def _wants_gpu(pool: TargetConfig | DraftConfig) -> bool:

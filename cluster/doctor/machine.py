@@ -40,9 +40,9 @@ def room_of(folder: Path) -> Room | None:
 
 def check_threads(config: Config, cores: int) -> Iterator[Finding]:
     """Whether workers of this machine ask for more threads than it has cores."""
-    pools = ((config.target, config.target.replicas), (config.draft, config.drafts))
-    asked = sum(replicas * pool.tensor_parallel_size * chosen_threads(pool) for pool, replicas in pools)
-    chosen = any(isinstance(pool.threads, int) for pool, replicas in pools if replicas)
+    pools = [pool.settings for pool in config.pools() if pool.settings.replicas]
+    asked = sum(pool.replicas * pool.tensor_parallel_size * chosen_threads(pool) for pool in pools)
+    chosen = any(isinstance(pool.threads, int) for pool in pools)
     if chosen and asked > cores:
         text = f"workers here compute with {asked} threads, but there are {cores} cores"
         yield warning("cores", text, "lower target.threads or draft.threads, or leave them at auto")

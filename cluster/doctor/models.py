@@ -11,16 +11,19 @@ from cluster.config import Config, DraftConfig, TargetConfig
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
 from engine.loader import ModelError, read_config
+from speculation.events import Role
 
 COPY_AGAIN = "copy the model folder again, or download it again"
 
 
 def check(config: Config) -> Iterator[Finding]:
     """The models of all pools that are folders here; those that are hub ids are only named."""
-    yield from check_folder("target model", config.target)
-    if config.drafts:
-        yield from check_folder("draft model", config.draft)
-        yield from check_pair(config.target.model, config.draft.model)
+    pools = [pool for pool in config.pools() if pool.settings.replicas or pool.role is Role.TARGET]
+    targets = {pool.model: pool.settings.model for pool in pools if pool.role is Role.TARGET}
+    for pool in pools:
+        yield from check_folder(f"model of {pool}", pool.settings)
+        if pool.role is Role.DRAFT:
+            yield from check_pair(f"vocabulary of {pool}", targets[pool.model], pool.settings.model)
 
 
 def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Finding]:
@@ -59,14 +62,14 @@ def check_ranks(subject: str, text_config: Any, ranks: int) -> Iterator[Finding]
         yield problem(subject, text, f"set tensor_parallel_size to one of {possible}")
 
 
-def check_pair(target: str, draft: str) -> Iterator[Finding]:
+def check_pair(subject: str, target: str, draft: str) -> Iterator[Finding]:
     """Whether both number the same tokens the same way."""
     try:
         check_vocabularies(target, draft)
     except CheckError as error:
-        yield problem("vocabulary", str(error), "drafts of another vocabulary are of no use")
+        yield problem(subject, str(error), "drafts of another vocabulary are of no use")
     else:
-        yield ok("vocabulary", "the same for target and draft")
+        yield ok(subject, "that of the target")
 
 
 def _count(numbers: int) -> str:

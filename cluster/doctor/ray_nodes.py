@@ -13,7 +13,7 @@ from cluster.config import Config
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
-from cluster.placement import APPLICATION, DEPLOYMENTS, GPU_CLASS, Node, lacking, needs
+from cluster.placement import APPLICATION, GPU_CLASS, Node, lacking, needs
 from speculation.events import Role
 
 ANSWER_SECONDS = 60.0
@@ -36,7 +36,7 @@ class Seen:
 
 def check_room(config: Config, nodes: Sequence[Seen]) -> Iterator[Finding]:
     """Whether every pool finds nodes with its label, and GPUs."""
-    reason = lacking(needs(config).values(), [node.room for node in nodes])
+    reason = lacking(needs(config), [node.room for node in nodes])
     classes = Counter(node.room.labels.get(GPU_CLASS, "none") for node in nodes)
     listed = ", ".join(f"{count} x {name}" for name, count in sorted(classes.items()))
     gpus = sum(node.room.gpus for node in nodes)
@@ -95,7 +95,7 @@ def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
-        yield from _application(addresses)
+        yield from _application(config, addresses)
     finally:
         ray.shutdown()
 
@@ -105,8 +105,7 @@ def _nodes(config: Config) -> Iterator[Seen]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    models = [config.target.model] + ([config.draft.model] if config.drafts else [])
-    folders = [model for model in models if os.path.isdir(model)]
+    folders = sorted({pool.settings.model for pool in config.pools() if os.path.isdir(pool.settings.model)})
     ask = ray.remote(num_cpus=0, max_retries=0)(inspect)
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     there = {node["NodeID"]: NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive}
@@ -131,7 +130,7 @@ def _answered(node: Seen, answer: Any) -> Seen:
     return Seen(node.address, node.room, says, lacks=lacks)
 
 
-def _application(addresses: dict[Role, list[str]]) -> Iterator[Finding]:
+def _application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
     """How what is deployed there does, and where its workers listen."""
     from ray import serve
 
@@ -147,7 +146,7 @@ def _application(addresses: dict[Role, list[str]]) -> Iterator[Finding]:
         yield problem(
             "application", f"{status.status.value}: {' '.join(status.message.split())[:300]}", "see Ray's logs"
         )
-    for role in Role:
-        if DEPLOYMENTS[role.value] in status.deployments:
-            handle = serve.get_deployment_handle(DEPLOYMENTS[role.value], APPLICATION)
-            addresses.setdefault(role, []).extend(handle.broadcast(ENDPOINT).results(timeout_s=10.0))
+    for pool in config.pools():
+        if pool.deployment in status.deployments:
+            handle = serve.get_deployment_handle(pool.deployment, APPLICATION)
+            addresses.setdefault(pool.role, []).extend(handle.broadcast(ENDPOINT).results(timeout_s=10.0))

@@ -37,7 +37,7 @@ def test_up_stays_until_down(nodes, tmp_path):
 
     started = run(*up, "--detach", timeout=90)
     assert started.returncode == 0, started.stderr
-    assert f"`paceline down --address {nodes.address}` removes it." in started.stdout
+    assert f"`paceline down --address {nodes.address}` ends it." in started.stdout
 
     looked = run("doctor", "--config", str(file), *where, "--url", url, "--json", timeout=60)
     found = {finding["subject"].split(":")[0]: finding for finding in json.loads(looked.stdout)}

@@ -61,7 +61,16 @@ async def test_workers_of_the_other_role_mute_and_missing(monkeypatch):
 
 def test_the_doctor_looks_at_this_machine_without_arguments():
     found = findings(run("doctor", "--json", "--set", f"router.port={free_port()}"))
-    assert {"python", "versions", "target model", "draft model", "vocabulary", "gpu", "memory", "port"} <= found.keys()
+    assert {
+        "python",
+        "versions",
+        "model of target",
+        "model of draft",
+        "vocabulary of draft",
+        "gpu",
+        "memory",
+        "port",
+    } <= found.keys()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_the_doctor_looks_at_this_machine_without_arguments():
         (["--set", "target.replicas=x"], ["configuration: --set: target.replicas must be a whole number"]),
         (
             ["--set", "target.model=/nowhere", "--address", "127.0.0.1:1"],
-            ["target model: model /nowhere: no such", "ray: no Ray cluster at 127.0.0.1:1 (Connection refused)"],
+            ["model of target: model /nowhere: no such", "ray: no Ray cluster at 127.0.0.1:1 (Connection refused)"],
         ),
     ],
 )
@@ -90,7 +99,7 @@ def test_the_doctor_says_what_is_wrong_and_goes_on(arguments, words):
         (["doctor", "--acceptance", "2"], "--acceptance 2: must be above 0 and at most 1"),
         (["router", "--workers", "/nowhere"], "--workers /nowhere: cannot be read"),
         (["router", "--workers", "x", "--target", "127.0.0.1:1"], "either --workers or --target"),
-        (["up", "--detach"], "--detach needs a running Ray cluster"),
+        (["up", "--detach"], "--detach leaves the application on a running Ray cluster"),
         (["down"], "give the Ray cluster"),
         (["down", "--address", "127.0.0.1:1"], "no Ray cluster at 127.0.0.1:1"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from cluster.completion import Tally
-from cluster.config import Config, DraftConfig, RouterConfig, TargetConfig
+from cluster.config import Config, DraftConfig, ModelConfig, RouterConfig, TargetConfig
 from cluster.doctor import certificates, devices, distance, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
 from cluster.doctor.weights import WeightsError, read_weights
@@ -141,14 +141,36 @@ def test_heads_that_cannot_be_divided(model):
     assert "2 key-value heads cannot be divided among 3 ranks; set tensor_parallel_size to one of 1, 2" in said
 
 
+def test_every_pool_of_several_models(model):
+    spoilt = {
+        "big": DraftConfig(model=DRAFT, tensor_parallel_size=5),
+        "none": DraftConfig(model="/nowhere", replicas=0),
+    }
+    config = Config(
+        models={
+            "one": ModelConfig(TargetConfig(model=TARGET), {"small": DraftConfig(model=str(model))}),
+            "two": ModelConfig(TargetConfig(model=TARGET), spoilt),
+        }
+    )
+    lines = list(map(str, models.check(config)))
+    assert [line.split(": ")[0].split(maxsplit=1) for line in lines] == [
+        ["ok", "model of target of one"],
+        ["ok", "model of draft small of one"],
+        ["ok", "vocabulary of draft small of one"],
+        ["ok", "model of target of two"],
+        ["problem", "model of draft big of two"],
+        ["ok", "vocabulary of draft big of two"],
+    ]
+
+
 def test_vocabularies_that_differ(model):
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     one, other = list(vocabulary)[300:302]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "different vocabularies" in only(models.check_pair(TARGET, str(model)))
-    assert only(models.check_pair(TARGET, DRAFT)).startswith("ok ")
+    assert "different vocabularies" in only(models.check_pair("vocabulary", TARGET, str(model)))
+    assert only(models.check_pair("vocabulary", TARGET, DRAFT)).startswith("ok ")
 
 
 # -- this machine ------------------------------------------------------------------------------------------------------
@@ -214,14 +236,14 @@ def test_driver_and_gpus(seen, config, words):
     ],
 )
 def test_memory(ranks, gpus, memory, level):
-    need = devices.Need("target", ranks, weights=20 * GIB, cache=15 * GIB)
+    need = devices.Need("target", "target", ranks, weights=20 * GIB, cache=15 * GIB)
     assert levels(devices.check_memory([need], devices.Devices(bool(gpus), None, gpus, memory))) == [level]
 
 
 def test_what_a_model_needs():
     config = Config(target=TargetConfig(dtype="fp32", tensor_parallel_size=2, replicas=3, cache_tokens=1000))
     target, draft = devices.needs(config, devices.Devices(False, None, [], GIB))
-    assert (target.role, target.ranks, draft.ranks) == ("target", 6, 1)
+    assert (target.pool, target.ranks, draft.ranks) == ("target", 6, 1)
     weights = read_weights(MODELS / "target")
     assert target.weights == weights.numbers * 4 // 2
     assert target.cache == 1000 * 6 * 2 * 4 * 32 * 4 // 2  # layers, keys and values, heads, their size, bytes; halved
