@@ -225,8 +225,6 @@ def _await_gone() -> None:
 
 def join(config: Config) -> None:
     """Start Ray or connect to the cluster. Raises :class:`cluster.console.CommandError`; ``ray.shutdown`` undoes it."""
-    import ray
-
     settings = config.ray
     options: dict[str, Any] = {}
     if settings.address == "local":
@@ -234,6 +232,8 @@ def join(config: Config) -> None:
         options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
     else:
         _check_reachable(settings.address)
+    import ray
+
     try:
         with _uninterrupted():
             ray.init(
@@ -252,10 +252,10 @@ def join(config: Config) -> None:
 
 def remove(config: Config) -> None:
     """Remove the application from a running cluster, and Serve with it when nothing else is served there."""
+    join(config)
     import ray
     from ray import serve
 
-    join(config)
     try:
         if APPLICATION not in serve.status().applications:
             raise CommandError(f"no Paceline is deployed at {config.ray.address}", FAILED)
