@@ -108,7 +108,7 @@ def _certificates(config: Config) -> Iterator[Finding]:
     if security is not None and security.certificate:
         from cluster.doctor import certificates
 
-        yield from certificates.check(Path(security.certificate), Path(security.key), Path(security.authority))
+        yield from certificates.check_all(security.certificate, security.key, security.authority)
 
 
 def _workers(args: argparse.Namespace, listed: dict[Role, list[str]]) -> Iterator[Finding]:

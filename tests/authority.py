@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -32,13 +33,15 @@ def make_authority(now: datetime) -> Authority:
 
 
 def issue(
-    authority: Authority, begins: datetime, ends: datetime, *, client: bool = True
+    authority: Authority, begins: datetime, ends: datetime, *, names: Sequence[str] = ("router.paceline",)
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """A certificate for server auth, and client auth unless told otherwise."""
+    """A certificate for client auth, as a router has one."""
     key = ec.generate_private_key(ec.SECP256R1())
-    uses = [ExtendedKeyUsageOID.SERVER_AUTH] + ([ExtendedKeyUsageOID.CLIENT_AUTH] if client else [])
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = _builder(_name("test part"), authority.certificate.subject, key, begins, ends)
     builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(list(map(x509.DNSName, names))), critical=False)
     return builder.sign(authority.key, hashes.SHA256()), key
 
 

@@ -1,4 +1,7 @@
-"""Certificate, key and authority of the connections between our parts: there, matching, and valid for a while."""
+"""Certificate, key and authority of the connections between our parts: there, matching, and valid for a while.
+
+A certificate names the role of its holder among its DNS names: ``router.paceline``, ``target.paceline`` ...
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,27 @@ from cluster.doctor.finding import Finding, ok, problem, warning
 
 SUBJECT = "certificate"
 SOON = timedelta(days=14)
-USES = {ExtendedKeyUsageOID.SERVER_AUTH: "server auth", ExtendedKeyUsageOID.CLIENT_AUTH: "client auth"}
-"""What every part does: workers answer, routers connect, and both show their certificate."""
+SERVER, CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+USES = {"router": (CLIENT, "client auth"), "target": (SERVER, "server auth"), "draft": (SERVER, "server auth")}
+"""What a role does: workers answer, routers connect."""
+ROLE = "{role}"
+"""Stands in a path for the role of the process that reads the file."""
 
 
 class _Unreadable(Exception):
     """A file that does not hold what it should. One line."""
 
 
-def check(certificate: Path, key: Path, authority: Path, now: datetime | None = None) -> Iterator[Finding]:
+def check_all(certificate: str, key: str, authority: str) -> Iterator[Finding]:
+    """Those of all roles that are on this machine, where the paths name the role; else the one that they name."""
+    paths = (certificate, key, authority)
+    sets = [[Path(path.replace(ROLE, role)) for path in paths] for role in (USES if ROLE in certificate else ("",))]
+    for own, private, signer in [files for files in sets if files[0].exists()] or sets[:1]:
+        yield from check(own, private, signer, datetime.now(UTC))
+
+
+def check(certificate: Path, key: Path, authority: Path, now: datetime) -> Iterator[Finding]:
     """All that can be known of the three files without connecting anywhere."""
-    now = now or datetime.now(UTC)
     try:
         own, signer, private = _read_certificate(certificate), _read_certificate(authority), _read_key(key)
     except _Unreadable as error:
@@ -60,13 +73,28 @@ def _validity(file: Path, certificate: x509.Certificate, now: datetime) -> Itera
 
 
 def _uses(file: Path, certificate: x509.Certificate) -> Iterator[Finding]:
+    """Whether it names a role, and may be used for what that does."""
+    names = _dns_names(certificate)
+    roles = [role for role in USES if f"{role}.paceline" in names]
+    if not roles:
+        text = f"{file} names {', '.join(names) or 'nobody'}, and so no role"
+        yield problem(SUBJECT, text, f"issue it for one of {', '.join(f'{role}.paceline' for role in USES)}")
     try:
         allowed = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
         return  # then it may be used for anything
-    for use, name in USES.items():
+    for role in roles:
+        use, name = USES[role]
         if use not in allowed:
-            yield problem(SUBJECT, f"{file} is not meant for {name}", "issue it for server auth and client auth")
+            yield problem(SUBJECT, f"{file} is for a {role} and not meant for {name}", f"issue it for {name}")
+
+
+def _dns_names(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return names.get_values_for_type(x509.DNSName)
 
 
 def _read_certificate(file: Path) -> x509.Certificate:

@@ -280,11 +280,25 @@ def test_a_sound_certificate(tmp_path, authorities):
         ({"now": NOW - timedelta(days=2)}, "valid only from 2029-12-31"),
         ({"signer": 1}, "was not issued by"),
         ({"other_key": True}, "is not the key of"),
-        ({"client": False}, "not meant for client auth"),
+        ({"names": ["target.paceline"]}, "is for a target and not meant for server auth"),
+        ({"names": ["llm.example.com"]}, "names llm.example.com, and so no role"),
+        ({"names": []}, "names nobody"),
     ],
 )
 def test_a_certificate_with_a_fault(tmp_path, authorities, options, words):
     assert words in only(certified(tmp_path, authorities, **options))
+
+
+def test_certificates_of_the_roles_on_this_machine(tmp_path):
+    now = datetime.now(UTC)
+    router = tmp_path / "router"
+    router.mkdir()
+    authority = make_authority(now)
+    write(router, *issue(authority, now, now + timedelta(days=50)), authority)
+    paths = [f"{tmp_path}/{{role}}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
+    assert "router/tls.crt" in only(certificates.check_all(*paths))
+    (router / "tls.crt").unlink()
+    assert f"cannot read {router}/tls.crt" in only(certificates.check_all(*paths))
 
 
 def test_certificate_files_that_are_missing_or_none(tmp_path, authorities):
