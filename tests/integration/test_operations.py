@@ -37,7 +37,7 @@ async def test_a_router_follows_its_list_and_tells_systemd(tmp_path, monkeypatch
                         await asyncio.sleep(0.01)
 
                 asked = ["doctor", "--workers", str(listed), "--url", url, "--target-step-ms", "30", "--json"]
-                found = findings(await asyncio.to_thread(run, *asked, timeout=60))
+                found = findings(await asyncio.to_thread(run, *asked, timeout=180))
                 assert "problem" not in {finding["level"] for finding in found.values()}, found
                 assert "round trip" in found[f"target {second.worker.address}"]["text"]
                 assert "times as fast as plain decoding" in found["distance"]["text"]
@@ -61,7 +61,7 @@ async def test_workers_of_the_other_role_mute_and_missing(monkeypatch):
 
 
 def test_the_doctor_looks_at_this_machine_without_arguments():
-    found = findings(run("doctor", "--json", "--set", f"router.port={free_port()}"))
+    found = findings(run("doctor", "--json", "--set", f"router.port={free_port()}", timeout=120))
     assert {
         "python",
         "versions",
@@ -85,7 +85,7 @@ def test_the_doctor_looks_at_this_machine_without_arguments():
     ],
 )
 def test_the_doctor_says_what_is_wrong_and_goes_on(arguments, words):
-    done = run("doctor", *arguments)
+    done = run("doctor", *arguments, timeout=120)
     assert done.returncode == 1
     for said in words:
         assert f"problem  {said}" in done.stdout
