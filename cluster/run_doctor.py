@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from cluster.config import Config
 from cluster.console import CommandError, say, stages
 from cluster.doctor.finding import Finding, Level, ok, problem
 from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_setting, configuration
+from cluster.security import identity, own_api_key
 from cluster.settings import ConfigError
 from cluster.worker_list import WorkerListError, read_list
 from speculation.events import Role
@@ -42,6 +44,8 @@ def add(parser: Parser) -> None:
         parser.add_argument(f"--{role}", action="append", default=[], metavar="HOST:PORT", help=about)
     parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers, as `paceline router` takes it")
     parser.add_argument("--url", metavar="URL", help="where Paceline serves HTTP; two short completions are run")
+    about = "sent there (default: the variable OPENAI_API_KEY, else the first key of security.api_keys)"
+    parser.add_argument("--api-key", metavar="KEY", help=about)
     add_setting(parser, "--address", "ray.address")
     distance = parser.add_argument_group("whether drafting pays at the measured distance")
     about = "a step of the target that computes one token; without it nothing is said"
@@ -98,27 +102,34 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
         yield "this machine", lambda: machine.check(config)
     if on_ray:
         yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed)
-    yield "workers", lambda: _workers(args, listed)
+    yield "workers", lambda: _workers(args, config, listed)
     if args.url:
-        yield args.url, lambda: endpoint.check(args.url)
+        yield args.url, lambda: endpoint.check(args.url, _api_key(args, config))
 
 
 def _certificates(config: Config) -> Iterator[Finding]:
-    security = getattr(config, "security", None)
-    if security is not None and security.certificate:
+    security = config.security
+    if security.certificate:
         from cluster.doctor import certificates
 
         yield from certificates.check_all(security.certificate, security.key, security.authority)
 
 
-def _workers(args: argparse.Namespace, listed: dict[Role, list[str]]) -> Iterator[Finding]:
+def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[Finding]:
     from cluster.doctor import distance, workers
 
-    met = asyncio.run(workers.meet_all(listed))
+    met = asyncio.run(workers.meet_all(listed, identity(config, "router") if any(listed.values()) else None))
     yield from workers.judge(met)
     if args.target_step_ms is not None:
         steps = distance.Steps(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
         yield from distance.judge(met, steps)
+
+
+def _api_key(args: argparse.Namespace, config: Config) -> str:
+    """From the flag, else the environment as other clients have it, else where the configuration says they are."""
+    if args.api_key is not None:
+        return str(args.api_key)
+    return os.environ.get("OPENAI_API_KEY", "") or own_api_key(config)
 
 
 def _guarded(name: str, check: Check) -> Iterator[Finding]:

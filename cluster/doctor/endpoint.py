@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from cluster.completion import Request, Tally, stream
+from cluster.completion import Request, Tally, bearer, stream
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 
@@ -15,11 +15,11 @@ TOKENS = 32
 ANSWER_SECONDS = 10.0
 
 
-def check(url: str) -> Iterator[Finding]:
+def check(url: str, api_key: str = "") -> Iterator[Finding]:
     """Models, one short streamed completion, and the same without drafts."""
     subject = f"http {url}"
     try:
-        models = _models(url)
+        models = _models(url, api_key)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         text = f"does not serve: {error or type(error).__name__}"
         yield problem(subject, text, "start Paceline, or give the address of its router with --url")
@@ -28,12 +28,12 @@ def check(url: str) -> Iterator[Finding]:
         yield problem(subject, "answers but serves no model", "no target worker is connected; check them with --target")
         return
     yield ok(subject, f"serves {', '.join(models)}")
-    yield from check_text(url, subject)
+    yield from check_text(url, subject, api_key)
 
 
-def check_text(url: str, subject: str) -> Iterator[Finding]:
+def check_text(url: str, subject: str, api_key: str = "") -> Iterator[Finding]:
     """Whether a completion streams, and drafting changes nothing of it."""
-    request = Request(PROMPT, TOKENS, temperature=0.8, seed=1)
+    request = Request(PROMPT, TOKENS, temperature=0.8, seed=1, api_key=api_key)
     drafted, plain = Tally(), Tally()
     try:
         for tally, speculate in ((drafted, True), (plain, False)):
@@ -60,8 +60,8 @@ def judge(subject: str, drafted: Tally, plain: Tally) -> Iterator[Finding]:
         yield ok(subject, text)
 
 
-def _models(url: str) -> list[str]:
+def _models(url: str, api_key: str) -> list[str]:
     with httpx.Client(trust_env=False, timeout=ANSWER_SECONDS) as client:
-        answer = client.get(f"{url.rstrip('/')}/v1/models")
+        answer = client.get(f"{url.rstrip('/')}/v1/models", headers=bearer(api_key))
         answer.raise_for_status()
         return [str(entry["id"]) for entry in answer.json()["data"]]

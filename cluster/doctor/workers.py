@@ -19,6 +19,7 @@ from speculation.messages import FromWorker, Welcome
 from transport.address import parse
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
+from transport.tls import Identity
 
 TRIPS = 20
 """How often a round trip is measured."""
@@ -72,12 +73,13 @@ class _Greeting:
         """It is tried again until time is up."""
 
 
-async def meet_all(addresses: Mapping[Role, Iterable[str]]) -> list[Met]:
-    """Meet all workers at once."""
-    return list(await asyncio.gather(*(meet(role, one) for role, listed in addresses.items() for one in listed)))
+async def meet_all(addresses: Mapping[Role, Iterable[str]], identity: Identity | None = None) -> list[Met]:
+    """Meet all workers at once, as a router of this identity."""
+    pairs = [(role, one) for role, listed in addresses.items() for one in listed]
+    return list(await asyncio.gather(*(meet(*pair, identity) for pair in pairs)))
 
 
-async def meet(role: Role, address: str) -> Met:
+async def meet(role: Role, address: str, identity: Identity | None = None) -> Met:
     """Connect to a worker as a router does; raises :class:`transport.address.AddressError` for no address."""
     try:
         trips = [await _trip(*parse(address)) for _ in range(TRIPS)]
@@ -85,7 +87,7 @@ async def meet(role: Role, address: str) -> Met:
         return Met(role, address, f"no answer within {CONNECT_SECONDS:.0f} s")
     except OSError as error:
         return Met(role, address, os.strerror(error.errno) if error.errno else str(error))
-    return Met(role, address, welcome=await _welcome(role, address), trips=trips)
+    return Met(role, address, welcome=await _welcome(role, address, identity), trips=trips)
 
 
 def judge(met: Sequence[Met]) -> Iterator[Finding]:
@@ -141,10 +143,10 @@ async def _trip(host: str, port: int) -> float:
     return seconds
 
 
-async def _welcome(role: Role, address: str) -> Welcome | None:
+async def _welcome(role: Role, address: str, identity: Identity | None) -> Welcome | None:
     """How the worker introduces itself, if it does in time."""
     greeting = _Greeting()
-    connection = asyncio.create_task(WorkerConnection(address, role.value, greeting).run())
+    connection = asyncio.create_task(WorkerConnection(address, role.value, greeting, identity=identity).run())
     try:
         async with asyncio.timeout(WELCOME_SECONDS):
             return await greeting.welcome
