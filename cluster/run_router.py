@@ -93,11 +93,11 @@ async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> 
             await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            model = router.dispatcher.model
-            assert model is not None
-            name = config.router.model_name or model.name
             directory.start(router.set_workers)
-            say(f"router ready on {router.address} (model {name}, context {model.context})")
+            models = router.dispatcher.models.values()
+            named = config.router.model_name if len(models) == 1 else ""
+            served = ", ".join(f"model {named or model.name}, context {model.context}" for model in models)
+            say(f"router ready on {router.address} ({served})")
             notify(READY)
             await stop
     except RouterError as error:

@@ -25,7 +25,7 @@ from cluster.security import check_worker_exposure, identity
 from cluster.serving import draft_settings, router_settings, target_settings
 from router.api import build_app
 from router.dispatch import Dispatcher
-from router.tokenizer import Tokenizer
+from router.tokenizers import Tokenizers
 from speculation.events import Role
 
 if TYPE_CHECKING:
@@ -113,13 +113,14 @@ class Router:
     """A router behind Serve's HTTP proxy."""
 
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Read the tokenizer and begin to look for workers."""
+        """Read the tokenizers and begin to look for workers."""
         settings = router_settings(config)
         self._settings = settings.api
-        source = config.router.tokenizer or config.pools()[0].settings.model
-        self._tokenizer = await asyncio.to_thread(Tokenizer.load, source)
+        self._tokenizers = Tokenizers(config.router.tokenizer)
+        for source in {config.router.tokenizer or p.settings.model for p in config.pools() if p.role is Role.TARGET}:
+            await self._tokenizers.read(source)
         self._dispatcher = Dispatcher(settings.limits, settings.identity)
-        self._model = config.pools()[0].model
+        self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
         self._directory = serve_directory(workers)
         self._directory.start(self._dispatcher.pool.set_workers)
         self._exporter = RayExporter(self._dispatcher.metrics.collect)
@@ -127,11 +128,12 @@ class Router:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's controller learns of its streams; see :mod:`cluster.autoscaling.serve_policy`."""
-        return figures(self._dispatcher.demand, self._model)
+        reports = [figures(self._dispatcher.demand(model), model) for model in self._models]
+        return {name: value for report in reports for name, value in report.items()}
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """The OpenAI-compatible API."""
-        return build_app(self._dispatcher, self._tokenizer, self._settings, self._dispatcher.metrics)
+        return build_app(self._dispatcher, self._tokenizers, self._settings, self._dispatcher.metrics)
 
     async def __del__(self) -> None:
         """Serve's call at a graceful end, after running requests have ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from engine.parallel.leader import Leader, Ranks
 from engine.parallel.plan import check_devices, check_split
 from engine.parallel.shards import splits_heads
 from engine.quantisation import NONE
+from engine.revision import revision_of
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
 from speculation.messages import Welcome
@@ -139,6 +141,7 @@ def _alone(settings: EngineSettings, model: Model, *, invariant: bool = True) ->
 def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:
     """What a worker with this model says of itself."""
     folder = Path(settings.model)
+    number_format = ", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights)))
     return Welcome(
         role=role,
         model=settings.name or folder.name,
@@ -146,7 +149,9 @@ def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:
         context=model.context,
         tokenizer=model.tokenizer_digest,
         instance=f"{os.getpid()}-{uuid.uuid4().hex[:8]}",
-        dtype=", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights))),
+        dtype=number_format,
         source=str(folder.resolve()) if folder.is_dir() else settings.model,
         speculates=not model.no_speculation,
+        revision=revision_of(settings.model, number_format),
+        started=time.time(),
     )

@@ -29,13 +29,14 @@ from router.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, w
 from router.auth import ApiKeys, RequireKey
 from router.choices import Chunk, run_choices
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
-from router.generation import GenerationError, Generator
+from router.generation import GenerationError, Generator, ServedModel
 from router.metrics import RouterMetrics
-from router.requests import ApiRequest, Offer, parse_chat, parse_completion
+from router.requests import ApiRequest, Offer, Offers, no_such_model, parse_chat, parse_completion
 from router.responses import Envelope, Json, Usage
 from router.snapshot import Snapshot
 from router.tally import Tally
-from router.tokenizer import Tokenizer
+from router.tokenizer import TokenizerError
+from router.tokenizers import Tokenizers
 from speculation.messages import FinishReason, Speculation
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ PARSED_INLINE_BYTES = 16 << 10
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that nobody receives (nginx's number); seen in access logs only."""
 
-Parse = Callable[[bytes, Offer, str], ApiRequest]
+Parse = Callable[[bytes, Offers, str], ApiRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class ApiSettings:
     """Bounds and names of the API."""
 
     model_name: str | None = None
-    """Public name of the model; by default the name its workers give it."""
+    """Public name of the model where there is one only; by default, and otherwise, the name its workers give it."""
     max_body_bytes: int = 4 << 20
     max_choices: int = 16
     """Prompts times ``n`` of one request."""
@@ -67,7 +68,7 @@ class ApiSettings:
 
 def build_app(
     generator: Generator,
-    tokenizer: Tokenizer,
+    tokenizers: Tokenizers,
     settings: ApiSettings | None = None,
     metrics: RouterMetrics | None = None,
 ) -> Starlette:
@@ -81,7 +82,7 @@ def build_app(
     middleware = [Middleware(RequestIds)]
     if settings.api_keys is not None:
         middleware.append(Middleware(RequireKey, settings.api_keys, metrics.tally.answered))
-    api = _Api(generator, tokenizer, settings, metrics)
+    api = _Api(generator, tokenizers, settings, metrics)
     return Starlette(
         routes=[
             Route("/v1/completions", api.completions, methods=["POST"]),
@@ -107,10 +108,10 @@ class _Api:
     """The endpoints."""
 
     def __init__(
-        self, generator: Generator, tokenizer: Tokenizer, settings: ApiSettings, metrics: RouterMetrics
+        self, generator: Generator, tokenizers: Tokenizers, settings: ApiSettings, metrics: RouterMetrics
     ) -> None:
         self._generator = generator
-        self._tokenizer = tokenizer
+        self._tokenizers = tokenizers
         self._settings = settings
         self._metrics = metrics
         self._tally = metrics.tally
@@ -123,16 +124,15 @@ class _Api:
         return await self._generate(request, parse_chat)
 
     async def models(self, _request: Request) -> Response:
-        """What is served now: one model, or none while no target worker is connected."""
-        data = [] if self._generator.model is None else [self._model_body()]
-        return _json({"object": "list", "data": data})
+        """What is served now: none while no target worker was connected."""
+        return _json({"object": "list", "data": [self._model_body(name) for name in self._named_models()]})
 
     async def model(self, request: Request) -> Response:
-        body = self._model_body()
         name = request.path_params["name"]
-        if name != body["id"]:
-            raise ApiError("model_not_found", f"there is no model {name!r}; this server has {body['id']!r}", "model")
-        return _json(body)
+        self._check_served()
+        if name not in self._named_models():
+            raise no_such_model(name, self._named_models())
+        return _json(self._model_body(name))
 
     async def health(self, _request: Request) -> Response:
         """200 as long as the process serves, whatever the workers do."""
@@ -151,22 +151,41 @@ class _Api:
         body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    def _offer(self) -> Offer:
-        model = self._generator.model
-        if model is None:
-            raise GenerationError("unavailable", "no target worker is connected; try again soon")
-        name = self._settings.model_name or model.name
-        return Offer(name, model, self._tokenizer, self._settings.max_choices, self._settings.speculation)
+    def _named_models(self) -> dict[str, ServedModel]:
+        """By public name."""
+        models = self._generator.models
+        if self._settings.model_name is not None and len(models) == 1:
+            return dict.fromkeys([self._settings.model_name], *models.values())
+        return dict(models)
 
-    def _model_body(self) -> Json:
-        offer = self._offer()
-        return responses.model_body(offer.name, self._started, offer.model.context)
+    def _check_served(self) -> None:
+        if not self._generator.models:
+            raise GenerationError("unavailable", "no target worker is connected; try again soon")
+
+    async def _offers(self) -> Offers:
+        """All models that can be asked for. One whose tokenizer cannot be read is none of them."""
+        self._check_served()
+        offers, why = {}, ""
+        for name, model in self._named_models().items():
+            try:
+                tokenizer = await self._tokenizers.of(model)
+            except TokenizerError as error:
+                why = f"cannot read the tokenizer of {name}: {error}"
+                log.error(why)
+                continue
+            offers[name] = Offer(name, model, tokenizer, self._settings.max_choices, self._settings.speculation)
+        if not offers:
+            raise GenerationError("unavailable", why)
+        return offers
+
+    def _model_body(self, name: str) -> Json:
+        return responses.model_body(name, self._started, self._named_models()[name].context)
 
     async def _generate(self, request: Request, parse: Parse) -> Response:
         arrived = self._tally.clock()
         body = await read_body(request, self._settings.max_body_bytes)
-        offer = self._offer()
-        arguments = (body, offer, request.state.request_id)
+        offers = await self._offers()
+        arguments = (body, offers, request.state.request_id)
         inline = len(body) <= PARSED_INLINE_BYTES
         parsed = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
@@ -178,8 +197,9 @@ class _Api:
             include_usage=parsed.include_usage,
             include_speculation=parsed.include_speculation,
         )
+        served = offers[parsed.model]
         chunks = self._tally.observed(
-            run_choices(parsed, self._generator, self._tokenizer), offer.model.name, len(parsed.generations), arrived
+            run_choices(parsed, self._generator, served.tokenizer), served.model.name, len(parsed.generations), arrived
         )
         usage = Usage(parsed.prompt_tokens, parsed.n)
         if parsed.stream:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+from router.choice import Wanted
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.metrics import RouterMetrics
-from router.pool import PoolEvents, WorkerPool
+from router.pool import PoolEvents, WorkerPool, outside_vocabulary
+from router.prefixes import blocks_of
 from router.session_log import SessionLog
 from router.snapshot import Snapshot, WorkerView
 from router.tally import SessionTally, Tally
@@ -26,6 +28,7 @@ from speculation.events import (
     Emit,
     Event,
     Fail,
+    FailureCode,
     Faulted,
     Finish,
     Lost,
@@ -91,9 +94,22 @@ class _Run:
     session: Session
     tally: SessionTally
     log: SessionLog
+    model: ServedModel | None
+    blocks: tuple[int, ...]
+    """Of the prompt; see :mod:`router.prefixes`."""
     items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
     timers: set[asyncio.TimerHandle] = field(default_factory=set)
-    opened_at: list[PeerId] = field(default_factory=list)
+    at: dict[Role, PeerId] = field(default_factory=dict)
+    """Where it was last opened."""
+    revision: int | None = None
+    """That the text began with. Another would go on with another text."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What it needs of a worker now."""
+        name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
+        tokens = self.session.prompt_length + len(self.session.output)
+        return Wanted(name, tokenizer, self.revision, tokens, self.blocks)
 
 
 class Dispatcher:
@@ -116,26 +132,21 @@ class Dispatcher:
         """Set once a first target worker was up."""
 
     @property
-    def model(self) -> ServedModel | None:
-        """The served model; known from the first target's welcome on."""
-        known = self.pool.model
-        return ServedModel(known.model, known.vocabulary, known.context, known.tokenizer) if known else None
+    def models(self) -> Mapping[str, ServedModel]:
+        """The served models by name; known from the first welcome of a target on."""
+        return self.pool.models()
 
     @property
     def running(self) -> int:
         """Sessions under way."""
         return len(self._runs)
 
-    @property
-    def demand(self) -> RouterDemand:
-        """What whoever decides how many workers there are should know."""
-        sessions = [run.session for run in self._runs.values()]
-        speculates = self.pool.model is not None and self.pool.model.speculates
-        return RouterDemand(
-            streams=len(sessions),
-            undrafted=sum(session.undrafted for session in sessions) if speculates else 0,
-            resting=sum(session.resting for session in sessions),
-        )
+    def demand(self, model: str = "") -> RouterDemand:
+        """What whoever decides how many workers there are should know of one model, or of all."""
+        runs = [run for run in self._runs.values() if not model or (run.model and run.model.name == model)]
+        undrafted = [run for run in runs if run.session.undrafted and self.pool.speculates(run.at.get(Role.TARGET))]
+        resting = sum(run.session.resting for run in runs)
+        return RouterDemand(streams=len(runs), undrafted=len(undrafted), resting=resting)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
         """Decode; see :class:`router.generation.Generator`."""
@@ -151,9 +162,10 @@ class Dispatcher:
             self._limits.session,
             generation.priority,
         )
-        model = self.model.name if self.model else ""
-        tally = self.metrics.tally.session(model, len(generation.prompt))
-        run = self._runs[number] = _Run(session, tally, SessionLog(log, number, generation.request_id))
+        model = generation.model or next(iter(self.models.values()), None)
+        tally = self.metrics.tally.session(model.name if model else "", len(generation.prompt))
+        session_log = SessionLog(log, number, generation.request_id)
+        run = self._runs[number] = _Run(session, tally, session_log, model, blocks_of(generation.prompt))
         self.totals.sessions += 1
         try:
             self._handle(run, Start())
@@ -168,8 +180,6 @@ class Dispatcher:
             self._handle(run, Stop())
             for timer in run.timers:
                 timer.cancel()
-            for peer in run.opened_at:
-                self.pool.count(peer, -1)
             self._add_up(run)
             del self._runs[number]
 
@@ -217,6 +227,8 @@ class Dispatcher:
         run = self._runs.get(message.session)
         if run is None:
             self.totals.stale += 1
+        elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
+            self._malformed(peer, wrong)
         else:
             if isinstance(message, Verification) and message.lead is not None:
                 run.tally.leads(message.lead)
@@ -238,11 +250,13 @@ class Dispatcher:
     def _perform(self, run: _Run, effect: Effect) -> None:
         match effect:
             case Place(role=role, avoid=avoid):
-                self._handle(run, Placed(role, self.pool.choose(role, avoid)))
+                chosen = self.pool.choose(role, avoid, run.wanted, run.at.get(Role.TARGET))
+                self._handle(run, Placed(role, chosen))
             case Send(peer=peer, message=message):
-                self._count(run, peer, message)
+                self._note(run, peer, message)
                 self.pool.send(peer, message)
             case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached):
+                self._learn(run, accepted, offered)
                 self.totals.committed += len(tokens)
                 self.totals.accepted += accepted
                 self.totals.offered += offered
@@ -255,21 +269,43 @@ class Dispatcher:
                     run.items.put_nowait(Ended(reason, run.session.reopened))
             case Fail(code=code, message=message):
                 self.totals.failed += 1
-                run.log.warning("failed (%s): %s", code.value, message)
-                run.items.put_nowait(GenerationError(code.value, message))
+                why = self._why(run, code, message)
+                run.log.warning("failed (%s): %s", code.value, why)
+                run.items.put_nowait(GenerationError(code.value, why))
             case _:
                 assert_never(effect)
 
-    def _count(self, run: _Run, peer: PeerId, message: ToWorker) -> None:
-        """Keep the pool's count of sessions per worker."""
+    def _note(self, run: _Run, peer: PeerId, message: ToWorker) -> None:
+        """Keep the pool's account of sessions per worker."""
         if isinstance(message, Open):
-            run.tally.opened(peer, self.pool.peers[peer].role)
+            self.pool.opened(peer, message, run.blocks)
+            known = self.pool.peers.get(peer)
+            if known is not None:
+                run.at[known.role] = peer
+                run.tally.opened(peer, known.role)
             run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
-            run.opened_at.append(peer)
-            self.pool.count(peer, 1)
-        elif isinstance(message, Close) and peer in run.opened_at:
-            run.opened_at.remove(peer)
-            self.pool.count(peer, -1)
+        elif isinstance(message, Close):
+            self.pool.closed(peer, message.session)
+
+    def _learn(self, run: _Run, accepted: int, offered: int) -> None:
+        """What a step of a session says about its workers."""
+        target = run.at[Role.TARGET]
+        known = self.pool.peers.get(target)
+        if run.revision is None and known is not None and known.welcome is not None:
+            run.revision = known.welcome.revision
+        if offered and Role.DRAFT in run.at:
+            self.pool.drafted(target, run.at[Role.DRAFT], accepted, offered)
+
+    def _why(self, run: _Run, code: FailureCode, message: str) -> str:
+        """The reason of a failure, with what the session itself cannot know."""
+        if code is not FailureCode.UNAVAILABLE or run.model is None:
+            return message
+        if run.revision is not None and self.pool.revisions(run.model.name) - {run.revision}:
+            return (
+                f"model {run.model.name} was replaced by another revision and no target worker of the one that began "
+                "this text is left; it would not go on with the same text, so ask again"
+            )
+        return f"{message} for model {run.model.name}"
 
     def _set_timer(self, run: _Run, at: float) -> None:
         def fire() -> None:

@@ -5,7 +5,7 @@ The API speaks text and OpenAI's JSON; the router speaks tokens and sessions. Th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,8 @@ class Generation:
     request_id: str = ""
     priority: int = 0
     """The lower, the sooner it is served where not all can be."""
+    model: ServedModel | None = None
+    """Which of the served models; None: the only one, or any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,15 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model behind the router, as its target workers describe it."""
+    """A model behind the router, as its target workers describe it."""
 
     name: str
     vocabulary: int
     context: int
     tokenizer: int
+    """Digest of the tokenizer; 0: unknown."""
+    source: str = ""
+    """Folder or hub id it was read from."""
 
 
 class GenerationError(Exception):
@@ -70,8 +75,8 @@ class Generator(Protocol):
     """What the API needs of a router. ``router.dispatch`` implements it; tests fake it."""
 
     @property
-    def model(self) -> ServedModel | None:
-        """The served model, or None while no target worker is connected."""
+    def models(self) -> Mapping[str, ServedModel]:
+        """The served models by name; none while no target worker was ever connected."""
         ...
 
     def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:

@@ -1,10 +1,7 @@
-"""The workers a router knows, and the choice among them.
+"""The workers a router knows: which are up, what they run, how busy and how far they are.
 
-Knows which are up, what they run and how busy they are; decides where a session goes: filter (up, right model, not to
-be avoided), score (fewest sessions), pick (at random among equals). Knows nothing about sessions but their number.
-
-Messages that no worker of the served model should send are reported as malformed, like those that cannot be read. What
-follows from that for a session is the session's business; a worker is used on.
+Gathers what :mod:`router.choice` decides by. Targets of one name serve one model; drafters serve every model with their
+tokenizer. Knows of sessions only how many it has where, and how long they are.
 """
 
 from __future__ import annotations
@@ -13,17 +10,25 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from router.choice import Candidate, Wanted, choose_drafter, choose_target, revision_ages, same_tokenizer
+from router.generation import ServedModel
+from router.prefixes import Prefixes
+from router.record import AcceptanceRecord
 from speculation.events import PeerId, Role
-from speculation.messages import FromWorker, Load, Proposal, ToWorker, Welcome
+from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Welcome
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
+
+FORGET_SECONDS = 300.0
+"""How long a model is served on whose last target has left the list of workers: it may come back."""
 
 
 @dataclass(slots=True)
@@ -59,12 +64,20 @@ class Peer:
     pool: WorkerPool
     welcome: Welcome | None = None
     """None while it is down."""
+    described: Welcome | None = None
+    """As it last introduced itself, also while it is down."""
     load: Load = Load()
-    sessions: int = 0
-    """Sessions this router has open there."""
+    opened: dict[SessionId, int] = field(default_factory=dict)
+    """Sessions this router has open there, with the tokens it was sent for them and has not answered yet."""
+    prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
     removed: bool = False
+
+    @property
+    def sessions(self) -> int:
+        """Sessions this router has open there."""
+        return len(self.opened)
 
     def up(self, welcome: Welcome) -> None:
         """The worker introduced itself."""
@@ -81,10 +94,12 @@ class Peer:
         match message:
             case Load():
                 self.load = message
-            case Proposal() if (worst := highest_token(message)) >= self.pool.vocabulary:
-                why = f"token {worst} is outside the vocabulary of {self.pool.vocabulary}"
-                self.malformed(MalformedMessage(why, message.session, message.epoch))
+            case Refused():
+                self.opened.pop(message.session, None)
+                self.pool.events.received(self.peer, message)
             case _:
+                if not isinstance(message, Welcome) and message.session in self.opened:
+                    self.opened[message.session] = 0
                 self.pool.events.received(self.peer, message)
 
     def malformed(self, error: MalformedMessage) -> None:
@@ -96,10 +111,16 @@ class Peer:
         self.pool.worker_down(self, why)
 
 
-def highest_token(proposal: Proposal) -> int:
-    """The highest token id in a proposal, -1 if it is empty."""
-    supports = (support.tokens for support in proposal.q)
-    return max(itertools.chain(proposal.tokens, *supports), default=-1)
+def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:
+    """What is wrong with a proposal of tokens that the model of its session does not have."""
+    if not isinstance(message, Proposal):
+        return None
+    supports = (support.tokens for support in message.q)
+    worst = max(itertools.chain(message.tokens, *supports), default=-1)
+    if worst < vocabulary:
+        return None
+    why = f"token {worst} is outside the vocabulary of {vocabulary}"
+    return MalformedMessage(why, message.session, message.epoch)
 
 
 @dataclass(slots=True)
@@ -109,19 +130,32 @@ class WorkerPool:
     events: PoolEvents
     rng: Random = field(default_factory=Random)
     peers: dict[PeerId, Peer] = field(default_factory=dict)
-    model: Welcome | None = None
-    """The served model, as its first target described it."""
+    clock: Callable[[], float] = time.monotonic
+    record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
     delays: dict[Role, float] = field(default_factory=dict)
     """For experiments: seconds by which all messages to and from workers of a role are late, each way. May be changed
     at any time."""
     identity: Identity | None = None
     """Who the router is to the workers; None: connections are in plain text."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
+    _models: dict[str, tuple[Welcome, float]] = field(default_factory=dict)
+    """By name: what its newest target said, and when a target of it was last on the list."""
 
-    @property
-    def vocabulary(self) -> int:
-        """Token ids of the served model are below this; 0 while the model is unknown."""
-        return self.model.vocabulary if self.model else 0
+    def models(self) -> dict[str, ServedModel]:
+        """All models that have, or lately had, a target. New requests are for what the newest target of each says."""
+        now = self.clock()
+        targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
+        for described in (peer.described for peer in targets if peer.described is not None):
+            known, _ = self._models.get(described.model, (described, now))
+            self._models[known.model] = known, now
+        for name, (_, seen) in list(self._models.items()):
+            up = [peer.welcome for peer in targets if peer.welcome and peer.welcome.model == name]
+            ages = revision_ages(up)
+            if up:
+                self._models[name] = max(up, key=lambda welcome: ages[welcome.revision]), seen
+            if now - seen > FORGET_SECONDS:
+                del self._models[name]
+        return {name: _served(welcome) for name, (welcome, _) in sorted(self._models.items())}
 
     def traffic(self, role: Role) -> Traffic:
         """Everything that went to workers of a role and came from them since the start."""
@@ -156,65 +190,98 @@ class WorkerPool:
         if known is not None and known.connection is not None:
             known.connection.send(message)
 
-    def choose(self, role: Role, avoid: frozenset[PeerId]) -> PeerId | None:
-        """Where the next session goes; nowhere, if it is drafts for targets that have no use for them."""
-        if role is Role.DRAFT and self.model is not None and not self.model.speculates:
-            return None
-        usable = [
-            peer
-            for peer in self.peers.values()
-            if peer.role is role and peer.welcome and not peer.load.draining and peer.peer not in avoid
-        ]
-        if not usable:
-            return None
-        least = min(self._score(peer) for peer in usable)
-        return self.rng.choice([peer for peer in usable if self._score(peer) == least]).peer
+    def choose(
+        self, role: Role, avoid: frozenset[PeerId], wanted: Wanted = Wanted(), target: PeerId | None = None
+    ) -> PeerId | None:
+        """Where a session goes. ``target``: where it already is, when a drafter is to be found for it.
 
-    @staticmethod
-    def _score(peer: Peer) -> int:
-        """Sessions there: our own, of which the worker may not know yet, or all it reports."""
-        return max(peer.sessions, peer.load.sessions + peer.load.waiting)
+        None when no worker fits, or its model has no use for drafts.
+        """
+        usable = [peer for peer in self.peers.values() if peer.role is role and peer.welcome and peer.peer not in avoid]
+        if role is Role.TARGET:
+            return choose_target([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
+        if not self.speculates(target):
+            return None
+        return choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
 
-    def count(self, peer: PeerId, change: int) -> None:
-        """A session was opened (+1) or left (-1)."""
+    def speculates(self, target: PeerId | None) -> bool:
+        """Whether drafts are of use to what runs there; assumed where that is not known."""
+        known = self.peers.get(target) if target is not None else None
+        return known is None or known.welcome is None or known.welcome.speculates
+
+    def _candidate(self, peer: Peer, wanted: Wanted) -> Candidate:
+        assert peer.welcome is not None
+        return Candidate(
+            peer.peer,
+            peer.welcome,
+            peer.load,
+            sessions=peer.sessions,
+            opening_tokens=sum(peer.opened.values()),
+            known_tokens=peer.prefixes.known_tokens(wanted.blocks),
+            round_trip=peer.connection.round_trip if peer.connection else None,
+            acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
+        )
+
+    def revisions(self, model: str) -> set[int]:
+        """Revisions of a model that have a target now."""
+        targets = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET)
+        return {welcome.revision for welcome in targets if welcome is not None and welcome.model == model}
+
+    def opened(self, peer: PeerId, opening: Open, blocks: Sequence[int]) -> None:
+        """A session is sent there, of a prompt of these blocks."""
         known = self.peers.get(peer)
         if known is not None:
-            known.sessions = max(known.sessions + change, 0)
+            known.opened[opening.session] = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
+            if known.role is Role.TARGET:
+                known.prefixes.note(blocks)
+
+    def closed(self, peer: PeerId, session: SessionId) -> None:
+        """A session has left; harmless if it was not there."""
+        known = self.peers.get(peer)
+        if known is not None:
+            known.opened.pop(session, None)
+
+    def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
+        """So many drafts were offered in a step of a session at these two, and so many of them kept."""
+        verifier, proposer = self.peers.get(target), self.peers.get(drafter)
+        if verifier and proposer and verifier.welcome and proposer.welcome:
+            self.record.add(verifier.welcome.model, proposer.welcome.model, drafter, kept, offered)
 
     def worker_up(self, peer: Peer, welcome: Welcome) -> None:
-        """A worker introduced itself; one that does not fit the served model is not used."""
-        objection = self._objection(peer.role, welcome)
-        if objection:
-            log.error("worker %s is not used: %s", peer.peer, objection)
+        """A worker introduced itself; one of another role is not used."""
+        if welcome.role != peer.role.value:
+            log.error("worker %s is not used: it says it is a %s worker", peer.peer, welcome.role)
             return
         log.info("worker %s is up: %s in %s", peer.peer, welcome.model, welcome.dtype)
-        peer.welcome, peer.sessions, peer.load = welcome, 0, Load()
-        if peer.role is Role.TARGET and self.model is None:
-            self.model = welcome
+        if peer.described is None or peer.described.instance != welcome.instance:
+            peer.prefixes.clear()
+        peer.welcome = peer.described = welcome
+        peer.opened, peer.load = {}, Load()
+        self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)
 
     def worker_down(self, peer: Peer, why: str) -> None:
         """A worker was lost."""
         if peer.welcome is not None:
             log.warning("worker %s is lost: %s", peer.peer, why)
-            peer.welcome, peer.sessions = None, 0
+            peer.welcome, peer.opened = None, {}
             self.events.lost(peer.peer, why)
 
-    def _objection(self, role: Role, welcome: Welcome) -> str | None:
-        if welcome.role != role.value:
-            return f"it says it is a {welcome.role} worker, not a {role.value} worker"
-        if self.model is None:
-            return None
-        same_tokenizer = 0 in (welcome.tokenizer, self.model.tokenizer) or welcome.tokenizer == self.model.tokenizer
-        if not same_tokenizer:
-            return f"its tokenizer differs from that of the target {self.model.model}"
-        if role is Role.TARGET and (welcome.model, welcome.vocabulary) != (self.model.model, self.model.vocabulary):
-            return f"it runs {welcome.model}, the others run {self.model.model}"
-        return None
+    def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
+        models = self.models()
+        fits = (same_tokenizer(welcome.tokenizer, model.tokenizer) for model in models.values())
+        if drafter.role is Role.DRAFT and models and not any(fits):
+            log.warning("drafter %s has nothing to do: its tokenizer is that of no served model", drafter.peer)
 
     def _remove(self, peer: Peer) -> None:
+        self.models()  # so that its model is remembered
         del self.peers[peer.peer]
+        self.record.forget(peer.peer)
         self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
         if peer.task:
             peer.task.cancel()
         self.worker_down(peer, "it left the list of workers")
+
+
+def _served(welcome: Welcome) -> ServedModel:
+    return ServedModel(welcome.model, welcome.vocabulary, welcome.context, welcome.tokenizer, welcome.source)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
@@ -32,6 +32,7 @@ MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-6
 """Below this logits divided by it overflow; 0 itself means greedy."""
 MAX_MODEL_CHARACTERS = 256
+MAX_MODELS_NAMED = 16
 MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -64,24 +65,28 @@ class ApiRequest:
     include_speculation: bool = False
 
 
-def parse_completion(body: bytes, offer: Offer, request_id: str) -> ApiRequest:
+Offers = Mapping[str, Offer]
+"""Every model that is served, by its public name. Not empty."""
+
+
+def parse_completion(body: bytes, offers: Offers, request_id: str) -> ApiRequest:
     """The body of ``POST /v1/completions``. Raises :class:`ApiError`."""
     fields = _read(body, COMPLETION_FIELDS, COMPLETION_NEUTRAL)
-    name = _model(fields, offer)
+    offer = _model(fields, offers)
     n = fields.integer("n", 1, low=1, high=offer.max_choices)
     prompts = completion_prompts(fields, offer.tokenizer, offer.model.vocabulary, offer.max_choices)
     if len(prompts) * n > offer.max_choices:
         raise fields.wrong_value("n", f"at most {offer.max_choices // len(prompts)} with {len(prompts)} prompts")
-    return _request("completion", name, fields, prompts, n, offer, request_id)
+    return _request("completion", fields, prompts, n, offer, request_id)
 
 
-def parse_chat(body: bytes, offer: Offer, request_id: str) -> ApiRequest:
+def parse_chat(body: bytes, offers: Offers, request_id: str) -> ApiRequest:
     """The body of ``POST /v1/chat/completions``. Raises :class:`ApiError`."""
     fields = _read(body, CHAT_FIELDS, CHAT_NEUTRAL)
-    name = _model(fields, offer)
+    offer = _model(fields, offers)
     n = fields.integer("n", 1, low=1, high=offer.max_choices)
     prompts = (chat_prompt(fields, offer.tokenizer, offer.model.vocabulary),)
-    return _request("chat", name, fields, prompts, n, offer, request_id)
+    return _request("chat", fields, prompts, n, offer, request_id)
 
 
 def parse_object(body: bytes) -> dict[str, object]:
@@ -115,17 +120,33 @@ def _read(body: bytes, known: frozenset[str], neutral: Neutral) -> Fields:
     return fields
 
 
-def _model(fields: Fields, offer: Offer) -> str:
-    name = fields.string("model", offer.name)
-    if name != offer.name:
-        shown = show(name[:MAX_MODEL_CHARACTERS])
-        raise ApiError("model_not_found", f"there is no model {shown}{nearest(name, [offer.name])}", "model")
-    return name
+def _model(fields: Fields, offers: Offers) -> Offer:
+    """What the request is for; it need not say so where there is only one model."""
+    only = next(iter(offers)) if len(offers) == 1 else None
+    name = fields.string("model", only)
+    if name is None:
+        raise fields.missing("model", f"one of {known_models(offers)}")
+    if name not in offers:
+        raise no_such_model(name, offers)
+    return offers[name]
+
+
+def no_such_model(name: str, offers: Iterable[str]) -> ApiError:
+    """The refusal of a model that is not served; it names those that are."""
+    shown = show(name[:MAX_MODEL_CHARACTERS])
+    message = f"there is no model {shown}{nearest(name, offers)}; this server has {known_models(offers)}"
+    return ApiError("model_not_found", message, "model")
+
+
+def known_models(offers: Iterable[str]) -> str:
+    """Their names, for messages."""
+    names = [repr(name) for name in offers]
+    more = f" and {len(names) - MAX_MODELS_NAMED} more" if len(names) > MAX_MODELS_NAMED else ""
+    return ", ".join(names[:MAX_MODELS_NAMED]) + more
 
 
 def _request(
     kind: Literal["completion", "chat"],
-    name: str,
     fields: Fields,
     prompts: Sequence[tuple[Token, ...]],
     n: int,
@@ -140,7 +161,7 @@ def _request(
     limits = [_max_tokens(fields, kind, len(prompt), offer.model.context) for prompt in prompts]
     return ApiRequest(
         kind=kind,
-        model=name,
+        model=offer.name,
         generations=tuple(
             Generation(
                 prompt=prompts[choice // n],
@@ -150,6 +171,7 @@ def _request(
                 speculation=speculation,
                 request_id=request_id,
                 priority=priority,
+                model=offer.model,
             )
             for choice in range(len(prompts) * n)
         ),

@@ -12,7 +12,8 @@ import uvicorn
 
 from router.api import ApiSettings, build_app
 from router.dispatch import Dispatcher, DispatchLimits
-from router.tokenizer import Tokenizer, TokenizerError
+from router.tokenizer import TokenizerError
+from router.tokenizers import Tokenizers
 from speculation.events import Role
 from transport import address as addresses
 from transport.tls import Identity
@@ -33,7 +34,7 @@ class RouterSettings:
     port: int = 8000
     """0: any free port."""
     tokenizer: str = ""
-    """Folder or hub id to read the tokenizer from; default: where the targets read their model."""
+    """Folder or hub id to read tokenizers from where it is that of a model; else where its targets read the model."""
     ready_timeout: float = 30.0
     """Seconds to wait for a first target worker."""
     api: ApiSettings = ApiSettings()
@@ -49,6 +50,7 @@ class Router:
         """Nothing happens before ``start``."""
         self.settings = settings
         self.dispatcher = Dispatcher(settings.limits, settings.identity)
+        self.tokenizers = Tokenizers(settings.tokenizer)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -57,8 +59,11 @@ class Router:
         """Use these workers of a role, and no others."""
         self.dispatcher.pool.set_workers(role, workers)
 
-    async def connect(self) -> Tokenizer:
-        """Connect to the workers and read the tokenizer; raises :class:`RouterError` if no target answers in time."""
+    async def connect(self) -> None:
+        """Connect to the workers and read the first model's tokenizer.
+
+        Raises :class:`RouterError` if no target answers in time, or the tokenizer cannot be read.
+        """
         self.set_workers(Role.TARGET, self.settings.targets)
         self.set_workers(Role.DRAFT, self.settings.drafts)
         try:
@@ -68,23 +73,19 @@ class Router:
             listed = ", ".join(self.settings.targets) or "no address given"
             wait = f"{self.settings.ready_timeout:.0f} s"
             raise RouterError(f"no target worker answered within {wait} ({listed})") from None
-        described = self.dispatcher.pool.model
-        assert described is not None
-        source = self.settings.tokenizer or described.source
-        try:
-            tokenizer = await asyncio.to_thread(Tokenizer.load, source)
-        except TokenizerError as error:
-            raise RouterError(f"cannot read the tokenizer from {source!r}: {error}; see --tokenizer") from error
-        if described.tokenizer and tokenizer.digest != described.tokenizer:
-            raise RouterError(f"the tokenizer in {source!r} is not that of the served model {described.model}")
-        return tokenizer
+        for model in self.dispatcher.models.values():
+            try:
+                await self.tokenizers.of(model)
+            except TokenizerError as error:
+                source = self.settings.tokenizer or model.source
+                raise RouterError(f"cannot read the tokenizer from {source!r}: {error}; see --tokenizer") from error
 
     async def start(self) -> None:
         """Serve HTTP once a target is connected; raises :class:`RouterError`, AddressError."""
         host, port = self.settings.host, self.settings.port
         addresses.check_free(addresses.join(host, port))
-        tokenizer = await self.connect()
-        app = build_app(self.dispatcher, tokenizer, self.settings.api, self.dispatcher.metrics)
+        await self.connect()
+        app = build_app(self.dispatcher, self.tokenizers, self.settings.api, self.dispatcher.metrics)
         config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=5)
         self._server = uvicorn.Server(config)
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)

@@ -40,7 +40,8 @@ class WorkerView:
         if peer.welcome is None:
             return cls(peer.peer, peer.role, WorkerState.DOWN)
         state = WorkerState.DRAINING if peer.load.draining else WorkerState.UP
-        return cls(peer.peer, peer.role, state, peer.welcome.model, peer.load)
+        round_trip = peer.connection.round_trip if peer.connection else None
+        return cls(peer.peer, peer.role, state, peer.welcome.model, peer.load, round_trip)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -104,7 +105,7 @@ class Tokenizer:
         """Largest token id plus one."""
         return max(self._backend.get_vocab().values(), default=-1) + 1
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """64-bit digest of the id-to-token map, as target workers give it in ``Welcome.tokenizer``."""
         digest = hashlib.blake2b(digest_size=8)

@@ -314,6 +314,10 @@ class Welcome:
     """Folder or hub id the model was read from; a router that can read it too takes the tokenizer from there."""
     speculates: bool = True
     """Whether drafts are of use to this target. Of a drafter it says nothing."""
+    revision: int = 0
+    """Fingerprint of weights and number format, 64 bits: models of one name and revision say the same; 0: unknown."""
+    started: float = 0.0
+    """When the worker started, in seconds since 1970, by its own clock; 0: unknown."""
 
 
 ToTarget = Open | Proposal | Close

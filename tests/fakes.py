@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.tokenizer import Tokenizer
+from router.tokenizers import Tokenizers
 from speculation.messages import FinishReason
 
 Script = Callable[[Generation], Iterable[Committed]]
@@ -31,7 +32,7 @@ class FakeGenerator:
         error: Exception | None = None,
         hang: bool = False,
     ) -> None:
-        self.model = model
+        self.models = {model.name: model} if model else {}
         self.generations: list[Generation] = []
         self.started = asyncio.Event()
         self.closed = 0
@@ -84,6 +85,18 @@ def commits(tokens: Iterable[int], sizes: Iterable[int]) -> list[Committed]:
         part, rest = tuple(rest[:size]), rest[size:]
         result.append(Committed(part, accepted=len(part) - 1, offered=size))
     return result
+
+
+class FakeTokenizers(Tokenizers):
+    """The same tokenizer for every model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    async def of(self, model: ServedModel) -> Tokenizer:
+        """That one."""
+        return self._tokenizer
 
 
 BOS, EOS, TURN = 0, 1, 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -83,9 +83,10 @@ async def target_worker(
     model: str | Path = "target",
     dtype: str = "float32",
     quantization: str = "none",
+    name: str = "",
 ) -> AsyncIterator[Running]:
-    """The bundled target (or another), listening."""
-    chosen = settings(model, cache_tokens, dtype, quantization)
+    """The bundled target (or another), listening; ``name``: of the model, if not that of its folder."""
+    chosen = replace(settings(model, cache_tokens, dtype, quantization), name=name)
     engine = await asyncio.to_thread(build_target, chosen)
     async with _serving(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
         yield up

@@ -24,7 +24,8 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, ToWorker, Welcome
 from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker
-from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, no_delay
+from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
+from transport.round_trip import RoundTrip
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,12 @@ class WorkerConnection:
         """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
         self.received_bytes = 0
         self._stream: _Stream | None = None
+        self._round_trip = RoundTrip()
+
+    @property
+    def round_trip(self) -> float | None:
+        """Seconds for a message to the worker and its answer, smoothed; None while unknown."""
+        return self._round_trip.seconds
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
@@ -159,6 +166,7 @@ class WorkerConnection:
         """One stream from start to end; whether it was ever up."""
         why = "the stream ended"
         outbox = Outbox(self._delay)
+        self._round_trip = RoundTrip()
         incoming = Incoming(self.address, self._listener)
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
@@ -172,6 +180,7 @@ class WorkerConnection:
             def hear(frame: pb.Frame) -> None:
                 if not patience.expired():
                     patience.reschedule(asyncio.get_running_loop().time() + WORKER_SILENCE_SECONDS)
+                    self._measure(frame, outbox)
                     incoming.take(frame)
 
             line = DelayLine(hear, self._delay)
@@ -210,6 +219,15 @@ class WorkerConnection:
         elif why != self._unreachable:
             self._unreachable = why
             log.warning("cannot reach %s worker %s: %s", self._role, self.address, why)
+
+    def _measure(self, frame: pb.Frame, outbox: Outbox) -> None:
+        """Take the answer to a ping, and send the next when it is due: frames come in at least every heartbeat."""
+        now = asyncio.get_running_loop().time()
+        if frame.HasField("pong"):
+            self._round_trip.answered(frame.pong, now)
+        number = self._round_trip.due(now)
+        if number is not None:
+            outbox.probe(Probe(ping=number))
 
     async def _frames(self, outbox: Outbox) -> AsyncIterator[pb.Frame]:
         while (frame := await outbox.next_frame()) is not None:

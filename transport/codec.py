@@ -9,6 +9,7 @@ worker's counters once the stream has heard them. No state is kept here: who own
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -333,6 +334,8 @@ def _welcome(message: Welcome) -> pb.Welcome:
         dtype=message.dtype,
         source=message.source[:MAX_TEXT],
         no_speculation=not message.speculates,
+        revision=message.revision,
+        started=message.started,
     )
 
 
@@ -347,6 +350,8 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         dtype=message.dtype[:MAX_TEXT],
         source=message.source[:MAX_TEXT],
         speculates=not message.no_speculation,
+        revision=message.revision,
+        started=message.started if math.isfinite(message.started) else 0.0,
     )
 
 

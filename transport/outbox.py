@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from protos.paceline.v1 import worker_pb2 as pb
@@ -24,6 +25,15 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 _HEARTBEAT = b""
 """An entry that says nothing: it makes a frame go out, and is not part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the next frame carries to measure the round trip: a number of our own, or the peer's sent back."""
+
+    ping: int | None = None
+    pong: int | None = None
+
 
 _Item = TypeVar("_Item")
 
@@ -81,7 +91,8 @@ class Outbox:
     def __init__(self, delay: Callable[[], float] = no_delay) -> None:
         """Open and empty. Messages and heartbeats are held back for ``delay`` seconds."""
         self._entries: deque[bytes] = deque()
-        self._line = DelayLine(self._append, delay)
+        self._probe: Probe | None = None
+        self._line: DelayLine[bytes | Probe] = DelayLine(self._append, delay)
         self._ready = asyncio.Event()
         self._closed = False
 
@@ -91,6 +102,10 @@ class Outbox:
             raise PeerTooSlow(f"{MAX_WAITING} messages wait to be sent")
         self._line.put(entry)
 
+    def probe(self, probe: Probe) -> None:
+        """Have the next frame carry it, and go out at once. One that still waits is lost."""
+        self._line.put(probe)
+
     def close(self) -> None:
         """Let ``next_frame`` return None once everything queued was handed out; what is held back is lost."""
         self._closed = True
@@ -99,22 +114,26 @@ class Outbox:
 
     async def next_frame(self) -> pb.Frame | None:
         """Everything that waits, up to the frame size; an empty frame after a heartbeat's silence; None at the end."""
-        while not self._entries and not self._closed:
+        while not self._entries and not self._closed and not self._probe:
             self._ready.clear()
             try:
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._ready.wait()
             except TimeoutError:
                 self._line.put(_HEARTBEAT)
-        if not self._entries:
+        if not self._entries and not self._probe:
             return None
         entries: list[bytes] = []
         size = 0
         while self._entries and size < MAX_FRAME_BYTES:
             entries.append(self._entries.popleft())
             size += len(entries[-1])
-        return pb.Frame(messages=filter(None, entries))
+        probe, self._probe = self._probe or Probe(), None
+        return pb.Frame(messages=filter(None, entries), ping=probe.ping, pong=probe.pong)
 
-    def _append(self, entry: bytes) -> None:
-        self._entries.append(entry)
+    def _append(self, entry: bytes | Probe) -> None:
+        if isinstance(entry, Probe):
+            self._probe = entry
+        else:
+            self._entries.append(entry)
         self._ready.set()

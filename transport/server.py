@@ -19,7 +19,7 @@ from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
 from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker
-from transport.outbox import MAX_MESSAGE_BYTES, Outbox, PeerTooSlow
+from transport.outbox import MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
 from transport.tls import Identity, objection_to
 
 log = logging.getLogger(__name__)
@@ -114,6 +114,8 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
             while True:
                 async with asyncio.timeout(ROUTER_SILENCE_SECONDS):
                     frame = await anext(iterator)
+                if frame.HasField("ping"):
+                    link.outbox.probe(Probe(pong=frame.ping))
                 for entry in frame.messages:
                     self._receive(link, entry)
         except StopAsyncIteration:

@@ -23,7 +23,7 @@ from router.api import ApiSettings, build_app
 from router.errors import CODES
 from router.generation import Committed, Generation, GenerationError, ServedModel
 from router.tokenizer import Tokenizer
-from tests.fakes import EOS, FakeGenerator, Script, commits, tiny_tokenizer
+from tests.fakes import EOS, FakeGenerator, FakeTokenizers, Script, commits, tiny_tokenizer
 
 TEXT = "hello wörld, 世界 🎉 the fox says\n"
 CONTEXT = 256
@@ -53,7 +53,9 @@ def length(text: str) -> int:
 
 
 def in_memory(generator: FakeGenerator, settings: ApiSettings | None = None) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(build_app(generator, shared(), settings), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(
+        build_app(generator, FakeTokenizers(shared()), settings), raise_app_exceptions=False
+    )
     return httpx.AsyncClient(transport=transport, base_url="http://paceline")
 
 
@@ -339,7 +341,7 @@ async def leave_while_running(generator: FakeGenerator, body: dict[str, Any], *,
         "headers": [],
     }
     async with asyncio.timeout(5):
-        await build_app(generator, shared())(scope, receive, send)
+        await build_app(generator, FakeTokenizers(shared()))(scope, receive, send)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -365,7 +367,7 @@ async def test_a_client_that_stops_reading_and_leaves_stops_its_generation() -> 
 def served(generator: FakeGenerator, settings: ApiSettings | None = None) -> Iterator[str]:
     """A real server in a thread; yields its address. Its end waits until every request is over."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(generator, shared(), settings), log_level="critical")
+    config = uvicorn.Config(build_app(generator, FakeTokenizers(shared()), settings), log_level="critical")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -21,7 +21,6 @@ from tests.stack import draft_worker, target_worker
 TOKENS = 40
 QUIET = {
     "panel Certificates end in A",
-    "panel Round trip to workers A",
     "panel Acceptance by pair of workers A",
     "panel Replicas of pools A",
     "panel Why A",

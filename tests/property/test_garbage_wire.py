@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.paceline.v1 import worker_pb2 as pb
-from router.pool import Peer, PoolEvents, WorkerPool
+from router.pool import Peer, PoolEvents, WorkerPool, outside_vocabulary
 from speculation import digest as digests
 from speculation.events import (
     Available,
@@ -108,7 +108,9 @@ class Router:
 
     def received(self, peer: PeerId, message: FromWorker) -> None:
         assert not isinstance(message, Load | Welcome)
-        if message.session in self.sessions:
+        if wrong := outside_vocabulary(message, VOCABULARY):
+            self.note_malformed(peer, wrong)
+        elif message.session in self.sessions:
             self.handle(message.session, Received(peer, message))
 
     def note_malformed(self, peer: PeerId, error: MalformedMessage) -> None:

@@ -247,7 +247,7 @@ def test_the_key_follows_what_the_times_depend_on(tmp_path):
 def test_the_bundled_pair_is_measured():
     times = decoded(json.loads(output_of(measuring(configured(), 2), 60)), 2)
     assert set(times) == {1, 2}
-    assert all(0 < step for found in times.values() for step in (found.draft, *found.target.values()))
+    assert all(step > 0 for found in times.values() for step in (found.draft, *found.target.values()))
 
 
 def test_models_are_measured_as_they_will_be_quantised():

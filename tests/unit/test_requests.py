@@ -29,11 +29,11 @@ def offer(*, template: bool = True) -> Offer:
 
 
 def completion(**fields: Any) -> ApiRequest:
-    return parse_completion(json.dumps({"prompt": "hi"} | fields).encode(), offer(), "r1")
+    return parse_completion(json.dumps({"prompt": "hi"} | fields).encode(), {"tiny": offer()}, "r1")
 
 
 def chat(**fields: Any) -> ApiRequest:
-    return parse_chat(json.dumps(CHAT | fields).encode(), offer(), "r1")
+    return parse_chat(json.dumps(CHAT | fields).encode(), {"tiny": offer()}, "r1")
 
 
 def refusal(parse: Any, **fields: Any) -> ApiError:
@@ -266,7 +266,7 @@ def test_bad_chats_name_the_field(fields: dict[str, Any], code: str, param: str)
 
 def test_a_model_without_chat_template_cannot_chat() -> None:
     with pytest.raises(ApiError, match="no chat template") as caught:
-        parse_chat(json.dumps(CHAT).encode(), offer(template=False), "r1")
+        parse_chat(json.dumps(CHAT).encode(), {"tiny": offer(template=False)}, "r1")
     assert caught.value.code.name == "no_chat_template"
 
 
@@ -300,7 +300,7 @@ def test_pairs_of_surrogates_and_byte_order_marks_are_fine() -> None:
 
 def test_an_overflowing_float_is_refused() -> None:
     with pytest.raises(ApiError, match="temperature"):
-        parse_completion(b'{"prompt": "hi", "temperature": 1e999}', offer(), "r1")
+        parse_completion(b'{"prompt": "hi", "temperature": 1e999}', {"tiny": offer()}, "r1")
 
 
 JSON = st.recursive(
@@ -315,7 +315,7 @@ JSON = st.recursive(
 def test_anything_is_either_a_request_that_fits_or_a_refusal(fields: dict[str, Any]) -> None:
     for parse, base in ((parse_completion, {"prompt": "hi"}), (parse_chat, CHAT)):
         try:
-            request = parse(json.dumps(base | fields).encode(), offer(), "r1")
+            request = parse(json.dumps(base | fields).encode(), {"tiny": offer()}, "r1")
         except ApiError:
             continue
         for generation in request.generations:

@@ -61,10 +61,14 @@ CODE_DRAINING: Code
 CODE_INTERNAL: Code
 
 class Frame(_message.Message):
-    __slots__ = ("messages",)
+    __slots__ = ("messages", "ping", "pong")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, messages: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    ping: int
+    pong: int
+    def __init__(self, messages: _Optional[_Iterable[bytes]] = ..., ping: _Optional[int] = ..., pong: _Optional[int] = ...) -> None: ...
 
 class ToWorker(_message.Message):
     __slots__ = ("open", "propose", "verified", "close")
@@ -93,7 +97,7 @@ class FromWorker(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation")
+    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +107,8 @@ class Welcome(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NO_SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocabulary: int
@@ -112,7 +118,9 @@ class Welcome(_message.Message):
     dtype: str
     source: str
     no_speculation: bool
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ...) -> None: ...
+    revision: int
+    started: float
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority")

@@ -1,0 +1,60 @@
+"""The tokenizer of each served model: read when it is first needed, and once.
+
+Models come and go while a router runs, and a model may be replaced by one with another tokenizer, even in the same
+folder; what its targets say of the tokenizer decides whether the one that was read is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from router.generation import ServedModel
+from router.tokenizer import Tokenizer, TokenizerError
+
+RETRY_SECONDS = 10.0
+"""Pause after a tokenizer could not be read: every request would try."""
+
+
+class Tokenizers:
+    """Of one router. Used from one event loop."""
+
+    def __init__(self, preferred: str = "") -> None:
+        """``preferred``: folder or hub id to read from where that is a model's tokenizer; else where the model is."""
+        self._preferred = preferred
+        self._read: dict[str, Tokenizer] = {}
+        self._refused: dict[ServedModel, tuple[TokenizerError, float]] = {}
+        """With the time when to try again."""
+
+    async def of(self, model: ServedModel) -> Tokenizer:
+        """The one of a model. Raises :class:`router.tokenizer.TokenizerError`."""
+        error, until = self._refused.get(model, (None, 0.0))
+        if error is not None and asyncio.get_running_loop().time() < until:
+            raise error
+        try:
+            return await self._find(model)
+        except TokenizerError as error:
+            self._refused[model] = error, asyncio.get_running_loop().time() + RETRY_SECONDS
+            raise
+
+    async def _find(self, model: ServedModel) -> Tokenizer:
+        sources = [source for source in (self._preferred, model.source) if source]
+        for source in sources:
+            stale = source in self._read
+            tokenizer = await self.read(source)
+            if stale and not _fits(tokenizer, model):  # the files may have been replaced
+                del self._read[source]
+                tokenizer = await self.read(source)
+            if _fits(tokenizer, model):
+                return tokenizer
+        listed = " or ".join(repr(source) for source in sources) or "no folder"
+        raise TokenizerError(f"the tokenizer in {listed} is not that of the served model {model.name}")
+
+    async def read(self, source: str) -> Tokenizer:
+        """The one in a folder or of a hub id. Raises :class:`router.tokenizer.TokenizerError`."""
+        if source not in self._read:
+            self._read[source] = await asyncio.to_thread(Tokenizer.load, source)
+        return self._read[source]
+
+
+def _fits(tokenizer: Tokenizer, model: ServedModel) -> bool:
+    return model.tokenizer in (0, tokenizer.digest)

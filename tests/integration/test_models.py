@@ -1,0 +1,183 @@
+"""Several models behind one router: real workers of the bundled models under other names, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from engine.revision import revision_of
+from router.dispatch import Dispatcher, DispatchLimits
+from router.generation import Committed, Generation, GenerationError
+from router.service import Router, RouterSettings
+from speculation.events import Role
+from speculation.messages import Sampling
+from speculation.session import SessionLimits
+from tests.stack import MODELS, Result, Running, decode, dispatcher, draft_worker, held_out_prompts, target_worker
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TOKENS = 24
+IMPATIENT = DispatchLimits(session=SessionLimits(placement_timeout=0.5, backoff=0.05))
+
+
+@dataclass
+class Cluster:
+    """Two targets of different models, and one drafter for both."""
+
+    large: Running
+    small: Running
+    drafter: Running
+    texts: dict[str, tuple[int, ...]]
+    """What each says to the first prompt, asked alone."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        large = await stack.enter_async_context(target_worker(name="large"))
+        small = await stack.enter_async_context(target_worker(model="draft", name="org/small"))
+        drafter = await stack.enter_async_context(draft_worker())
+        texts = {}
+        for worker in (large, small):
+            async with dispatcher([worker.worker.address]) as serving:
+                result = await decode(serving, held_out_prompts()[0], TOKENS)
+                texts[worker.worker.welcome.model] = tuple(result.tokens)
+        assert texts["large"] != texts["org/small"]
+        yield Cluster(large, small, drafter, texts)
+
+
+@asynccontextmanager
+async def serving_both(cluster: Cluster, limits: DispatchLimits = DispatchLimits()) -> AsyncIterator[Dispatcher]:
+    targets = [cluster.large.worker.address, cluster.small.worker.address]
+    async with dispatcher(targets, [cluster.drafter.worker.address], limits) as serving:
+        yield serving
+
+
+async def generated(serving: Dispatcher, model: str, tokens: int = TOKENS) -> Result:
+    result = Result()
+    chosen = serving.models[model]
+    async for item in serving.generate(Generation(held_out_prompts()[0], Sampling(0.0), tokens, model=chosen)):
+        if isinstance(item, Committed):
+            result.tokens += item.tokens
+            result.accepted += item.accepted
+    return result
+
+
+async def test_each_model_says_its_own_and_one_drafter_serves_both(cluster):
+    async with serving_both(cluster) as serving:
+        assert list(serving.models) == ["large", "org/small"]
+        names = ["large", "org/small"] * 3
+        results = await asyncio.gather(*(generated(serving, name) for name in names))
+        assert [tuple(result.tokens) for result in results] == [cluster.texts[name] for name in names]
+        for name in ("large", "org/small"):
+            assert sum(result.accepted for result, of in zip(results, names, strict=True) if of == name) > 0
+
+
+async def test_a_model_that_loses_its_workers_changes_nothing_for_another(cluster):
+    async with serving_both(cluster, IMPATIENT) as serving:
+        running = asyncio.create_task(generated(serving, "large", 100))
+        while not serving.totals.committed:
+            await asyncio.sleep(0.005)
+        serving.pool.set_workers(Role.TARGET, [cluster.large.worker.address])
+        with pytest.raises(GenerationError, match="no target worker is available for model org/small") as caught:
+            await generated(serving, "org/small")
+        assert caught.value.code == "unavailable"
+        assert tuple((await running).tokens[:TOKENS]) == cluster.texts["large"]
+        assert serving.totals.reopened == 0
+        serving.pool.set_workers(Role.TARGET, [cluster.large.worker.address, cluster.small.worker.address])
+        assert tuple((await generated(serving, "org/small")).tokens) == cluster.texts["org/small"]
+
+
+async def test_a_model_is_forgotten_some_time_after_its_last_target_left(cluster):
+    async with serving_both(cluster) as serving:
+        now = [0.0]
+        serving.pool.clock = lambda: now[0]
+        serving.pool._models.clear()
+        assert list(serving.models) == ["large", "org/small"]
+        serving.pool.set_workers(Role.TARGET, [cluster.large.worker.address])
+        now[0] = 299.0
+        assert list(serving.models) == ["large", "org/small"]
+        now[0] = 301.0
+        assert list(serving.models) == ["large"]
+
+
+async def test_the_api_chooses_by_the_name_in_the_request(cluster):
+    targets = (cluster.large.worker.address, cluster.small.worker.address)
+    router = Router(RouterSettings(targets, (cluster.drafter.worker.address,), port=0))
+    await router.start()
+    try:
+        async with asyncio.timeout(10):
+            while len(router.dispatcher.models) < 2:
+                await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(base_url=router.address, trust_env=False) as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [entry["id"] for entry in listed] == ["large", "org/small"]
+            assert (await client.get("/v1/models/org/small")).json()["id"] == "org/small"
+            request = {"prompt": list(held_out_prompts()[0]), "max_tokens": TOKENS, "temperature": 0}
+            answers = [
+                await client.post("/v1/completions", json=request | {"model": name}) for name in ("large", "org/small")
+            ]
+            assert [answer.json()["model"] for answer in answers] == ["large", "org/small"]
+            texts = [answer.json()["choices"][0]["text"] for answer in answers]
+            assert texts[0] != texts[1]
+            refused = await client.post("/v1/completions", json=request | {"model": "larg"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+            assert "'large', 'org/small'" in refused.json()["error"]["message"]
+            assert (await client.get("/v1/models/larg")).json() == refused.json()
+            unnamed = await client.post("/v1/completions", json=request)
+            assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "model")
+            assert "one of 'large', 'org/small'" in unnamed.json()["error"]["message"]
+    finally:
+        await router.stop()
+
+
+async def test_a_text_is_not_continued_by_another_revision(cluster):
+    """While a model is replaced, new requests go to the new one; running ones stay or fail clearly."""
+    async with target_worker(model="draft", name="large") as replacement:
+        assert replacement.worker.welcome.revision != cluster.large.worker.welcome.revision
+        old, new = cluster.large.worker.address, replacement.worker.address
+        async with dispatcher([old], limits=IMPATIENT) as serving:
+            running, doomed = (asyncio.create_task(generated(serving, "large", tokens)) for tokens in (60, 3000))
+            while not all(run.session.output for run in serving._runs.values()) or serving.running < 2:
+                await asyncio.sleep(0.005)
+            serving.pool.set_workers(Role.TARGET, [old, new])
+            async with asyncio.timeout(10):
+                while len(serving.pool.revisions("large")) < 2:
+                    await asyncio.sleep(0.005)
+            assert tuple((await generated(serving, "large")).tokens) == cluster.texts["org/small"]
+            assert tuple((await running).tokens[:TOKENS]) == cluster.texts["large"]
+            serving.pool.set_workers(Role.TARGET, [new])
+            with pytest.raises(GenerationError, match="model large was replaced by another revision") as caught:
+                await doomed
+            assert caught.value.code == "unavailable"
+
+
+async def test_the_router_measures_how_far_its_workers_are(cluster):
+    async with serving_both(cluster) as serving:
+        serving.pool.delays[Role.DRAFT] = 0.03
+        async with asyncio.timeout(15):
+            peers = {peer.role: peer for peer in serving.pool.peers.values()}
+            while not (peers[Role.DRAFT].connection.round_trip or 0) > 0.05:
+                await asyncio.sleep(0.02)
+        assert peers[Role.TARGET].connection.round_trip < 0.05
+        assert peers[Role.DRAFT].connection.round_trip < 0.3
+
+
+async def test_a_revision_is_that_of_the_files_and_the_number_format(tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(MODELS / "draft", folder)
+    first = revision_of(str(folder), "bfloat16")
+    assert first == revision_of(str(MODELS / "draft"), "bfloat16")
+    assert first != revision_of(str(folder), "float32")
+    weights = folder / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[100_000] ^= 1
+    weights.write_bytes(data)
+    assert revision_of(str(folder), "bfloat16") not in (0, first)
+    assert revision_of(str(tmp_path / "none"), "bfloat16") == 0
