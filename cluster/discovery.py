@@ -1,8 +1,8 @@
 """How a router learns where the workers are: an :class:`EndpointDirectory` tells it, at once and at every change.
 
-Three ways, in order of preference: Serve's long poll (pushed, but a private interface of Ray), asking all replicas
-every second, and a fixed list. The directory says who is *meant* to be there; whether a worker is reachable, the
-router's own stream to it tells, and sooner.
+On Ray, Serve's long poll pushes changes, but it is a private interface: so all replicas are asked as well, now and then
+while it works and every second when it does not. Without Ray, the list is fixed. The directory says who is *meant* to
+be there; whether a worker is reachable, the router's own stream to it tells, and sooner.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+"""Pause between questions to all replicas, where nothing is pushed."""
+CHECK_SECONDS = 5.0
+"""The same where changes are pushed."""
+CONTRADICTIONS = 2
+"""Answers in a row that make what was pushed wrong: one may have crossed with a change."""
+ANSWER_SECONDS = 5.0
 ENDPOINT = "endpoint"
 """Key in a replica's metadata, and the name of the method that answers the same."""
 
@@ -59,104 +65,151 @@ class StaticDirectory:
         """Nothing to do."""
 
 
-class _Together:
-    """The workers of each role, from what is heard of each deployment."""
+class Subscription(Protocol):
+    """Something that pushes changes, until it ends."""
 
-    def __init__(self, handles: Handles, changed: Changed) -> None:
-        self._roles = [role for role, _ in handles]
-        self._known: list[Sequence[str]] = [()] * len(handles)
-        self._changed = changed
-
-    def hear(self, deployment: int, addresses: Sequence[str]) -> None:
-        """All workers of a deployment, named by its place among the handles."""
-        role = self._roles[deployment]
-        self._known[deployment] = addresses
-        known = zip(self._roles, self._known, strict=True)
-        self._changed(role, sorted(address for other, some in known if other is role for address in some))
-
-
-class PollingDirectory:
-    """Asks all replicas of each deployment, with public means only."""
-
-    def __init__(self, handles: Handles) -> None:
-        """Nothing is asked yet."""
-        self._handles = handles
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self, changed: Changed) -> None:
-        """Begin to ask."""
-        together = _Together(self._handles, changed)
-        self._tasks = [
-            asyncio.create_task(self._poll(handle, partial(together.hear, number)))
-            for number, (_, handle) in enumerate(self._handles)
-        ]
+    @property
+    def alive(self) -> bool:
+        """Whether it still would."""
+        ...
 
     def close(self) -> None:
-        """Stop asking."""
-        for task in self._tasks:
-            task.cancel()
+        """End it."""
+        ...
 
-    @staticmethod
-    async def _poll(handle: DeploymentHandle[Any], hear: Callable[[Sequence[str]], None]) -> None:
-        known: list[str] | None = None
+
+Hear = Callable[[int, Sequence[str]], None]
+"""Hears all workers of a deployment, named by its place among the handles."""
+Subscribe = Callable[[Handles, Hear], Subscription]
+
+
+class ServeDirectory:
+    """Deployments of Ray Serve: subscribed to, and asked now and then in case the subscription misses something.
+
+    What replicas say themselves wins when it contradicts the subscription twice in a row. A subscription that ended is
+    made again; without one, replicas are asked often.
+    """
+
+    def __init__(self, handles: Handles, subscribe: Subscribe) -> None:
+        """Nothing is asked yet. ``subscribe`` raises ImportError or AttributeError where this Ray has no such thing."""
+        self._handles, self._subscribe = handles, subscribe
+        self._known: list[list[str]] = [[] for _ in handles]
+        self._contradicted = [0] * len(handles)
+        self._subscription: Subscription | None = None
+        self._changed: Changed | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, changed: Changed) -> None:
+        """Begin to tell."""
+        self._changed = changed
+        self._resubscribe()
+        self._task = asyncio.create_task(self._check(), name="endpoint directory")
+
+    def close(self) -> None:
+        """Stop telling."""
+        self._changed = None
+        if self._task is not None:
+            self._task.cancel()
+        if self._subscription is not None:
+            self._subscription.close()
+
+    def _resubscribe(self) -> None:
+        try:
+            self._subscription = self._subscribe(self._handles, self._hear)
+        except (ImportError, AttributeError) as error:
+            log.warning("Serve's long poll is not where it was (%s); asking every %.0f s", error, POLL_SECONDS)
+            self._subscribe = _no_subscription
+        except Exception as error:  # the controller is away: the next round tries again
+            log.warning("cannot subscribe to Serve's controller: %s", error)
+
+    def _hear(self, deployment: int, addresses: Sequence[str]) -> None:
+        """All workers of a deployment; those of the same role in the others stay."""
+        self._contradicted[deployment] = 0
+        found = sorted(addresses)
+        if self._changed is None or found == self._known[deployment]:
+            return
+        self._known[deployment] = found
+        role, _ = self._handles[deployment]
+        together = [some for (other, _), some in zip(self._handles, self._known, strict=True) if other is role]
+        self._changed(role, sorted(address for some in together for address in some))
+
+    async def _check(self) -> None:
         while True:
-            with contextlib.suppress(Exception):  # a replica that dies while asked: the next round knows
-                answers: list[str] = await handle.broadcast(ENDPOINT).results_async(timeout_s=5.0)
-                if sorted(answers) != known:
-                    known = sorted(answers)
-                    hear(known)
-            await asyncio.sleep(POLL_SECONDS)
+            subscribed = self._subscription is not None and self._subscription.alive
+            await asyncio.sleep(CHECK_SECONDS if subscribed else POLL_SECONDS)
+            if not subscribed:
+                self._resubscribe()
+            patience = CONTRADICTIONS if subscribed else 1
+            for deployment, (_, handle) in enumerate(self._handles):
+                with contextlib.suppress(Exception):  # a replica that dies while asked: the next round knows
+                    answers: list[str] = await handle.broadcast(ENDPOINT).results_async(timeout_s=ANSWER_SECONDS)
+                    self._compare(deployment, answers, patience)
+
+    def _compare(self, deployment: int, answers: Sequence[str], patience: int) -> None:
+        if sorted(answers) == self._known[deployment]:
+            self._contradicted[deployment] = 0
+            return
+        self._contradicted[deployment] += 1
+        if self._contradicted[deployment] >= patience:
+            self._hear(deployment, answers)
 
 
-class LongPollDirectory:
-    """Subscribes to the Serve controller, which pushes every change of a deployment's replicas.
+class LongPoll:
+    """A subscription to the Serve controller, which pushes every change of a deployment's replicas.
 
     Ray's own LLM router does the same, but the interface is private: constructing this raises ``ImportError`` or
     ``AttributeError`` where it is missing.
     """
 
-    def __init__(self, handles: Handles) -> None:
-        """Finds the controller."""
+    def __init__(self, handles: Handles, hear: Hear) -> None:
+        """Subscribe, from a running event loop."""
         import ray
         from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
         from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 
-        self._client_type: Any = LongPollClient
-        self._controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        targets = LongPollNamespace.DEPLOYMENT_TARGETS
-        self._handles = handles
-        self._keys = [(targets, handle.deployment_id) for _, handle in handles]
-        self._client: Any = None
-
-    def start(self, changed: Changed) -> None:
-        """Subscribe."""
-        together = _Together(self._handles, changed)
-        listeners = {key: self._listener(partial(together.hear, number)) for number, key in enumerate(self._keys)}
-        self._client = self._client_type(
-            self._controller,
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        listeners: dict[Any, Callable[[Any], None]] = {
+            (LongPollNamespace.DEPLOYMENT_TARGETS, handle.deployment_id): _listener(partial(hear, number))
+            for number, (_, handle) in enumerate(handles)
+        }
+        self._client: Any = LongPollClient(
+            controller,
             listeners,
             call_in_event_loop=asyncio.get_running_loop(),
             client_id="paceline-endpoint-directory",
         )
 
+    @property
+    def alive(self) -> bool:
+        """Whether the client has not given up: it does so when it loses the controller."""
+        return bool(self._client.is_running)
+
     def close(self) -> None:
         """Unsubscribe."""
-        if self._client is not None:
-            self._client.stop()
+        self._client.stop()
 
-    @staticmethod
-    def _listener(hear: Callable[[Sequence[str]], None]) -> Callable[[Any], None]:
-        def told(info: Any) -> None:
-            metadata = [replica.replica_metadata for replica in info.running_replicas]
-            hear([entry[ENDPOINT] for entry in metadata if ENDPOINT in entry])
 
-        return told
+class _NoSubscription:
+    """Never tells anything."""
+
+    alive = False
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _no_subscription(_handles: Handles, _hear: Hear) -> Subscription:
+    return _NoSubscription()
+
+
+def _listener(hear: Callable[[Sequence[str]], None]) -> Callable[[Any], None]:
+    def told(info: Any) -> None:
+        metadata = [replica.replica_metadata for replica in info.running_replicas]
+        hear([entry[ENDPOINT] for entry in metadata if ENDPOINT in entry])
+
+    return told
 
 
 def serve_directory(handles: Handles) -> EndpointDirectory:
     """The best directory that this version of Ray Serve allows."""
-    try:
-        return LongPollDirectory(handles)
-    except (ImportError, AttributeError) as error:
-        log.warning("Serve's long poll is not where it was (%s); asking every %.0f s instead", error, POLL_SECONDS)
-        return PollingDirectory(handles)
+    return ServeDirectory(handles, LongPoll)

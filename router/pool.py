@@ -72,7 +72,8 @@ class Peer:
     prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
-    removed: bool = False
+    leaving: bool = False
+    """No longer on the list of workers, but sessions are still there: it gets no others."""
 
     @property
     def sessions(self) -> int:
@@ -95,7 +96,7 @@ class Peer:
             case Load():
                 self.load = message
             case Refused():
-                self.opened.pop(message.session, None)
+                self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
                 if not isinstance(message, Welcome) and message.session in self.opened:
@@ -163,12 +164,18 @@ class WorkerPool:
         return sum(present, self._departed.get(role, Traffic()))
 
     def set_workers(self, role: Role, addresses: Iterable[str]) -> None:
-        """Connect to new workers of a role and let go of those no longer listed."""
+        """Connect to new workers of a role and let go of those no longer listed, once their last session has ended.
+
+        A worker that drains leaves the list first; moving its sessions, or not, is for it and them to decide.
+        """
         wanted = {PeerId(f"{role}@{address}"): address for address in addresses}
         for peer in [peer for peer in self.peers.values() if peer.role is role and peer.peer not in wanted]:
-            self._remove(peer)
+            peer.leaving = True
+            self._let_go(peer)
         for name, address in wanted.items():
-            if name not in self.peers:
+            if name in self.peers:
+                self.peers[name].leaving = False
+            else:
                 peer = self.peers[name] = Peer(name, role, self)
                 peer.connection = WorkerConnection(
                     address, role.value, peer, lambda: self.delays.get(role, 0.0), self.identity
@@ -197,7 +204,8 @@ class WorkerPool:
 
         None when no worker fits, or its model has no use for drafts.
         """
-        usable = [peer for peer in self.peers.values() if peer.role is role and peer.welcome and peer.peer not in avoid]
+        present = [peer for peer in self.peers.values() if peer.role is role and peer.welcome and not peer.leaving]
+        usable = [peer for peer in present if peer.peer not in avoid]
         if role is Role.TARGET:
             return choose_target([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
         if not self.speculates(target):
@@ -240,6 +248,7 @@ class WorkerPool:
         known = self.peers.get(peer)
         if known is not None:
             known.opened.pop(session, None)
+            self._let_go(known)
 
     def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
         """So many drafts were offered in a step of a session at these two, and so many of them kept."""
@@ -266,12 +275,18 @@ class WorkerPool:
             log.warning("worker %s is lost: %s", peer.peer, why)
             peer.welcome, peer.opened = None, {}
             self.events.lost(peer.peer, why)
+        self._let_go(peer)
 
     def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
         models = self.models()
         fits = (same_tokenizer(welcome.tokenizer, model.tokenizer) for model in models.values())
         if drafter.role is Role.DRAFT and models and not any(fits):
             log.warning("drafter %s has nothing to do: its tokenizer is that of no served model", drafter.peer)
+
+    def _let_go(self, peer: Peer) -> None:
+        """Remove a worker that has left the list, if nothing is left there."""
+        if peer.leaving and not peer.opened and self.peers.get(peer.peer) is peer:
+            self._remove(peer)
 
     def _remove(self, peer: Peer) -> None:
         self.models()  # so that its model is remembered

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from typing import ClassVar
 
 import pytest
 from ray.serve.schema import ServeDeploySchema
@@ -10,7 +11,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.checks import CheckError, check_ranks
 from cluster.config import Override, from_mapping, load
 from cluster.declaration import declaration
-from cluster.discovery import PollingDirectory, StaticDirectory
+from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
 from cluster.ray_cluster import reason_in
 from speculation.events import Role
@@ -167,31 +168,114 @@ def test_a_static_directory_tells_once():
     assert told == [(Role.TARGET, ["a:1"]), (Role.DRAFT, [])]
 
 
-async def test_a_polling_directory_tells_changes_and_survives_failures(monkeypatch):
+class FakeDeployment:
+    """Answers what its replicas would, in turn; the last answer repeats."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def broadcast(self, method):
+        assert method == "endpoint"
+        return self
+
+    async def results_async(self, timeout_s):
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class FakeSubscription:
+    """Pushes what the test says."""
+
+    made: ClassVar[list["FakeSubscription"]] = []
+
+    def __init__(self, handles, hear):
+        self.hear, self.alive = hear, True
+        self.made.append(self)
+
+    def close(self):
+        self.alive = False
+
+
+@pytest.fixture
+def subscriptions(monkeypatch):
     monkeypatch.setattr("cluster.discovery.POLL_SECONDS", 0.001)
-    answers = [["b:1", "a:1"], ["a:1", "b:1"], RuntimeError("a replica died"), ["a:1"]]
-    told = []
-    done = asyncio.Event()
+    monkeypatch.setattr("cluster.discovery.CHECK_SECONDS", 0.001)
+    monkeypatch.setattr(FakeSubscription, "made", [])
+    return FakeSubscription.made
 
-    class Response:
-        async def results_async(self, timeout_s):
-            answer = answers.pop(0) if answers else ["a:1"]
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
 
-    class Handle:
-        def broadcast(self, method):
-            assert method == "endpoint"
-            return Response()
+def unknown_to_this_ray(handles, hear):
+    raise ImportError("no long poll")
 
-    def changed(role, found):
-        told.append(list(found))
-        if len(told) == 2:
-            done.set()
 
-    directory = PollingDirectory([(Role.DRAFT, Handle())])
-    directory.start(changed)
-    await asyncio.wait_for(done.wait(), 5)
+class Told:
+    """What a directory told."""
+
+    def __init__(self):
+        self.events, self.more = [], asyncio.Event()
+
+    def __call__(self, role, found):
+        self.events.append((role, list(found)))
+        self.more.set()
+
+    async def until(self, *events):
+        async with asyncio.timeout(5):
+            while self.events[-len(events) :] != list(events):
+                self.more.clear()
+                await self.more.wait()
+
+
+async def test_without_a_subscription_replicas_are_asked_and_failures_survived(subscriptions):
+    deployment = FakeDeployment(["b:1", "a:1"], ["a:1", "b:1"], RuntimeError("a replica died"), ["a:1"])
+    directory, told = ServeDirectory([(Role.DRAFT, deployment)], unknown_to_this_ray), Told()
+    directory.start(told)
+    await told.until((Role.DRAFT, ["a:1"]))
     directory.close()
-    assert told == [["a:1", "b:1"], ["a:1"]]
+    assert told.events == [(Role.DRAFT, ["a:1", "b:1"]), (Role.DRAFT, ["a:1"])]
+
+
+async def test_the_workers_of_a_role_are_those_of_all_its_deployments(subscriptions):
+    silent = FakeDeployment(RuntimeError("not now"))
+    handles = [(Role.TARGET, silent), (Role.TARGET, silent), (Role.DRAFT, silent)]
+    directory, told = ServeDirectory(handles, FakeSubscription), Told()
+    directory.start(told)
+    (pushed,) = subscriptions
+    pushed.hear(0, ["a:1"])
+    pushed.hear(2, ["d:1"])
+    pushed.hear(1, ["c:1", "b:1"])
+    pushed.hear(1, ["b:1", "c:1"])
+    pushed.hear(0, [])
+    directory.close()
+    pushed.hear(0, ["late:1"])
+    assert told.events == [
+        (Role.TARGET, ["a:1"]),
+        (Role.DRAFT, ["d:1"]),
+        (Role.TARGET, ["a:1", "b:1", "c:1"]),
+        (Role.TARGET, ["b:1", "c:1"]),
+    ]
+
+
+async def test_a_subscription_that_tells_nothing_is_contradicted_by_the_replicas(subscriptions):
+    crossed = FakeDeployment(["a:1"], ["a:1", "b:1"], ["a:1"], ["a:1"], ["a:1", "b:1"], ["a:1", "b:1"])
+    directory, told = ServeDirectory([(Role.TARGET, crossed)], FakeSubscription), Told()
+    directory.start(told)
+    subscriptions[0].hear(0, ["a:1"])
+    await told.until((Role.TARGET, ["a:1"]), (Role.TARGET, ["a:1", "b:1"]))
+    assert len(crossed.answers) == 1  # it took two answers in a row
+    directory.close()
+    assert not subscriptions[0].alive
+
+
+async def test_a_subscription_that_ended_is_made_again(subscriptions):
+    directory, told = ServeDirectory([(Role.TARGET, FakeDeployment(RuntimeError("not now")))], FakeSubscription), Told()
+    directory.start(told)
+    subscriptions[0].hear(0, ["a:1"])
+    subscriptions[0].alive = False
+    async with asyncio.timeout(5):
+        while len(subscriptions) < 2:
+            await asyncio.sleep(0.001)
+    subscriptions[1].hear(0, ["b:1"])
+    directory.close()
+    assert told.events == [(Role.TARGET, ["a:1"]), (Role.TARGET, ["b:1"])]

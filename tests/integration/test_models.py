@@ -16,7 +16,7 @@ from engine.revision import revision_of
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation, GenerationError
 from router.service import Router, RouterSettings
-from speculation.events import Role
+from speculation.events import PeerId, Role
 from speculation.messages import Sampling
 from speculation.session import SessionLimits
 from tests.stack import MODELS, Result, Running, decode, dispatcher, draft_worker, held_out_prompts, target_worker
@@ -138,21 +138,38 @@ async def test_the_api_chooses_by_the_name_in_the_request(cluster):
 
 
 async def test_a_text_is_not_continued_by_another_revision(cluster):
-    """While a model is replaced, new requests go to the new one; running ones stay or fail clearly."""
+    """New requests go to the new one; running ones end where they began, or fail and say why."""
     async with target_worker(model="draft", name="large") as replacement:
         assert replacement.worker.welcome.revision != cluster.large.worker.welcome.revision
         old, new = cluster.large.worker.address, replacement.worker.address
         async with dispatcher([old], limits=IMPATIENT) as serving:
-            running, doomed = (asyncio.create_task(generated(serving, "large", tokens)) for tokens in (60, 3000))
-            while not all(run.session.output for run in serving._runs.values()) or serving.running < 2:
-                await asyncio.sleep(0.005)
-            serving.pool.set_workers(Role.TARGET, [old, new])
-            async with asyncio.timeout(10):
-                while len(serving.pool.revisions("large")) < 2:
-                    await asyncio.sleep(0.005)
+
+            async def list_only(address: str) -> None:
+                serving.pool.set_workers(Role.TARGET, [address])
+                async with asyncio.timeout(10):
+                    while serving.pool.peers[PeerId(f"target@{address}")].welcome is None:
+                        await asyncio.sleep(0.005)
+
+            async def begun(tokens: int) -> asyncio.Task[Result]:
+                before = serving.totals.committed
+                task = asyncio.create_task(generated(serving, "large", tokens))
+                async with asyncio.timeout(10):
+                    while serving.totals.committed == before:
+                        await asyncio.sleep(0.001)
+                return task
+
+            ending = await begun(100)
+            await list_only(new)
             assert tuple((await generated(serving, "large")).tokens) == cluster.texts["org/small"]
-            assert tuple((await running).tokens[:TOKENS]) == cluster.texts["large"]
-            serving.pool.set_workers(Role.TARGET, [new])
+            assert tuple((await ending).tokens[:TOKENS]) == cluster.texts["large"]
+            assert list(serving.pool.peers) == [f"target@{new}"]
+
+            await list_only(old)
+            doomed = await begun(900)
+            await list_only(new)
+            cut = serving.pool.peers[PeerId(f"target@{old}")].task
+            assert cut is not None
+            cut.cancel()
             with pytest.raises(GenerationError, match="model large was replaced by another revision") as caught:
                 await doomed
             assert caught.value.code == "unavailable"
