@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import httpx
 import psutil
 import pytest
 from tokenizers import Tokenizer
@@ -15,7 +16,7 @@ from cluster.local import free_port
 from speculation.messages import Sampling
 from tests.cluster.pretend_nodes import ENVIRONMENT, LARGE, SMALL
 from tests.cluster.processes import CHECKOUT, Paceline, run
-from tests.cluster.streams import body, prompts, streamed
+from tests.cluster.streams import TIMEOUT, body, prompts, streamed
 from tests.ranks import needs_no_gpu
 from tests.stack import MODELS, decode, dispatcher, held_out_prompts, target_worker
 
@@ -143,3 +144,36 @@ async def test_a_rank_killed_while_nothing_is_computed_ends_its_replica(nodes, u
     replica, rank = nodes.group("target")
     rank.kill()
     assert not await asyncio.to_thread(running, [replica], 5)
+
+
+MODELS_SETTINGS = """\
+target: {gpus: 1, gpu_class: large, dtype: fp32}
+draft: {gpu_class: small, dtype: fp32}
+models:
+  org/one:
+  two: {target: {model: %s}, drafts: {}}
+"""
+
+
+async def test_starting_again_with_another_configuration_updates_what_runs(nodes, url, settings, one_rank, tmp_path):
+    """The last test here: nothing is left of the model that served before."""
+    file = tmp_path / "paceline.yaml"
+    file.write_text(MODELS_SETTINGS % (MODELS / "draft"))
+    again = await asyncio.to_thread(run, "up", *settings, "--config", str(file), "--detach", timeout=180)
+    assert again.returncode == 0, again.stderr
+    assert "1 x target of org/one" in again.stdout
+    assert "It is left running" in again.stdout
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
+        async with asyncio.timeout(60):
+            while [entry["id"] for entry in (await client.get("/v1/models")).json()["data"]] != ["org/one", "two"]:
+                await asyncio.sleep(0.2)
+        texts = []
+        for name in ("org/one", "two"):
+            request = body(prompts(1)[0], TOKENS, temperature=0.8, model=name)
+            answer = await client.post("/v1/completions", json=request)
+            assert answer.status_code == 200, answer.text
+            texts.append(answer.json()["choices"][0]["text"])
+    assert texts[0] == one_rank[0] != texts[1]
+    assert not nodes.group("target")[2:]
+    for kind in ("TargetWorker-org-one", "DraftWorker-org-one.draft", "TargetWorker-two"):
+        assert nodes.find(f"ray::ServeReplica:paceline:{kind}")
