@@ -12,6 +12,7 @@ from starlette.routing import Route
 from router import auth
 from router.api import ApiSettings, build_app
 from router.auth import OPEN_PATHS, ApiKeys
+from tests.fakes import FakeTokenizers
 from tests.integration.test_http_api import TEXT, fake, in_memory, served, shared
 
 KEY, OTHER = "sk-paceline-0123456789", "sk-paceline-9876543210"
@@ -30,7 +31,7 @@ def guarded(path) -> ApiSettings:
 
 async def test_every_path_but_those_of_probes_needs_a_key(path):
     generator = fake()
-    app = build_app(generator, shared(), guarded(path))
+    app = build_app(generator, FakeTokenizers(shared()), guarded(path))
     paths = {route.path for route in app.routes if isinstance(route, Route)} | {"/", "/nowhere", "/v1/nowhere"}
     assert {"/v1/completions", "/v1/models", "/v1/models/{name:path}"} <= paths - OPEN_PATHS
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://paceline") as client:
@@ -69,7 +70,7 @@ async def test_without_the_key_the_answer_is_openais(path, header, challenge):
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER "])
 async def test_with_the_key_its_name_is_known(path, scheme):
-    app = build_app(fake(), shared(), guarded(path))
+    app = build_app(fake(), FakeTokenizers(shared()), guarded(path))
 
     async def who(request: Request) -> PlainTextResponse:
         return PlainTextResponse(request.state.api_key_name)

@@ -12,7 +12,7 @@ from router.generation import GenerationError, ServedModel
 from router.metrics import RouterMetrics
 from router.snapshot import Snapshot
 from router.tally import Tally
-from tests.fakes import EOS, FakeGenerator, commits, tiny_tokenizer
+from tests.fakes import EOS, FakeGenerator, FakeTokenizers, commits, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 MODEL = ServedModel("tiny/model", TOKENIZER.size, 256, TOKENIZER.digest)
@@ -23,7 +23,7 @@ async def counted(text: tuple[int, ...], error: Exception | None = None, **field
     """What one request adds to the counters, by label."""
     generator = FakeGenerator(lambda _: commits(text, (1, 3)), model=MODEL, error=error)
     tally = Tally()
-    app = build_app(generator, TOKENIZER, None, RouterMetrics(tally, Snapshot))
+    app = build_app(generator, FakeTokenizers(TOKENIZER), None, RouterMetrics(tally, Snapshot))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://paceline") as client:
         await client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 100} | fields)
