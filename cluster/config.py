@@ -65,6 +65,11 @@ def _join_timeout() -> Any:
     return _setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
 
 
+def _step_timeout() -> Any:
+    about = "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never)"
+    return _setting(60.0, about, at_least=0, at_most=86400)
+
+
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
 
 
@@ -87,6 +92,7 @@ class TargetConfig:
     join_timeout: float = _join_timeout()
     threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
+    step_timeout: float = _step_timeout()
     max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
     max_waiting: int = _setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
     step_tokens: int = _setting(320, "most tokens computed in one step", at_least=2, at_most=1 << 20)
@@ -120,6 +126,7 @@ class DraftConfig:
     join_timeout: float = _join_timeout()
     threads: Threads = _threads()
     cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
+    step_timeout: float = _step_timeout()
     max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
     record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
     gpus: float = _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
@@ -143,7 +150,7 @@ class RouterConfig:
     max_sessions: int = _setting(1024, "generations at once per router; more get status 429", at_least=1)
     allow_remote: bool = _setting(False, "listen beyond loopback even where there is no authentication")
     drain_timeout: float = _setting(
-        600.0, "seconds that running requests have when Ray replaces a router", at_least=0, at_most=86400
+        600.0, "seconds that running requests have when a router is told to stop", at_least=0, at_most=86400
     )
     labels: str = _labels()
 
@@ -286,6 +293,12 @@ class Config:
     backend: str = _setting("ray", "what runs the workers: ray, or local processes", choices=("ray", "local"))
     start_timeout: float = _setting(
         600.0, "seconds in which every worker must have loaded its model", at_least=1, at_most=86400
+    )
+    drain_timeout: float = _setting(
+        30.0,
+        "seconds in which a worker that is told to stop lets its sessions move or end",
+        at_least=0,
+        at_most=86400,
     )
     target: TargetConfig = TargetConfig()
     draft: DraftConfig = DraftConfig()

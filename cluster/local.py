@@ -10,6 +10,7 @@ import os
 import socket
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.child import Child, paceline
@@ -20,6 +21,8 @@ from cluster.flags import FAILED
 POLL_SECONDS = 0.1
 STOP_SECONDS = 8.0
 """How long children get to end by themselves."""
+DRAIN_SECONDS = 5.0
+"""How long of that running requests get."""
 
 
 class LocalProcesses:
@@ -27,6 +30,9 @@ class LocalProcesses:
 
     def __init__(self, config: Config) -> None:
         """Nothing is started yet."""
+        # All parts stop together, so there is nowhere to move to.
+        router = replace(config.router, drain_timeout=min(config.router.drain_timeout, DRAIN_SECONDS))
+        config = replace(config, drain_timeout=min(config.drain_timeout, DRAIN_SECONDS), router=router)
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         self._report: Stages | None = None

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 ABOUT = "run one target or draft worker in this process"
 DETAILS = """\
-Loads a model and listens for routers. Prints one line when it is ready; SIGTERM or Ctrl-C stop it.
+Loads a model and listens for routers. Prints one line when it is ready. SIGTERM or Ctrl-C let its sessions move
+or end, for up to drain_timeout seconds, and stop it; a second one stops it at once.
 
   paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
   paceline worker draft --model ./llama-1b --listen 127.0.0.1:7002 --threads 2
@@ -83,11 +84,19 @@ async def _serve(role: str, config: Config, listen: str) -> int:
     error = failed.exception() if failed.done() else None
     failed.cancel()
     stop.cancel()
-    await worker.stop()
     if error is None:
+        await _end(worker, config.drain_timeout, loop)
         return 0
+    await worker.stop()
     complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
     return FAILED
+
+
+async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
+    """Drain; a second signal ends the process at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, os._exit, 128 + number)
+    await worker.drain(seconds)
 
 
 async def _start(role: str, config: Config, listen: str) -> Worker:

@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STOP_SECONDS = 5.0
+"""What a replica needs to end once it has drained."""
+
 _OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 10.0,
     "graceful_shutdown_wait_loop_s": 0.1,
-    "graceful_shutdown_timeout_s": 10.0,
     "max_constructor_retry_count": 3,
     # 5 by default; the router does admission, so this must never bite.
     "max_ongoing_requests": 100_000,
@@ -55,8 +57,8 @@ class _WorkerReplica:
 
     _worker: Worker
 
-    async def _begin(self, worker: Worker) -> None:
-        self._worker = worker
+    async def _begin(self, worker: Worker, drain_timeout: float) -> None:
+        self._worker, self._drain_timeout = worker, drain_timeout
         self._watch = asyncio.create_task(self._exit_on_failure())
 
     async def _exit_on_failure(self) -> None:
@@ -80,10 +82,10 @@ class _WorkerReplica:
         return self._worker.address
 
     async def __del__(self) -> None:
-        """Serve's call at a graceful end: streams close, and routers open the sessions elsewhere."""
+        """Serve's call at a graceful end: routers are told, and move the sessions elsewhere before it."""
         if hasattr(self, "_worker"):
             self._watch.cancel()
-            await self._worker.stop()
+            await self._worker.drain(self._drain_timeout)
 
 
 class TargetWorker(_WorkerReplica):
@@ -94,7 +96,8 @@ class TargetWorker(_WorkerReplica):
         from target_service.service import start_target
 
         settings, known = target_settings(config.of_worker(pool)), identity(config, "target")
-        await self._begin(await start_target(settings, _listen(config), ranks=_ranks(config, pool), identity=known))
+        worker = await start_target(settings, _listen(config), ranks=_ranks(config, pool), identity=known)
+        await self._begin(worker, config.drain_timeout)
 
 
 class DraftWorker(_WorkerReplica):
@@ -105,7 +108,8 @@ class DraftWorker(_WorkerReplica):
         from draft_service.service import start_draft
 
         settings, known = draft_settings(config.of_worker(pool)), identity(config, "draft")
-        await self._begin(await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=known))
+        worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=known)
+        await self._begin(worker, config.drain_timeout)
 
 
 @serve.ingress()
@@ -160,12 +164,11 @@ def build(config: Config) -> serve.Application:
     for pool in config.pools():
         if most(pool.settings):
             threads = environment(chosen_threads(pool.settings), local=local)
-            workers = _deployment(kinds[pool.role], need(pool, config), threads)
+            workers = _deployment(kinds[pool.role], need(pool, config), threads, config.drain_timeout + STOP_SECONDS)
             handles.append((pool.role, workers.bind(config, pool)))
-    router = _deployment(Router, router_need(config), environment(1, local=local))
     # Its requests are streams of minutes, which a replacement must not cut.
     drain = LOCAL_DRAIN_SECONDS if local else config.router.drain_timeout
-    return router.options(graceful_shutdown_timeout_s=drain).bind(config, handles)
+    return _deployment(Router, router_need(config), environment(1, local=local), drain).bind(config, handles)
 
 
 def environment(threads: int, *, local: bool) -> dict[str, str]:
@@ -177,8 +180,10 @@ def environment(threads: int, *, local: bool) -> dict[str, str]:
     return found | ({"PYTHONPATH": str(CHECKOUT)} if local else {})
 
 
-def _deployment(kind: type[object], need: Need, environment: dict[str, str]) -> serve.Deployment:
+def _deployment(kind: type[object], need: Need, environment: dict[str, str], drain: float) -> serve.Deployment:
+    """``drain``: seconds in which a replica may end what it does."""
     options = need.deployment_options(environment)
+    options["graceful_shutdown_timeout_s"] = drain
     decorate = serve.deployment(name=need.deployment, **options, **_OPTIONS)
     made: serve.Deployment = decorate(kind)
     return made

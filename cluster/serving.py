@@ -31,7 +31,7 @@ def target_settings(config: Config) -> TargetSettings:
         seconds=config.target.step_ms / 1000,
     )
     limits = TargetLimits(running=config.target.max_running, waiting=config.target.max_waiting, budget=budget)
-    return TargetSettings(_engine(config.target), limits, config.target.record)
+    return TargetSettings(_engine(config.target), limits, config.target.record, config.target.step_timeout)
 
 
 def draft_settings(config: Config) -> DraftSettings:
@@ -49,7 +49,7 @@ def draft_settings(config: Config) -> DraftSettings:
         bytes_a_token=speculation.push_bytes,
     )
     limits = LookaheadLimits(sessions=config.draft.max_sessions, draft=draft)
-    return DraftSettings(_engine(config.draft), limits, config.draft.record)
+    return DraftSettings(_engine(config.draft), limits, config.draft.record, config.draft.step_timeout)
 
 
 def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tuple[str, ...] = ()) -> RouterSettings:
@@ -65,6 +65,7 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
         port=config.router.port,
         tokenizer=config.router.tokenizer,
         ready_timeout=READY_SECONDS,
+        drain_timeout=config.router.drain_timeout,
         api=ApiSettings(
             model_name=config.router.model_name or None,
             speculation=speculation(config),

@@ -24,6 +24,8 @@ from router.tally import SessionTally, Tally
 from speculation.demand import RouterDemand
 from speculation.events import (
     Available,
+    Condemned,
+    Draining,
     Effect,
     Emit,
     Event,
@@ -43,7 +45,18 @@ from speculation.events import (
     Tick,
     Wake,
 )
-from speculation.messages import Close, FromWorker, Limits, Load, Open, SessionId, ToWorker, Verification, Welcome
+from speculation.messages import (
+    Close,
+    FromWorker,
+    Limits,
+    Load,
+    Open,
+    SessionId,
+    ToWorker,
+    Verification,
+    Welcome,
+)
+from speculation.reopening import ReopeningLimits, Reopenings
 from speculation.session import Phase, Session, SessionLimits
 from transport.codec import MalformedMessage
 from transport.tls import Identity
@@ -58,6 +71,7 @@ class DispatchLimits:
     sessions: int = 1024
     """Sessions at once; more are refused before anything is accepted."""
     session: SessionLimits = SessionLimits()
+    reopening: ReopeningLimits = ReopeningLimits()
 
 
 @dataclass(slots=True)
@@ -69,6 +83,10 @@ class Totals:
     accepted: int = 0
     offered: int = 0
     reopened: int = 0
+    moved: int = 0
+    """Sessions that went to another target without a fault, each time."""
+    condemned: int = 0
+    """Sessions failed because targets died of them."""
     failed: int = 0
     malformed: int = 0
     """Messages of workers that break the protocol; all were dropped."""
@@ -82,6 +100,7 @@ class Totals:
     def take(self, session: Session) -> None:
         """Add what a session counts itself."""
         self.reopened += session.reopened
+        self.moved += session.moved
         self.stale += session.stale
         self.strikes += sum(map(len, session.strikes.values()))
         self.quarantined += len(session.quarantined)
@@ -103,6 +122,8 @@ class _Run:
     """Where it was last opened."""
     revision: int | None = None
     """That the text began with. Another would go on with another text."""
+    finished: bool = False
+    """Whether the session came to its end, and was not stopped or failed."""
 
     @property
     def wanted(self) -> Wanted:
@@ -120,7 +141,9 @@ class Dispatcher:
         self._limits = limits
         self._runs: dict[SessionId, _Run] = {}
         self._ids = itertools.count(1)
-        events = PoolEvents(self._available, self._lost, self._received, self._malformed)
+        self._reopenings = Reopenings(limits.reopening)
+        self._asked_again = False
+        events = PoolEvents(self._available, self._lost, self._draining, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
         self.metrics = RouterMetrics(Tally(), self.snapshot)
@@ -182,6 +205,8 @@ class Dispatcher:
                 timer.cancel()
             self._add_up(run)
             del self._runs[number]
+            self._reopenings.ended(number, finished=run.finished)
+            self._ask_again_soon()
 
     def _add_up(self, run: _Run) -> None:
         """Take over what a session that ended has counted."""
@@ -201,6 +226,8 @@ class Dispatcher:
             placing=len(self._runs) - running,
             running=running,
             reopened=totals.reopened,
+            moved=totals.moved,
+            condemned=totals.condemned,
             malformed=totals.malformed,
             stale=totals.stale,
             strikes=totals.strikes,
@@ -217,9 +244,16 @@ class Dispatcher:
         for run in list(self._runs.values()):
             self._handle(run, Available(role))
 
-    def _lost(self, peer: PeerId, why: str) -> None:  # noqa: ARG002 - the pool has logged why
+    def _lost(self, role: Role, peer: PeerId, expected: bool) -> None:
+        if role is Role.TARGET:
+            self._reopenings.lost(asyncio.get_running_loop().time(), peer, expected=expected)
         for run in list(self._runs.values()):
             self._handle(run, Lost(peer))
+        self._ask_again_soon()
+
+    def _draining(self, peer: PeerId) -> None:
+        for run in list(self._runs.values()):
+            self._handle(run, Draining(peer))
 
     def _received(self, peer: PeerId, message: FromWorker) -> None:
         if isinstance(message, Load | Welcome):
@@ -230,9 +264,12 @@ class Dispatcher:
         elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
             self._malformed(peer, wrong)
         else:
-            if isinstance(message, Verification) and message.lead is not None:
-                run.tally.leads(message.lead)
+            if isinstance(message, Verification):
+                self._reopenings.heard(peer, message)
+                if message.lead is not None:
+                    run.tally.leads(message.lead)
             self._handle(run, Received(peer, message))
+            self._ask_again_soon()
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
         self.totals.malformed += 1
@@ -245,13 +282,24 @@ class Dispatcher:
         for effect in run.session.handle(now, event):
             self._perform(run, effect)
 
+    def _ask_again_soon(self) -> None:
+        """Let sessions whose turn has come ask for a target again, once what happens now is dealt with."""
+        if self._reopenings.changed and not self._asked_again:
+            self._asked_again = True
+            asyncio.get_running_loop().call_soon(self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._asked_again = False
+        for number in self._reopenings.due():
+            if number in self._runs:
+                self._handle(self._runs[number], Available(Role.TARGET))
+
     # -- effects -------------------------------------------------------------------------------------------------------
 
     def _perform(self, run: _Run, effect: Effect) -> None:
         match effect:
             case Place(role=role, avoid=avoid):
-                chosen = self.pool.choose(role, avoid, run.wanted, run.at.get(Role.TARGET))
-                self._handle(run, Placed(role, chosen))
+                self._handle(run, self._placed(run, role, avoid))
             case Send(peer=peer, message=message):
                 self._note(run, peer, message)
                 self.pool.send(peer, message)
@@ -266,6 +314,7 @@ class Dispatcher:
                 self._set_timer(run, at)
             case Finish(reason=reason):
                 if reason is not None:
+                    run.finished = True
                     run.items.put_nowait(Ended(reason, run.session.reopened))
             case Fail(code=code, message=message):
                 self.totals.failed += 1
@@ -275,16 +324,31 @@ class Dispatcher:
             case _:
                 assert_never(effect)
 
+    def _placed(self, run: _Run, role: Role, avoid: frozenset[PeerId]) -> Placed | Condemned:
+        """The choice of a worker, but for targets where it is not this session's turn."""
+
+        def choose(avoid: frozenset[PeerId]) -> PeerId | None:
+            return self.pool.choose(role, avoid, run.wanted, run.at.get(Role.TARGET))
+
+        if role is not Role.TARGET:
+            return Placed(role, choose(avoid))
+        answer = self._reopenings.place(asyncio.get_running_loop().time(), run.session.session, avoid, choose)
+        self.totals.condemned += isinstance(answer, Condemned)
+        return answer
+
     def _note(self, run: _Run, peer: PeerId, message: ToWorker) -> None:
-        """Keep the pool's account of sessions per worker."""
+        """Keep the accounts of which session is open where."""
         if isinstance(message, Open):
             self.pool.opened(peer, message, run.blocks)
             known = self.pool.peers.get(peer)
             if known is not None:
                 run.at[known.role] = peer
                 run.tally.opened(peer, known.role)
+                if known.role is Role.TARGET:
+                    self._reopenings.opened(message.session, peer, message.epoch)
             run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
         elif isinstance(message, Close):
+            self._reopenings.closed(message.session, peer)
             self.pool.closed(peer, message.session)
 
     def _learn(self, run: _Run, accepted: int, offered: int) -> None:

@@ -141,6 +141,8 @@ def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
     )
     for name, about, value in (
         ("failovers", "Times that a session was opened again at another target worker.", snapshot.reopened),
+        ("moves", "Times that a session left a target worker that drains.", snapshot.moved),
+        ("condemned_sessions", "Sessions failed because target workers died of them.", snapshot.condemned),
         ("malformed_messages", "Messages of workers that break the protocol; all were dropped.", snapshot.malformed),
         ("stale_messages", "Messages of workers that came too late to matter.", snapshot.stale),
         ("draft_strikes", "Malformed messages held against a drafter by its session.", snapshot.strikes),

@@ -36,7 +36,10 @@ class PoolEvents:
     """What the pool tells its owner. Called from the event loop; must not block."""
 
     available: Callable[[Role], None]
-    lost: Callable[[PeerId, str], None]
+    lost: Callable[[Role, PeerId, bool], None]
+    """A worker is gone; whether it was expected to go."""
+    draining: Callable[[PeerId], None]
+    """A worker will go soon."""
     received: Callable[[PeerId, FromWorker], None]
     malformed: Callable[[PeerId, MalformedMessage], None]
 
@@ -72,8 +75,13 @@ class Peer:
     prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
-    leaving: bool = False
-    """No longer on the list of workers, but sessions are still there: it gets no others."""
+    listed: bool = True
+    """Whether it is meant to be there. One that is not is used until its sessions have left, or its stream ends."""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether nothing new is to be opened there."""
+        return self.load.draining or not self.listed
 
     @property
     def sessions(self) -> int:
@@ -94,7 +102,7 @@ class Peer:
         """The worker sent a message."""
         match message:
             case Load():
-                self.load = message
+                self.pool.load_changed(self, message)
             case Refused():
                 self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
@@ -164,17 +172,13 @@ class WorkerPool:
         return sum(present, self._departed.get(role, Traffic()))
 
     def set_workers(self, role: Role, addresses: Iterable[str]) -> None:
-        """Connect to new workers of a role and let go of those no longer listed, once their last session has ended.
-
-        A worker that drains leaves the list first; moving its sessions, or not, is for it and them to decide.
-        """
+        """Connect to new workers of a role and let go of those no longer listed, as soon as sessions have left them."""
         wanted = {PeerId(f"{role}@{address}"): address for address in addresses}
         for peer in [peer for peer in self.peers.values() if peer.role is role and peer.peer not in wanted]:
-            peer.leaving = True
-            self._let_go(peer)
+            self._retire(peer)
         for name, address in wanted.items():
             if name in self.peers:
-                self.peers[name].leaving = False
+                self.peers[name].listed = True
             else:
                 peer = self.peers[name] = Peer(name, role, self)
                 peer.connection = WorkerConnection(
@@ -196,6 +200,11 @@ class WorkerPool:
         known = self.peers.get(peer)
         if known is not None and known.connection is not None:
             known.connection.send(message)
+
+    def role(self, peer: PeerId) -> Role | None:
+        """What a worker does; None if it is not known any more."""
+        known = self.peers.get(peer)
+        return known.role if known else None
 
     def choose(
         self, role: Role, avoid: frozenset[PeerId], wanted: Wanted = Wanted(), target: PeerId | None = None
@@ -272,9 +281,24 @@ class WorkerPool:
     def worker_down(self, peer: Peer, why: str) -> None:
         """A worker was lost."""
         if peer.welcome is not None:
-            log.warning("worker %s is lost: %s", peer.peer, why)
-            peer.welcome, peer.opened = None, {}
-            self.events.lost(peer.peer, why)
+            expected = peer.leaving
+            log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", peer.peer, why)
+            peer.welcome, peer.opened, peer.load = None, {}, Load()
+            self.events.lost(peer.role, peer.peer, expected)
+        self._let_go(peer)
+
+    def load_changed(self, peer: Peer, load: Load) -> None:
+        """A worker said how busy it is."""
+        leaving, peer.load = peer.leaving, load
+        if peer.leaving and not leaving:
+            log.info("worker %s drains", peer.peer)
+            self.events.draining(peer.peer)
+
+    def _retire(self, peer: Peer) -> None:
+        """Let go of a worker that is no longer listed, but not of its sessions."""
+        leaving, peer.listed = peer.leaving, False
+        if peer.opened and not leaving:
+            self.events.draining(peer.peer)
         self._let_go(peer)
 
     def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
@@ -285,7 +309,7 @@ class WorkerPool:
 
     def _let_go(self, peer: Peer) -> None:
         """Remove a worker that has left the list, if nothing is left there."""
-        if peer.leaving and not peer.opened and self.peers.get(peer.peer) is peer:
+        if not peer.listed and not peer.opened and self.peers.get(peer.peer) is peer:
             self._remove(peer)
 
     def _remove(self, peer: Peer) -> None:

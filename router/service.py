@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class RouterSettings:
     """Folder or hub id to read tokenizers from where it is that of a model; else where its targets read the model."""
     ready_timeout: float = 30.0
     """Seconds to wait for a first target worker."""
+    drain_timeout: float = 30.0
+    """Seconds in which running requests may end once the router is told to stop."""
     api: ApiSettings = ApiSettings()
     limits: DispatchLimits = DispatchLimits()
     identity: Identity | None = None
@@ -86,7 +89,8 @@ class Router:
         addresses.check_free(addresses.join(host, port))
         await self.connect()
         app = build_app(self.dispatcher, self.tokenizers, self.settings.api, self.dispatcher.metrics)
-        config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=5)
+        patience = math.ceil(self.settings.drain_timeout)
+        config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=patience)
         self._server = uvicorn.Server(config)
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +113,7 @@ class Router:
             await self._serving
 
     async def stop(self) -> None:
-        """Stop accepting, let running requests end for a moment, disconnect from the workers."""
+        """Stop accepting, let running requests end within ``drain_timeout``, disconnect from the workers."""
         self.dispatcher.draining = True
         if self._server is not None:
             self._server.should_exit = True

@@ -39,7 +39,7 @@ class WorkerView:
         """What is known of it now."""
         if peer.welcome is None:
             return cls(peer.peer, peer.role, WorkerState.DOWN)
-        state = WorkerState.DRAINING if peer.load.draining else WorkerState.UP
+        state = WorkerState.DRAINING if peer.leaving else WorkerState.UP
         round_trip = peer.connection.round_trip if peer.connection else None
         return cls(peer.peer, peer.role, state, peer.welcome.model, peer.load, round_trip)
 
@@ -54,6 +54,8 @@ class Snapshot:
     running: int = 0
     """Sessions that are open at one."""
     reopened: int = 0
+    moved: int = 0
+    condemned: int = 0
     malformed: int = 0
     stale: int = 0
     strikes: int = 0

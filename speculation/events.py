@@ -27,8 +27,10 @@ class FailureCode(StrEnum):
     INVALID = "invalid"
     UNAVAILABLE = "unavailable"
     """No target worker could take it in time."""
+    OVERLOADED = "overloaded"
+    """Every target worker was full for as long as a request may wait; nothing was started."""
     FAULTY = "faulty"
-    """Target after target was lost, or failed, without committing a token: the request itself is suspect."""
+    """Target after target was lost, or failed, when it computed this: the request itself is at fault."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -45,6 +47,15 @@ class Placed:
 
     role: Role
     peer: PeerId | None
+    queued: bool = False
+    """There are workers, and the session's turn will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """Other answer to :class:`Place`: so many targets in a row died of this session, and it gets no other."""
+
+    deaths: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +83,15 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """A worker says that it will go soon. What it runs it runs on, until it goes."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class Available:
-    """A worker of this role became usable."""
+    """A worker of this role became usable, or may be usable by this session again."""
 
     role: Role
 
@@ -88,7 +106,7 @@ class Tick:
     """A wake-up asked for with :class:`Wake`, or any other time."""
 
 
-Event = Start | Placed | Received | Faulted | Lost | Available | Stop | Tick
+Event = Start | Placed | Condemned | Received | Faulted | Lost | Draining | Available | Stop | Tick
 
 # -- effects -----------------------------------------------------------------------------------------------------------
 

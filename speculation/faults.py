@@ -1,13 +1,8 @@
-"""A deterministic simulation of router, drafters and targets under faults.
+"""A deterministic simulation of router, drafters and targets under faults; see :mod:`speculation.fault_world`.
 
-One heap, one seeded generator, virtual time. The machines are the ones that serve:
-:class:`speculation.session.Session`, :class:`speculation.target_session.TargetSession` and
-:class:`speculation.draft_session.DraftSession`. Only the models are toys (a hash of the context) and the network is a
-list. The cut is at the stream between router and worker; on it, messages are delayed, lost and doubled, streams break
-with or without the worker noticing, workers restart empty or hang.
-
-Checked after every run: the output of each session equals decoding with the target alone, nothing was retracted or
-emitted twice, every session ends, and (unless messages were lost) no worker keeps a session after that.
+The weather of a run says which faults it has and how often. Messages are delayed, lost and doubled, streams break for
+one end or both, workers are killed, stopped, stuck, drained and replaced, alone or many at once, the router itself is
+lost, and some requests are poison. After that, the promises: :mod:`speculation.fault_promises`.
 
     python -m speculation.faults --seeds 2000
 """
@@ -15,280 +10,210 @@ emitted twice, every session ends, and (unless messages were lost) no worker kee
 from __future__ import annotations
 
 import argparse
-import heapq
+import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, replace
 from random import Random
 from time import perf_counter
 
-from speculation.events import (
-    Available,
-    Effect,
-    Emit,
-    Event,
-    Fail,
-    Finish,
-    Lost,
-    PeerId,
-    Place,
-    Placed,
-    Received,
-    Role,
-    Send,
-    Start,
-    Stop,
-    Tick,
-    Wake,
-)
-from speculation.messages import (
-    FromWorker,
-    Limits,
-    Proposal,
-    Refused,
-    Sampling,
-    SessionId,
-    Token,
-    ToWorker,
-    Verification,
-)
-from speculation.session import Phase, Session, SessionLimits
-from speculation.toy_workers import VOCABULARY, DraftWorker, TargetWorker, target_only
+from speculation.events import PeerId, Role
+from speculation.fault_promises import check
+from speculation.fault_world import HEALED, OUTPUT, Peer, Poison, World
+from speculation.messages import SessionId
 
-OUTPUT = 40
 SESSIONS = 6
-HORIZON = 600.0
-"""Virtual seconds after which a session that has not ended counts as stuck."""
-HEALED = 120.0
-"""Faults stop here, so that progress can be demanded."""
+ROOMY = 1 << 20
+CALMER_AFTER = 8.0
+"""Virtual seconds in which faults become half as frequent. Who is suspected when a storm ends at once, and it is quiet
+from then on, is condemned, and rightly so by all that a router can know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """The faults of one run."""
+    """The faults of one run. Times are mean seconds between two such faults; 0: never."""
 
     loss: float = 0.0
     doubling: float = 0.0
     delay: float = 0.002
     """Mean one-way delay in seconds, exponentially distributed; order within a stream is kept."""
     crash_every: float = 0.0
-    """Mean seconds between worker crashes (0: never)."""
+    """For each worker, as the next ones."""
     hang_every: float = 0.0
+    """Stopped for a while, as by SIGSTOP."""
+    stuck_every: float = 0.0
+    """A computing thread that does not come back from a step."""
+    cut_every: float = 0.0
+    """A stream that ends for one side only."""
+    drain_every: float = 0.0
+    """A worker drained and replaced."""
+    node_every: float = 0.0
+    """A target and two drafters killed at once."""
+    drafts_away_every: float = 0.0
+    """All drafters drained, to come back later."""
+    scale_every: float = 0.0
+    """A third target comes, or goes."""
+    router_every: float = 0.0
+    """The router lost, and everything begun again at another."""
+    capacity: int = ROOMY
+    """Sessions that a target takes from one router."""
+    poison: str = ""
+    """What a request does to targets that compute it; none if empty."""
+    poisonous: int = 0
+    """How many of the requests."""
     agreement: float = 0.8
 
     @classmethod
     def random(cls, rng: Random) -> Weather:
         """One of many kinds of weather, calm ones included."""
-        return cls(
-            loss=rng.choice([0.0, 0.0, 0.01, 0.1]),
+        calm = cls(
             doubling=rng.choice([0.0, 0.05]),
             delay=rng.choice([0.0005, 0.005, 0.05]),
-            crash_every=rng.choice([0.0, 0.3, 2.0]),
-            hang_every=rng.choice([0.0, 1.0, 5.0]),
             agreement=rng.choice([0.0, 0.5, 0.8, 1.0]),
+            capacity=rng.choice([ROOMY, ROOMY, ROOMY, 2]),
+            poison=rng.choice(["", "", "", "dies", "dies", "hangs", "refuses"]),
+            poisonous=rng.choice([1, 1, 2]),
         )
+        match rng.randrange(4):
+            case 0:
+                return calm
+            case 1:  # planned changes only
+                return replace(
+                    calm,
+                    drain_every=rng.choice([0.0, 1.0, 3.0]),
+                    drafts_away_every=rng.choice([0.0, 1.0]),
+                    scale_every=rng.choice([0.0, 1.0]),
+                )
+            case _:
+                # Poison that computes on where the router believes it gone cannot be told from chance.
+                believed = not calm.poison
+                return replace(
+                    calm,
+                    loss=rng.choice([0.0, 0.0, 0.01, 0.1]) * believed,
+                    crash_every=rng.choice([0.0, 0.3, 2.0]),
+                    hang_every=rng.choice([0.0, 0.0, 1.0]),
+                    stuck_every=rng.choice([0.0, 0.0, 2.0]),
+                    cut_every=rng.choice([0.0, 0.0, 1.0]) * believed,
+                    drain_every=rng.choice([0.0, 1.0]),
+                    node_every=rng.choice([0.0, 0.0, 2.0]),
+                    drafts_away_every=rng.choice([0.0, 2.0]),
+                    scale_every=rng.choice([0.0, 1.0]),
+                    router_every=rng.choice([0.0, 0.0, 0.0, 3.0]) * believed,
+                )
+
+    @property
+    def quiet(self) -> bool:
+        """Whether workers come to harm by poison only."""
+        troubles = (self.loss, self.crash_every, self.hang_every, self.stuck_every, self.cut_every, self.node_every)
+        return not any(troubles) and not self.router_every
 
 
-@dataclass(slots=True)
-class Peer:
-    """A worker as the world sees it. ``life`` counts restarts; messages of an earlier life vanish."""
-
-    name: PeerId
-    role: Role
-    worker: TargetWorker | DraftWorker
-    life: int = 0
-    up: bool = True
-    hung_until: float = 0.0
-    known: bool = True
-    """Whether the router believes its stream to be up."""
-    arrivals: dict[str, float] = field(default_factory=dict)
-
-
-class World:
-    """Clock, network and router shell of one run."""
+class Run:
+    """One seed: its weather, its world, its requests."""
 
     def __init__(self, seed: int, weather: Weather | None = None) -> None:
+        """The same seed and weather give the same run, event by event."""
         self.rng = Random(seed)
-        self.weather = weather or Weather.random(self.rng)
-        self.now = 0.0
-        self.events = 0
-        self._serial = 0
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        names = [(Role.TARGET, "t0"), (Role.TARGET, "t1"), (Role.DRAFT, "d0"), (Role.DRAFT, "d1"), (Role.DRAFT, "d2")]
-        self.peers = {PeerId(name): Peer(PeerId(name), role, self._worker(role)) for role, name in names}
-        self.sessions: list[Session] = []
-        self.emitted: list[list[Token]] = []
-        self.failures: list[str] = []
-        self.stopped: set[int] = set()
-        self.accepted = 0
-
-    def _worker(self, role: Role) -> TargetWorker | DraftWorker:
-        return TargetWorker() if role is Role.TARGET else DraftWorker(self.weather.agreement)
-
-    def at(self, when: float, action: Callable[[], None]) -> None:
-        """Run ``action`` at virtual time ``when``."""
-        self._serial += 1
-        heapq.heappush(self._heap, (when, self._serial, action))
-
-    def run(self) -> None:
-        """Serve all sessions to their end, then check the promises."""
-        bounds = SessionLimits(
-            fruitless_openings=1_000, draft_openings=50, placement_timeout=HORIZON, stall_timeout=2.0
+        self.weather = weather = weather or Weather.random(self.rng)
+        self.world = World(
+            self.rng,
+            delay=weather.delay,
+            loss=weather.loss,
+            doubling=weather.doubling,
+            agreement=weather.agreement,
+            capacity=weather.capacity,
         )
-        for i in range(SESSIONS):
-            prompt = tuple(self.rng.randrange(VOCABULARY) for _ in range(self.rng.randint(1, 6)))
-            sampling = Sampling(seed=self.rng.getrandbits(64))
-            session = Session(SessionId(i), prompt, sampling, Limits(len(prompt) + OUTPUT), session_limits=bounds)
-            self.sessions.append(session)
-            self.emitted.append([])
-            self.at(self.rng.random(), lambda i=i: self._deliver(i, Start()))  # type: ignore[misc]
+
+    def run(self) -> World:
+        """Serve all requests to their end, then check the promises."""
+        world, weather = self.world, self.weather
+        numbers = [world.begin(self.rng.random()) for _ in range(SESSIONS)]
+        for number in numbers[-weather.poisonous :] if weather.poison else []:
+            prompt = world.sessions[number].prompt_length
+            world.poison[number] = Poison(prompt + self.rng.choice([0, OUTPUT // 2]), weather.poison)
         if self.rng.random() < 0.5:
-            self.at(self.rng.uniform(0.1, 1.5), lambda: self._client_stops(0))
-        for peer in self.peers.values():
-            self._schedule_step(peer)
-            self._schedule_faults(peer)
-        while self._heap and (self._running() or self.now < 1.0):
-            self.now, _, action = heapq.heappop(self._heap)
-            self.events += 1
-            assert self.now < HORIZON, f"stuck: {[(s.phase, len(s.output)) for s in self.sessions]}"
-            action()
-        while self._heap:
-            self.now, _, action = heapq.heappop(self._heap)
-            action()
-        self._check()
+            world.at(self.rng.uniform(0.1, 1.5), lambda: world.client_stops(SessionId(0)))
+        self._schedule()
+        world.run()
+        check(world, quiet=weather.quiet, lossless=not weather.loss, roomy=weather.capacity == ROOMY)
+        return world
 
-    def _running(self) -> bool:
-        return any(session.phase is not Phase.ENDED for session in self.sessions)
+    # -- when faults happen --------------------------------------------------------------------------------------------
 
-    def _client_stops(self, i: int) -> None:
-        self.stopped.add(i)
-        self._deliver(i, Stop())
+    def _schedule(self) -> None:
+        world, weather, rng = self.world, self.weather, self.rng
+        spare = Peer(PeerId("t2"), Role.TARGET, up=False, known=False)
+        world.peers[spare.name] = spare
+        for peer in list(world.peers.values()):
+            if peer is not spare:
+                self._repeat(weather.crash_every, lambda peer=peer: world.crash(peer))  # type: ignore[misc]
+            self._repeat(weather.hang_every, lambda peer=peer: world.stop_process(peer, rng.uniform(0.05, 4.0)))  # type: ignore[misc]
+            self._repeat(weather.stuck_every, lambda peer=peer: world.get_stuck(peer))  # type: ignore[misc]
+            self._repeat(weather.cut_every, lambda peer=peer: self._cut(peer))  # type: ignore[misc]
+        self._repeat(weather.drain_every, self._roll)
+        self._repeat(weather.node_every, self._remove_node)
+        self._repeat(weather.drafts_away_every, self._send_drafters_away)
+        self._repeat(weather.scale_every, lambda: world.drain(spare, None) if spare.up else world.come_back(spare))
+        # A router that knows nothing yet, and sees workers die just before the storm ends, must think it was a request.
+        self._repeat(weather.router_every, world.replace_router, until=HEALED / 2)
 
-    def _check(self) -> None:
-        for i, session in enumerate(self.sessions):
-            prompt = session._tokens[: session.prompt_length]
-            truth = target_only(prompt, session._sampling.seed, session._limits.end)
-            assert tuple(self.emitted[i]) == session.output, "what was emitted is not what is committed"
-            if i in self.stopped:
-                truth = truth[: len(session.output)]
-            assert session.output == truth, f"session {i} differs from the target alone"
-        assert not self.failures, self.failures
-        if not self.weather.loss:
-            held = {peer.name: list(peer.worker.sessions) for peer in self.peers.values() if peer.worker.sessions}
-            assert not held, f"sessions left behind: {held}"
-
-    # -- router shell --------------------------------------------------------------------------------------------------
-
-    def _deliver(self, i: int, event: Event) -> None:
-        session = self.sessions[i]
-        for effect in session.handle(self.now, event):
-            self._perform(i, effect)
-
-    def _perform(self, i: int, effect: Effect) -> None:
-        match effect:
-            case Place(role=role, avoid=avoid):
-                names = [p.name for p in self.peers.values() if p.known and p.role is role and p.name not in avoid]
-                self._deliver(i, Placed(role, self.rng.choice(names) if names else None))
-            case Send(peer=peer, message=message):
-                self._to_worker(self.peers[peer], message)
-            case Emit(tokens=tokens, accepted=accepted):
-                self.emitted[i].extend(tokens)
-                self.accepted += accepted
-            case Wake(at=when):
-                self.at(when, lambda: self._deliver(i, Tick()))
-            case Fail(message=message):
-                self.failures.append(message)
-            case Finish():
-                pass
-
-    def _broadcast(self, event: Event) -> None:
-        for i in range(len(self.sessions)):
-            self._deliver(i, event)
-
-    # -- network -------------------------------------------------------------------------------------------------------
-
-    def _transmit(self, peer: Peer, direction: str, action: Callable[[], None]) -> None:
-        """Deliver in order after a delay, unless the stream breaks first; lose or double as the weather has it."""
-        life = peer.life
-        faulty = self.now < HEALED
-        if faulty and self.rng.random() < self.weather.loss:
-            return
-        for _ in range(2 if faulty and self.rng.random() < self.weather.doubling else 1):
-            arrival = max(self.now + self.rng.expovariate(1 / self.weather.delay), peer.arrivals.get(direction, 0.0))
-            peer.arrivals[direction] = arrival
-            self.at(arrival, lambda: action() if peer.life == life else None)
-
-    def _to_worker(self, peer: Peer, message: ToWorker) -> None:
-        def arrive() -> None:
-            for reply in peer.worker.receive(message) if peer.up else []:
-                self._to_router(peer, reply)
-
-        self._transmit(peer, "to", arrive)
-
-    def _to_router(self, peer: Peer, message: FromWorker) -> None:
-        assert isinstance(message, Verification | Proposal | Refused)
-        session = message.session
-        self._transmit(
-            peer, "from", lambda: self._deliver(session, Received(peer.name, message)) if peer.known else None
-        )
-
-    def _schedule_step(self, peer: Peer) -> None:
-        def step() -> None:
-            if peer.up and self.now >= peer.hung_until:
-                for message in peer.worker.step():
-                    self._to_router(peer, message)
-            if self._running():
-                self._schedule_step(peer)
-
-        self.at(self.now + peer.worker.step_seconds * self.rng.uniform(0.8, 1.5), step)
-
-    # -- faults --------------------------------------------------------------------------------------------------------
-
-    def _schedule_faults(self, peer: Peer) -> None:
-        self._repeat(self.weather.crash_every, lambda: self._crash(peer))
-        self._repeat(self.weather.hang_every, lambda: self._hang(peer))
-
-    def _repeat(self, mean: float, fault: Callable[[], None]) -> None:
-        """Let ``fault`` happen again and again until the faults stop."""
+    def _repeat(self, mean: float, fault: Callable[[], None], until: float = HEALED) -> None:
+        """Let ``fault`` happen again and again, ever more rarely, until the faults stop."""
 
         def strike() -> None:
             fault()
-            self._repeat(mean, fault)
+            self._repeat(mean, fault, until)
 
-        when = self.now + self.rng.expovariate(1 / mean) if mean else HEALED
-        if when < HEALED and self._running():
-            self.at(when, strike)
+        calmer = 1 + (self.world.now / CALMER_AFTER) ** 2
+        when = self.world.now + self.rng.expovariate(1 / mean) * calmer if mean else until
+        if when < until and self.world.running:
+            self.world.at(when, strike)
 
-    def _crash(self, peer: Peer) -> None:
-        """Kill the worker; its replacement is empty. Half the time the router learns late, as after a lost FIN."""
-        peer.life += 1
-        peer.up = False
-        peer.worker = self._worker(peer.role)
-        life = peer.life
-        late = self.now + self.rng.choice([0.003, 1.0])
-        self.at(late, lambda: self._notice(peer) if peer.life == life and not peer.up else None)
-        self.at(self.now + self.rng.uniform(0.01, 3.0), lambda: self._restart(peer))
+    def _cut(self, peer: Peer) -> None:
+        self.rng.choice([self.world.cut_for_worker, self.world.cut_for_router])(peer)
 
-    def _notice(self, peer: Peer) -> None:
-        if peer.known:
-            peer.known = False
-            self._broadcast(Lost(peer.name))
+    def _roll(self) -> None:
+        """Replace a worker, unless it is the last of its role that stays."""
+        peer = self.rng.choice([self.world.peers[PeerId(name)] for name in ("t0", "t1", "d0", "d1", "d2")])
+        others = [p for p in self.world.peers.values() if p.role is peer.role and p is not peer]
+        if any(other.known and not other.draining for other in others):
+            self.world.drain(peer, self.rng.uniform(0.01, 1.0))
 
-    def _restart(self, peer: Peer) -> None:
-        if peer.up and peer.known:
-            return  # an earlier restart was enough
-        self._notice(peer)
-        peer.up = peer.known = True
-        self._broadcast(Available(peer.role))
+    def _remove_node(self) -> None:
+        back_in = self.rng.uniform(0.5, 5.0)
+        for name in (self.rng.choice(["t0", "t1"]), "d0", "d1"):
+            self.world.crash(self.world.peers[PeerId(name)], back_in)
 
-    def _hang(self, peer: Peer) -> None:
-        """Stop the worker for a while. The router may cut the stream meanwhile, which ends the worker's sessions."""
-        peer.hung_until = self.now + self.rng.uniform(0.05, 4.0)
-        if self.rng.random() < 0.5:
-            peer.life += 1
-            peer.worker.sessions.clear()
-            self._notice(peer)
-            self.at(peer.hung_until, lambda: self._restart(peer))
+    def _send_drafters_away(self) -> None:
+        back_in = self.rng.uniform(0.5, 3.0)
+        for name in ("d0", "d1", "d2"):
+            self.world.drain(self.world.peers[PeerId(name)], back_in)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What many runs add up to."""
+
+    events: int = 0
+    accepted: int = 0
+    reopened: int = 0
+    moved: int = 0
+    poisoned: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def run_seed(seed: int) -> Totals | str:
+    """One run; what it adds to the totals, or which promise it broke."""
+    try:
+        world = Run(seed).run()
+    except AssertionError as error:
+        return f"seed {seed}: {error}\nreplay: python -m speculation.faults --first {seed} --seeds 1\n"
+    sessions = world.sessions.values()
+    moved = sum(session.moved for session in sessions)
+    return Totals(world.events, world.accepted, sum(s.reopened for s in sessions), moved, len(world.harmed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -298,23 +223,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=500, help="number of runs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
-    started, events, accepted, reopened = perf_counter(), 0, 0, 0
-    for seed in range(options.first, options.first + options.seeds):
-        world = World(seed)
-        try:
-            world.run()
-        except AssertionError as error:
-            sys.stderr.write(f"seed {seed}: {error}\nreplay: python -m speculation.faults --first {seed} --seeds 1\n")
-            return 1
-        events += world.events
-        accepted += world.accepted
-        reopened += sum(session.reopened for session in world.sessions)
+    started, totals = perf_counter(), Totals()
+    seeds = range(options.first, options.first + options.seeds)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for result in pool.map(run_seed, seeds, chunksize=max(min(options.seeds // 50, 50), 1)):
+            if isinstance(result, str):
+                sys.stderr.write(result)
+                pool.shutdown(cancel_futures=True)
+                return 1
+            totals += result
     rate = options.seeds / (perf_counter() - started)
     tokens = options.seeds * SESSIONS * OUTPUT
     sys.stdout.write(
-        f"{options.seeds} seeds passed ({rate:.0f} a second): {events} events, "
-        f"{accepted} of about {tokens} tokens drafted, {reopened} failovers\n"
+        f"{options.seeds} seeds passed ({rate:.0f} a second): {totals.events} events, "
+        f"{totals.accepted} of about {tokens} tokens drafted, {totals.reopened} failovers, {totals.moved} moves, "
+        f"{totals.poisoned} poison requests\n"
     )
     return 0
 

@@ -1,7 +1,8 @@
 """The router's side of one session: a state machine from events to effects.
 
     NEW --start--> PLACING --placed--> RUNNING --finish, stop--> ENDED
-                      ^                   |
+                      ^                 |   ^
+                      |                 |   +-- draining: an heir is opened elsewhere, and takes over once warm
                       +---- lost, refused, doubt (epoch + 1)
 
 ``handle(now, event)`` returns what to do; it never waits, sends or looks at a clock. The rules it keeps, whatever the
@@ -14,7 +15,11 @@ events and their order:
 * Drafters are optional at every moment. Losing one never delays the target.
 * A drafter whose messages break the protocol is struck; struck often enough, it is closed and never asked again. What
   is merely late (of an older epoch, known already) is counted and costs nobody anything.
-* A session that ends workers is not retried for ever: :class:`SessionLimits`.
+* A worker that says it will go is left without haste: the session is opened on another one as well, which computes
+  what is committed, and moves there once that has answered. So the text goes on without a pause, and nothing counts as
+  a fault. Where there is no other, the session stays for as long as the worker does.
+* A session that targets fail at is not retried for ever: :class:`SessionLimits`. Nor is one that ends them: whether it
+  does is not known here, but across sessions (see :mod:`speculation.reopening`).
 
 Each opening, at either side, takes a fresh number from one epoch counter. Messages relayed between the two sides are
 translated from one side's epoch to the other's.
@@ -29,6 +34,8 @@ from typing import assert_never
 from speculation import digest as digests
 from speculation.events import (
     Available,
+    Condemned,
+    Draining,
     Effect,
     Emit,
     Event,
@@ -66,6 +73,8 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
+from speculation.patience import Patience
+from speculation.patience import SessionLimits as SessionLimits
 
 
 class Phase(Enum):
@@ -75,22 +84,6 @@ class Phase(Enum):
     PLACING = auto()
     RUNNING = auto()
     ENDED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """Bounds on waiting and retrying, in seconds and counts."""
-
-    fruitless_openings: int = 3
-    """Openings at a target in a row that ended in a fault without a token."""
-    draft_openings: int = 3
-    """Openings at drafters in a row without a proposal, before this session goes on without."""
-    draft_strikes: int = 3
-    """Messages of one drafter that break the protocol, before this session is done with it."""
-    placement_timeout: float = 30.0
-    backoff: float = 0.2
-    stall_timeout: float = 60.0
-    """Silence after which a running session is opened again (doubles each time in a row)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +112,9 @@ class Session:
         self.session = session
         self.prompt_length = len(prompt)
         self.reopened = 0
-        """How often the target side was opened again: the number of failovers."""
+        """How often the target side was opened again after a fault: the number of failovers."""
+        self.moved = 0
+        """How often it was opened elsewhere without one: a target went, or had no room."""
         self.stale = 0
         """Messages dropped because they came too late to matter."""
         self.strikes: dict[PeerId, list[str]] = {}
@@ -132,15 +127,15 @@ class Session:
         self._phase = Phase.NEW
         self._epoch = 0
         self._target: _Opening | None = None
+        self._heir: _Opening | None = None
+        """Opened where the session will move, and not yet warm. What it says is not used."""
         self._draft: _Opening | None = None
         self._avoid: dict[Role, frozenset[PeerId]] = {Role.TARGET: frozenset(), Role.DRAFT: frozenset()}
         self._lead: int | None = None
-        self._fruitless = 0
+        self._draining: frozenset[PeerId] = frozenset()
+        self._patience = Patience(session_limits, session)
         self._draft_openings = 0
-        self._give_up_at: float | None = None
         self._wake_at: float | None = None
-        self._last_progress = 0.0
-        self._stalls = 0
 
     @property
     def phase(self) -> Phase:
@@ -175,14 +170,20 @@ class Session:
         match event:
             case Start():
                 return self._place_target(now)
-            case Placed(role=role, peer=chosen):
-                return self._open_target(now, chosen) if role is Role.TARGET else self._open_draft(chosen)
+            case Placed(role=Role.TARGET, peer=chosen, queued=queued):
+                return self._open_heir(now, chosen) if self._heirless else self._open_target(now, chosen, queued=queued)
+            case Placed(peer=chosen):
+                return self._open_draft(chosen)
+            case Condemned(deaths=deaths):
+                return self._condemn(deaths)
             case Received(peer=peer, message=message):
                 return self._receive(now, peer, message)
             case Faulted(peer=peer, epoch=epoch, why=why):
                 return self._fault(now, _Opening(peer, epoch), why)
             case Lost(peer=peer):
                 return self._lose(now, peer)
+            case Draining(peer=peer):
+                return self._prepare_to_leave(peer)
             case Available(role=role):
                 return self._available(role)
             case Stop():
@@ -196,40 +197,52 @@ class Session:
 
     def _place_target(self, now: float) -> list[Effect]:
         """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
-        effects = self._close(self._target) + self._close(self._draft)
-        self._target = self._draft = None
-        if self._give_up_at is None:
-            self._give_up_at = now + self._bounds.placement_timeout
+        effects = self._close_all()
+        self._patience.look(now)
         self._phase = Phase.PLACING
         return [*effects, Place(Role.TARGET, self._avoid[Role.TARGET])]
 
-    def _open_target(self, now: float, peer: PeerId | None) -> list[Effect]:
+    def _open_target(self, now: float, peer: PeerId | None, *, queued: bool = False) -> list[Effect]:
         if self._phase is not Phase.PLACING:
             return []
         if peer is None:
-            if self._give_up_at is not None and now >= self._give_up_at:
-                return self._end(Fail(FailureCode.UNAVAILABLE, "no target worker is available"))
-            self._avoid[Role.TARGET] = frozenset()
-            return self._wake(now + self._bounds.backoff)
+            return self._await_target(now, queued=queued)
         self._phase = Phase.RUNNING
-        self._last_progress = now
+        self._patience.opened(now)
         self._target = _Opening(peer, self._next_epoch())
         opening = Send(peer, self._opening(self._target.epoch))
-        return [opening, *self._wake(now + self._stall_after()), *self._place_draft()]
+        return [opening, *self._wake(self._patience.stalled_at), *self._place_draft()]
+
+    def _await_target(self, now: float, *, queued: bool) -> list[Effect]:
+        """Nowhere to go at the moment: ask again, but not for ever. What was begun waits while targets are full."""
+        if queued:
+            self._patience.extend(now)
+        elif self._patience.over(now):
+            if not self._patience.crowded:
+                return self._end(Fail(FailureCode.UNAVAILABLE, "no target worker is available"))
+            if not self.output:
+                return self._end(Fail(FailureCode.OVERLOADED, "all target workers are full; try again later"))
+        self._avoid[Role.TARGET] = frozenset()
+        return self._wake(now + self._patience.pause())
+
+    def _condemn(self, deaths: int) -> list[Effect]:
+        if self._phase is not Phase.PLACING:
+            return []
+        text = f"given up after {deaths} target workers in a row died when they computed it"
+        return self._end(Fail(FailureCode.FAULTY, text))
 
     def _retry_target(self, now: float, peer: PeerId, why: str) -> list[Effect]:
-        """The target side failed without being asked to end."""
-        self._fruitless += 1
-        if self._fruitless >= self._bounds.fruitless_openings:
-            text = f"given up after {self._fruitless} openings in a row that ended without a token; the last: {why}"
+        """The target failed at this session alone."""
+        if openings := self._patience.fail():
+            text = f"given up after {openings} openings in a row that ended without a token; the last: {why}"
             return self._end(Fail(FailureCode.FAULTY, text))
-        self._give_up_at = None
+        self._patience.start_over()
+        self.reopened += 1
         return self._move_target(now, peer)
 
     def _move_target(self, now: float, peer: PeerId) -> list[Effect]:
         """Open the session elsewhere. If there is no elsewhere, ``_open_target`` waits and takes any."""
-        self.reopened += 1
-        self._avoid[Role.TARGET] = frozenset({peer})
+        self._avoid[Role.TARGET] |= {peer}
         return self._place_target(now)
 
     def _verified(self, now: float, verification: Verification) -> list[Effect]:
@@ -247,7 +260,7 @@ class Session:
         self._tokens.extend(fresh)
         self._digest = digest
         self._lead = verification.lead
-        self._last_progress, self._stalls, self._fruitless, self._give_up_at = now, 0, 0, None
+        self._patience.progress(now)
         self._avoid[Role.TARGET] = frozenset()
         effects: list[Effect] = [Emit(fresh, max(verification.accepted - known, 0), verification.offered, cached)]
         if verification.finish:
@@ -256,10 +269,62 @@ class Session:
             effects.append(Send(self._draft.peer, replace(verification, epoch=self._draft.epoch)))
         return effects
 
+    # -- leaving a target that drains ----------------------------------------------------------------------------------
+
+    @property
+    def _heirless(self) -> bool:
+        """Whether the session runs where it cannot stay, and does not yet know where to go."""
+        return self._target is not None and self._target.peer in self._draining and self._heir is None
+
+    def _prepare_to_leave(self, peer: PeerId) -> list[Effect]:
+        self._draining |= {peer}
+        effects: list[Effect] = []
+        if self._heir is not None and self._heir.peer == peer:
+            effects = self._drop_heir()
+        if self._draft is not None and self._draft.peer == peer:
+            effects += self._place_draft()
+        return effects + self._seek_heir()
+
+    def _seek_heir(self) -> list[Effect]:
+        return [Place(Role.TARGET, self._avoid[Role.TARGET] | self._draining)] if self._heirless else []
+
+    def _open_heir(self, now: float, peer: PeerId | None) -> list[Effect]:
+        """Let another target compute what is committed, while this one goes on."""
+        if peer is None or peer in self._draining:
+            self._avoid[Role.TARGET] = frozenset()
+            return self._wake(now + self._patience.pause())
+        self._heir = _Opening(peer, self._next_epoch())
+        return [Send(peer, self._opening(self._heir.epoch))]
+
+    def _drop_heir(self) -> list[Effect]:
+        effects = self._close(self._heir)
+        self._heir = None
+        return effects
+
+    def _lose_heir(self, now: float, peer: PeerId) -> list[Effect]:
+        """It will not be this one; the next is looked for in a moment."""
+        self._heir = None
+        self._avoid[Role.TARGET] |= {peer}
+        return self._wake(now + self._patience.pause())
+
+    def _inherit(self, now: float) -> list[Effect]:
+        """Go on at the heir, from what is committed by now: nearly all of that is in its cache."""
+        assert self._heir is not None
+        peer = self._heir.peer
+        effects = self._close(self._target) + self._close(self._draft)
+        self._target = self._draft = self._heir = None
+        self.moved += 1
+        self._phase = Phase.PLACING
+        return effects + self._open_target(now, peer)
+
     # -- the draft side ------------------------------------------------------------------------------------------------
 
+    @property
+    def _draft_stays(self) -> bool:
+        return self._draft is not None and self._draft.peer not in self._draining
+
     def _place_draft(self) -> list[Effect]:
-        if self._draft is not None or self._target is None or not self._wants_drafter:
+        if self._draft_stays or self._target is None or not self._wants_drafter:
             return []
         return [Place(Role.DRAFT, self._unwanted_drafters)]
 
@@ -270,14 +335,15 @@ class Session:
 
     @property
     def _unwanted_drafters(self) -> frozenset[PeerId]:
-        return self._avoid[Role.DRAFT] | self.quarantined
+        return self._avoid[Role.DRAFT] | self.quarantined | self._draining
 
     def _open_draft(self, peer: PeerId | None) -> list[Effect]:
-        if peer is None or peer in self._unwanted_drafters or self._target is None or self._draft is not None:
+        if peer is None or peer in self._unwanted_drafters or self._target is None or self._draft_stays:
             return []
+        effects = self._close(self._draft)
         self._draft_openings += 1
         self._draft = _Opening(peer, self._next_epoch())
-        return [Send(peer, self._opening(self._draft.epoch))]
+        return [*effects, Send(peer, self._opening(self._draft.epoch))]
 
     def _proposed(self, proposal: Proposal) -> list[Effect]:
         assert self._draft is not None
@@ -313,6 +379,8 @@ class Session:
         from_target = self._target is not None and self._target.peer == peer
         from_draft = self._draft is not None and self._draft.peer == peer
         match message:
+            case Verification() if self._heir == _Opening(peer, message.epoch):
+                return self._inherit(now)
             case Verification() if from_target:
                 return self._verified(now, message)
             case Proposal() if from_draft:
@@ -333,6 +401,8 @@ class Session:
             return self._strike(why)
         if opening == self._target:
             return self._retry_target(now, opening.peer, why)
+        if opening == self._heir:
+            return self._close(opening) + self._lose_heir(now, opening.peer)
         return self._too_late()
 
     def _too_late(self) -> list[Effect]:
@@ -346,6 +416,8 @@ class Session:
             if refused.code is not RefusalCode.UNKNOWN_SESSION:
                 self._avoid[Role.DRAFT] |= {peer}
             return self._place_draft()
+        if opening == self._heir:
+            return self._lose_heir(now, peer)
         if opening != self._target:
             return self._too_late()
         match refused.code:
@@ -354,24 +426,34 @@ class Session:
             case RefusalCode.INTERNAL | RefusalCode.UNKNOWN_SESSION:
                 return self._retry_target(now, peer, refused.message)
             case RefusalCode.OVERLOADED | RefusalCode.DRAINING:
+                self._patience.crowded = refused.code is RefusalCode.OVERLOADED
+                self.moved += 1
                 return self._move_target(now, peer)
             case _:
                 assert_never(refused.code)
 
     def _lose(self, now: float, peer: PeerId) -> list[Effect]:
-        effects: list[Effect] = []
+        expected = peer in self._draining
+        self._draining -= {peer}
+        if self._heir is not None and self._heir.peer == peer:
+            return self._lose_heir(now, peer)
         if self._draft is not None and self._draft.peer == peer:
             self._draft = None
-            effects = self._place_draft()
-        if self._target is not None and self._target.peer == peer:
-            self._target = None
-            return self._retry_target(now, peer, f"target worker {peer} was lost")
-        return effects
+            return self._place_draft()
+        if self._target is None or self._target.peer != peer:
+            return []
+        self._target = None
+        if self._heir is not None:
+            return self._inherit(now)
+        self._patience.start_over()
+        self.moved += expected
+        self.reopened += not expected
+        return self._move_target(now, peer)
 
     def _available(self, role: Role) -> list[Effect]:
         match role:
             case Role.TARGET:
-                return [Place(role, self._avoid[role])] if self._phase is Phase.PLACING else []
+                return [Place(role, self._avoid[role])] if self._phase is Phase.PLACING else self._seek_heir()
             case Role.DRAFT:
                 self._avoid[role] = frozenset()
                 self._draft_openings = min(self._draft_openings, self._bounds.draft_openings - 1)
@@ -384,10 +466,12 @@ class Session:
             self._wake_at = None
         if self._phase is Phase.PLACING:
             return [Place(Role.TARGET, self._avoid[Role.TARGET])]
-        due = self._last_progress + self._stall_after()
-        if self._phase is not Phase.RUNNING or now < due:
-            return self._wake(due) if self._phase is Phase.RUNNING else []
-        self._stalls += 1
+        due = self._patience.stalled_at
+        if self._phase is not Phase.RUNNING:
+            return []
+        if now < due:
+            return self._wake(due) + self._seek_heir()
+        self._patience.stall()
         self.reopened += 1
         return self._place_target(now)
 
@@ -399,10 +483,14 @@ class Session:
         return [Wake(at)]
 
     def _end(self, ending: Finish | Fail) -> list[Effect]:
-        effects = self._close(self._target) + self._close(self._draft)
-        self._target = self._draft = None
+        effects = self._close_all()
         self._phase = Phase.ENDED
         return [*effects, ending]
+
+    def _close_all(self) -> list[Effect]:
+        effects = self._close(self._target) + self._close(self._heir) + self._close(self._draft)
+        self._target = self._heir = self._draft = None
+        return effects
 
     def _close(self, opening: _Opening | None) -> list[Effect]:
         return [] if opening is None else [Send(opening.peer, Close(self.session, opening.epoch))]
@@ -421,6 +509,3 @@ class Session:
     def _next_epoch(self) -> int:
         self._epoch += 1
         return self._epoch
-
-    def _stall_after(self) -> float:
-        return float(self._bounds.stall_timeout * 2**self._stalls)

@@ -44,17 +44,21 @@ def target_only(prompt: Sequence[Token], seed: int, end: int) -> tuple[Token, ..
 
 
 class TargetWorker:
-    """A target: verifies every open session once a step."""
+    """A target, as far as one router uses it: verifies every open session once a step."""
 
     step_seconds = 0.02
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 1 << 30) -> None:
+        """``capacity``: sessions at once; more are refused."""
+        self.capacity = capacity
         self.sessions: dict[SessionId, TargetSession] = {}
 
     def receive(self, message: ToWorker) -> list[FromWorker]:
         """Take one message."""
         held = self.sessions.get(message.session)
         match message:
+            case Open() if held is None and len(self.sessions) >= self.capacity:
+                return [Refused(message.session, message.epoch, RefusalCode.OVERLOADED)]
             case Open():
                 if held is None or held.opened.epoch < message.epoch:
                     self.sessions[message.session] = TargetSession(message, vocabulary=VOCABULARY)
@@ -64,8 +68,15 @@ class TargetWorker:
                 del self.sessions[message.session]
         return []
 
-    def step(self) -> list[FromWorker]:
-        """One forward over all sessions."""
+    def give_up(self, session: SessionId) -> FromWorker:
+        """A session cannot be computed."""
+        epoch = self.sessions.pop(session).opened.epoch
+        return Refused(session, epoch, RefusalCode.INTERNAL, "this cannot be computed")
+
+    def step(self) -> list[FromWorker] | None:
+        """One forward over all sessions; None if there is nothing to do."""
+        if not self.sessions:
+            return None
         sent: list[FromWorker] = []
         for session in list(self.sessions.values()):
             offer = session.offer(session.candidates(8))
@@ -82,9 +93,9 @@ class TargetWorker:
 
 
 class DraftWorker:
-    """A drafter: expands two places of every session a step."""
+    """A drafter, as far as one router uses it: expands two places of every session a step."""
 
-    step_seconds = 0.004
+    step_seconds = 0.008
 
     def __init__(self, agreement: float) -> None:
         self.agreement = agreement
@@ -97,7 +108,7 @@ class DraftWorker:
             case Open():
                 if held is None or held.opened.epoch < message.epoch:
                     self.sessions[message.session] = DraftSession(
-                        message, vocabulary=VOCABULARY, limits=DraftLimits(lead=12)
+                        message, vocabulary=VOCABULARY, limits=DraftLimits(lead=8)
                     )
             case Verification() if held is not None:
                 return self._verified(held, message)
@@ -116,15 +127,17 @@ class DraftWorker:
                 del self.sessions[message.session]
         return []
 
-    def step(self) -> list[FromWorker]:
-        """One forward over all sessions."""
+    def step(self) -> list[FromWorker] | None:
+        """One forward over all sessions; None if there is nothing to do."""
         sent: list[FromWorker] = []
+        idle = True
         for session in self.sessions.values():
             seed = session.opened.sampling.seed
             for node in session.frontier()[:2]:
+                idle = False
                 context = [*session.tokens, *(above.token for above in node.path_from(session.trie.root))]
                 first = toy_model(context, seed, len(context), self.agreement)
                 others = [Candidate((first + step) % VOCABULARY, 0.1) for step in (VOCABULARY - 1, 1)]
                 session.expand(node, [Candidate(first, 0.8), *others])
             sent += session.pushes()
-        return sent
+        return None if idle and not sent else sent

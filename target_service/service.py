@@ -25,6 +25,8 @@ class TargetSettings:
     limits: TargetLimits = TargetLimits()
     record: str = ""
     """File to record every step in; none if empty."""
+    step_timeout: float = 60.0
+    """Seconds after which a step counts as stuck, and the process ends; 0: never."""
 
 
 async def start_target(
@@ -42,6 +44,6 @@ async def start_target(
     recorder = Recorder(Path(settings.record)) if settings.record else None
     engine = await asyncio.to_thread(build_target, settings.engine, progress, ranks)
     machine = VerifyLoop(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
-    worker = Worker(machine, ROLE, engine.close)
+    worker = Worker(machine, ROLE, engine.close, settings.step_timeout)
     await worker.start(listen, identity)
     return worker

@@ -1,8 +1,9 @@
 """The router's end of the wire: one stream to one worker, watched.
 
 A connection is up from the worker's ``Welcome`` until the stream ends or nothing, not even a heartbeat, was heard for
-:data:`WORKER_SILENCE_SECONDS`. gRPC's own keepalive would not do: pings are answered by a thread that runs on when the
-worker's own loop is stuck.
+:data:`WORKER_SILENCE_SECONDS`. A worker that does not introduce itself in that time, whatever else it sends, is given
+up, and tried again. gRPC's own keepalive would not do: pings are answered by a thread that runs on when the worker's
+own loop is stuck.
 
 A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
 
@@ -31,7 +32,6 @@ from transport.tls import Identity
 log = logging.getLogger(__name__)
 
 WORKER_SILENCE_SECONDS = 2.0
-CONNECT_SECONDS = 5.0
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 """Pauses between attempts to connect; the last one repeats."""
 
@@ -179,14 +179,15 @@ class WorkerConnection:
 
             def hear(frame: pb.Frame) -> None:
                 if not patience.expired():
-                    patience.reschedule(asyncio.get_running_loop().time() + WORKER_SILENCE_SECONDS)
                     self._measure(frame, outbox)
                     incoming.take(frame)
+                    if incoming.up:
+                        patience.reschedule(asyncio.get_running_loop().time() + WORKER_SILENCE_SECONDS)
 
             line = DelayLine(hear, self._delay)
             self._stream = _Stream(incoming, outbox, reset)
             try:
-                async with asyncio.timeout(CONNECT_SECONDS) as patience:
+                async with asyncio.timeout(WORKER_SILENCE_SECONDS + self._delay()) as patience:
                     while isinstance(frame := await call.read(), pb.Frame):
                         self.received_bytes += frame.ByteSize()
                         line.put(frame)

@@ -2,24 +2,34 @@
 
 The computing side is a :class:`Machine`: messages in, messages out, one step at a time, no threads and no sockets, so
 that tests drive it directly. Its messages are handed over in batches at both ends, once per step.
+
+A worker that shall end drains first: it says so in its load, takes no new sessions, and goes on with those it has until
+they are gone or its time is up. One whose thread is stuck in a step, with a kernel or a collective that never returns,
+ends itself: its event loop would go on telling routers that all is well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from speculation.demand import WorkerDemand
-from speculation.messages import FromWorker, Load, ToWorker, Welcome
+from speculation.messages import Close, FromWorker, Load, Open, RefusalCode, Refused, ToWorker, Welcome
 from transport.outbox import HEARTBEAT_SECONDS
 from transport.server import Link, WorkerServer, serve
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
+
+FIRST_STEP = 10
+"""The first step of all may take so many times the time of another: it compiles, captures and allocates."""
+DRAIN_POLL_SECONDS = 0.02
 
 Outgoing = list[tuple[Hashable, FromWorker]]
 """Messages with the link each goes to."""
@@ -57,12 +67,64 @@ class Machine(Protocol):
         ...
 
 
+def end_process(why: str) -> None:
+    """Say why, and end at once: nothing that is stuck can be waited for."""
+    log.critical("%s", why)
+    os._exit(1)
+
+
+class Watchdog:
+    """Notices a step that never ends. Told of steps by the computing thread, asked at every heartbeat.
+
+    It counts heartbeats, not time: a process that was stopped for a while, or had no CPU, has not been stuck.
+    """
+
+    def __init__(self, step_timeout: float) -> None:
+        """``step_timeout`` in seconds; 0: off."""
+        self._most = step_timeout / HEARTBEAT_SECONDS
+        self._step = 0
+        self._computing = False
+        self._warm = False
+        self._seen = (0, 0)
+        """The step under way at the last heartbeats, and how many of them it has lasted."""
+
+    def begins(self) -> None:
+        """A step begins."""
+        self._step += 1
+        self._computing = True
+
+    def ends(self, *, computed: bool) -> None:
+        """The step has ended; whether there was anything to do."""
+        self._computing = False
+        self._warm = self._warm or computed
+
+    def bites(self) -> bool:
+        """Whether the step under way has taken too long. To be asked once a heartbeat."""
+        step, beats = self._seen
+        self._seen = (self._step, beats + 1 if self._computing and step == self._step else 0)
+        return 0 < self._most * (1 if self._warm else FIRST_STEP) < self._seen[1]
+
+
 class Worker:
     """A machine that listens."""
 
-    def __init__(self, machine: Machine, role: str, ended: Callable[[], None] | None = None) -> None:
-        """Nothing happens before ``start``. ``ended`` is called when nothing is computed any more."""
+    def __init__(
+        self,
+        machine: Machine,
+        role: str,
+        ended: Callable[[], None] | None = None,
+        step_timeout: float = 0.0,
+        stuck: Callable[[str], None] = end_process,
+    ) -> None:
+        """Nothing happens before ``start``.
+
+        ``ended`` is called when nothing is computed any more. ``stuck`` is called when a step has taken more than
+        ``step_timeout`` seconds (0: never).
+        """
         self._machine, self._role, self._ended = machine, role, ended
+        self._step_timeout, self._stuck = step_timeout, stuck
+        self._watchdog = Watchdog(step_timeout)
+        self._draining = False
         self._wake = threading.Condition()
         self._inbox: list[tuple[Link, ToWorker | None, float]] = []
         self._stopping = False
@@ -94,13 +156,27 @@ class Worker:
         """Return only by raising what ended the computing thread."""
         await self.failed
 
+    async def drain(self, seconds: float) -> None:
+        """Take no new sessions, wait until those there are gone, but no longer than so many seconds, and stop."""
+        self._draining = True
+        self._push_load()
+        deadline = self._loop.time() + seconds
+        while self._busy and self._loop.time() < deadline and not self.failed.done():
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        await self.stop()
+
+    @property
+    def _busy(self) -> bool:
+        load = self._machine.load()
+        return bool(self._inbox or load.sessions or load.waiting)
+
     async def stop(self) -> None:
         """End all streams, the thread and the server."""
-        self._heart.cancel()
         with self._wake:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        self._heart.cancel()
         if self._ended is not None:
             await asyncio.to_thread(self._ended)
         if self._server is not None:
@@ -111,10 +187,15 @@ class Worker:
     def connected(self, link: Link) -> Welcome:
         """A router came."""
         self._links.add(link)
+        if self._draining:
+            self._loop.call_soon(self._push_load)
         return self._machine.welcome()
 
     def received(self, link: Link, message: ToWorker) -> None:
         """A router sent a message."""
+        if self._draining and isinstance(message, Open):
+            link.send(Refused(message.session, message.epoch, RefusalCode.DRAINING, f"the {self._role} worker drains"))
+            message = Close(message.session, message.epoch)  # of what it would have replaced
         self._post(link, message)
 
     def disconnected(self, link: Link) -> None:
@@ -134,10 +215,16 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            load = self._machine.load()
-            for link in list(self._links):
-                link.send(load)
+            self._push_load()
+            if self._watchdog.bites():
+                seconds = f"{self._step_timeout:g} s (step_timeout)"
+                self._stuck(f"the {self._role} worker ends: a step has taken more than {seconds}")
             await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _push_load(self) -> None:
+        load = replace(self._machine.load(), draining=self._draining)
+        for link in list(self._links):
+            link.send(load)
 
     # -- the computing thread ------------------------------------------------------------------------------------------
 
@@ -151,6 +238,7 @@ class Worker:
                     if self._stopping:
                         return
                     inbox, self._inbox = self._inbox, []
+                self._watchdog.begins()
                 answers: Outgoing = []
                 for link, message, at in inbox:
                     if message is None:
@@ -159,6 +247,7 @@ class Worker:
                         answers += self._machine.receive(link, message, at)
                 self._send(answers)
                 computed = self._machine.step()
+                self._watchdog.ends(computed=computed is not None)
                 idle = computed is None
                 self._send(computed or [])
         except Exception as error:  # the process boundary: whatever it was, the worker is of no use any more

@@ -326,7 +326,7 @@ async def pooled():
     def note(*event: object) -> None:
         heard.put_nowait(event)
 
-    pool = WorkerPool(PoolEvents(available=note, lost=note, received=note, malformed=note))
+    pool = WorkerPool(PoolEvents(available=note, lost=note, draining=note, received=note, malformed=note))
     try:
         yield pool, lambda: asyncio.wait_for(heard.get(), 10)
     finally:

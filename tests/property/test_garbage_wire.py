@@ -19,6 +19,7 @@ from router.pool import Peer, PoolEvents, WorkerPool, outside_vocabulary
 from speculation import digest as digests
 from speculation.events import (
     Available,
+    Draining,
     Effect,
     Emit,
     Event,
@@ -75,7 +76,7 @@ class Router:
         self.sessions = {
             number: Session(number, PROMPT, Sampling(), Limits(99), self.speculation) for number in self.effects
         }
-        events = PoolEvents(self.available, self.lost, self.received, self.note_malformed)
+        events = PoolEvents(self.available, self.lost, self.draining, self.received, self.note_malformed)
         self.pool = WorkerPool(events, Random(0))
         self.streams: dict[PeerId, Incoming] = {}
         for name, role in ((T0, Role.TARGET), (D0, Role.DRAFT)):
@@ -102,9 +103,13 @@ class Router:
         for number in self.sessions:
             self.handle(number, Available(role))
 
-    def lost(self, peer: PeerId, why: str) -> None:
+    def lost(self, peer: PeerId, why: str, expected: bool) -> None:
         for number in self.sessions:
             self.handle(number, Lost(peer))
+
+    def draining(self, peer: PeerId) -> None:
+        for number in self.sessions:
+            self.handle(number, Draining(peer))
 
     def received(self, peer: PeerId, message: FromWorker) -> None:
         assert not isinstance(message, Load | Welcome)

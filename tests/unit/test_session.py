@@ -7,6 +7,8 @@ import pytest
 from speculation import digest as digests
 from speculation.events import (
     Available,
+    Condemned,
+    Draining,
     Emit,
     Fail,
     FailureCode,
@@ -260,16 +262,123 @@ def test_an_invalid_request_fails_at_once():
     assert session.handle(0.2, Received(T0, verified(session, 4))) == []
 
 
-def test_a_request_that_ends_worker_after_worker_is_failed():
+def test_losses_alone_never_fail_a_session_but_a_verdict_does():
     session = running()
-    session.handle(0.1, Lost(T0))
-    session.handle(0.1, Placed(Role.TARGET, T1))
-    session.handle(0.2, Lost(T1))
-    session.handle(0.2, Placed(Role.TARGET, T0))
-    effects = session.handle(0.3, Lost(T0))
+    for now in range(40):
+        session.handle(now, Lost(T0))
+        session.handle(now, Placed(Role.TARGET, T0))
+    assert session.phase is Phase.RUNNING
+    assert session.handle(40.0, Condemned(2)) == []  # not what it had asked
+    session.handle(40.0, Lost(T0))
+    effects = session.handle(40.0, Condemned(2))
     assert isinstance(effects[-1], Fail)
     assert effects[-1].code is FailureCode.FAULTY
-    assert "t0 was lost" in effects[-1].message
+    assert "2 target workers" in effects[-1].message
+
+
+def leaving() -> Session:
+    """A session open at t0, which drains, and warming up at t1 (epoch 3)."""
+    session = running()
+    session.handle(0.1, Received(T0, verified(session, 4)))
+    assert session.handle(0.2, Draining(T0)) == [Place(Role.TARGET, frozenset({T0}))]
+    effects = session.handle(0.2, Placed(Role.TARGET, T1))
+    assert [(e.peer, e.message.epoch, e.message.tokens) for e in sent(effects, Open)] == [(T1, 3, (*PROMPT, 4))]
+    assert not sent(effects, Close)
+    return session
+
+
+def test_a_session_leaves_a_target_that_drains_once_another_is_warm():
+    session = leaving()
+    assert session.handle(0.3, Received(T0, verified(session, 5, 6)))[0] == Emit((5, 6), 0, 0)
+    effects = session.handle(0.4, Received(T1, replace(verified(session, 9), epoch=3)))
+    assert not [effect for effect in effects if isinstance(effect, Emit)]
+    assert [(e.peer, e.message.epoch) for e in sent(effects, Close)] == [(T0, 1), (D0, 2)]
+    assert [(e.peer, e.message.epoch, e.message.tokens) for e in sent(effects, Open)] == [(T1, 4, (*PROMPT, 4, 5, 6))]
+    assert session.handle(0.5, Received(T0, verified(session, 9))) == []
+    assert session.handle(0.5, Lost(T0)) == []
+    assert session.handle(0.5, Received(T1, verified(session, 7, epoch=4)))[0] == Emit((7,), 0, 0)
+    assert (session.moved, session.reopened) == (1, 0)
+
+
+def test_a_target_that_drains_is_used_for_as_long_as_there_is_no_other():
+    session = running()
+    session.handle(0.1, Draining(T0))
+    (wake,) = session.handle(0.1, Placed(Role.TARGET, None))
+    assert session.handle(0.15, Received(T0, verified(session, 4)))[0] == Emit((4,), 0, 0)
+    assert Place(Role.TARGET, frozenset({T0})) in session.handle(wake.at, Tick())
+    assert session.handle(0.5, Available(Role.TARGET)) == [Place(Role.TARGET, frozenset({T0}))]
+    effects = session.handle(0.6, Lost(T0))
+    assert Place(Role.TARGET, frozenset({T0})) in effects
+    assert (session.moved, session.reopened) == (1, 0)
+
+
+def test_what_becomes_of_an_heir():
+    session = leaving()
+    session.handle(0.3, Lost(T0))  # before the heir was warm: it takes over as it is
+    assert session.phase is Phase.RUNNING
+    assert session.handle(0.4, Received(T1, verified(session, 5, epoch=4)))[0] == Emit((5,), 0, 0)
+    for fate in (Lost(T1), Received(T1, Refused(ID, 3, RefusalCode.OVERLOADED)), Faulted(T1, 3, "garbage")):
+        session = leaving()
+        wake = session.handle(0.3, fate)[-1]
+        assert session.handle(0.3, Received(T0, verified(session, 5)))[0] == Emit((5,), 0, 0)
+        assert isinstance(session.handle(wake.at, Tick())[-1], Place)
+    session = leaving()
+    effects = session.handle(0.3, Stop())
+    assert {effect.peer for effect in sent(effects, Close)} == {T0, T1, D0}
+    session = leaving()
+    effects = session.handle(0.3, Draining(T1))
+    assert effects == [Send(T1, Close(ID, 3)), Place(Role.TARGET, frozenset({T0, T1}))]
+
+
+def test_a_drafter_that_drains_is_left_for_another_if_there_is_one():
+    session = running()
+    assert session.handle(0.1, Draining(D0)) == [Place(Role.DRAFT, frozenset({D0}))]
+    assert session.handle(0.1, Placed(Role.DRAFT, None)) == []
+    message = verified(session, 4)
+    assert session.handle(0.2, Received(T0, message)) == [Emit((4,), 0, 0), Send(D0, replace(message, epoch=2))]
+    assert session.handle(0.3, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset({D0}))]
+    effects = session.handle(0.3, Placed(Role.DRAFT, D1))
+    assert [effect.peer for effect in sent(effects, Close)] == [D0]
+    assert [effect.peer for effect in sent(effects, Open)] == [D1]
+
+
+def test_pauses_grow_and_no_two_sessions_keep_step():
+    def pauses(number: int) -> list[float]:
+        session, now, found = Session(SessionId(number), PROMPT, Sampling(), Limits(20)), 0.0, []
+        session.handle(now, Start())
+        for _ in range(6):
+            (wake,) = session.handle(now, Placed(Role.TARGET, None))
+            found.append(wake.at - now)
+            now = wake.at
+            session.handle(now, Tick())
+        return found
+
+    first, second = pauses(1), pauses(2)
+    assert first == pauses(1)
+    assert not set(first) & set(second)
+    for i, pause in enumerate(first):
+        longest = min(0.2 * 2**i, 2.0)
+        assert longest / 2 <= pause <= longest
+
+
+@pytest.mark.parametrize(("begun", "code"), [(False, FailureCode.OVERLOADED), (True, None)])
+def test_full_targets_refuse_what_was_not_begun_and_nothing_else(begun, code):
+    session = running()
+    if begun:
+        session.handle(0.1, Received(T0, verified(session, 4)))
+    session.handle(0.2, Received(T0, Refused(ID, 1, RefusalCode.OVERLOADED)))
+    effects = session.handle(99.0, Placed(Role.TARGET, None))
+    failed = [effect.code for effect in effects if isinstance(effect, Fail)]
+    assert failed == ([code] if code else [])
+
+
+def test_a_session_whose_turn_will_come_is_not_given_up():
+    session = new()
+    session.handle(0.0, Start())
+    for now in range(0, 300, 20):
+        effects = session.handle(now, Placed(Role.TARGET, None, queued=True))
+        assert not [effect for effect in effects if isinstance(effect, Fail)]
+        session.handle(now + 19.9, Tick())
 
 
 def test_progress_between_losses_keeps_the_session_going():
@@ -287,7 +396,8 @@ def test_progress_between_losses_keeps_the_session_going():
 def test_without_any_target_it_waits_and_then_says_so():
     session = new()
     session.handle(0.0, Start())
-    assert session.handle(0.0, Placed(Role.TARGET, None)) == [Wake(0.2)]
+    (wake,) = session.handle(0.0, Placed(Role.TARGET, None))
+    assert 0.1 <= wake.at <= 0.2
     assert session.handle(0.2, Tick()) == [Place(Role.TARGET, frozenset())]
     assert session.handle(31.0, Placed(Role.TARGET, None)) == [
         Fail(FailureCode.UNAVAILABLE, "no target worker is available")
@@ -299,7 +409,8 @@ def test_a_busy_target_is_left_for_another_and_does_not_count_as_a_fault(code):
     session = running()
     effects = session.handle(0.1, Received(T0, Refused(ID, 1, code)))
     assert Place(Role.TARGET, frozenset({T0})) in effects
-    assert session.handle(0.1, Placed(Role.TARGET, None))[0] == Wake(0.1 + 0.2)
+    assert isinstance(session.handle(0.1, Placed(Role.TARGET, None))[0], Wake)
+    assert session.reopened == 0
     assert session.handle(0.4, Tick()) == [Place(Role.TARGET, frozenset())]
 
 

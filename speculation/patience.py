@@ -1,0 +1,90 @@
+"""How long one session waits for a target, and how often it tries: bounds, pauses, and what progress forgives.
+
+A committed token forgives everything, so a long life is not cut short by what has long been overcome. Knows no clock:
+``now`` is handed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speculation import noise
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Bounds on waiting and retrying, in seconds and counts."""
+
+    fruitless_openings: int = 3
+    """Openings in a row that a target ended, without a token, with a fault in this session alone."""
+    draft_openings: int = 3
+    """Openings at drafters in a row without a proposal, before this session goes on without."""
+    draft_strikes: int = 3
+    """Messages of one drafter that break the protocol, before this session is done with it."""
+    placement_timeout: float = 30.0
+    backoff: float = 0.2
+    """First pause before a target is looked for again. It doubles each time, and is cut by up to half, by chance."""
+    longest_backoff: float = 2.0
+    stall_timeout: float = 90.0
+    """Silence after which a running session is opened again (doubles each time in a row)."""
+
+
+class Patience:
+    """What a session has waited for and tried since it last committed a token."""
+
+    def __init__(self, bounds: SessionLimits, seed: int) -> None:
+        """``seed`` tells the pauses of two sessions apart."""
+        self._bounds, self._seed = bounds, seed
+        self._fruitless = self._pauses = self._draws = self._stalls = 0
+        self._give_up_at: float | None = None
+        self._last_progress = 0.0
+        self.crowded = False
+        """Whether it was a lack of room that last ended an opening."""
+
+    def progress(self, now: float) -> None:
+        """A token was committed."""
+        self._last_progress, self._stalls, self._fruitless = now, 0, 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """What is waited for from here on has nothing to do with what was waited for before."""
+        self._give_up_at, self.crowded = None, False
+
+    def opened(self, now: float) -> None:
+        """A target was found."""
+        self._last_progress, self._pauses = now, 0
+
+    def look(self, now: float) -> None:
+        """A target is looked for."""
+        if self._give_up_at is None:
+            self.extend(now)
+
+    def extend(self, now: float) -> None:
+        """Wait as long as at first, from now."""
+        self._give_up_at = now + self._bounds.placement_timeout
+
+    def over(self, now: float) -> bool:
+        """Whether a target has been looked for long enough."""
+        return self._give_up_at is not None and now >= self._give_up_at
+
+    def pause(self) -> float:
+        """How long to wait before a target is looked for again; no two sessions keep step."""
+        longest = min(self._bounds.backoff * 2 ** min(self._pauses, 30), self._bounds.longest_backoff)
+        self._pauses += 1
+        self._draws += 1
+        chance = noise.uniform(noise.bits(noise.key(self._seed, self._draws), 0))
+        return float(longest * (1.0 - chance / 2))
+
+    def fail(self) -> int | None:
+        """An opening ended with a fault of the session's own: how many in a row, if these are too many."""
+        self._fruitless += 1
+        return self._fruitless if self._fruitless >= self._bounds.fruitless_openings else None
+
+    @property
+    def stalled_at(self) -> float:
+        """When silence has lasted too long."""
+        return float(self._last_progress + self._bounds.stall_timeout * 2**self._stalls)
+
+    def stall(self) -> None:
+        """Silence has lasted too long."""
+        self._stalls += 1

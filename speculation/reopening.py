@@ -1,0 +1,291 @@
+"""Who may be opened where after targets were lost: what a router remembers across its sessions.
+
+A target that dies takes down every session on it, and nearly always none of them is to blame. Now and then one is:
+computing it ends the worker, and opened on the next it would end that too, until none is left. The one must be found
+and failed, and nobody else, ever.
+
+* *Suspects* of a death are the sessions that were open there and had not committed a token there, or were still near
+  the place where a target had died under them before. Whoever has gone on was computed and did no harm: a session that
+  commits a token is not under suspicion any more.
+* Suspects are on *probation*: a target tries one of them at a time (of many, an eighth at a time), and meanwhile
+  nothing else is opened there. So the second death under the guilty one has exactly one suspect.
+* Two deaths in a row may still be chance, where workers die anyway. A death is *blameless* once all sessions that were
+  open there have gone well past the place where they were, or have finished. As many blameless deaths as there were
+  lately, so many more tries it takes to prove anything, and some for deaths that others are suspected of. And a session
+  that was alone with the last of enough deaths is kept out for a while first: only if targets live without it, it is
+  condemned.
+
+A worker that said it would go is not a death. The same bookkeeping bounds how many sessions are opened again on one
+target at once, so that a crowd that lost its target does not bury the next.
+
+Knows nothing of clocks: ``now`` is seconds on any clock, as long as it is one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from speculation.events import Condemned, PeerId, Placed, Role
+from speculation.messages import SessionId, Verification
+
+REMEMBERED_DEATHS = 1024
+WELL_PAST = 16
+"""Tokens beyond what the router knew of a session when a target died. The target may have been a few further."""
+WOKEN_AT_ONCE = 8
+
+
+class Verdict(Enum):
+    """What is to be done with a session that asks for a target."""
+
+    OPEN = auto()
+    """Open it, where it is not blocked."""
+    WAIT = auto()
+    """Keep it out for now."""
+    CONDEMNED = auto()
+    """Fail it: it ends the workers that compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReopeningLimits:
+    """Bounds, in counts and seconds."""
+
+    tries: int = 2
+    """Deaths in a row under a session before it can be condemned."""
+    most_tries: int = 30
+    """The same, however often workers die without anybody's fault."""
+    watch: float = 10.0
+    """How long targets must live without a suspect that is kept out before it is condemned."""
+    memory: float = 300.0
+    """For how long a death that nobody was guilty of speaks for the suspects."""
+    per_target: int = 64
+    """Sessions opened again on one target at once, until they commit a token there."""
+    others: int = 4
+    """For so many deaths in that time that only others may be guilty of, one more try."""
+    share: int = 8
+    """One in so many on probation is tried at the same time on one target."""
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A session as opened at a target."""
+
+    epoch: int
+    proven: bool = False
+    """Whether it has committed a token there, and has gone well past where a target last died under it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Death:
+    """Of a target."""
+
+    at: float
+    implicated: set[SessionId]
+    """Who may be guilty of it."""
+    explained: bool = False
+    """Whether one of them was condemned."""
+
+
+@dataclass(slots=True)
+class _Implication:
+    """Deaths that a session may be guilty of, until it is past a position."""
+
+    position: int = 0
+    deaths: list[_Death] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    """Deaths in a row of which a session was a suspect."""
+
+    deaths: int = 0
+    alone: bool = False
+    """Whether it was the only suspect of the last one."""
+    last: float = 0.0
+
+
+class Reopenings:
+    """The sessions of one router that have something to prove. Forgets those that are over."""
+
+    def __init__(self, limits: ReopeningLimits = ReopeningLimits()) -> None:
+        """Nothing is known against anybody."""
+        self._limits = limits
+        self._open: dict[PeerId, dict[SessionId, _Opening]] = {}
+        self._unproven: dict[PeerId, set[SessionId]] = {}
+        """Those of them that are not proven. No empty sets."""
+        self._suspicions: dict[SessionId, _Suspicion] = {}
+        self._deaths: deque[_Death] = deque(maxlen=REMEMBERED_DEATHS)
+        self._implicated: dict[SessionId, _Implication] = {}
+        self._reached: dict[SessionId, int] = {}
+        """Up to which position each session is verified."""
+        self._opened: set[SessionId] = set()
+        self._reserved: dict[PeerId, SessionId] = {}
+        """Targets kept free of others until a session on probation can be tried there."""
+        self._waiting: dict[SessionId, None] = {}
+        self.changed = False
+        """Whether ``due`` may have something new to say."""
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def opened(self, session: SessionId, peer: PeerId, epoch: int) -> None:
+        """A session was opened at a target."""
+        self._leave_queue(session)
+        self._opened.add(session)
+        self._open.setdefault(peer, {})[session] = _Opening(epoch)
+        self._unproven.setdefault(peer, set()).add(session)
+
+    def heard(self, peer: PeerId, verification: Verification) -> None:
+        """A target verified something."""
+        session = verification.session
+        self._reached[session] = max(verification.end, self._reached.get(session, 0))
+        implication = self._implicated.get(session)
+        if implication is not None and verification.end >= implication.position:
+            self._exonerate(session)
+        opening = self._open.get(peer, {}).get(session)
+        if opening is not None and opening.epoch == verification.epoch and not opening.proven:
+            self._suspicions.pop(session, None)
+            opening.proven = session not in self._implicated
+            if opening.proven:
+                self._settle(session, peer)
+
+    def closed(self, session: SessionId, peer: PeerId) -> None:
+        """A session left a target that lives."""
+        if self._open.get(peer, {}).pop(session, None):
+            self._settle(session, peer)
+
+    def ended(self, session: SessionId, *, finished: bool) -> None:
+        """A session is over. Unless it has finished as it should, what it may be guilty of stays unexplained."""
+        if finished:
+            self._exonerate(session)
+        for peer in self._open:
+            self.closed(session, peer)
+        self._leave_queue(session)
+        self._opened.discard(session)
+        self._implicated.pop(session, None)
+        self._reached.pop(session, None)
+        if self._suspicions.pop(session, None):
+            self.changed = True
+
+    def lost(self, now: float, peer: PeerId, *, expected: bool) -> None:
+        """The stream to a target is gone; ``expected``: it had said that it would go."""
+        there, suspects = self._open.pop(peer, {}), self._unproven.pop(peer, set())
+        self._reserved.pop(peer, None)
+        self.changed = True
+        if expected:
+            return
+        death = _Death(now, set(there))
+        self._deaths.append(death)
+        for session in there:
+            implication = self._implicated.setdefault(session, _Implication())
+            implication.position = self._reached[session] + WELL_PAST if session in self._reached else 0
+            implication.deaths.append(death)
+        for session in suspects:
+            suspicion = self._suspicions.setdefault(session, _Suspicion())
+            suspicion.deaths += 1
+            suspicion.alone = len(suspects) == 1
+            suspicion.last = now
+
+    # -- what follows --------------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        now: float,
+        session: SessionId,
+        avoid: frozenset[PeerId],
+        choose: Callable[[frozenset[PeerId]], PeerId | None],
+    ) -> Placed | Condemned:
+        """The answer to a session that asks for a target. ``choose``: the best target but for these, if any is left."""
+        match self._verdict(now, session):
+            case Verdict.CONDEMNED:
+                for death in self._implicated[session].deaths:
+                    death.explained = True
+                return Condemned(self._suspicions[session].deaths)
+            case Verdict.WAIT:
+                return Placed(Role.TARGET, None, queued=True)
+        chosen = choose(avoid | self._blocked(session))
+        otherwise = choose(avoid) if chosen is None else None
+        if otherwise is not None:
+            self._wait(session, otherwise)
+        return Placed(Role.TARGET, chosen, queued=otherwise is not None)
+
+    def due(self) -> list[SessionId]:
+        """Sessions that wait and should ask again, because something has changed since the last call."""
+        if not self.changed:
+            return []
+        self.changed = False
+        ready = [owner for peer, owner in self._reserved.items() if peer not in self._unproven]
+        first = [session for session, _ in zip(self._waiting, range(WOKEN_AT_ONCE), strict=False)]
+        return list(dict.fromkeys([*ready, *first]))
+
+    @property
+    def waiting(self) -> int:
+        """Sessions that wait for a target that is not blocked."""
+        return len(self._waiting)
+
+    @property
+    def on_probation(self) -> int:
+        """Sessions under suspicion."""
+        return len(self._suspicions)
+
+    # -- within --------------------------------------------------------------------------------------------------------
+
+    def _verdict(self, now: float, session: SessionId) -> Verdict:
+        suspicion = self._suspicions.get(session)
+        if suspicion is None or not suspicion.alone or suspicion.deaths < self._tries(now, session):
+            return Verdict.OPEN
+        return Verdict.WAIT if now < suspicion.last + self._limits.watch else Verdict.CONDEMNED
+
+    def _blocked(self, session: SessionId) -> frozenset[PeerId]:
+        """Targets where a session must not be opened at the moment."""
+        reserved = {peer for peer, owner in self._reserved.items() if owner != session}
+        if session in self._suspicions:
+            return frozenset(reserved | {peer for peer in self._unproven if not self._may_be_tried(peer)})
+        trials = {peer for peer in self._unproven if self._is_trying(peer)} if self._suspicions else set()
+        most = self._limits.per_target if session in self._opened else None
+        full = {peer for peer, there in self._unproven.items() if most is not None and len(there) >= most}
+        return frozenset(reserved | trials | full)
+
+    def _wait(self, session: SessionId, at: PeerId) -> None:
+        """A session found no target that is not blocked. ``at``: where it would go otherwise."""
+        self._waiting[session] = None
+        if session in self._suspicions and session not in self._reserved.values():
+            self._reserved.setdefault(at, session)
+
+    def _tries(self, now: float, session: SessionId) -> int:
+        """Deaths in a row that would prove something against a session, as things are."""
+        while self._deaths and self._deaths[0].at < now - self._limits.memory:
+            self._deaths.popleft()
+        unexplained = [death.implicated for death in self._deaths if not death.explained]
+        blameless = sum(not implicated for implicated in unexplained)
+        others = sum(session not in implicated for implicated in unexplained) - blameless
+        return min(self._limits.tries + blameless + others // self._limits.others, self._limits.most_tries)
+
+    def _may_be_tried(self, peer: PeerId) -> bool:
+        """Whether one more session on probation may be opened where some are unproven."""
+        most = len(self._suspicions) // self._limits.share
+        return len(self._unproven[peer]) < most and self._unproven[peer] <= self._suspicions.keys()
+
+    def _is_trying(self, peer: PeerId) -> bool:
+        return not self._unproven[peer].isdisjoint(self._suspicions.keys())
+
+    def _exonerate(self, session: SessionId) -> None:
+        implication = self._implicated.pop(session, None)
+        for death in implication.deaths if implication else ():
+            death.implicated.discard(session)
+
+    def _settle(self, session: SessionId, peer: PeerId) -> None:
+        """A session has nothing to prove any more at a target."""
+        unproven = self._unproven.get(peer, set())
+        if session in unproven:
+            unproven.remove(session)
+            if not unproven:
+                del self._unproven[peer]
+            self.changed = self.changed or bool(self._waiting)
+
+    def _leave_queue(self, session: SessionId) -> None:
+        self._waiting.pop(session, None)
+        for peer in [peer for peer, owner in self._reserved.items() if owner == session]:
+            del self._reserved[peer]
+            self.changed = True

@@ -1,0 +1,201 @@
+"""Bugs planted in the machines that serve, one at a time: the simulator must find each within a few hundred seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from speculation import acceptance, target_session
+from speculation.events import Emit, Send
+from speculation.faults import Run, Weather
+from speculation.messages import Close, Sampling, Verification
+from speculation.patience import Patience
+from speculation.reopening import Reopenings, Verdict
+from speculation.session import Session
+
+STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5)
+LOSSY = Weather(loss=0.1, delay=0.01)
+SLOW = Weather(loss=0.1, doubling=0.1, delay=0.05, crash_every=0.5)
+ROLLING = Weather(delay=0.002, drain_every=0.3, agreement=1.0)
+POISONED = Weather(delay=0.005, poison="dies", poisonous=1)
+FLAPPING = Weather(delay=0.01, crash_every=0.5)
+SEEDS = 200
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def unchecked(patch: pytest.MonkeyPatch) -> None:
+    """Commit whatever arrives."""
+
+    def verified(self: Session, now: float, verification: Verification):
+        self._tokens.extend(verification.tokens)
+        return [Emit(verification.tokens, 0, 0)]
+
+    patch.setattr(Session, "_verified", verified)
+
+
+def older_epochs(patch: pytest.MonkeyPatch) -> None:
+    """Commit what the same target said under an older epoch, as if it had been said now."""
+    verified = Session._verified
+
+    def any_epoch(self: Session, now: float, message: Verification):
+        if message.epoch < self._target.epoch:
+            self._tokens.extend(message.tokens)
+            return [Emit(message.tokens, 0, 0)]
+        return verified(self, now, message)
+
+    patch.setattr(Session, "_verified", any_epoch)
+
+
+def no_digest(patch: pytest.MonkeyPatch) -> None:
+    """Commit what does not connect: neither gap nor digest is looked at."""
+    verified = Session._verified
+
+    def careless(self: Session, now: float, message: Verification):
+        if message.epoch == self._target.epoch and message.position > len(self._tokens):
+            self._tokens.extend(message.tokens)
+            return [Emit(message.tokens, 0, 0)]
+        return verified(self, now, message)
+
+    patch.setattr(Session, "_verified", careless)
+
+
+def doubled(patch: pytest.MonkeyPatch) -> None:
+    """Emit what is known already."""
+    verified = Session._verified
+
+    def again(self: Session, now: float, message: Verification):
+        known = message.epoch == self._target.epoch and message.end <= len(self._tokens)
+        return [Emit(message.tokens, 0, 0)] if known else verified(self, now, message)
+
+    patch.setattr(Session, "_verified", again)
+
+
+def left_open(patch: pytest.MonkeyPatch) -> None:
+    """Do not close the old opening when a session moves."""
+    inherit = Session._inherit
+
+    def leaves(self: Session, now: float):
+        effects = inherit(self, now)
+        return [e for e in effects if not (isinstance(e, Send) and isinstance(e.message, Close))]
+
+    patch.setattr(Session, "_inherit", leaves)
+
+
+def drain_is_a_fault(patch: pytest.MonkeyPatch) -> None:
+    """Count every loss as a fault, also of a worker that had said it would go."""
+    lose = Session._lose
+
+    def counts(self: Session, now: float, peer):
+        self._draining = frozenset()
+        return lose(self, now, peer)
+
+    patch.setattr(Session, "_lose", counts)
+    patch.setattr(Session, "_seek_heir", lambda self: [])
+
+
+def no_probation(patch: pytest.MonkeyPatch) -> None:
+    """Open suspects anywhere, at any time, and blame everyone who was there."""
+    patch.setattr(Reopenings, "_blocked", lambda self, session: frozenset())
+    patch.setattr(
+        Reopenings,
+        "_verdict",
+        lambda self, now, session: Verdict.CONDEMNED if self._deaths_of(session) >= 2 else Verdict.OPEN,
+    )
+    patch.setattr(
+        Reopenings,
+        "_deaths_of",
+        lambda self, session: self._suspicions[session].deaths if session in self._suspicions else 0,
+        raising=False,
+    )
+
+
+def no_second_thought(patch: pytest.MonkeyPatch) -> None:
+    """Condemn after two deaths, although workers die all the time."""
+    patch.setattr(Reopenings, "_tries", lambda self, now, session: 2)
+
+
+def for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Retry for ever."""
+    patch.setattr(Reopenings, "_verdict", lambda self, now, session: Verdict.OPEN)
+
+
+def forgotten_waiters(patch: pytest.MonkeyPatch) -> None:
+    """Keep a target reserved for a session that is over."""
+    patch.setattr(Reopenings, "_leave_queue", lambda self, session: None)
+
+
+def endless_patience(patch: pytest.MonkeyPatch) -> None:
+    """Wait for ever for a target that says nothing."""
+    patch.setattr(Patience, "stalled_at", property(lambda self: float("inf")))
+
+
+def no_drafter(patch: pytest.MonkeyPatch) -> None:
+    """Forget to open the drafter again when the target moves."""
+    place_draft = Session._place_draft
+    patch.setattr(Session, "_place_draft", lambda self: [] if self.moved else place_draft(self))
+
+
+def forgotten_seed(patch: pytest.MonkeyPatch) -> None:
+    """Open again without the seed."""
+    opening = Session._opening
+
+    def changed(self: Session, epoch: int):
+        opened = opening(self, epoch)
+        return replace(opened, sampling=Sampling(seed=0)) if len(opened.tokens) > self.prompt_length else opened
+
+    patch.setattr(Session, "_opening", changed)
+
+
+def generous(patch: pytest.MonkeyPatch) -> None:
+    """Keep a draft that the target did not draw."""
+
+    def walk(tokens, parents, drawn):
+        outcome = acceptance.walk(tokens, parents, drawn)
+        return outcome if outcome.kept or not tokens else acceptance.Walk((0,), drawn[1])
+
+    patch.setattr(target_session, "walk", walk)
+
+
+PLANTS = [
+    (unchecked, STORM),
+    (older_epochs, SLOW),
+    (no_digest, STORM),
+    (doubled, STORM),
+    (left_open, ROLLING),
+    (drain_is_a_fault, ROLLING),
+    (no_probation, POISONED),
+    (no_second_thought, FLAPPING),
+    (for_ever, POISONED),
+    (forgotten_waiters, POISONED),
+    (endless_patience, LOSSY),
+    (no_drafter, ROLLING),
+    (forgotten_seed, STORM),
+    (generous, STORM),
+]
+
+
+def found(weather: Weather, seeds: int = SEEDS) -> str:
+    """What the simulator says to it; empty if it notices nothing."""
+    for seed in range(seeds):
+        try:
+            world = Run(seed, weather).run()
+            drafted = world.accepted / sum(map(len, world.emitted.values()))
+            assert weather is not ROLLING or drafted > 0.5, f"only {drafted:.0%} of the tokens were drafted"
+        except AssertionError as error:
+            return f"{seed}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("weather", [STORM, LOSSY, SLOW, ROLLING, POISONED, FLAPPING])
+def test_without_a_bug_nothing_is_found(weather: Weather):
+    assert not found(weather, 10)
+
+
+@pytest.mark.parametrize(("plant", "weather"), PLANTS, ids=[plant.__name__ for plant, _ in PLANTS])
+def test_it_is_found(plant: Plant, weather: Weather, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("speculation.fault_world.HORIZON", 100.0)
+    plant(monkeypatch)
+    assert found(weather), plant.__doc__
