@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from cluster.console import CommandError
+from cluster.console import CommandError, say
 from cluster.flags import BAD_INPUT, FAILED, Parser
 from cluster.threads import usable_cores
 
-ABOUT = "measure decoding speed on this machine, against other ways to decode"
+ABOUT = "measure decoding speed on this machine, against other ways to decode, and what faults do to streams"
 DETAILS = """\
 Everything is measured side by side in one run, with models built from the bundled ones or of random weights. Keep the
 machine quiet meanwhile.
@@ -21,19 +24,29 @@ machine quiet meanwhile.
   paceline bench engine --quick
   paceline bench speculation --quick --json figures.json
   paceline bench speculation
+  paceline bench chaos --only kill-target
+  paceline bench soak --minutes 2
 """
 QUICK_PROMPTS, PROMPTS = 8, 10
 QUICK_BURSTS, BURSTS = 2, 3
 TOKENS = 8
 """Fewest new tokens a prompt; the first do not count."""
+MOST_STREAMS = 32
+"""More would be refused, which is a fault of its own."""
+MOST_TOKENS = 800
+"""With a prompt, what the bundled model's context holds."""
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 def add(parser: Parser) -> None:
     """Its flags."""
-    benches = parser.add_subparsers(dest="bench", title="benchmarks", metavar="{engine,speculation}", required=True)
+    benches = parser.add_subparsers(
+        dest="bench", title="benchmarks", metavar="{engine,speculation,chaos,soak}", required=True
+    )
     _add_engine(benches)
     _add_speculation(benches)
+    _add_chaos(benches)
+    _add_soak(benches)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,16 +54,17 @@ def run(args: argparse.Namespace) -> int:
     # What would only fail when all is measured is refused before anything is.
     if args.json and not args.json.absolute().parent.is_dir():
         raise CommandError(f"--json {args.json}: no such folder", BAD_INPUT)
-    if args.quick and args.out:
+    if args.out and getattr(args, "quick", False):
         raise CommandError("--out belongs to a full run; with --quick, use --json", BAD_INPUT)
     prepare: Callable[[argparse.Namespace], Callable[[], int]] = args.prepare
     measure = prepare(args)
+    from benchmarks.chaos.stage import StageError
     from benchmarks.workers import WorkerFailed
     from router.generation import GenerationError
 
     try:
         return measure()
-    except (WorkerFailed, GenerationError, TimeoutError) as error:
+    except (WorkerFailed, StageError, GenerationError, TimeoutError) as error:
         raise CommandError(f"the benchmark ended early: {error or 'a worker did not answer'}", FAILED) from error
 
 
@@ -84,6 +98,39 @@ def _add_speculation(benches: argparse._SubParsersAction[Parser]) -> None:
     flag("--dtype", default="bfloat16", metavar="TEXT", help="number format (default: bfloat16)")
     flag("--hidden", type=int, default=1024, metavar="N", help="hidden size of the stretched target (default: 1024)")
     flag("--layers", type=int, default=24, metavar="N", help="layers of the stretched target (default: 24)")
+
+
+def _add_chaos(benches: argparse._SubParsersAction[Parser]) -> None:
+    about = "streams under faults: workers killed and hung, nodes removed, the pool replaced, too much load"
+    details = "On a Ray cluster of pretend nodes on this machine. Takes about ten minutes; exit code 1 if a row fails"
+    bench = benches.add_parser("chaos", help=about, description=f"Measures {about}.\n\n{details}.")
+    bench.set_defaults(prepare=_chaos)
+    flag = bench.add_argument
+    flag("--list", action="store_true", help="name the faults, and do nothing")
+    flag("--only", action="append", default=[], metavar="NAME", help="only this fault; may be given again")
+    flag("--hang", type=float, default=30.0, metavar="S", help="seconds that a process is stopped for (default: 30)")
+    flag("--overload", type=float, default=60.0, metavar="S", help="seconds of too much load (default: 60)")
+    _add_faults(bench)
+
+
+def _add_soak(benches: argparse._SubParsersAction[Parser]) -> None:
+    about = "streams under random faults every few seconds, and what is left of them in the end"
+    bench = benches.add_parser("soak", help=about, description=f"Measures {about}.\n\nOn the cluster of `chaos`.")
+    bench.set_defaults(prepare=_soak)
+    bench.add_argument("--minutes", type=float, default=30.0, metavar="N", help="for how long (default: 30)")
+    _add_faults(bench)
+
+
+def _add_faults(bench: Parser) -> None:
+    """What both kinds of faults have in common."""
+    flag = bench.add_argument
+    flag("--streams", type=int, default=16, metavar="N", help="streams at once (default: 16)")
+    flag("--tokens", type=int, default=400, metavar="N", help="new tokens of a request (default: 400)")
+    flag("--seed", type=int, default=0, metavar="N", help="of the choice of faults and victims (default: 0)")
+    flag("--json", type=Path, metavar="FILE", help="write the figures there")
+    flag(
+        "--out", type=Path, metavar="DIR", help="write figures and a page there, such as benchmarks/results/DATE-chaos"
+    )
 
 
 def _engine(args: argparse.Namespace) -> Callable[[], int]:
@@ -134,6 +181,56 @@ def _speculation(args: argparse.Namespace) -> Callable[[], int]:
         layers=args.layers,
     )
     return partial(speculation.main, options)
+
+
+def _chaos(args: argparse.Namespace) -> Callable[[], int]:
+    """Check its flags; return what measures."""
+    _check_faults(args, "hang", "overload")
+    from benchmarks.chaos import main, scenarios
+    from benchmarks.chaos.settings import Options
+
+    options = Options(hang=args.hang, overload=args.overload, only=tuple(args.only), **_faults(args, "chaos"))
+    known = {scenario.name: scenario.fault for scenario in scenarios.scenarios(options)}
+    for name in args.only:
+        if name not in known:
+            raise CommandError(f"--only {name}: no such fault; there are {', '.join(known)}", BAD_INPUT)
+    if args.list:
+        return partial(_list, known)
+    return partial(main.chaos, options)
+
+
+def _soak(args: argparse.Namespace) -> Callable[[], int]:
+    """Check its flags; return what measures."""
+    _check_faults(args, "minutes")
+    from benchmarks.chaos import main
+    from benchmarks.chaos.settings import Options
+
+    return partial(main.random_faults, Options(minutes=args.minutes, **_faults(args, "soak")))
+
+
+def _list(known: dict[str, str]) -> int:
+    for name, fault in known.items():
+        say(f"{name:16} {fault}")
+    return 0
+
+
+def _check_faults(args: argparse.Namespace, *lengths: str) -> None:
+    for name in lengths:
+        if not 0 < getattr(args, name) < float("inf"):
+            raise CommandError(f"--{name} must be above 0, got {getattr(args, name):g}", BAD_INPUT)
+    for name, least, most in (("streams", 1, MOST_STREAMS), ("tokens", TOKENS, MOST_TOKENS)):
+        if not least <= getattr(args, name) <= most:
+            raise CommandError(f"--{name} must be {least} to {most}, got {getattr(args, name)}", BAD_INPUT)
+    if not find_spec("psutil"):
+        raise CommandError("faults are injected by means of psutil: pip install psutil", BAD_INPUT)
+
+
+def _faults(args: argparse.Namespace, bench: str) -> dict[str, Any]:
+    """The options that both kinds of faults have."""
+    given = {name: getattr(args, name) for name in ("streams", "tokens", "seed", "json", "out")}
+    return {
+        "command": shlex.join(["paceline", *sys.argv[1:]]) if len(sys.argv) > 1 else f"paceline bench {bench}"
+    } | given
 
 
 def _today() -> str:

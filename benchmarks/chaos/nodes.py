@@ -1,0 +1,153 @@
+"""``python -m benchmarks.chaos.nodes``: a Ray cluster of pretend nodes on this machine, until its input ends.
+
+Each node has a loopback address and pretend GPUs of its own. The first line of output is the address of the cluster.
+Every line of input, ``remove NAME`` or ``add NAME``, is answered by a line once it is done. A removed node is gone at
+once, with everything that ran there, as when its power fails; its sockets are closed by the kernel.
+
+The GPU nodes have no CPUs for Ray to give away, so that whatever asks for some, such as a router, is on the head.
+Applications of Ray Serve are reached through the head alone: a client's own connection cannot outlive the node that it
+leads to, and what serves clients does not belong on a GPU node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from ray.cluster_utils import Cluster
+
+from cluster.placement import GPU_CLASS
+
+HEAD = "127.0.0.2"
+HEAD_CPUS = 4
+OBJECT_STORE_BYTES = 80 << 20
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+"""What the nodes and who joins them have to be started with."""
+
+
+@dataclass(frozen=True, slots=True)
+class PretendNode:
+    """A node besides the head."""
+
+    name: str
+    address: str
+    gpu_class: str
+    gpus: int
+    cpus: int = 0
+
+
+SMALL = (PretendNode("small-1", "127.0.0.20", "small", 1), PretendNode("small-2", "127.0.0.21", "small", 1))
+LARGE = (PretendNode("large-1", "127.0.0.10", "large", 2), PretendNode("large-2", "127.0.0.11", "large", 2))
+
+
+class PretendCluster:
+    """The head and the other nodes, as processes of this one."""
+
+    def __init__(self, nodes: Sequence[PretendNode]) -> None:
+        """Start them all."""
+        self._nodes = {node.name: node for node in nodes}
+        self._running: dict[str, Any] = {}
+        self._cluster = Cluster()
+        self._start(HEAD, num_cpus=HEAD_CPUS, include_dashboard=False)
+        for node in nodes:
+            self.add(node.name)
+
+    @property
+    def address(self) -> str:
+        """Of Ray."""
+        return str(self._cluster.address)
+
+    def add(self, name: str) -> None:
+        """Start a node, or start it again."""
+        node = self._nodes[name]
+        labels = {GPU_CLASS: node.gpu_class}
+        self._running[name] = self._start(node.address, num_cpus=node.cpus, num_gpus=node.gpus, labels=labels)
+
+    def remove(self, name: str) -> None:
+        """Kill all processes of a node."""
+        node = self._running.pop(name)
+        kill_tree(info.process.pid for infos in node.all_processes.values() for info in infos)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def stop(self) -> None:
+        """End all nodes."""
+        self._cluster.shutdown()  # type: ignore[no-untyped-call]
+
+    def _start(self, address: str, **options: Any) -> Any:
+        return self._cluster.add_node(object_store_memory=OBJECT_STORE_BYTES, node_ip_address=address, **options)
+
+
+def kill_tree(roots: Any) -> None:
+    """Kill processes with everything below them, all stopped first, so that none sees another go."""
+    family: list[Any] = []
+    for pid in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            family += [root, *root.children(recursive=True)]
+    for number in ("suspend", "kill"):
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(process, number)()
+
+
+def start_serve(address: str, port: int) -> None:
+    """Start Ray Serve with its only HTTP door on the head; ``paceline up`` then uses it as it is."""
+    import ray
+    from ray import serve
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": "127.0.0.1", "port": port},
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+    ray.shutdown()
+
+
+def obey(cluster: PretendCluster) -> None:
+    """Carry out the lines of the input, until it ends."""
+    for line in sys.stdin:
+        match line.split():
+            case ["add", name]:
+                cluster.add(name)
+            case ["remove", name]:
+                cluster.remove(name)
+            case _:
+                raise ValueError(f"neither add NAME nor remove NAME: {line!r}")
+        _say(f"did {line.strip()}")
+
+
+def main(nodes: Sequence[PretendNode] = (*LARGE, *SMALL)) -> None:
+    """Run a cluster."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve", type=int, metavar="PORT", help="start Ray Serve with its HTTP door there")
+    args = parser.parse_args()
+    cluster = PretendCluster(nodes)
+    try:
+        if args.serve:
+            start_serve(cluster.address, args.serve)
+        _say(cluster.address)
+        obey(cluster)
+    finally:
+        cluster.stop()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The rows about load: a ramp that the pools are to follow, and more than the cluster can take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from benchmarks.chaos.loads import load_of
+from benchmarks.chaos.outcome import Outcome, Wanted
+from benchmarks.chaos.records import tally
+from benchmarks.chaos.settings import FINISH_SECONDS, MAX_SESSIONS, OVERLOAD, RAMP_STREAMS, Options
+from benchmarks.chaos.stage import Stage
+from benchmarks.chaos.workload import Workload
+from speculation.events import Role
+
+RAMP_TOKENS, OVERLOAD_TOKENS = 200, 100
+STEP_SECONDS = 1.0
+"""From one more stream of the ramp to the next."""
+HOLD_SECONDS = 15.0
+QUIET_SECONDS = 45.0
+"""After the ramp, for pools that shrink."""
+SAMPLE_SECONDS = 1.0
+MEGABYTE = 1 << 20
+GROWTH_MB = 100
+"""Most memory that a router may take for requests beyond its capacity."""
+FIRST_TOKEN_SECONDS = 30.0
+"""Longest wait of an accepted request for its first token under overload."""
+
+
+@dataclass(slots=True)
+class Sizes:
+    """How many workers of each role there were, over time."""
+
+    seen: dict[Role, list[int]] = field(default_factory=lambda: {Role.TARGET: [], Role.DRAFT: []})
+
+    def reversals(self, role: Role) -> int:
+        """How often the pool turned from growing to shrinking or back; once is a ramp, more is flapping."""
+        steps = [after - before for before, after in pairwise(self.seen[role]) if after != before]
+        return sum((before > 0) != (after > 0) for before, after in pairwise(steps))
+
+    def about(self, role: Role) -> str:
+        """For the notes."""
+        seen = self.seen[role]
+        return f"{role} workers {seen[0]}, most {max(seen)}, at the end {seen[-1]}" if seen else ""
+
+
+@asynccontextmanager
+async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Meanwhile take a sample every second."""
+
+    async def repeat() -> None:
+        while True:
+            await sample()
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def ramp(stage: Stage, options: Options) -> Outcome:
+    """One stream more every second, then one less."""
+    requests = options.requests(RAMP_TOKENS)
+    right = await stage.right_texts(requests)
+    sizes = Sizes()
+
+    async def sample() -> None:
+        for role, seen in sizes.seen.items():
+            workers = await stage.workers(role)
+            seen.append(sum(worker.running and bool(worker.address) for worker in workers))
+
+    async with sampled(sample), Workload(stage.url, requests, 1) as load:
+        for streams in range(1, RAMP_STREAMS + 1):
+            load.resize(streams)
+            await asyncio.sleep(STEP_SECONDS)
+        await asyncio.sleep(HOLD_SECONDS)
+        for streams in reversed(range(RAMP_STREAMS)):
+            load.resize(streams)
+            await asyncio.sleep(STEP_SECONDS)
+        await load.finish(FINISH_SECONDS)
+        await asyncio.sleep(QUIET_SECONDS if stage.scales else 0)
+    outcome = Outcome("", "", Wanted(""), RAMP_STREAMS, tally(load.replies, right))
+    outcome.complaints += _against_following(sizes, stage.scales)
+    if outcome.tally.refused:
+        outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
+    outcome.notes = [sizes.about(role) for role in sizes.seen] + ([] if stage.scales else ["pools of fixed size"])
+    return outcome
+
+
+def _against_following(sizes: Sizes, scales: bool) -> list[str]:
+    found = [f"the {role} pool flapped: {seen}" for role, seen in sizes.seen.items() if sizes.reversals(role) > 1]
+    still = [role for role, seen in sizes.seen.items() if len(set(seen)) == 1]
+    return found + [f"the {role} pool did not follow" for role in still if scales]
+
+
+async def overload(stage: Stage, options: Options) -> Outcome:
+    """Four times as many streams as the router accepts, for a while."""
+    requests = options.requests(OVERLOAD_TOKENS)
+    right = await stage.right_texts(requests)
+    (router, *_) = stage.processes.routers()
+    before = router.resident
+    longest, most = 0, before
+
+    async def sample() -> None:
+        nonlocal longest, most
+        most = max(most, router.resident)
+        for worker in await stage.workers(Role.TARGET):
+            with contextlib.suppress(TimeoutError):
+                longest = max(longest, (await load_of(worker.address, Role.TARGET)).waiting)
+
+    began = time.monotonic()
+    async with sampled(sample), Workload(stage.url, requests, OVERLOAD * MAX_SESSIONS) as load:
+        await asyncio.sleep(options.overload)
+        await load.finish(FINISH_SECONDS)
+    outcome = Outcome("", "", Wanted(""), OVERLOAD * MAX_SESSIONS, tally(load.replies, right))
+    grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
+    accepted = outcome.tally.requests - outcome.tally.refused
+    outcome.notes = [
+        f"{accepted} accepted, {outcome.tally.refused} refused in {time.monotonic() - began:.0f} s",
+        f"at most {longest} waiting at a target, router +{grown:.0f} MB",
+        f"first token within {first:.1f} s",
+    ]
+    checks = [
+        (outcome.tally.refused > 0, "nothing was refused"),
+        (longest <= MAX_SESSIONS, f"{longest} sessions waited at a target"),
+        (grown <= GROWTH_MB, f"the router grew by {grown:.0f} MB, wanted at most {GROWTH_MB}"),
+        (first <= FIRST_TOKEN_SECONDS, f"an accepted request waited {first:.1f} s for its first token"),
+    ]
+    outcome.complaints += [words for holds, words in checks if not holds]
+    return outcome

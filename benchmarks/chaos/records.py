@@ -1,0 +1,117 @@
+"""What the clients of a run saw, and what of it counts against the server.
+
+Pure bookkeeping: knows neither HTTP nor processes. Times are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+REFUSED = 429
+OK = 200
+
+
+@dataclass(slots=True)
+class Reply:
+    """One streamed request, from the moment it was sent."""
+
+    request: int
+    """Which one of the workload's."""
+    sent: float
+    status: int | None = None
+    """Of HTTP; None while there was no answer. A status of 200 accepts the request."""
+    retry_after: str = ""
+    """The header that a refusal must have."""
+    chunks: list[float] = field(default_factory=list)
+    """When each piece of text came."""
+    parts: list[str] = field(default_factory=list)
+    done: bool = False
+    """Whether the stream said that it is complete."""
+    error: str = ""
+    """Why it ended otherwise."""
+    ended: float | None = None
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self.parts)
+
+    @property
+    def refused(self) -> bool:
+        """Whether it was turned away as it should be: before acceptance, and told when to come again."""
+        return self.status == REFUSED and bool(self.retry_after)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended in any other way than complete or refused."""
+        return self.ended is not None and not self.refused and not (self.status == OK and self.done and not self.error)
+
+    @property
+    def reason(self) -> str:
+        """Why it failed."""
+        if self.error:
+            return self.error
+        if self.status == REFUSED:
+            return "status 429 without Retry-After"
+        return "the stream ended without [DONE]" if self.status == OK else f"status {self.status}"
+
+    @property
+    def first_token(self) -> float:
+        """Seconds until the first piece; 0 if there was none."""
+        return self.chunks[0] - self.sent if self.chunks else 0.0
+
+    @property
+    def silence(self) -> float:
+        """Longest time without a piece of text after the first, up to the end."""
+        ends = [] if self.ended is None or not self.chunks else [self.ended]
+        return max((later - earlier for earlier, later in pairwise([*self.chunks, *ends])), default=0.0)
+
+    def differs(self, right: str) -> bool:
+        """Whether its text is not the right one, or not its beginning if the stream did not complete."""
+        return self.text != right if self.done else not right.startswith(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a number of replies amount to."""
+
+    requests: int
+    refused: int
+    """Before acceptance, with status 429 and Retry-After."""
+    failed: int
+    different: int
+    silence: float
+    """The longest of all, in seconds."""
+    first_token: float
+    """The longest wait for one, in seconds."""
+    complaints: tuple[str, ...] = ()
+    """The first few failures and differences."""
+
+
+COMPLAINTS = 5
+
+
+def tally(replies: Iterable[Reply], right: Sequence[str]) -> Tally:
+    """Count; ``right`` has the text of each request of the workload."""
+    asked = list(replies)
+    failed = [reply for reply in asked if reply.failed]
+    different = [reply for reply in asked if reply.differs(right[reply.request])]
+    complaints = [f"request {reply.request}: {reply.reason}" for reply in failed]
+    complaints += [f"request {reply.request}: {difference(reply.text, right[reply.request])}" for reply in different]
+    return Tally(
+        requests=len(asked),
+        refused=sum(reply.refused for reply in asked),
+        failed=len(failed),
+        different=len(different),
+        silence=max((reply.silence for reply in asked), default=0.0),
+        first_token=max((reply.first_token for reply in asked), default=0.0),
+        complaints=tuple(complaints[:COMPLAINTS]),
+    )
+
+
+def difference(got: str, right: str) -> str:
+    """Where a text leaves the right one."""
+    at = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
+    return f"text differs from character {at} on: {got[at : at + 20]!r} instead of {right[at : at + 20]!r}"

@@ -1,0 +1,224 @@
+"""A pretend cluster with a running Paceline: starts it, knows when it is whole, and ends it.
+
+What is wrong with it is always told in words, so that a table can say why it does not heal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from benchmarks.chaos.loads import idle, load_of
+from benchmarks.chaos.nodes import ENVIRONMENT
+from benchmarks.chaos.processes import Processes, Worker
+from benchmarks.chaos.workload import Body, client, plain_text
+from cluster.config import CHECKOUT
+from speculation.events import Role
+
+NODES_SECONDS = 90.0
+READY_SECONDS = 180.0
+STOP_SECONDS = 60.0
+POLL_SECONDS = 0.3
+IDLE_SECONDS = 15.0
+AT_ONCE = 8
+"""Undisturbed texts computed at the same time."""
+
+
+class StageError(Exception):
+    """The cluster could not be started, or does not do what it was told. One line or more of output."""
+
+
+class Stage:
+    """A cluster, as the two processes that hold it: the nodes, and ``paceline up``."""
+
+    def __init__(self, nodes: Process, address: str, folder: Path, settings: dict[str, Any]) -> None:
+        """Made by :func:`running`."""
+        self.processes = Processes(nodes.pid)
+        self.wanted = {Role.TARGET: settings["target"]["replicas"], Role.DRAFT: settings["draft"]["replicas"]}
+        self.url = f"http://127.0.0.1:{settings['router']['port']}"
+        self._ranks = settings["target"]["tensor_parallel_size"]
+        self._nodes, self._address, self._folder = nodes, address, folder
+        self._settings = settings
+        self._texts: dict[str, str] = {}
+        self._up: Process | None = None
+
+    async def up(self) -> None:
+        """Start Paceline and wait until it serves with all its workers. Raises :class:`StageError`."""
+        self._up = await self._paceline(self._settings, "paceline.log")
+        deadline = time.monotonic() + READY_SECONDS
+        while "Ctrl-C stops it" not in self.said():
+            if self._up.returncode is not None or time.monotonic() > deadline:
+                raise StageError(f"paceline up did not come up:\n{self.said()}")
+            await asyncio.sleep(POLL_SECONDS)
+        await self.whole(READY_SECONDS)
+
+    @property
+    def ended(self) -> str:
+        """The last words of ``paceline up`` if it has ended, which nothing here asks it to do."""
+        if self._up is None or self._up.returncode is None:
+            return ""
+        return f"paceline up ended: {self.said().strip().splitlines()[-1]}"
+
+    @property
+    def scales(self) -> bool:
+        """Whether the pools are told to follow the load."""
+        return bool(self._settings.get("autoscaling"))
+
+    def target_setting(self, name: str) -> Any:
+        """What the target pool was last deployed with."""
+        return self._settings["target"][name]
+
+    def said(self) -> str:
+        """All that ``paceline up`` has printed."""
+        return (self._folder / "paceline.log").read_text(encoding="utf-8", errors="replace")
+
+    async def update(self, **target: Any) -> None:
+        """Deploy with other settings of the target pool while it serves, and wait until that is done.
+
+        Raises :class:`StageError`, TimeoutError.
+        """
+        self._settings = {**self._settings, "target": {**self._settings["target"], **target}}
+        update = await self._paceline(self._settings, "update.log", "--detach")
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                if await update.wait():
+                    raise StageError((self._folder / "update.log").read_text(encoding="utf-8"))
+        finally:
+            if update.returncode is None:
+                update.kill()
+                await update.wait()
+
+    async def node(self, order: str, name: str) -> None:
+        """``add`` or ``remove`` a pretend node."""
+        assert self._nodes.stdin is not None and self._nodes.stdout is not None
+        self._nodes.stdin.write(f"{order} {name}\n".encode())
+        await self._nodes.stdin.drain()
+        answer = (await asyncio.wait_for(self._nodes.stdout.readline(), NODES_SECONDS)).decode()
+        if not answer.startswith("did"):
+            raise StageError(f"the pretend nodes did not {order} {name}: {answer or 'they ended'}")
+
+    async def workers(self, role: Role) -> list[Worker]:
+        """Those that there are, running or not."""
+        return await asyncio.to_thread(self.processes.workers, role)
+
+    async def missing(self, *roles: Role) -> str:
+        """What keeps the cluster, or its workers of some roles, from being whole; empty if nothing does."""
+        addresses = []
+        for role in roles or self.wanted:
+            wanted = self.wanted[role]
+            workers = await self.workers(role)
+            ranks = self._ranks - 1 if role is Role.TARGET else 0
+            well = [w for w in workers if w.running and w.address and len(w.ranks) == ranks]
+            if len(well) != wanted or len(workers) != wanted:
+                return f"{len(well)} of {wanted} {role} workers are well, {len(workers)} exist"
+            addresses += [worker.address for worker in well]
+        for router in await asyncio.to_thread(self.processes.routers):
+            unknown = set(addresses) - set(await asyncio.to_thread(router.peers))
+            if unknown:
+                return f"router {router.pid} is not connected to {', '.join(sorted(unknown))}"
+        return ""
+
+    async def whole(self, seconds: float) -> float:
+        """Wait until all workers run and every router is connected to all; how long that took, in seconds.
+
+        Raises :class:`StageError`.
+        """
+        began = time.monotonic()
+        while missing := await self.missing():
+            if time.monotonic() > began + seconds:
+                raise StageError(f"not whole again within {seconds:.0f} s: {missing}")
+            await asyncio.sleep(POLL_SECONDS)
+        return time.monotonic() - began
+
+    async def left(self) -> str:
+        """What is left of sessions on the workers although nothing is asked for; empty if nothing is."""
+        for role in self.wanted:
+            for worker in await self.workers(role):
+                try:
+                    await load_of(worker.address, role, idle, IDLE_SECONDS)
+                except TimeoutError:
+                    return f"{role} worker on {worker.node} still holds sessions or cache"
+        return ""
+
+    async def right_texts(self, requests: Sequence[Body]) -> list[str]:
+        """The texts of requests in plain decoding, undisturbed; each computed once."""
+        turn = asyncio.Semaphore(AT_ONCE)
+
+        async def text(http: httpx.AsyncClient, request: Body) -> str:
+            key = str(sorted(request.items()))
+            async with turn:
+                if key not in self._texts:
+                    self._texts[key] = await plain_text(http, self.url, request)
+            return self._texts[key]
+
+        async with client(AT_ONCE) as http:
+            return list(await asyncio.gather(*(text(http, request) for request in requests)))
+
+    async def down(self) -> str:
+        """End Paceline; what was wrong with how it ended, if anything."""
+        if self._up is None:
+            return ""
+        if self._up.returncode is None:
+            self._up.send_signal(signal.SIGINT)
+        try:
+            code = await asyncio.wait_for(self._up.wait(), STOP_SECONDS)
+        except TimeoutError:
+            self._up.kill()
+            code = await self._up.wait()
+        return f"paceline up ended with {code}:\n{self.said()}" if code else ""
+
+    async def _paceline(self, settings: dict[str, Any], log: str, *flags: str) -> Process:
+        file = self._folder / "paceline.yaml"
+        file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        command = [sys.executable, "-m", "cluster.cli", "up", "--address", self._address, "--config", str(file), *flags]
+        with (self._folder / log).open("w") as output:
+            return await asyncio.create_subprocess_exec(
+                *command, cwd=CHECKOUT, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=environment()
+            )
+
+
+def environment() -> dict[str, str]:
+    """Of every process of the stage."""
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
+
+
+@asynccontextmanager
+async def running(settings: dict[str, Any]) -> AsyncIterator[Stage]:
+    """A stage that serves, with all its workers. Raises :class:`StageError`."""
+    port = settings["router"]["port"]
+    command = [sys.executable, "-m", "benchmarks.chaos.nodes", "--serve", str(port)]
+    nodes = await asyncio.create_subprocess_exec(*command, cwd=CHECKOUT, stdin=PIPE, stdout=PIPE, env=environment())
+    assert nodes.stdin is not None and nodes.stdout is not None
+    try:
+        address = (await asyncio.wait_for(nodes.stdout.readline(), NODES_SECONDS)).decode().strip()
+        if not address:
+            raise StageError("the pretend nodes did not start; why is on stderr")
+        with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder:
+            stage = Stage(nodes, address, Path(folder), settings)
+            try:
+                await stage.up()
+                yield stage
+            except BaseException:
+                await stage.down()
+                raise
+            if complaint := await stage.down():
+                raise StageError(complaint)
+    finally:
+        nodes.stdin.close()
+        try:
+            await asyncio.wait_for(nodes.wait(), STOP_SECONDS)
+        except TimeoutError:
+            nodes.kill()
+            await nodes.wait()
