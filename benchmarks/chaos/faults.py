@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable
 from random import Random
 
 from benchmarks.chaos import nodes
-from benchmarks.chaos.processes import CONTROLLER, Worker
+from benchmarks.chaos.processes import CONTROLLER, Process, Worker
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
 from speculation.events import Role
 
 CONTROLLER_SECONDS = 60.0
+GONE_SECONDS = 0.02
 AWAY_SECONDS = 10.0
 """How long a node is gone."""
 
@@ -27,7 +28,7 @@ def kill_replica(role: Role) -> Fault:
     """Kill -9 of a worker's replica, which is its rank 0."""
 
     async def inject(stage: Stage, rng: Random) -> None:
-        (await _victim(stage, role, rng)).replica.send(signal.SIGKILL)
+        await _kill((await _victim(stage, role, rng)).replica)
 
     return inject
 
@@ -37,7 +38,7 @@ async def kill_rank(stage: Stage, rng: Random) -> None:
     worker = await _victim(stage, Role.TARGET, rng)
     if not worker.ranks:
         raise StageError(f"the target on {worker.node} has no rank 1")
-    worker.ranks[0].send(signal.SIGKILL)
+    await _kill(worker.ranks[0])
 
 
 def kill_all(role: Role) -> Fault:
@@ -45,8 +46,7 @@ def kill_all(role: Role) -> Fault:
 
     async def inject(stage: Stage, rng: Random) -> None:
         del rng
-        for worker in await stage.workers(role):
-            worker.replica.send(signal.SIGKILL)
+        await _kill(*(worker.replica for worker in await stage.workers(role)))
 
     return inject
 
@@ -81,11 +81,18 @@ async def kill_controller(stage: Stage, rng: Random) -> None:
     """Kill -9 of Serve's controller; returns when Ray has started another."""
     del rng
     before = await asyncio.to_thread(stage.processes.found, CONTROLLER)
-    for process in before:
-        process.send(signal.SIGKILL)
+    await _kill(*before)
     async with asyncio.timeout(CONTROLLER_SECONDS):
         while not {p.pid for p in await asyncio.to_thread(stage.processes.found, CONTROLLER)} - {p.pid for p in before}:
             await asyncio.sleep(POLL_SECONDS)
+
+
+async def _kill(*victims: Process) -> None:
+    """Kill -9 of all at once; returns when none runs, so that nobody takes the dead for the healed."""
+    for process in victims:
+        process.send(signal.SIGKILL)
+    while any(process.running for process in victims):
+        await asyncio.sleep(GONE_SECONDS)
 
 
 async def _victim(stage: Stage, role: Role, rng: Random) -> Worker:

@@ -27,6 +27,8 @@ from cluster.placement import GPU_CLASS
 HEAD = "127.0.0.2"
 HEAD_CPUS = 4
 OBJECT_STORE_BYTES = 80 << 20
+PATIENCE_SECONDS = 600
+"""In which Serve says nothing of replicas that wait for room, as while their node is gone."""
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -112,6 +114,7 @@ def start_serve(address: str, port: int) -> None:
         proxy_location="HeadOnly",
         http_options={"host": "127.0.0.1", "port": port},
         logging_config={"log_level": "WARNING", "enable_access_log": False},
+        controller_options={"runtime_env": {"env_vars": {"RAY_SERVE_SLOW_STARTUP_WARNING_S": str(PATIENCE_SECONDS)}}},
     )
     ray.shutdown()
 

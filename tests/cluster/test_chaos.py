@@ -1,0 +1,34 @@
+"""Faults in a real cluster of pretend nodes under streaming requests: no request fails, and no text differs.
+
+The short form of ``make chaos``: the same cluster and the same code, fewer faults, and no time is compared with a bound,
+except that streams must go on before what hangs does.
+"""
+
+import pytest
+import pytest_asyncio
+
+from benchmarks.chaos import scenarios
+from benchmarks.chaos.settings import Options, configuration
+from benchmarks.chaos.stage import running
+from cluster.local import free_port
+from tests.ranks import needs_no_gpu
+
+pytestmark = [pytest.mark.slow, needs_no_gpu, pytest.mark.asyncio(loop_scope="module")]
+OPTIONS = Options("make test", streams=8, tokens=150, hang=12.0)
+SCENARIOS = {scenario.name: scenario for scenario in scenarios.scenarios(OPTIONS)}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage():
+    async with running(configuration(free_port())) as stage:
+        yield stage
+
+
+@pytest.mark.parametrize("name", ["kill-rank", "stop-target", "kill-controller", "remove-small"])
+async def test_a_fault_is_not_seen_by_clients(stage, name):
+    outcome = await scenarios.run(SCENARIOS[name], stage, OPTIONS)
+    counted = outcome.tally
+    assert (counted.failed, counted.different, counted.refused) == (0, 0, 0), counted.complaints
+    assert counted.requests >= OPTIONS.streams
+    assert not outcome.complaints
+    assert counted.silence < OPTIONS.hang

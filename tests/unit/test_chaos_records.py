@@ -1,0 +1,216 @@
+"""The bookkeeping of ``paceline bench chaos`` can fail: whatever goes wrong for a client is counted."""
+
+import asyncio
+import json
+
+import pytest
+
+from benchmarks.chaos.outcome import Outcome, Wanted
+from benchmarks.chaos.pressure import Sizes
+from benchmarks.chaos.records import Reply, tally
+from benchmarks.chaos.soak import Footprint, against_growth, schedule
+from benchmarks.chaos.workload import Workload, body
+from cluster.cli import main
+from speculation.events import Role
+
+RIGHT = "one two three four"
+PARTS = ["one ", "two ", "three ", "four"]
+
+
+class FakeServer:
+    """Answers each request with the next script: pieces of a raw HTTP answer, seconds to wait, or an end at once."""
+
+    def __init__(self, *scripts):
+        self.scripts = list(scripts)
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_error):
+        self.server.close()
+        await self.server.wait_closed()
+
+    async def _serve(self, reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        await reader.readexactly(int(head.split("content-length: ")[1].split()[0]))
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        for step in script:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                writer.write(step.encode())
+                await writer.drain()
+        writer.close()
+
+
+def head(status: int = 200, *headers: str) -> str:
+    return "\r\n".join([f"HTTP/1.1 {status} Whatever", "connection: close", *headers, "", ""])
+
+
+def event(document: object) -> str:
+    return f"data: {json.dumps(document)}\n\n"
+
+
+def piece(text: str) -> str:
+    return event({"choices": [{"text": text}]})
+
+
+DONE = "data: [DONE]\n\n"
+GOOD = [head(), *map(piece, PARTS), DONE]
+
+
+async def counted(*scripts, finish=5.0):
+    """What a workload of one stream counts. It is stopped as soon as every script was asked for."""
+    async with FakeServer(*scripts) as server, Workload(server.url, [body("p", 4, 1, 0.8)], 1) as load:
+        async with asyncio.timeout(10):
+            while len(load.replies) < len(scripts):
+                await asyncio.sleep(0.005)
+        await load.finish(finish)
+    return tally(load.replies[: len(scripts)], [RIGHT])
+
+
+async def test_a_right_stream_is_nothing_to_complain_of():
+    found = await counted(GOOD)
+    assert (found.requests, found.refused, found.failed, found.different) == (1, 0, 0, 0)
+    assert not found.complaints
+
+
+async def test_a_text_that_differs_is_counted():
+    found = await counted([head(), piece("one "), piece("too"), DONE])
+    assert (found.failed, found.different) == (0, 1)
+    assert "from character 5 on: 'oo' instead of 'wo three four'" in found.complaints[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "different"),
+    [
+        ([head(), *map(piece, [*PARTS, "five"]), DONE], 1),
+        ([head(), *map(piece, PARTS[:3]), DONE], 1),
+        ([head(), piece("one "), event({"error": {"code": "faulty"}})], 0),
+        ([head(), piece("two "), event({"error": {"code": "faulty"}})], 1),
+    ],
+)
+async def test_a_text_may_be_cut_short_only_by_a_failure(script, different):
+    assert (await counted(script)).different == different
+
+
+async def test_a_silence_is_measured():
+    found = await counted([head(), 0.1, piece("one "), 0.3, *map(piece, PARTS[1:]), DONE])
+    assert found.silence >= 0.29
+    assert found.first_token >= 0.09
+
+
+async def test_a_silence_before_the_end_is_measured():
+    assert (await counted([head(), *map(piece, PARTS), 0.3, DONE])).silence >= 0.29
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ([head(), piece("one "), event({"error": {"code": "overloaded"}})], "overloaded"),
+        ([head(), *map(piece, PARTS)], "without [DONE]"),
+        ([head(200, "transfer-encoding: chunked"), "5\r\ndata:"], "RemoteProtocolError"),
+        ([head(503)], "status 503"),
+        ([head(429)], "without Retry-After"),
+        ([head(400), "no such field"], "no such field"),
+        ([""], "RemoteProtocolError"),
+    ],
+)
+async def test_a_failure_is_counted(script, reason):
+    found = await counted(script)
+    assert (found.failed, found.refused) == (1, 0)
+    assert reason in found.complaints[0]
+
+
+async def test_a_refusal_before_acceptance_is_no_failure_and_the_request_is_made_again():
+    found = await counted([head(429, "retry-after: 0")], GOOD)
+    assert (found.requests, found.refused, found.failed, found.different) == (2, 1, 0, 0)
+
+
+async def test_a_stream_that_never_completes_has_failed():
+    found = await counted([head(), piece("one "), 30.0], finish=0.1)
+    assert (found.failed, found.different) == (1, 0)
+    assert "not complete within" in found.complaints[0]
+
+
+async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
+    requests = [body("p", 4, seed, 0.8) for seed in range(2)]
+    async with FakeServer(GOOD) as server, Workload(server.url, requests, 3) as load:
+        async with asyncio.timeout(10):
+            while len(load.replies) < 9:
+                await asyncio.sleep(0.005)
+        await load.finish(5)
+        asked = len(load.replies)
+        await asyncio.sleep(0.05)
+    assert len(load.replies) == asked
+    assert {reply.request for reply in load.replies} == {0, 1}
+    assert all(reply.done for reply in load.replies)
+
+
+def outcome(wanted: Wanted, *replies: Reply) -> Outcome:
+    return Outcome("", "", wanted, 1, tally(replies, [RIGHT]))
+
+
+def complete(*chunks: float) -> Reply:
+    return Reply(0, 0.0, 200, chunks=list(chunks), parts=[RIGHT], done=True, ended=chunks[-1])
+
+
+def test_a_row_holds_only_with_a_short_enough_silence_and_something_asked_for():
+    assert outcome(Wanted("", 1.0), complete(0.5, 1.4, 2.3)).holds
+    assert outcome(Wanted(""), complete(0.5, 9.0)).holds
+    assert outcome(Wanted("", 1.0), complete(0.5, 1.6)).problems == ["a silence of 1.10 s, wanted under 1 s"]
+    assert outcome(Wanted("")).problems == ["nothing was asked for"]
+
+
+def test_a_row_does_not_hold_with_a_failure_or_anything_else_to_complain_of():
+    assert not outcome(Wanted(""), complete(1.0), Reply(0, 0.0, 503, ended=1.0)).holds
+    late = outcome(Wanted(""), complete(1.0))
+    late.complaints.append("not whole again")
+    assert not late.holds
+
+
+def test_a_schedule_of_faults_follows_from_its_seed():
+    assert schedule(1, 600) == schedule(1, 600) != schedule(2, 600)
+    assert schedule(1, 60) == schedule(1, 600)[: len(schedule(1, 60))]
+    assert 70 < len(schedule(1, 600)) < 210
+
+
+@pytest.mark.parametrize(
+    ("seen", "reversals"), [([1, 1, 2, 2, 1], 1), ([1, 2, 1, 2], 2), ([2, 2], 0), ([1, 2, 3, 3, 1, 0], 1)]
+)
+def test_a_pool_that_flaps_is_noticed(seen, reversals):
+    assert Sizes({Role.TARGET: seen}).reversals(Role.TARGET) == reversals
+
+
+def test_memory_and_sockets_that_grow_are_noticed():
+    before = Footprint({"router": 300 << 20, "target": 500 << 20}, 40)
+    assert not against_growth(before, Footprint({"router": 340 << 20, "target": 490 << 20}, 45))
+    (memory,) = against_growth(before, Footprint({"router": 500 << 20, "target": 500 << 20}, 40))
+    assert memory == "the router takes 500 MB, when warm 300"
+    (sockets,) = against_growth(before, Footprint(before.memory, 90))
+    assert sockets == "routers have 90 files and sockets open, at the start 40"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["chaos", "--only", "kill"], "--only kill: no such fault; there are undisturbed, kill-draft,"),
+        (["chaos", "--hang", "0"], "--hang must be above 0, got 0"),
+        (["chaos", "--streams", "33"], "--streams must be 1 to 32, got 33"),
+        (["soak", "--minutes", "nan"], "--minutes must be above 0, got nan"),
+        (["soak", "--tokens", "801"], "--tokens must be 8 to 800, got 801"),
+        (["soak", "--json", "/nowhere/soak.json"], "--json /nowhere/soak.json: no such folder"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments, words, capsys):
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_the_faults_are_listed(capsys):
+    assert main(["bench", "chaos", "--list", "--hang", "5"]) == 0
+    assert "stop-draft       SIGSTOP of a drafter for 5 s" in capsys.readouterr().out
