@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTO := protos/paceline/v1/worker.proto
 
-.PHONY: setup run test families check sim bench protos lock
+.PHONY: setup run test families check sim bench chaos soak protos lock
 .DEFAULT_GOAL := run
 
 setup: $(READY)
@@ -40,6 +40,14 @@ sim: setup
 bench: ARGS ?= engine --quick
 bench: setup
 	$(BIN)/paceline bench $(ARGS)
+
+# What faults do to streams, on a Ray cluster of pretend nodes: make chaos ARGS="--only kill-target"
+chaos: setup
+	$(BIN)/paceline bench chaos $(ARGS)
+
+# Random faults for half an hour: make soak ARGS="--minutes 2"
+soak: setup
+	$(BIN)/paceline bench soak $(ARGS)
 
 protos: setup
 	$(BIN)/python -m protos.generate

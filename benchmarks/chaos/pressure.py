@@ -13,7 +13,16 @@ from itertools import pairwise
 from benchmarks.chaos.loads import load_of
 from benchmarks.chaos.outcome import Outcome, Wanted
 from benchmarks.chaos.records import tally
-from benchmarks.chaos.settings import FINISH_SECONDS, MAX_SESSIONS, OVERLOAD, RAMP_STREAMS, Options
+from benchmarks.chaos.settings import (
+    DRAFTS,
+    FINISH_SECONDS,
+    HEAL_SECONDS,
+    MAX_SESSIONS,
+    OVERLOAD,
+    RAMP_STREAMS,
+    TARGETS,
+    Options,
+)
 from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.workload import Workload
 from speculation.events import Role
@@ -23,7 +32,14 @@ STEP_SECONDS = 1.0
 """From one more stream of the ramp to the next."""
 HOLD_SECONDS = 15.0
 QUIET_SECONDS = 45.0
-"""After the ramp, for pools that shrink."""
+"""After the ramp, in which the pools are to shrink."""
+FOLLOW = {
+    "target": {"min_replicas": 1, "max_replicas": TARGETS},
+    "draft": {"min_replicas": 1, "max_replicas": DRAFTS},
+    "autoscaling": {"up_s": 2, "down_s": 10, "pause_s": 5},
+}
+"""Pools that follow the load, with delays short enough to be watched."""
+STAY = {"target": {"max_replicas": 0}, "draft": {"max_replicas": 0}}
 SAMPLE_SECONDS = 1.0
 MEGABYTE = 1 << 20
 GROWTH_MB = 100
@@ -38,8 +54,18 @@ class Sizes:
 
     seen: dict[Role, list[int]] = field(default_factory=lambda: {Role.TARGET: [], Role.DRAFT: []})
 
+    def objections(self) -> list[str]:
+        """What is wrong with how the pools followed: each should have grown, then shrunk, and no more."""
+        found = []
+        for role, seen in self.seen.items():
+            if not seen[0] < max(seen) > seen[-1]:
+                found.append(f"the {role} pool did not follow")
+            if self.reversals(role) > 1:
+                found.append(f"the {role} pool flapped: {seen}")
+        return found
+
     def reversals(self, role: Role) -> int:
-        """How often the pool turned from growing to shrinking or back; once is a ramp, more is flapping."""
+        """How often the pool turned from growing to shrinking or back."""
         steps = [after - before for before, after in pairwise(self.seen[role]) if after != before]
         return sum((before > 0) != (after > 0) for before, after in pairwise(steps))
 
@@ -68,10 +94,12 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 
 
 async def ramp(stage: Stage, options: Options) -> Outcome:
-    """One stream more every second, then one less."""
+    """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
     requests = options.requests(RAMP_TOKENS)
     right = await stage.right_texts(requests)
     sizes = Sizes()
+    await stage.update(FOLLOW)
+    await stage.whole(HEAL_SECONDS)
 
     async def sample() -> None:
         for role, seen in sizes.seen.items():
@@ -87,19 +115,15 @@ async def ramp(stage: Stage, options: Options) -> Outcome:
             load.resize(streams)
             await asyncio.sleep(STEP_SECONDS)
         await load.finish(FINISH_SECONDS)
-        await asyncio.sleep(QUIET_SECONDS if stage.scales else 0)
+        await asyncio.sleep(QUIET_SECONDS)
     outcome = Outcome("", "", Wanted(""), RAMP_STREAMS, tally(load.replies, right))
-    outcome.complaints += _against_following(sizes, stage.scales)
+    outcome.complaints += sizes.objections()
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
-    outcome.notes = [sizes.about(role) for role in sizes.seen] + ([] if stage.scales else ["pools of fixed size"])
+    outcome.notes = [sizes.about(role) for role in sizes.seen]
+    await stage.update(STAY)
+    await stage.whole(HEAL_SECONDS)
     return outcome
-
-
-def _against_following(sizes: Sizes, scales: bool) -> list[str]:
-    found = [f"the {role} pool flapped: {seen}" for role, seen in sizes.seen.items() if sizes.reversals(role) > 1]
-    still = [role for role, seen in sizes.seen.items() if len(set(seen)) == 1]
-    return found + [f"the {role} pool did not follow" for role in still if scales]
 
 
 async def overload(stage: Stage, options: Options) -> Outcome:

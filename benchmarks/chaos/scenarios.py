@@ -66,7 +66,10 @@ def scenarios(options: Options) -> list[Scenario]:
 
 async def run(scenario: Scenario, stage: Stage, options: Options) -> Outcome:
     """Drive it, and look at what is left afterwards."""
-    outcome = await scenario.drive(stage, options)
+    try:
+        outcome = await scenario.drive(stage, options)
+    except (StageError, TimeoutError) as error:
+        outcome = Outcome("", "", scenario.wanted, options.streams, tally([], []), complaints=[_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
     outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
     return outcome
@@ -93,10 +96,14 @@ async def disturbed(stage: Stage, options: Options, inject: Fault, rng: Random) 
             healed = time.monotonic() - began
             await asyncio.sleep(AFTER_SECONDS)
         except (StageError, TimeoutError) as error:
-            complaints.append(str(error) or "a wait took too long")
+            complaints.append(_words(error))
         await load.finish(FINISH_SECONDS)
     counted = tally(load.replies, right)
     return Outcome("", "", Wanted(""), options.streams, counted, seconds=healed, complaints=complaints)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or "a wait took too long"
 
 
 async def _nothing(stage: Stage, rng: Random) -> None:
@@ -115,8 +122,8 @@ async def _replace_targets(stage: Stage, rng: Random) -> None:
     """Deploy another ``max_running``, and see that no old replica is left."""
     del rng
     before = {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
-    now = stage.target_setting("max_running")
-    await stage.update(max_running=next(value for value in MAX_RUNNING if value != now))
+    now = stage.setting("target", "max_running")
+    await stage.update({"target": {"max_running": next(value for value in MAX_RUNNING if value != now)}})
     await stage.whole(HEAL_SECONDS)
     kept = before & {worker.replica.pid for worker in await stage.workers(Role.TARGET)}
     if kept:

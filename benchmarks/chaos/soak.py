@@ -92,7 +92,7 @@ class Footprint:
 async def footprint(stage: Stage) -> Footprint:
     """Of what runs now."""
     processes: dict[str, list[Process]] = {"router": await asyncio.to_thread(stage.processes.routers)}
-    for role in stage.wanted:
+    for role in Role:
         processes[role.value] = [worker.replica for worker in await stage.workers(role)]
     memory = {name: max((process.resident for process in some), default=0) for name, some in processes.items()}
     return Footprint(memory, sum(router.descriptors for router in processes["router"]))

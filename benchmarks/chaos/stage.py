@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ class Stage:
     def __init__(self, nodes: Process, address: str, folder: Path, settings: dict[str, Any]) -> None:
         """Made by :func:`running`."""
         self.processes = Processes(nodes.pid)
-        self.wanted = {Role.TARGET: settings["target"]["replicas"], Role.DRAFT: settings["draft"]["replicas"]}
         self.url = f"http://127.0.0.1:{settings['router']['port']}"
         self._ranks = settings["target"]["tensor_parallel_size"]
         self._nodes, self._address, self._folder = nodes, address, folder
@@ -71,25 +70,27 @@ class Stage:
             return ""
         return f"paceline up ended: {self.said().strip().splitlines()[-1]}"
 
-    @property
-    def scales(self) -> bool:
-        """Whether the pools are told to follow the load."""
-        return bool(self._settings.get("autoscaling"))
+    def setting(self, section: str, name: str) -> Any:
+        """What was last deployed."""
+        return self._settings[section][name]
 
-    def target_setting(self, name: str) -> Any:
-        """What the target pool was last deployed with."""
-        return self._settings["target"][name]
+    def wanted(self, role: Role) -> tuple[int, int]:
+        """How many workers of a role there must be, at least and at most."""
+        pool = self._settings[role.value]
+        most = pool.get("max_replicas")
+        return (pool["min_replicas"], most) if most else (pool["replicas"], pool["replicas"])
 
     def said(self) -> str:
         """All that ``paceline up`` has printed."""
         return (self._folder / "paceline.log").read_text(encoding="utf-8", errors="replace")
 
-    async def update(self, **target: Any) -> None:
-        """Deploy with other settings of the target pool while it serves, and wait until that is done.
+    async def update(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Deploy with some settings changed, by section, while it serves, and wait until that is done.
 
         Raises :class:`StageError`, TimeoutError.
         """
-        self._settings = {**self._settings, "target": {**self._settings["target"], **target}}
+        changed = {name: {**self._settings.get(name, {}), **section} for name, section in changes.items()}
+        self._settings = {**self._settings, **changed}
         update = await self._paceline(self._settings, "update.log", "--detach")
         try:
             async with asyncio.timeout(READY_SECONDS):
@@ -116,13 +117,14 @@ class Stage:
     async def missing(self, *roles: Role) -> str:
         """What keeps the cluster, or its workers of some roles, from being whole; empty if nothing does."""
         addresses = []
-        for role in roles or self.wanted:
-            wanted = self.wanted[role]
+        for role in roles or Role:
+            least, most = self.wanted(role)
             workers = await self.workers(role)
             ranks = self._ranks - 1 if role is Role.TARGET else 0
             well = [w for w in workers if w.running and w.address and len(w.ranks) == ranks]
-            if len(well) != wanted or len(workers) != wanted:
-                return f"{len(well)} of {wanted} {role} workers are well, {len(workers)} exist"
+            if not least <= len(well) == len(workers) <= most:
+                wanted = f"{least}" if least == most else f"{least} to {most}"
+                return f"{len(well)} {role} workers are well of {len(workers)}, wanted {wanted}"
             addresses += [worker.address for worker in well]
         for router in await asyncio.to_thread(self.processes.routers):
             unknown = set(addresses) - set(await asyncio.to_thread(router.peers))
@@ -144,7 +146,7 @@ class Stage:
 
     async def left(self) -> str:
         """What is left of sessions on the workers although nothing is asked for; empty if nothing is."""
-        for role in self.wanted:
+        for role in Role:
             for worker in await self.workers(role):
                 try:
                     await load_of(worker.address, role, idle, IDLE_SECONDS)

@@ -1,7 +1,7 @@
 """Faults in a real cluster of pretend nodes under streaming requests: no request fails, and no text differs.
 
-The short form of ``make chaos``: the same cluster and the same code, fewer faults, and no time is compared with a bound,
-except that streams must go on before what hangs does.
+The short form of ``make chaos``: the same cluster and the same code, fewer faults, and no time is compared with a
+bound, except that streams must go on before what hangs does.
 """
 
 import pytest
