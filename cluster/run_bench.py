@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from cluster.config import DTYPES
 from cluster.console import CommandError, say
 from cluster.flags import BAD_INPUT, FAILED, Parser
 from cluster.threads import usable_cores
@@ -126,6 +127,9 @@ def _add_faults(bench: Parser) -> None:
     flag = bench.add_argument
     flag("--streams", type=int, default=16, metavar="N", help="streams at once (default: 16)")
     flag("--tokens", type=int, default=400, metavar="N", help="new tokens of a request (default: 400)")
+    flag(
+        "--dtype", default="fp64", choices=DTYPES, help="number format (default: fp64, where rounding decides nothing)"
+    )
     flag("--seed", type=int, default=0, metavar="N", help="of the choice of faults and victims (default: 0)")
     flag("--json", type=Path, metavar="FILE", help="write the figures there")
     flag(
@@ -227,7 +231,7 @@ def _check_faults(args: argparse.Namespace, *lengths: str) -> None:
 
 def _faults(args: argparse.Namespace, bench: str) -> dict[str, Any]:
     """The options that both kinds of faults have."""
-    given = {name: getattr(args, name) for name in ("streams", "tokens", "seed", "json", "out")}
+    given = {name: getattr(args, name) for name in ("streams", "tokens", "dtype", "seed", "json", "out")}
     return {
         "command": shlex.join(["paceline", *sys.argv[1:]]) if len(sys.argv) > 1 else f"paceline bench {bench}"
     } | given

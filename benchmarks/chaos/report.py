@@ -82,7 +82,7 @@ def document(result: Result) -> dict[str, Any]:
         "seed": result.options.seed,
         "streams": result.options.streams,
         "tokens": result.options.tokens,
-        "cluster": settings.configuration(0),
+        "cluster": settings.configuration(0, result.options.dtype),
         "holds": result.holds,
         "rows": [
             {**asdict(outcome), "problems": outcome.problems, "holds": outcome.holds} for outcome in result.outcomes
@@ -110,7 +110,7 @@ def markdown(result: Result) -> str:
         f"`{result.options.command}`",
         f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
         f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
-        f"drafters, {settings.ROUTERS} router, the bundled models in float64. Requests of {result.options.tokens} new "
+        f"drafters, {settings.ROUTERS} router, the bundled models in {result.options.dtype}. Requests of {result.options.tokens} new "
         f"tokens at temperature {settings.TEMPERATURE}, asked for again as they end; every text is compared with that "
         "of plain decoding, undisturbed.",
         table(result).markdown(),

@@ -36,6 +36,8 @@ class Options:
     streams: int = 16
     tokens: int = 400
     """New tokens of a request."""
+    dtype: str = "fp64"
+    """Number format; in float64, rounding does not make a text depend on the batch it was computed in."""
     hang: float = 30.0
     """Seconds for which a process is held by SIGSTOP."""
     overload: float = 60.0
@@ -54,9 +56,9 @@ class Options:
         ]
 
 
-def configuration(port: int) -> dict[str, Any]:
-    """Of the cluster: float64, so that rounding does not make a text depend on the batch it was computed in."""
-    worker = {"gpus": 1, "device": "cpu", "dtype": "fp64", "cache_tokens": 49152}
+def configuration(port: int, dtype: str) -> dict[str, Any]:
+    """Of the cluster."""
+    worker = {"gpus": 1, "device": "cpu", "dtype": dtype, "cache_tokens": 49152}
     return {
         "target": {
             **worker,

@@ -20,7 +20,7 @@ SCENARIOS = {scenario.name: scenario for scenario in scenarios.scenarios(OPTIONS
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage():
-    async with running(configuration(free_port())) as stage:
+    async with running(configuration(free_port(), OPTIONS.dtype)) as stage:
         yield stage
 
 
