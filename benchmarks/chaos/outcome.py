@@ -40,8 +40,9 @@ class Outcome:
         """Everything that keeps the row from holding, the requests' own complaints last."""
         found = list(self.complaints)
         bound = self.wanted.silence
-        if bound is not None and self.tally.silence >= bound:
-            found.append(f"a silence of {self.tally.silence:.2f} s, wanted under {bound:g} s")
+        silence = self.tally.silence.seconds
+        if bound is not None and silence >= bound:
+            found.append(f"a silence of {silence:.2f} s, wanted under {bound:g} s")
         if not self.tally.requests:
             found.append("nothing was asked for")
         return [*found, *self.tally.complaints]

@@ -13,6 +13,17 @@ REFUSED = 429
 OK = 200
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Silence:
+    """A time in which a stream said nothing."""
+
+    seconds: float
+    began: float
+
+
+NO_SILENCE = Silence(0.0, 0.0)
+
+
 @dataclass(slots=True)
 class Reply:
     """One streamed request, from the moment it was sent."""
@@ -63,10 +74,11 @@ class Reply:
         return self.chunks[0] - self.sent if self.chunks else 0.0
 
     @property
-    def silence(self) -> float:
+    def silence(self) -> Silence:
         """Longest time without a piece of text after the first, up to the end."""
         ends = [] if self.ended is None or not self.chunks else [self.ended]
-        return max((later - earlier for earlier, later in pairwise([*self.chunks, *ends])), default=0.0)
+        gaps = (Silence(later - earlier, earlier) for earlier, later in pairwise([*self.chunks, *ends]))
+        return max(gaps, default=NO_SILENCE)
 
     def differs(self, right: str) -> bool:
         """Whether its text is not the right one, or not its beginning if the stream did not complete."""
@@ -82,8 +94,8 @@ class Tally:
     """Before acceptance, with status 429 and Retry-After."""
     failed: int
     different: int
-    silence: float
-    """The longest of all, in seconds."""
+    silence: Silence
+    """The longest of all."""
     first_token: float
     """The longest wait for one, in seconds."""
     complaints: tuple[str, ...] = ()
@@ -105,7 +117,7 @@ def tally(replies: Iterable[Reply], right: Sequence[str]) -> Tally:
         refused=sum(reply.refused for reply in asked),
         failed=len(failed),
         different=len(different),
-        silence=max((reply.silence for reply in asked), default=0.0),
+        silence=max((reply.silence for reply in asked), default=NO_SILENCE),
         first_token=max((reply.first_token for reply in asked), default=0.0),
         complaints=tuple(complaints[:COMPLAINTS]),
     )

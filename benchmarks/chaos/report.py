@@ -49,7 +49,7 @@ def table(result: Result) -> Table:
                 f"{counted.refused}",
                 f"{counted.failed}",
                 f"{counted.different}",
-                f"{counted.silence:.2f} s",
+                f"{counted.silence.seconds:.2f} s",
                 f"{counted.first_token:.2f} s",
                 f"{outcome.seconds:.1f} s" if outcome.seconds else "",
                 outcome.wanted.text,
@@ -105,12 +105,13 @@ def write_folder(result: Result, folder: Path, name: str) -> None:
 def markdown(result: Result) -> str:
     """The section for a README."""
     machine = result.machine
+    options = result.options
     parts = [
         f"## Faults, {result.day.isoformat()}",
-        f"`{result.options.command}`",
+        f"`{options.command}`",
         f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
         f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
-        f"drafters, {settings.ROUTERS} router, the bundled models in {result.options.dtype}. Requests of {result.options.tokens} new "
+        f"drafters, {settings.ROUTERS} router, the bundled models in {options.dtype}. Requests of {options.tokens} new "
         f"tokens at temperature {settings.TEMPERATURE}, asked for again as they end; every text is compared with that "
         "of plain decoding, undisturbed.",
         table(result).markdown(),

@@ -86,7 +86,7 @@ async def disturbed(stage: Stage, options: Options, inject: Fault, rng: Random) 
     """Inject a fault under the steady load, wait until the cluster is whole, and let all streams complete."""
     requests = options.requests(options.tokens)
     right = await stage.right_texts(requests)
-    complaints, healed = [], 0.0
+    complaints, healed, began = [], 0.0, time.monotonic()
     async with Workload(stage.url, requests, options.streams) as load:
         try:
             await load.begun(BEGIN_SECONDS)
@@ -99,7 +99,8 @@ async def disturbed(stage: Stage, options: Options, inject: Fault, rng: Random) 
             complaints.append(_words(error))
         await load.finish(FINISH_SECONDS)
     counted = tally(load.replies, right)
-    return Outcome("", "", Wanted(""), options.streams, counted, seconds=healed, complaints=complaints)
+    notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
+    return Outcome("", "", Wanted(""), options.streams, counted, healed, complaints, notes)
 
 
 def _words(error: Exception) -> str:

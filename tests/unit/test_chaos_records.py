@@ -98,12 +98,12 @@ async def test_a_text_may_be_cut_short_only_by_a_failure(script, different):
 
 async def test_a_silence_is_measured():
     found = await counted([head(), 0.1, piece("one "), 0.3, *map(piece, PARTS[1:]), DONE])
-    assert found.silence >= 0.29
+    assert found.silence.seconds >= 0.29
     assert found.first_token >= 0.09
 
 
 async def test_a_silence_before_the_end_is_measured():
-    assert (await counted([head(), *map(piece, PARTS), 0.3, DONE])).silence >= 0.29
+    assert (await counted([head(), *map(piece, PARTS), 0.3, DONE])).silence.seconds >= 0.29
 
 
 @pytest.mark.parametrize(
