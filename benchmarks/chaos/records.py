@@ -57,7 +57,7 @@ class Reply:
     @property
     def failed(self) -> bool:
         """Whether it ended in any other way than complete or refused."""
-        return self.ended is not None and not self.refused and not (self.status == OK and self.done and not self.error)
+        return self.ended is not None and not self.refused and not (self.status == OK and self.done)
 
     @property
     def reason(self) -> str:
