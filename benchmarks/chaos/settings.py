@@ -34,7 +34,7 @@ class Options:
     json: Path | None = None
     out: Path | None = None
     streams: int = 16
-    tokens: int = 400
+    tokens: int = 300
     """New tokens of a request."""
     dtype: str = "fp64"
     """Number format; in float64, rounding does not make a text depend on the batch it was computed in."""
