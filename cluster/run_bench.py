@@ -126,7 +126,7 @@ def _add_faults(bench: Parser) -> None:
     """What both kinds of faults have in common."""
     flag = bench.add_argument
     flag("--streams", type=int, default=16, metavar="N", help="streams at once (default: 16)")
-    flag("--tokens", type=int, default=300, metavar="N", help="new tokens of a request (default: 300)")
+    flag("--tokens", type=int, default=200, metavar="N", help="new tokens of a request (default: 200)")
     flag(
         "--dtype", default="fp64", choices=DTYPES, help="number format (default: fp64, where rounding decides nothing)"
     )

@@ -30,7 +30,7 @@ def random_faults(options: Options) -> int:
 async def _on_stage(play: Play, options: Options) -> list[Outcome]:
     say("starting the cluster")
     async with running(configuration(free_port(), options.dtype)) as stage:
-        say(f"Paceline serves at {stage.url}, and computes the undisturbed texts")
+        say(f"Paceline serves at {stage.url}")
         return await play(stage, options)
 
 

@@ -96,7 +96,6 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
 async def ramp(stage: Stage, options: Options) -> Outcome:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
     requests = options.requests(RAMP_TOKENS)
-    right = await stage.right_texts(requests)
     sizes = Sizes()
     await stage.update(FOLLOW)
     await stage.whole(HEAL_SECONDS)
@@ -116,7 +115,8 @@ async def ramp(stage: Stage, options: Options) -> Outcome:
             await asyncio.sleep(STEP_SECONDS)
         await load.finish(FINISH_SECONDS)
         await asyncio.sleep(QUIET_SECONDS)
-    outcome = Outcome("", "", Wanted(""), RAMP_STREAMS, tally(load.replies, right))
+    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
+    outcome = Outcome("", "", Wanted(""), RAMP_STREAMS, counted)
     outcome.complaints += sizes.objections()
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
@@ -129,7 +129,6 @@ async def ramp(stage: Stage, options: Options) -> Outcome:
 async def overload(stage: Stage, options: Options) -> Outcome:
     """Four times as many streams as the router accepts, for a while."""
     requests = options.requests(OVERLOAD_TOKENS)
-    right = await stage.right_texts(requests)
     (router, *_) = stage.processes.routers()
     before = router.resident
     longest, most = 0, before
@@ -145,11 +144,13 @@ async def overload(stage: Stage, options: Options) -> Outcome:
     async with sampled(sample), Workload(stage.url, requests, OVERLOAD * MAX_SESSIONS) as load:
         await asyncio.sleep(options.overload)
         await load.finish(FINISH_SECONDS)
-    outcome = Outcome("", "", Wanted(""), OVERLOAD * MAX_SESSIONS, tally(load.replies, right))
+    seconds = time.monotonic() - began
+    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
+    outcome = Outcome("", "", Wanted(""), OVERLOAD * MAX_SESSIONS, counted)
     grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [
-        f"{accepted} accepted, {outcome.tally.refused} refused in {time.monotonic() - began:.0f} s",
+        f"{accepted} accepted, {outcome.tally.refused} refused in {seconds:.0f} s",
         f"at most {longest} waiting at a target, router +{grown:.0f} MB",
         f"first token within {first:.1f} s",
     ]

@@ -5,7 +5,7 @@ Pure bookkeeping: knows neither HTTP nor processes. Times are seconds of one mon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -105,8 +105,8 @@ class Tally:
 COMPLAINTS = 5
 
 
-def tally(replies: Iterable[Reply], right: Sequence[str]) -> Tally:
-    """Count; ``right`` has the text of each request of the workload."""
+def tally(replies: Iterable[Reply], right: Mapping[int, str]) -> Tally:
+    """Count; ``right`` has the text of each request that was asked for."""
     asked = list(replies)
     failed = [reply for reply in asked if reply.failed]
     different = [reply for reply in asked if reply.differs(right[reply.request])]

@@ -112,8 +112,8 @@ def markdown(result: Result) -> str:
         f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
         f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
         f"drafters, {settings.ROUTERS} router, the bundled models in {options.dtype}. Requests of {options.tokens} new "
-        f"tokens at temperature {settings.TEMPERATURE}, asked for again as they end; every text is compared with that "
-        "of plain decoding, undisturbed.",
+        f"tokens at temperature {settings.TEMPERATURE}, one after another; every text is compared with that of plain "
+        "decoding, undisturbed.",
         table(result).markdown(),
         "\n".join(f"- {remark}" for remark in remarks(result)),
         NOTES,
@@ -125,5 +125,7 @@ NOTES = """\
 - Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait for
   one, queueing included. Whole after: from the fault until all workers were back and connected to the router; where
   something was stopped or removed, with the time that it was.
+- Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose texts no
+  target has in its cache.
 - A node is removed by killing all its processes at once, and comes back ten seconds later. Clients connect through the
   head, which is not removed."""

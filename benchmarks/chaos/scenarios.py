@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
 
+import httpx
+
 from benchmarks.chaos import faults
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.outcome import Outcome, Wanted
@@ -23,6 +25,8 @@ AFTER_SECONDS = 2.0
 """For which the streams go on when all is well again."""
 BETWEEN_SECONDS = 3.0
 """From the loss of one to the loss of both."""
+FRESH = 10_000
+"""Requests kept ready for a row; more than are ever asked for."""
 REOPENED = 3.0
 """Seconds in which a session is to go on at another target: the loss is known at once, prefill is computed again."""
 MAX_RUNNING = (24, 16)
@@ -68,8 +72,8 @@ async def run(scenario: Scenario, stage: Stage, options: Options) -> Outcome:
     """Drive it, and look at what is left afterwards."""
     try:
         outcome = await scenario.drive(stage, options)
-    except (StageError, TimeoutError) as error:
-        outcome = Outcome("", "", scenario.wanted, options.streams, tally([], []), complaints=[_words(error)])
+    except (StageError, TimeoutError, httpx.HTTPError) as error:
+        outcome = Outcome("", "", scenario.wanted, options.streams, tally([], {}), complaints=[_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
     outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
     return outcome
@@ -83,9 +87,12 @@ def _row(name: str, fault: str, wanted: Wanted, inject: Fault) -> Scenario:
 
 
 async def disturbed(stage: Stage, options: Options, inject: Fault, rng: Random) -> Outcome:
-    """Inject a fault under the steady load, wait until the cluster is whole, and let all streams complete."""
-    requests = options.requests(options.tokens)
-    right = await stage.right_texts(requests)
+    """Inject a fault under the steady load, wait until the cluster is whole, and let all streams complete.
+
+    Every request is a new one, computed undisturbed only afterwards: a target that takes over a session must not find
+    its text in the cache because it has computed the same before.
+    """
+    requests = options.requests(options.tokens, FRESH, first=stage.take_numbers(FRESH))
     complaints, healed, began = [], 0.0, time.monotonic()
     async with Workload(stage.url, requests, options.streams) as load:
         try:
@@ -98,7 +105,7 @@ async def disturbed(stage: Stage, options: Options, inject: Fault, rng: Random) 
         except (StageError, TimeoutError) as error:
             complaints.append(_words(error))
         await load.finish(FINISH_SECONDS)
-    counted = tally(load.replies, right)
+    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
     notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
     return Outcome("", "", Wanted(""), options.streams, counted, healed, complaints, notes)
 

@@ -34,7 +34,7 @@ class Options:
     json: Path | None = None
     out: Path | None = None
     streams: int = 16
-    tokens: int = 300
+    tokens: int = 200
     """New tokens of a request."""
     dtype: str = "fp64"
     """Number format; in float64, rounding does not make a text depend on the batch it was computed in."""
@@ -47,13 +47,12 @@ class Options:
     minutes: float = 30.0
     """Of random faults."""
 
-    def requests(self, tokens: int) -> list[Body]:
-        """One for each stream: held-out prompts, seeds one after the other."""
+    def requests(self, tokens: int, count: int | None = None, first: int = 0) -> list[Body]:
+        """As many as there are streams, or so many: held-out prompts, seeds one after the other."""
         lines = (BUNDLED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines]
-        return [
-            body(prompts[number % len(prompts)], tokens, SEED + number, TEMPERATURE) for number in range(self.streams)
-        ]
+        numbers = range(first, first + (count or self.streams))
+        return [body(prompts[number % len(prompts)], tokens, SEED + number, TEMPERATURE) for number in numbers]
 
 
 def configuration(port: int, dtype: str) -> dict[str, Any]:

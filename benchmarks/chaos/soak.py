@@ -26,6 +26,8 @@ from speculation.events import Role
 
 PAUSE_SECONDS = (3.0, 8.0)
 STOP_SECONDS = (1.0, 15.0)
+REQUESTS = 64
+"""Different ones, asked for in turn."""
 WARM_SECONDS = 30.0
 """Load without faults before memory is first looked at."""
 MEGABYTE = 1 << 20
@@ -112,8 +114,7 @@ def against_growth(before: Footprint, after: Footprint) -> list[str]:
 
 async def soak(stage: Stage, options: Options, say: Callable[[str], None]) -> Outcome:
     """Random faults for ``options.minutes``."""
-    requests = options.requests(options.tokens)
-    right = await stage.right_texts(requests)
+    requests = options.requests(options.tokens, REQUESTS)
     quiet = await footprint(stage)
     complaints: list[str] = []
     async with Workload(stage.url, requests, options.streams) as load:
@@ -135,7 +136,7 @@ async def soak(stage: Stage, options: Options, say: Callable[[str], None]) -> Ou
     ]
     notes.append(f"files and sockets of routers: {quiet.descriptors} at the start, {end.descriptors} at the end")
     title = f"random faults for {options.minutes:g} minutes"
-    counted = tally(load.replies, right)
+    counted = tally(load.replies, await stage.right_texts(requests, load.replies))
     return Outcome("soak", title, WANTED, options.streams, counted, complaints=complaints, notes=notes)
 
 

@@ -23,6 +23,7 @@ import yaml
 from benchmarks.chaos.loads import idle, load_of
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, Worker
+from benchmarks.chaos.records import Reply
 from benchmarks.chaos.workload import Body, client, plain_text
 from cluster.config import CHECKOUT
 from speculation.events import Role
@@ -32,7 +33,7 @@ READY_SECONDS = 180.0
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.3
 IDLE_SECONDS = 15.0
-AT_ONCE = 8
+AT_ONCE = 16
 """Undisturbed texts computed at the same time."""
 
 
@@ -51,6 +52,7 @@ class Stage:
         self._nodes, self._address, self._folder = nodes, address, folder
         self._settings = settings
         self._texts: dict[str, str] = {}
+        self._numbers = 0
         self._up: Process | None = None
 
     async def up(self) -> None:
@@ -154,19 +156,28 @@ class Stage:
                     return f"{role} worker on {worker.node} still holds sessions or cache"
         return ""
 
-    async def right_texts(self, requests: Sequence[Body]) -> list[str]:
-        """The texts of requests in plain decoding, undisturbed; each computed once."""
+    def take_numbers(self, count: int) -> int:
+        """The first of so many numbers of requests that were not taken before."""
+        first, self._numbers = self._numbers, self._numbers + count
+        return first
+
+    async def right_texts(self, requests: Sequence[Body], replies: Sequence[Reply]) -> dict[int, str]:
+        """The texts of the requests that were asked for, in plain decoding, undisturbed; each computed once.
+
+        Raises httpx.HTTPError.
+        """
         turn = asyncio.Semaphore(AT_ONCE)
 
-        async def text(http: httpx.AsyncClient, request: Body) -> str:
-            key = str(sorted(request.items()))
+        async def text(http: httpx.AsyncClient, number: int) -> str:
+            key = str(sorted(requests[number].items()))
             async with turn:
                 if key not in self._texts:
-                    self._texts[key] = await plain_text(http, self.url, request)
+                    self._texts[key] = await plain_text(http, self.url, requests[number])
             return self._texts[key]
 
+        numbers = sorted({reply.request for reply in replies})
         async with client(AT_ONCE) as http:
-            return list(await asyncio.gather(*(text(http, request) for request in requests)))
+            return dict(zip(numbers, await asyncio.gather(*(text(http, number) for number in numbers)), strict=True))
 
     async def down(self) -> str:
         """End Paceline; what was wrong with how it ended, if anything."""

@@ -1,8 +1,9 @@
-"""Streaming requests that are asked for again as they end, so that a fault always hits running streams."""
+"""Streams that ask for the next request as soon as one ends, so that a fault always hits running streams."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -74,13 +75,14 @@ async def _read(response: httpx.Response, reply: Reply) -> None:
 
 
 class Workload:
-    """Some streams at once, each of one request that is asked again and again."""
+    """Some streams at once, each of one request after another."""
 
     def __init__(self, url: str, requests: Sequence[Body], streams: int) -> None:
-        """``streams``: at the start; stream i asks for request i modulo their number."""
+        """``streams``: at the start. They take the requests in turn, and begin again when all were asked for."""
         self.replies: list[Reply] = []
         """All ever asked for, in the order of asking."""
         self._url, self._requests, self._wanted = url, requests, streams
+        self._numbers = itertools.cycle(range(len(requests)))
         self._slots: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, Reply] = {}
 
@@ -128,12 +130,14 @@ class Workload:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _repeat(self, slot: int) -> None:
-        number = slot % len(self._requests)
+        number = next(self._numbers)
         while slot < self._wanted:
             reply = self._running[slot] = Reply(number, time.monotonic())
             self.replies.append(reply)
             await stream(self._http, self._url, self._requests[number], reply)
             if reply.refused:
                 await asyncio.sleep(float(reply.retry_after))
-            elif reply.failed:
+                continue
+            if reply.failed:
                 await asyncio.sleep(AFTER_FAILURE_SECONDS)
+            number = next(self._numbers)

@@ -68,7 +68,7 @@ async def counted(*scripts, finish=5.0):
             while len(load.replies) < len(scripts):
                 await asyncio.sleep(0.005)
         await load.finish(finish)
-    return tally(load.replies[: len(scripts)], [RIGHT])
+    return tally(load.replies[: len(scripts)], {0: RIGHT})
 
 
 async def test_a_right_stream_is_nothing_to_complain_of():
@@ -150,7 +150,7 @@ async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
 
 
 def outcome(wanted: Wanted, *replies: Reply) -> Outcome:
-    return Outcome("", "", wanted, 1, tally(replies, [RIGHT]))
+    return Outcome("", "", wanted, 1, tally(replies, {0: RIGHT}))
 
 
 def complete(*chunks: float) -> Reply:
