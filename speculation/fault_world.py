@@ -107,9 +107,11 @@ class World:
     """Clock, network, workers and router shell of one run."""
 
     def __init__(
-        self, rng: Random, *, delay: float, loss: float, doubling: float, agreement: float, capacity: int
+        self, rng: Random, *, delay: float, loss: float, doubling: float, agreement: float, capacity: int, tries: int
     ) -> None:
-        """Two targets and three drafters, all up, and no sessions. ``delay``: mean seconds one way."""
+        """Two targets and three drafters, all up, and no sessions. ``delay``: mean seconds one way; ``tries``: see
+        :class:`speculation.reopening.ReopeningLimits`.
+        """
         self.rng = rng
         self.now = 0.0
         self.events = 0
@@ -128,7 +130,8 @@ class World:
             placement_timeout=20.0 if capacity < len(names) else HORIZON,
             stall_timeout=2.0,
         )
-        self.reopenings = Reopenings(ReopeningLimits())
+        self._reopening = ReopeningLimits(tries=tries)
+        self.reopenings = Reopenings(self._reopening)
         self.sessions: dict[SessionId, Session] = {}
         self.truth: dict[SessionId, tuple[Token, ...]] = {}
         self.emitted: dict[SessionId, list[Token]] = {}
@@ -261,7 +264,7 @@ class World:
         """The router is lost; clients send what was not finished to another one, which knows nothing."""
         for peer in self.peers.values():
             self._leave_link(peer, ROUTER_SILENCE)
-        self.reopenings = Reopenings(ReopeningLimits())
+        self.reopenings = Reopenings(self._reopening)
         for number, session in self.sessions.items():
             if session.phase is not Phase.ENDED:
                 self._admit(number, tuple(session._tokens[: session.prompt_length]), session._sampling.seed)

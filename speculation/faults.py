@@ -22,9 +22,13 @@ from speculation.events import PeerId, Role
 from speculation.fault_promises import check
 from speculation.fault_world import HEALED, OUTPUT, Peer, Poison, World
 from speculation.messages import SessionId
+from speculation.reopening import ReopeningLimits
 
 SESSIONS = 6
 ROOMY = 1 << 20
+LIMITS = ReopeningLimits()
+STORMY_TRIES = 4
+"""Where a storm begins with the first request, its first two deaths are as often chance as not."""
 CALMER_AFTER = 8.0
 """Virtual seconds in which faults become half as frequent. Who is suspected when a storm ends at once, and it is quiet
 from then on, is condemned, and rightly so by all that a router can know."""
@@ -123,6 +127,7 @@ class Run:
             doubling=weather.doubling,
             agreement=weather.agreement,
             capacity=weather.capacity,
+            tries=LIMITS.tries if weather.quiet else STORMY_TRIES,
         )
 
     def run(self) -> World:

@@ -12,8 +12,8 @@ and failed, and nobody else, ever.
 * Two deaths in a row may still be chance, where workers die anyway. A death is *blameless* once all sessions that were
   open there have gone well past the place where they were, or have finished. As many blameless deaths as there were
   lately, so many more tries it takes to prove anything, and some for deaths that others are suspected of. And a session
-  that was alone with the last of enough deaths is kept out for a while first: only if targets live without it, it is
-  condemned.
+  that was alone with the last of enough deaths is kept out for a while first. It is condemned if by then that has not
+  become more tries, and everyone else who was there is past it.
 
 A worker that said it would go is not a death. The same bookkeeping bounds how many sessions are opened again on one
 target at once, so that a crowd that lost its target does not bury the next.
@@ -103,7 +103,7 @@ class _Suspicion:
     deaths: int = 0
     alone: bool = False
     """Whether it was the only suspect of the last one."""
-    last: float = 0.0
+    last: _Death | None = None
 
 
 class Reopenings:
@@ -185,7 +185,7 @@ class Reopenings:
             suspicion = self._suspicions.setdefault(session, _Suspicion())
             suspicion.deaths += 1
             suspicion.alone = len(suspects) == 1
-            suspicion.last = now
+            suspicion.last = death
 
     # -- what follows --------------------------------------------------------------------------------------------------
 
@@ -235,7 +235,10 @@ class Reopenings:
         suspicion = self._suspicions.get(session)
         if suspicion is None or not suspicion.alone or suspicion.deaths < self._tries(now, session):
             return Verdict.OPEN
-        return Verdict.WAIT if now < suspicion.last + self._limits.watch else Verdict.CONDEMNED
+        assert suspicion.last is not None
+        if now < suspicion.last.at + self._limits.watch:
+            return Verdict.WAIT
+        return Verdict.CONDEMNED if suspicion.last.implicated == {session} else Verdict.OPEN
 
     def _blocked(self, session: SessionId) -> frozenset[PeerId]:
         """Targets where a session must not be opened at the moment."""
