@@ -109,8 +109,9 @@ class World:
     def __init__(
         self, rng: Random, *, delay: float, loss: float, doubling: float, agreement: float, capacity: int, tries: int
     ) -> None:
-        """Two targets and three drafters, all up, and no sessions. ``delay``: mean seconds one way; ``tries``: see
-        :class:`speculation.reopening.ReopeningLimits`.
+        """Two targets and three drafters, all up, and no sessions.
+
+        ``delay``: mean seconds one way; ``tries``: see :class:`speculation.reopening.ReopeningLimits`.
         """
         self.rng = rng
         self.now = 0.0
