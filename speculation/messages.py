@@ -150,6 +150,8 @@ class Open:
     speculation: Speculation = Speculation()
     priority: int = 0
     """Whom a target that cannot serve all at once serves first: the lower, the sooner."""
+    age_ms: int = 0
+    """Milliseconds since the session began: wherever it is opened again, it keeps its place in the order."""
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

@@ -25,6 +25,10 @@ class SessionLimits:
     backoff: float = 0.2
     """First pause before a target is looked for again. It doubles each time, and is cut by up to half, by chance."""
     longest_backoff: float = 2.0
+    heir_behind: int = 8
+    """Tokens that a target may have to compute when a session moves to it from one that drains ..."""
+    warm_ups: int = 5
+    """... unless it has been asked to compute more this often."""
     stall_timeout: float = 90.0
     """Silence after which a running session is opened again (doubles each time in a row)."""
 

@@ -76,6 +76,8 @@ from speculation.messages import (
 from speculation.patience import Patience
 from speculation.patience import SessionLimits as SessionLimits
 
+MAX_AGE_MS = (1 << 32) - 1
+
 
 class Phase(Enum):
     """Where a session is in its life."""
@@ -129,6 +131,7 @@ class Session:
         self._target: _Opening | None = None
         self._heir: _Opening | None = None
         """Opened where the session will move, and not yet warm. What it says is not used."""
+        self._warm_ups = 0
         self._draft: _Opening | None = None
         self._avoid: dict[Role, frozenset[PeerId]] = {Role.TARGET: frozenset(), Role.DRAFT: frozenset()}
         self._lead: int | None = None
@@ -136,6 +139,7 @@ class Session:
         self._patience = Patience(session_limits, session)
         self._draft_openings = 0
         self._wake_at: float | None = None
+        self._began = self._now = 0.0
 
     @property
     def phase(self) -> Phase:
@@ -167,8 +171,10 @@ class Session:
         """Take one event at time ``now`` (seconds, any origin) and return what to do, in order."""
         if self._phase is Phase.ENDED:
             return []
+        self._now = now
         match event:
             case Start():
+                self._began = now
                 return self._place_target(now)
             case Placed(role=Role.TARGET, peer=chosen, queued=queued):
                 return self._open_heir(now, chosen) if self._heirless else self._open_target(now, chosen, queued=queued)
@@ -293,8 +299,24 @@ class Session:
         if peer is None or peer in self._draining:
             self._avoid[Role.TARGET] = frozenset()
             return self._wake(now + self._patience.pause())
+        self._warm_ups = 0
+        return self._warm(peer)
+
+    def _warm(self, peer: PeerId) -> list[Effect]:
+        self._warm_ups += 1
         self._heir = _Opening(peer, self._next_epoch())
         return [Send(peer, self._opening(self._heir.epoch))]
+
+    def _warmed(self, now: float, verification: Verification) -> list[Effect]:
+        """The heir has computed what was committed when it was asked to. If much has been since, it computes that too.
+
+        Each time there is less, so when the session moves at last, its client waits for a few tokens only.
+        """
+        assert self._heir is not None
+        behind = len(self._tokens) - verification.position
+        if behind > self._bounds.heir_behind and self._warm_ups < self._bounds.warm_ups:
+            return self._warm(self._heir.peer)
+        return self._inherit(now)
 
     def _drop_heir(self) -> list[Effect]:
         effects = self._close(self._heir)
@@ -380,7 +402,7 @@ class Session:
         from_draft = self._draft is not None and self._draft.peer == peer
         match message:
             case Verification() if self._heir == _Opening(peer, message.epoch):
-                return self._inherit(now)
+                return self._warmed(now, message)
             case Verification() if from_target:
                 return self._verified(now, message)
             case Proposal() if from_draft:
@@ -504,6 +526,7 @@ class Session:
             limits=self._limits,
             speculation=self._speculation,
             priority=self._priority,
+            age_ms=min(int(1000 * (self._now - self._began)), MAX_AGE_MS),
         )
 
     def _next_epoch(self) -> int:

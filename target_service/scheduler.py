@@ -2,9 +2,10 @@
 
 Pure decisions over counts; knows nothing of models, tokens or streams. Three questions, one order.
 
-**The order.** Every session has a rank for life: when it came, moved by :data:`HEAD_START` for each level of its
-priority. Who comes first starts first and gives way last. Since ranks never change, waiting makes up for any priority,
-nobody is overtaken for ever, and whoever was preempted stands again where it stood.
+**The order.** Every session has a rank for life: when it began, here or at a target it has left, moved by
+:data:`HEAD_START` for each level of its priority. Who comes first starts first and gives way last. Since ranks never
+change, waiting makes up for any priority, nobody is overtaken for ever, and whoever was preempted stands again where it
+stood.
 
 **Who runs** (:class:`Scheduler`). Sessions start in this order, each once there is room for all it has so far. When the
 cache is short, the last one gives way: it keeps its tokens and is computed again later. Nobody gives way to a session
@@ -42,7 +43,7 @@ Rank = tuple[float, int]
 
 
 def rank(arrived: float, number: int, priority: int) -> Rank:
-    """The rank of a session that came at ``arrived`` (seconds); ``number`` orders those that came at once."""
+    """The rank of a session that began at ``arrived`` (seconds); ``number`` orders those that began at once."""
     return arrived + HEAD_START * priority, number
 
 

@@ -144,7 +144,7 @@ class VerifyLoop:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
         session = self._planner.session(opened, self._welcome.vocabulary)
         # A session that is opened again keeps its place.
-        arrived = (at, next(self._numbers)) if held is None else held.arrived
+        arrived = (at - opened.age_ms / 1000, next(self._numbers)) if held is None else held.arrived
         self._held[link, opened.session] = taken = Held(link, session, self._engine.cache, arrived, self.counters)
         self._scheduler.add(taken)
         return []

@@ -186,6 +186,7 @@ def _open(message: Open) -> pb.Open:
             sources=sorted(_SOURCE_OUT[source] for source in speculation.sources),
         ),
         priority=message.priority,
+        age_ms=message.age_ms,
     )
 
 
@@ -212,6 +213,7 @@ def _read_open(message: pb.Open) -> Open:
             or frozenset(Source),
         ),
         priority=message.priority,
+        age_ms=message.age_ms,
     )
 
 

@@ -154,7 +154,7 @@ class Worker:
 
     async def wait(self) -> None:
         """Return only by raising what ended the computing thread."""
-        await self.failed
+        await asyncio.shield(self.failed)  # who gives up waiting must not cancel it for everybody
 
     async def drain(self, seconds: float) -> None:
         """Take no new sessions, wait until those there are gone, but no longer than so many seconds, and stop."""

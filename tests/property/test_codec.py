@@ -43,7 +43,7 @@ def opens(draw: st.DrawFn) -> m.Open:
         draw(st.frozensets(st.sampled_from(m.Source), min_size=1)),
     )
     priority = draw(st.integers(-m.MAX_PRIORITY, m.MAX_PRIORITY))
-    return m.Open(draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation, priority)
+    return m.Open(draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation, priority, draw(u32))
 
 
 @st.composite

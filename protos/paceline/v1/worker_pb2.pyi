@@ -123,7 +123,7 @@ class Welcome(_message.Message):
     def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority")
+    __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority", "age_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class Open(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -138,7 +139,8 @@ class Open(_message.Message):
     limits: Limits
     speculation: Speculation
     priority: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    age_ms: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
