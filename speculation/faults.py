@@ -27,7 +27,7 @@ from speculation.reopening import ReopeningLimits
 SESSIONS = 6
 ROOMY = 1 << 20
 LIMITS = ReopeningLimits()
-STORMY_TRIES = 4
+STORMY_TRIES = 6
 """Where a storm begins with the first request, its first two deaths are as often chance as not."""
 CALMER_AFTER = 8.0
 """Virtual seconds in which faults become half as frequent. Who is suspected when a storm ends at once, and it is quiet

@@ -115,6 +115,8 @@ class Reopenings:
         self._open: dict[PeerId, dict[SessionId, _Opening]] = {}
         self._unproven: dict[PeerId, set[SessionId]] = {}
         """Those of them that are not proven. No empty sets."""
+        self._left: dict[PeerId, set[SessionId]] = {}
+        """Sessions that left a target unproven, until it says something: it may hang, and die, of one of them."""
         self._suspicions: dict[SessionId, _Suspicion] = {}
         self._deaths: deque[_Death] = deque(maxlen=REMEMBERED_DEATHS)
         self._implicated: dict[SessionId, _Implication] = {}
@@ -139,6 +141,7 @@ class Reopenings:
     def heard(self, peer: PeerId, verification: Verification) -> None:
         """A target verified something."""
         session = verification.session
+        self._left.pop(peer, None)
         self._reached[session] = max(verification.end, self._reached.get(session, 0))
         implication = self._implicated.get(session)
         if implication is not None and verification.end >= implication.position:
@@ -146,13 +149,18 @@ class Reopenings:
         opening = self._open.get(peer, {}).get(session)
         if opening is not None and opening.epoch == verification.epoch and not opening.proven:
             self._suspicions.pop(session, None)
+            for left in self._left.values():
+                left.discard(session)
             opening.proven = session not in self._implicated
             if opening.proven:
                 self._settle(session, peer)
 
     def closed(self, session: SessionId, peer: PeerId) -> None:
         """A session left a target that lives."""
-        if self._open.get(peer, {}).pop(session, None):
+        opening = self._open.get(peer, {}).pop(session, None)
+        if opening is not None:
+            if not opening.proven:
+                self._left.setdefault(peer, set()).add(session)
             self._settle(session, peer)
 
     def ended(self, session: SessionId, *, finished: bool) -> None:
@@ -170,18 +178,19 @@ class Reopenings:
 
     def lost(self, now: float, peer: PeerId, *, expected: bool) -> None:
         """The stream to a target is gone; ``expected``: it had said that it would go."""
-        there, suspects = self._open.pop(peer, {}), self._unproven.pop(peer, set())
+        left = self._left.pop(peer, set())
+        there, suspects = self._open.pop(peer, {}).keys() | left, self._unproven.pop(peer, set()) | left
         self._reserved.pop(peer, None)
         self.changed = True
         if expected:
             return
         death = _Death(now, set(there))
         self._deaths.append(death)
-        for session in there:
+        for session in there & self._opened:
             implication = self._implicated.setdefault(session, _Implication())
             implication.position = self._reached[session] + WELL_PAST if session in self._reached else 0
             implication.deaths.append(death)
-        for session in suspects:
+        for session in suspects & self._opened:
             suspicion = self._suspicions.setdefault(session, _Suspicion())
             suspicion.deaths += 1
             suspicion.alone = len(suspects) == 1

@@ -230,6 +230,22 @@ def test_a_crowd_is_opened_again_in_portions():
     assert router.known.due()[:2] == [4, 5]
 
 
+def test_who_left_a_target_that_said_nothing_since_is_a_suspect_of_its_death():
+    router = Router()
+    router.open(1, T0)  # and it hangs
+    router.known.closed(SessionId(1), T0)
+    router.open(2, T0)
+    router.die(T0)
+    assert router.known.on_probation == 2
+    router = Router()
+    router.open(1, T0)
+    router.open(2, T0)
+    router.known.closed(SessionId(1), T0)
+    router.commit(2)  # so it did not hang of 1
+    router.die(T0)
+    assert router.known.on_probation == 0
+
+
 def test_nothing_is_remembered_of_sessions_that_are_over():
     router = Router()
     router.open(1, T0)
