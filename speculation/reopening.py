@@ -116,7 +116,7 @@ class Reopenings:
         self._unproven: dict[PeerId, set[SessionId]] = {}
         """Those of them that are not proven. No empty sets."""
         self._left: dict[PeerId, set[SessionId]] = {}
-        """Sessions that left a target unproven, until it says something: it may hang, and die, of one of them."""
+        """Sessions that left a target, until it says something: it may hang, and die, of one of them."""
         self._suspicions: dict[SessionId, _Suspicion] = {}
         self._deaths: deque[_Death] = deque(maxlen=REMEMBERED_DEATHS)
         self._implicated: dict[SessionId, _Implication] = {}
@@ -149,26 +149,24 @@ class Reopenings:
         opening = self._open.get(peer, {}).get(session)
         if opening is not None and opening.epoch == verification.epoch and not opening.proven:
             self._suspicions.pop(session, None)
-            for left in self._left.values():
-                left.discard(session)
+            self._forget_leaving(session)
             opening.proven = session not in self._implicated
             if opening.proven:
                 self._settle(session, peer)
 
     def closed(self, session: SessionId, peer: PeerId) -> None:
         """A session left a target that lives."""
-        opening = self._open.get(peer, {}).pop(session, None)
-        if opening is not None:
-            if not opening.proven:
-                self._left.setdefault(peer, set()).add(session)
+        if self._open.get(peer, {}).pop(session, None):
+            self._left.setdefault(peer, set()).add(session)
             self._settle(session, peer)
 
     def ended(self, session: SessionId, *, finished: bool) -> None:
         """A session is over. Unless it has finished as it should, what it may be guilty of stays unexplained."""
-        if finished:
-            self._exonerate(session)
         for peer in self._open:
             self.closed(session, peer)
+        if finished:
+            self._exonerate(session)
+            self._forget_leaving(session)
         self._leave_queue(session)
         self._opened.discard(session)
         self._implicated.pop(session, None)
@@ -286,6 +284,10 @@ class Reopenings:
         implication = self._implicated.pop(session, None)
         for death in implication.deaths if implication else ():
             death.implicated.discard(session)
+
+    def _forget_leaving(self, session: SessionId) -> None:
+        for left in self._left.values():
+            left.discard(session)
 
     def _settle(self, session: SessionId, peer: PeerId) -> None:
         """A session has nothing to prove any more at a target."""
