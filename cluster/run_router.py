@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -104,8 +105,10 @@ async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> 
         raise CommandError(str(error), FAILED) from error
     finally:
         notify(STOPPING)
-        directory.close()
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not wait for running requests
+            loop.add_signal_handler(number, os._exit, 128 + number)
         starting.cancel()
         stop.cancel()
         await router.stop()
+        directory.close()
     return 0

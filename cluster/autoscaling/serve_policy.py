@@ -86,10 +86,10 @@ def declared(config: Config) -> dict[str, Any]:
 class ServePolicy:
     """Made once by Serve's controller, then called every tenth of a second or so."""
 
-    def __init__(self, pools: Sequence[Mapping[str, str]], settings: Mapping[str, Any]) -> None:
+    def __init__(self, pools: Sequence[Mapping[str, str]], settings: Mapping[str, Any] | None = None) -> None:
         """``pools``: fields of :class:`Scaled`; ``settings``: of :class:`cluster.config.AutoscalingConfig`."""
         self._pools = {pool["deployment"]: Scaled(**pool) for pool in pools}
-        self._settings = AutoscalingConfig(**settings)
+        self._settings = AutoscalingConfig(**(settings or {}))
         self._board = Board()
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
