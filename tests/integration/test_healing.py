@@ -314,3 +314,19 @@ async def test_another_router_gives_the_same_text_from_the_same_cache():
     assert again.tokens == first.tokens
     assert first.cached == 0
     assert again.cached > 0
+
+
+async def test_who_gave_up_watching_a_worker_does_not_cut_its_drain_short():
+    """As a supervisor does: it stops waiting for a failure, then drains."""
+    worker = Worker(Echo(), "target")
+    await worker.start("127.0.0.1:0")
+    watching = asyncio.create_task(worker.wait())
+    async with connected(worker.address) as (connection, heard):
+        connection.send(OPEN)
+        assert isinstance(await heard.next(), Verification)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        draining = asyncio.create_task(worker.drain(1.0))
+        await asyncio.sleep(0.3)
+        assert not draining.done()
+        await asyncio.wait_for(draining, 10)
