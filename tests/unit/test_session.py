@@ -300,6 +300,38 @@ def test_a_session_leaves_a_target_that_drains_once_another_is_warm():
     assert (session.moved, session.reopened) == (1, 0)
 
 
+def test_an_heir_that_is_far_behind_computes_more_before_the_session_moves():
+    session = leaving()
+    warm = replace(verified(session, 9), epoch=3)
+    session.handle(0.3, Received(T0, verified(session, *range(5, 25))))
+    again = session.handle(0.4, Received(T1, warm))
+    assert [(e.peer, e.message.epoch, len(e.message.tokens)) for e in sent(again, Open)] == [(T1, 4, len(PROMPT) + 21)]
+    assert len(again) == 1
+    assert session.handle(0.5, Received(T1, warm)) == []
+    nearly = replace(verified(session, 9), epoch=4)
+    assert session.handle(0.6, Received(T0, verified(session, 30)))[0] == Emit((30,), 0, 0)
+    (moved,) = sent(session.handle(0.7, Received(T1, nearly)), Open)
+    assert (moved.peer, moved.message.epoch) == (T1, 5)
+    assert session.moved == 1
+
+
+def test_an_heir_that_never_catches_up_takes_over_at_last():
+    session = leaving()
+    for epoch in range(3, 3 + SessionLimits().warm_ups):
+        late = replace(verified(session, 9), epoch=epoch)
+        session.handle(epoch, Received(T0, verified(session, *range(50))))
+        assert session.moved == 0
+        effects = session.handle(epoch, Received(T1, late))
+    assert sent(effects, Close)
+    assert session.moved == 1
+
+
+def test_where_a_session_is_opened_again_it_keeps_its_age():
+    session = running()
+    (opening,) = sent(session.handle(2.5, Lost(T0)) + session.handle(2.5, Placed(Role.TARGET, T1)), Open)[:1]
+    assert opening.message.age_ms == 2500
+
+
 def test_a_target_that_drains_is_used_for_as_long_as_there_is_no_other():
     session = running()
     session.handle(0.1, Draining(T0))
