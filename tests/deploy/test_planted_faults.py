@@ -53,6 +53,15 @@ def put(part: Any, key: str | int, value: object) -> None:
     part[key] = value
 
 
+def fixed(document: Any, targets: int) -> None:
+    """One of everything and so many targets, whatever the load."""
+    application = document["applications"][0]
+    del application["autoscaling_policy"]
+    names = [deployment["name"] for deployment in application["deployments"]]
+    application["deployments"] = [{"name": name, "num_replicas": 1} for name in names]
+    application["deployments"][0]["num_replicas"] = targets
+
+
 @dataclass(frozen=True)
 class Fault:
     what: str
@@ -108,7 +117,11 @@ FAULTS = [
     ),
     Fault("restarting pods", lambda c: put(pod(c.large), "restartPolicy", "Always"), "must be Never or unset"),
     Fault("autoscaler v1", lambda c: put(c.ray["autoscalerOptions"], "version", "v1"), "version must be v2"),
-    Fault("no autoscaler", lambda c: put(c.ray, "enableInTreeAutoscaling", False), "has no effect without"),
+    Fault(
+        "no autoscaler",
+        lambda c: [put(c.ray, "enableInTreeAutoscaling", False), c.serve(lambda d: fixed(d, 1))],
+        "has no effect without",
+    ),
     Fault("bounds crossed", lambda c: put(c.large, "minReplicas", 5), "replicas must be between"),
     Fault("replicas on the head", lambda c: put(c.head, "rayStartParams", {}), 'num-cpus must be "0"'),
     Fault(
@@ -223,11 +236,11 @@ FAULTS = [
         lambda c: [
             put(container(c.large)["resources"][part], "nvidia.com/gpu", "1") for part in ("requests", "limits")
         ],
-        "Ray has no room for 2 x target of llama-8b of 2 ranks on one node",
+        "Ray has no room for 4 x target of llama-8b of 2 ranks on one node",
     ),
     Fault(
         "more replicas than workers",
-        lambda c: c.serve(lambda d: put(d["applications"][0]["deployments"][0], "num_replicas", 5)),
+        lambda c: c.serve(lambda d: fixed(d, 5)),
         "only 4 fit on its nodes",
     ),
     Fault(
