@@ -41,7 +41,8 @@ async def _all(stage: Stage, options: Options) -> list[Outcome]:
             say(f"{scenario.name}: {scenario.fault}")
             outcome = await scenarios.run(scenario, stage, options)
             outcomes.append(outcome)
-            say("  as wanted" if outcome.holds else f"  NOT AS WANTED: {'; '.join(outcome.problems)}")
+            say(f"  {report.verdict(outcome)}")
+            _save(options, "chaos", outcomes)  # a run of many minutes may be cut short
             if stage.ended:
                 await stage.up()
     return outcomes
@@ -53,10 +54,16 @@ async def _soak(stage: Stage, options: Options) -> list[Outcome]:
 
 
 def _report(options: Options, name: str, outcomes: list[Outcome]) -> int:
-    result = report.Result(datetime.now(UTC).date(), options, outcomes)
+    result = _save(options, name, outcomes)
     report.show(result)
+    return 0 if result.holds else FAILED
+
+
+def _save(options: Options, name: str, outcomes: list[Outcome]) -> report.Result:
+    """Write what is known by now where it is wanted."""
+    result = report.Result(datetime.now(UTC).date(), options, outcomes)
     if options.json:
         report.write_json(result, options.json)
     if options.out:
         report.write_folder(result, options.out, name)
-    return 0 if result.holds else FAILED
+    return result

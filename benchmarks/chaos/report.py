@@ -59,6 +59,13 @@ def table(result: Result) -> Table:
     return Table("Faults under streaming requests", COLUMNS, lines)
 
 
+def verdict(outcome: Outcome) -> str:
+    """A row in one line."""
+    counted = outcome.tally
+    figures = f"{counted.failed} failed, {counted.different} different, silence {counted.silence.seconds:.2f} s"
+    return f"as wanted: {figures}" if outcome.holds else f"NOT AS WANTED: {'; '.join(outcome.problems)} ({figures})"
+
+
 def remarks(result: Result) -> list[str]:
     """Further figures, and what was not as it must be."""
     found = [f"{outcome.name}: {'; '.join(outcome.notes)}" for outcome in result.outcomes if outcome.notes]
