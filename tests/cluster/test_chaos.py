@@ -24,7 +24,8 @@ async def stage():
         yield stage
 
 
-@pytest.mark.parametrize("name", ["kill-rank", "stop-target", "kill-controller", "remove-small"])
+# A killed rank is the business of test_serve_ranks.
+@pytest.mark.parametrize("name", ["stop-target", "kill-controller", "remove-small"])
 async def test_a_fault_is_not_seen_by_clients(stage, name):
     outcome = await scenarios.run(SCENARIOS[name], stage, OPTIONS)
     counted = outcome.tally
