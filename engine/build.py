@@ -15,7 +15,8 @@ from engine.cuda.graphs import CudaRecorder
 from engine.interface import StepEngine
 from engine.kv_cache import BLOCK, KVCache
 from engine.loader import choose_device, load
-from engine.model import Model
+from engine.medusa import MedusaHeads, load_heads
+from engine.model import Model, ModelError
 from engine.parallel.group import Group
 from engine.parallel.leader import Leader, Ranks
 from engine.parallel.plan import check_devices, check_split
@@ -50,6 +51,8 @@ class EngineSettings:
     """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
     tensor_parallel_size: int = 1
     """Ranks that compute each step together."""
+    medusa: str = ""
+    """Folder of Medusa heads for a target to draft with; none if empty."""
     join_timeout: float = 120.0
     """Seconds in which all ranks must have started."""
     name: str = ""
@@ -71,7 +74,7 @@ def build(
     """
     if settings.tensor_parallel_size == 1:
         model = load_model(settings, progress)
-        return _alone(settings, model, invariant=invariant)
+        return _alone(settings, model, progress, invariant=invariant)
     assert ranks is not None, "nothing to start the ranks with"
     device = choose_device(settings.device)
     check_split(settings.model, settings.tensor_parallel_size)
@@ -79,8 +82,9 @@ def build(
     leader = Leader(settings, ranks, device)
     with leader.loading() as group:
         model = load_model(settings, progress, group)
+        heads = heads_for(settings, model, progress)
         cache = cache_for(settings, model, group)
-    return Engine(model, cache, invariant=invariant, leader=leader)
+    return Engine(model, cache, invariant=invariant, leader=leader, heads=heads)
 
 
 def build_target(
@@ -91,7 +95,9 @@ def build_target(
         return build(settings, progress, ranks=ranks)
     model = load_model(settings, progress, without_speculation=True)
     if not model.no_speculation:
-        return _alone(settings, model)
+        return _alone(settings, model, progress)
+    if settings.medusa:
+        raise ModelError(f"{settings.medusa}: {settings.model} cannot use Medusa heads: {model.no_speculation}")
     log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
     capacity = settings.cache_tokens or max(model.context, STATEFUL_TOKENS)
     return StatefulEngine(model, StatefulCache(capacity, dtype=model.dtype, device=model.device))
@@ -118,6 +124,17 @@ def load_model(
     )
 
 
+def heads_for(
+    settings: EngineSettings, model: Model, progress: Callable[[str], None] | None = None
+) -> MedusaHeads | None:
+    """The Medusa heads to run beside ``model``, on rank 0 alone, if any. Raises :class:`engine.model.ModelError`."""
+    if not settings.medusa:
+        return None
+    if progress is not None:
+        progress(f"reading Medusa heads from {settings.medusa}")
+    return load_heads(settings.medusa, model)
+
+
 def cache_for(settings: EngineSettings, model: Model, group: Group | None = None) -> KVCache:
     """A cache of the same size on every rank. Raises :class:`engine.model.ModelError`."""
     if settings.cache_tokens:
@@ -130,10 +147,17 @@ def cache_for(settings: EngineSettings, model: Model, group: Group | None = None
     return KVCache(model.layers, capacity, block=block, dtype=model.dtype, device=model.device)
 
 
-def _alone(settings: EngineSettings, model: Model, *, invariant: bool = True) -> Engine:
+def _alone(
+    settings: EngineSettings,
+    model: Model,
+    progress: Callable[[str], None] | None = None,
+    *,
+    invariant: bool = True,
+) -> Engine:
     """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge."""
+    heads = heads_for(settings, model, progress)
     record = None if model.paged is None else CudaRecorder(model.device)
-    engine = Engine(model, cache_for(settings, model), invariant=invariant, record=record)
+    engine = Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads)
     engine.warm_up()
     return engine
 

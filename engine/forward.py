@@ -4,7 +4,7 @@ Decides how a step is computed, once it is decided what: replayed, over pages, o
 tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept once, by
 :mod:`engine.step` on rank 0.
 
-Tensor legend: T tokens of the step, R rows asked for, V vocabulary.
+Tensor legend: T tokens of the step, R rows asked for, V vocabulary, D hidden size, X logits and hidden state together.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.attention import PagedPart, Step, forward_context
 from engine.cuda.graphs import Graphs, Record
 from engine.cuda.pages import Chain, Pages, chain_of
+from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
 from engine.model import Model
 from engine.sequence_state import SequenceState
@@ -77,17 +78,26 @@ class _Unpickler(pickle.Unpickler):
 class Forward:
     """A model over a store. The shapes of keys and values are those of the heads that this rank computes."""
 
-    def __init__(self, model: Model, store: KVStore, record: Record | None = None) -> None:
-        """``record``: how small steps are recorded to be replayed, if they are."""
+    def __init__(
+        self, model: Model, store: KVStore, record: Record | None = None, *, keep_hidden: bool = False
+    ) -> None:
+        """``record``: how small steps are recorded to be replayed, if they are.
+
+        ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it.
+        """
         self.calls: list[int] = []
         """How often each layer's attention was called in the last step that was not replayed."""
         self.seconds = 0.0
         """How long the model itself took in the last step; on CUDA, how long the host took to ask for it."""
         self.dtype = torch.promote_types(model.dtype, torch.float32)
         """Of the logits."""
+        self.hidden_RD: Tensor | None = None
+        """What the output layer read for each row of the last step, if that is kept."""
         self._model = model
         self._store = store
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
+        self._tap = HiddenTap(model) if keep_hidden else None
+        self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
         self._graphs: Graphs | None = None
         if record is not None and model.paged is not None:
             self._graphs = Graphs(self._logits, store, model.paged, model.layers, model.context, record)
@@ -109,6 +119,9 @@ class Forward:
             logits_RV = logits_TV.index_select(0, rows_R)
         else:
             logits_RV = self._computed(inputs, chains, rows_R)
+        if self._tap is not None:
+            hidden_RD = logits_RV[:, -self._hidden_size :]
+            self.hidden_RD = hidden_RD[: len(inputs.rows)].to(self._model.dtype)
         self.seconds = time.perf_counter() - started
         return logits_RV[: len(inputs.rows), : self._model.vocabulary].to(self.dtype)
 
@@ -155,11 +168,16 @@ class Forward:
         return PagedPart(kernel, pages, frozenset(paged), upload(packed, device))
 
     def _logits(self, step: Step, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor | None = None) -> Tensor:
-        """Logits of the wanted rows, ``[R, V]``; by default of all. V is padded as in the model."""
+        """Logits of the wanted rows, ``[R, V]``; by default of all. V is padded as in the model.
+
+        Hidden states that are kept stand behind them in their rows: one tensor is what is recorded and replayed.
+        """
         wanted = {"logits_to_keep": rows_R} if self._keeps_rows and rows_R is not None else {}
         with forward_context(step):
             output = self._model.module(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted
             )
         logits_RV: Tensor = output.logits[0]
+        if self._tap is not None:
+            logits_RV = torch.cat((logits_RV, self._tap.take()[0]), -1)
         return logits_RV if self._keeps_rows or rows_R is None else logits_RV.index_select(0, rows_R)

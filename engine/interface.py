@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kv_cache import KVCache
+from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.step import Chunk
 
@@ -34,6 +35,14 @@ class StepEngine(Protocol):
     @property
     def forward_seconds(self) -> float:
         """How long the model itself took in the last step."""
+
+    @property
+    def heads(self) -> MedusaHeads | None:
+        """What drafts from its hidden states, if anything."""
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """See :attr:`engine.step.Engine.hidden`."""
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute; see :meth:`engine.step.Engine.run`."""

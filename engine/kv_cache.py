@@ -102,10 +102,6 @@ class CachedSequence(SequenceState):
         spare = len(self.blocks) * self.block - self.length - self.pending
         return max(0, -(-(count - spare) // self.block)) + self._tail_is_shared
 
-    def can_append(self, count: int) -> bool:
-        """Whether ``count`` more pending nodes fit now."""
-        return self.blocks_needed(count) <= self._cache.ledger.free
-
     # -- pending nodes -------------------------------------------------------------------------------------------------
 
     def append(self, parents: Sequence[int]) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.huge_pages import collapse
 from engine.int8_linear import Int8Linear, planes_of
 
 EXPECTED_TOKENS = 16
@@ -53,6 +54,7 @@ class PackedLinear(nn.Module):
         # Plain attributes, not parameters: an opaque layout can be neither moved, cast nor saved.
         weight_OI = weight_OI.detach().contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, EXPECTED_TOKENS)
+        collapse(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
         self._bias_O = None if bias_O is None else bias_O.detach()
         self._lone_row_differs = weight_OI.dtype == torch.bfloat16 and self.in_features > LONE_ROW_INPUTS
         self._multiply = torch.ops.mkldnn._linear_pointwise.default

@@ -33,7 +33,17 @@ from engine.self_test import STOCK, SelfTest
 from engine.stateful import RIGHT_IN_PARTS
 from engine.threads import set_threads
 
-__all__ = ["Model", "ModelError", "choose_device", "choose_dtype", "load", "read_config"]
+__all__ = [
+    "Model",
+    "ModelError",
+    "choose_device",
+    "choose_dtype",
+    "digest_of",
+    "load",
+    "read_config",
+    "read_tokenizer",
+    "tokens_of",
+]
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +96,7 @@ def load(
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with _quiet():
         module = _read_module(path, local, chosen_dtype, group).to(chosen_device)
-        tokens = _read_tokens(path, local)
+        tokens = tokens_of(read_tokenizer(path))
     _check_numbers(path, module)
     model = _describe(path, module, tokens, chosen_dtype, chosen_device)
     test = SelfTest(model) if self_test else None
@@ -256,18 +266,24 @@ def _check_numbers(path: str, module: Any) -> None:
             raise ModelError(f"{path}: tensor {name!r} holds NaN or infinite values in {tensor.dtype}")
 
 
-def _read_tokens(path: str, local: bool) -> dict[str, int]:
-    """Token to id; empty when there is no tokenizer."""
+def read_tokenizer(path: str) -> Any:
+    """Transformers' tokenizer of a folder or hub id; None if a folder has none. Raises ModelError."""
     folder = Path(path).expanduser()
+    local = folder.is_dir()
     if local and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return {}
+        return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder if local else path, local_files_only=local)
+        with _quiet():
+            return AutoTokenizer.from_pretrained(folder if local else path, local_files_only=local)
     except Exception as error:
         raise ModelError(f"{path}: cannot read the tokenizer: {_first_line(error)}") from error
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
+
+
+def tokens_of(tokenizer: Any) -> dict[str, int]:
+    """Token to id; empty when there is no tokenizer."""
+    vocabulary: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
     # Without its files transformers may invent a tokenizer that knows its special tokens only.
-    return vocabulary if len(vocabulary) > len(tokenizer.all_special_ids) else {}
+    return vocabulary if tokenizer is not None and len(vocabulary) > len(tokenizer.all_special_ids) else {}
 
 
 def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype, device: torch.device) -> Model:
@@ -283,7 +299,7 @@ def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype
         vocabulary=vocabulary,
         context=_context(config),
         stop_tokens=frozenset(token for token in stops if 0 <= token < vocabulary),
-        tokenizer_digest=_digest(tokens),
+        tokenizer_digest=digest_of(tokens),
         dtype=dtype,
         device=device,
         layers=config.num_hidden_layers,
@@ -323,7 +339,7 @@ def _token_ids(value: int | list[int] | None) -> set[int]:
     return set(value) if isinstance(value, list) else {value}
 
 
-def _digest(tokens: dict[str, int]) -> int:
+def digest_of(tokens: dict[str, int]) -> int:
     """64-bit digest of the id-to-token map; 0 when there is none."""
     if not tokens:
         return 0

@@ -1,7 +1,8 @@
 """The rejection rule on tensors: a drafter's draw from a small q, and the target's verdict on chains of such drafts.
 
-Decides how p and q come out of logits and which noise stream each draw uses; what is kept, and from which distribution
-a refused token is replaced, is the law of :mod:`speculation.acceptance`. Knows nothing about sessions, tries or caches.
+Decides how p and q come out of logits, which :mod:`engine.shaping` has shaped, and which noise stream each draw uses;
+what is kept, and from which distribution a refused token is replaced, is the law of :mod:`speculation.acceptance`.
+Knows nothing about sessions, tries or caches.
 
 One noise stream per use, keyed by (seed, position of the token): DRAFT for the draft token, ACCEPT for the coin,
 RESIDUAL for the replacement, SAMPLE for the bonus token (which is the draw of plain decoding). A position's coin and

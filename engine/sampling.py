@@ -1,9 +1,10 @@
 """From logits to tokens: filters, the coupled draw, and a drafter's candidates.
 
-Decides the distribution a token is drawn from and draws it with the noise of :mod:`speculation.noise`. Every row has
-its own settings, and its outcome does not depend on the other rows of the call. Knows nothing about drafts, trees
-or acceptance: the target samples as if there were none. On CUDA nothing here waits for the device but the functions
-that return what is no tensor, each once.
+Decides the distribution a token is drawn from and draws it with the noise of :mod:`speculation.noise`. The logits have
+been through :mod:`engine.shaping`: a token whose logit is -inf is never drawn. Every row has its own settings, and its
+outcome does not depend on the other rows of the call. Knows nothing about drafts, trees or acceptance: the target
+samples as if there were none. On CUDA nothing here waits for the device but the functions that return what is no
+tensor, each once.
 
 Tensor legend: N rows, V vocabulary, M rows that need a filter, C the most likely tokens looked at.
 """
@@ -61,13 +62,13 @@ def sample(logits_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
 def drawn(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """What :func:`sample` returns, left on its device: int64 ``[N]``.
 
-    A row that holds NaN draws some token; the other rows do not notice.
+    A row that holds NaN, or nothing but -inf, draws some token; the other rows do not notice.
     """
     return _perturbed(logits_NV, draws).argmax(-1)
 
 
 def candidates(logits_NV: Tensor, draws: Sequence[Draw], k: int) -> list[list[Candidate]]:
-    """The ``k`` tokens each row most likely draws, best first; fewer where the filters leave fewer.
+    """The ``k`` tokens each row most likely draws, best first; fewer, or none, where filters and shaping leave fewer.
 
     ``logits_NV`` are a drafter's. Greedy: its most likely tokens, with their probability as confidence. Otherwise the
     best under the noise the target will use: a candidate wins unless the target's log-probabilities differ from the

@@ -107,6 +107,7 @@ class StatefulEngine:
     """A model over one state per sequence. Implements :class:`engine.interface.StepEngine`."""
 
     speculates = False
+    heads = hidden = None
 
     def __init__(self, model: Model, cache: StatefulCache) -> None:
         self.model = model

@@ -4,7 +4,7 @@ Decides how chunks of different sequences are packed into one row, and keeps a s
 worth computing is the caller's decision; how they are computed is :mod:`engine.forward`'s; what the logits mean is
 :mod:`engine.sampling`'s.
 
-Tensor legend: R rows asked for, V vocabulary.
+Tensor legend: R rows asked for, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.cuda.graphs import Record
 from engine.forward import Forward, StepInput
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
+from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.parallel.leader import Leader
 
@@ -59,23 +60,31 @@ class Engine:
         invariant: bool = True,
         leader: Leader | None = None,
         record: Record | None = None,
+        heads: MedusaHeads | None = None,
     ) -> None:
         """``invariant``: give a token the same bits however it is batched, where that can be had.
 
         That is in bfloat16 on a CPU. It costs nothing for chains, but a tree with many branches is read faster without.
         ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how small
-        steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are.
+        steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are. ``heads``: what drafts from hidden
+        states, which are kept for them. Raises ModelError if the model does not show these.
         """
         self.model = model
         self.cache = cache
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
-        self._forward = Forward(model, cache.store, record)
+        self.heads = heads
+        self._forward = Forward(model, cache.store, record, keep_hidden=heads is not None)
         self._leader = leader
 
     @property
     def forward_seconds(self) -> float:
         """How long the model itself took in the last step."""
         return self._forward.seconds
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """What the output layer read for each row of the last step, in the model's own format; kept for heads only."""
+        return self._forward.hidden_RD
 
     @property
     def last_calls(self) -> list[int]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from speculation.messages import Source
+from speculation.messages import Source, SourceName
+from speculation.registry import registered
+from speculation.suffix import SuffixStore
 from speculation.target_session import Commit
 from speculation.trie import Fate, Offer
+
+
+def _by_source() -> dict[SourceName, int]:
+    return dict.fromkeys((*Source, *registered()), 0)
 
 
 @dataclass(slots=True)
@@ -28,8 +34,18 @@ class Counters:
     preempted: int = 0
     refused: int = 0
     proposals: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
-    offered_from: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
-    accepted_from: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+    source_faults: int = 0
+    """Sessions in which a registered draft source failed."""
+    suffix_asked: int = 0
+    """How often a session asked how its text went on in earlier outputs, ..."""
+    suffix_found: int = 0
+    """... and how often that was known."""
+    suffix_indexed: int = 0
+    """Tokens of outputs taken into the index, ..."""
+    suffix_forgotten: int = 0
+    """... and taken out again."""
+    offered_from: dict[SourceName, int] = field(default_factory=_by_source)
+    accepted_from: dict[SourceName, int] = field(default_factory=_by_source)
 
     def count(self, offer: Offer, commit: Commit) -> None:
         """Add what a session's step came to; each draft source gets its own credit."""
@@ -40,6 +56,11 @@ class Counters:
             self.offered_from[node.source] += 1
         for i in commit.kept:
             self.accepted_from[offer.nodes[i].source] += 1
+
+    def take(self, store: SuffixStore) -> None:
+        """Take over what is counted there."""
+        self.suffix_asked, self.suffix_found = store.asked, store.found
+        self.suffix_indexed, self.suffix_forgotten = store.taken, store.forgotten
 
     def flat(self) -> dict[str, int]:
         """By name."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
+from engine.grammar import Constraint
 from engine.kv_cache import CachedSequence, KVCache
-from speculation.messages import RefusalCode, Refused, Verification
+from engine.logprobs import token_logprobs
+from engine.shaping import Shaping
+from speculation.medusa import MedusaDrafts
+from speculation.messages import RefusalCode, Refused, TokenLogprobs, Verification
 from speculation.target_session import TargetSession
 from target_service.counters import Counters
 from target_service.scheduler import Rank, rank
+from transport.session_log import SessionLog
+from transport.tracing import Course
 
 
 @dataclass(eq=False, slots=True)
@@ -23,9 +31,22 @@ class Held:
     arrived: tuple[float, int]
     """When it came, in seconds, and how many had come before."""
     counters: Counters
+    log: SessionLog
+    course: Course
+    shaping: Shaping | None = None
+    """What it does to its logits, if anything."""
+    constraint: Constraint | None = None
+    """Its grammar, if it has one: known from when it is compiled."""
     cached: CachedSequence = field(init=False)
+    medusa: MedusaDrafts | None = None
+    """What Medusa heads draft for it, if they do."""
+    hidden_D: Tensor | None = None
+    """What they read next: the target's hidden state where its last token was drawn, until they have read it."""
     computed: int = 0
     """Committed tokens that were fed for it since it was opened."""
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    waits_since: float | None = None
+    """When it began to wait for drafts, in seconds, if it does."""
 
     def __post_init__(self) -> None:
         self.cached = self.cache.sequence(self.session.tokens)
@@ -49,9 +70,25 @@ class Held:
         """Blocks to be taken from the cache before ``count`` more tokens fit."""
         return self.cached.blocks_needed(count)
 
+    def constrain(self, constraint: Constraint, vocabulary: int) -> str:
+        """Hold the text, as far as it has come too, to a grammar; returns why that cannot be, if so."""
+        self.constraint = self.session.constraint = constraint
+        self.shaping = Shaping(self.session.opened, self.session.tokens, vocabulary, constraint)
+        return self.follow()
+
+    def follow(self) -> str:
+        """Take in what was committed; returns why the grammar lets the text not go on, if so."""
+        if self.constraint is None or self.shaping is None:
+            return ""
+        self.shaping.follow()
+        return self.constraint.error
+
     def reuse(self) -> None:
-        """Take over from the cache what others have computed of it, as long as it does not decode."""
-        if self.uncached > 1:
+        """Take over from the cache what others have computed of it, as long as it does not decode.
+
+        A prompt that is to be told about is computed wholly.
+        """
+        if self.uncached > 1 and not self.untold:
             self.counters.reused += self.cached.reuse()
 
     def give_way(self) -> None:
@@ -59,14 +96,39 @@ class Held:
         self.cached.free()
         self.cached = self.cache.sequence(self.session.tokens)
 
-    def said(self, verification: Verification) -> Verification:
-        """What is sent of it: the first one also says how much was found in the cache."""
+    @property
+    def untold(self) -> range:
+        """Positions of the prompt's tokens whose log-probabilities are asked for and not known yet.
+
+        With a text that was begun elsewhere they were told there.
+        """
+        opened = self.session.opened
+        if opened.extras.prompt_logprobs is None or opened.generated or len(self.session.tokens) > len(opened.tokens):
+            return range(0)
+        return range(1 + len(self._prompt_logprobs), len(opened.tokens))
+
+    def note_prompt(self, logits_PV: Tensor) -> None:
+        """Take in the rows that say how likely the next untold tokens were; P of them, V the vocabulary."""
+        opened, first, count = self.session.opened, self.untold.start, len(logits_PV)
+        most = [opened.extras.prompt_logprobs or 0] * count
+        self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], most)
+
+    def said(self, verification: Verification, started: float, ended: float) -> Verification:
+        """What is sent of it, with the times of its step; the first one also speaks of the cache and of the prompt."""
         opened = len(self.session.opened.tokens)
+        waited = 0.0 if self.waits_since is None else started - self.waits_since
+        self.waits_since = None
+        timed = replace(verification, took_us=_microseconds(ended - started), waited_us=_microseconds(waited))
         if verification.position > opened:
-            return verification
-        return replace(verification, cached=max(opened - self.computed, 0))
+            return timed
+        told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return replace(timed, cached=max(opened - self.computed, 0), prompt_logprobs=told)
 
     def refused(self, code: RefusalCode, message: str) -> tuple[Hashable, Refused]:
         """What tells the router that this session is given up."""
         opened = self.session.opened
         return self.link, Refused(opened.session, opened.epoch, code, message)
+
+
+def _microseconds(seconds: float) -> int:
+    return max(round(seconds * 1e6), 0)

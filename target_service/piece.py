@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.sampling import Draw
+from engine.shaping import Shape
 from engine.step import Chunk
 from speculation.acceptance import Chosen, Draft, Sampled
-from speculation.messages import ANCHOR, Rule
+from speculation.messages import ANCHOR, Rule, Token
 from speculation.target_session import Commit
 from speculation.trie import Offer
 from target_service.held import Held
@@ -42,6 +43,12 @@ class Piece:
         return 0 if self.offer is None else len(self.offer.nodes) + 1
 
     @property
+    def told(self) -> range:
+        """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
+        untold, start = self.held.untold, self.held.cached.length
+        return range(max(untold.start - 1 - start, 0), min(untold.stop - 1 - start, self.feed))
+
+    @property
     def decodes(self) -> bool:
         """Whether the session is past its prompt, so that the piece computes nothing but its next tokens."""
         return self.feed == 1 and self.offer is not None
@@ -53,15 +60,18 @@ class Piece:
         return opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
 
     def chunk(self) -> Chunk:
-        """What the engine computes: a chain of fed tokens, the offered tree hanging from its end."""
+        """What the engine computes: a chain of fed tokens, the offered tree hanging from its end.
+
+        The rows that tell of the prompt come first.
+        """
         start = self.held.cached.length
         fed = self.held.session.tokens[start : start + self.feed]
         chain = range(ANCHOR, self.feed - 1)
         if self.offer is None:
-            return Chunk(self.held.cached, fed, list(chain))
+            return Chunk(self.held.cached, fed, list(chain), self.told)
         last = self.feed - 1
         parents = [*chain, *(last if parent == ANCHOR else self.feed + parent for parent in self.offer.parents)]
-        rows = range(last, self.feed + len(self.offer.nodes))
+        rows = [*self.told, *range(last, self.feed + len(self.offer.nodes))]
         return Chunk(self.held.cached, [*fed, *self.offer.tokens], parents, rows)
 
     def draws(self) -> list[Draw]:
@@ -71,6 +81,16 @@ class Piece:
         session = self.held.session
         positions = [session.trie.position, *(node.end for node in self.offer.nodes)]
         return [Draw(session.opened.sampling, position) for position in positions]
+
+    def shapes(self) -> list[Shape | None]:
+        """How each wanted row is shaped before it is drawn from; None: not at all."""
+        shaping = self.held.shaping
+        if self.offer is None or shaping is None:
+            return [None] * self.rows
+        paths: list[tuple[Token, ...]] = [()]
+        for token, parent in zip(self.offer.tokens, self.offer.parents, strict=True):
+            paths.append((*paths[parent + 1], token))
+        return [shaping.after(path) for path in paths]
 
     def drafted(self) -> list[Draft]:
         """The offer, a chain, as the rejection rule takes it."""

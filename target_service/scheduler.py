@@ -14,8 +14,8 @@ that ranks behind, so the first always proceeds, and everything finishes.
 **Who gets how much of a step** (:func:`share`), out of one budget of tokens:
 
 * Sessions that decode come first, a token each, plus room for drafts. Are there too many, they take turns.
-* Prompts get what is left, but beside running text only as much as a step may take longer by
-  (:mod:`target_service.step_time`), and never less than :data:`LEAST_PREFILL`.
+* Prompts get what is left, or a budget of their own where nothing decodes; but beside running text only as much as a
+  step may take longer by (:mod:`target_service.step_time`), and never less than :data:`LEAST_PREFILL`.
 * Half of that goes to prompts in the order of rank, so that none starves; the other half to those of the best priority
   and, among them, the shortest, so that none waits behind a long one. What one half leaves the other may use.
 
@@ -61,6 +61,9 @@ class Budget:
     """How many times as long as alone a step of sessions that decode may take for the sake of prompts ..."""
     seconds: float = 0.05
     """... or how long, if that is more."""
+    alone: int = 0
+    """Most tokens of prompts computed where nothing decodes, if that is more than ``tokens``: nobody's text waits for
+    it, and prompts that came together begin to decode together."""
 
     def __post_init__(self) -> None:
         if self.tokens < 2:
@@ -114,9 +117,10 @@ def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int
     shares = [Share()] * len(demands)
     for i in served:
         shares[i] = Share(1, each)
-    left = budget.tokens - len(served) - drafts
     if served:
-        left = min(left, max(beside(len(served)), LEAST_PREFILL))
+        left = min(budget.tokens - len(served) - drafts, max(beside(len(served)), LEAST_PREFILL))
+    else:
+        left = max(budget.tokens, budget.alone)
     for i, feed in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
         shares[i] = Share(feed)
     return Division(shares, drafts)

@@ -1,7 +1,9 @@
 """From a step's logits to what each session keeps: the target's draws, under either acceptance rule.
 
 Sessions are decided together but independently. Logits that are no numbers decide nothing: the token drawn from them
-would be arbitrary, so such a session gets a :class:`Fault` instead, and no other one notices.
+would be arbitrary, so such a session gets a :class:`Fault` instead, and no other one notices. The same goes for one
+whose request leaves nothing to say next. Drafts may lead to such a dead end: what is before it is committed, as plain
+decoding would have, and the next step finds it.
 
 Tensor legend: R rows asked for in the step, V vocabulary.
 """
@@ -17,7 +19,9 @@ from torch import Tensor
 
 from engine.rejection import verify_chains
 from engine.sampling import drawn
+from engine.shaping import shaped
 from speculation.acceptance import Walk, walk
+from speculation.messages import RefusalCode, Token
 from target_service.piece import Piece
 
 
@@ -26,6 +30,7 @@ class Fault:
     """Why a session cannot go on."""
 
     why: str
+    code: RefusalCode = RefusalCode.INTERNAL
 
 
 Verdict = Walk | Fault | None
@@ -35,6 +40,11 @@ NOT_FINITE = (
     "the model's logits are not finite (NaN or infinite) after {} tokens; its weights or its kernels are broken"
 )
 
+DEAD_END = (
+    "nothing may be said after {} tokens: allowed and banned tokens, min_tokens and the grammar rule out every token; "
+    "loosen one of them"
+)
+
 
 def verdicts(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
     """What the rows of each piece, in order, make of its offer."""
@@ -42,26 +52,47 @@ def verdicts(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
     if not len(logits_RV):
         return answer
     coupled = [i for i, piece in enumerate(pieces) if piece.offer is not None and not piece.by_rejection]
-    parts = torch.split(logits_RV, [piece.rows for piece in pieces])
-    drawn_C = drawn(_joined(parts, coupled, logits_RV), [draw for i in coupled for draw in pieces[i].draws()])
+    shaped_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
+    parts = torch.split(shaped_RV, [piece.rows for piece in pieces])
+    drawn_C = drawn(_joined(parts, coupled, shaped_RV), [draw for i in coupled for draw in pieces[i].draws()])
     # The largest logit of a row is NaN if any is, and infinite if the row cannot be drawn from. Fetched together with
     # the draws, so that a device is waited for once.
     sound_R = logits_RV.amax(-1).isfinite()
-    fetched = iter(torch.cat((sound_R.long(), drawn_C)).tolist())
+    open_R = sound_R if shaped_RV is logits_RV else shaped_RV.amax(-1).isfinite()
+    fetched = iter(torch.cat((sound_R.long(), open_R.long(), drawn_C)).tolist())
     sound = [all(list(itertools.islice(fetched, piece.rows))) for piece in pieces]
+    opens = [list(itertools.islice(fetched, piece.rows)) for piece in pieces]
     for i in coupled:
         offer = pieces[i].offer
         assert offer is not None
         answer[i] = walk(offer.tokens, offer.parents, list(itertools.islice(fetched, pieces[i].rows)))
     rejecting = [i for i, piece in enumerate(pieces) if piece.by_rejection and piece.offer is not None and sound[i]]
     if rejecting:
-        walks = _by_rejection(_joined(parts, rejecting, logits_RV), [pieces[i] for i in rejecting])
+        walks = _by_rejection(_joined(parts, rejecting, shaped_RV), [pieces[i] for i in rejecting])
         for i, kept in zip(rejecting, walks, strict=True):
             answer[i] = kept
     for i, piece in enumerate(pieces):
+        position, outcome = piece.held.session.trie.position, answer[i]
         if not sound[i]:
-            answer[i] = Fault(NOT_FINITE.format(piece.held.session.trie.position))
+            answer[i] = Fault(NOT_FINITE.format(position))
+        elif isinstance(outcome, Walk) and piece.offer is not None and not all(opens[i]):
+            dead_end = Fault(DEAD_END.format(position), RefusalCode.INVALID)
+            answer[i] = _to_dead_end(outcome, opens[i], piece.offer.tokens) or dead_end
     return answer
+
+
+def _to_dead_end(outcome: Walk, opens: Sequence[int], tokens: Sequence[Token]) -> Walk | None:
+    """``outcome`` as far as there is anything to draw; None if there is nothing right after the text.
+
+    Where it is cut short, the last draft before the dead end counts as the target's own token. ``opens``: which rows
+    leave anything to draw.
+    """
+    rows = (0, *(i + 1 for i in outcome.kept))
+    end = next((count for count, row in enumerate(rows) if not opens[row]), None)
+    if end is None:
+        return outcome
+    kept = outcome.kept[:end]
+    return Walk(kept[:-1], tokens[kept[-1]]) if kept else None
 
 
 def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -> Tensor:

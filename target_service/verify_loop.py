@@ -14,10 +14,14 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.compiling import Compiling
+from engine.grammar import Constraint, Grammars
 from engine.interface import StepEngine
 from engine.recorder import Recorder
+from engine.shaping import Shaping
 from speculation.acceptance import Walk
 from speculation.demand import TargetDemand
+from speculation.local_sources import LookupBounds
 from speculation.messages import (
     Close,
     Load,
@@ -26,17 +30,25 @@ from speculation.messages import (
     RefusalCode,
     Refused,
     SessionId,
+    TokenLogprobs,
     ToWorker,
     Verification,
     Welcome,
 )
 from speculation.planner import Asked, Planner
+from speculation.registry import registered
 from target_service.counters import Counters
 from target_service.held import Held
+from target_service.medusa import HeadDrafter
+from target_service.objections import objection
+from target_service.outputs import IN_PAUSE, IN_STEP, Outputs, SuffixSettings
 from target_service.piece import Piece
 from target_service.scheduler import Budget, Scheduler
 from target_service.step_time import StepTime
+from target_service.thoughts import note_prompts, of_committed
 from target_service.verdicts import Fault, Verdict, verdicts
+from transport.session_log import SessionLog
+from transport.tracing import Course, Tracing
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
@@ -53,6 +65,8 @@ class TargetLimits:
     budget: Budget = Budget()
     adaptive: bool = True
     """Verify as many drafts as pay, by measured cost and acceptance; else as many as the budget allows."""
+    lookup: LookupBounds = LookupBounds()
+    suffix: SuffixSettings = SuffixSettings()
 
 
 class VerifyLoop:
@@ -64,18 +78,23 @@ class VerifyLoop:
         welcome: Welcome,
         limits: TargetLimits = TargetLimits(),
         recorder: Recorder | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """Nothing is open. The loop owns ``engine`` and its cache."""
-        self._engine, self._welcome, self._limits = engine, welcome, limits
+        self._engine, self._limits = engine, limits
+        self._welcome = replace(welcome, sources=registered())
         self._held: dict[tuple[Hashable, SessionId], Held] = {}
         self._scheduler: Scheduler[Held] = Scheduler(
             limits.running, limits.budget, free=lambda: engine.cache.ledger.free
         )
+        self._compiling: Compiling[Held] = Compiling(lambda: Grammars(engine.model))
         self._numbers = itertools.count()
         self.counters = Counters()
-        self._planner = Planner(adaptive=limits.adaptive)
+        self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup)
+        self._outputs = Outputs(limits.suffix)
+        self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
         self._step_time = StepTime()
-        self._recorder = recorder
+        self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
         self._waiting_since: float | None = None
 
@@ -87,7 +106,7 @@ class VerifyLoop:
         """How busy it is."""
         return Load(
             sessions=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._scheduler.waiting) + len(self._compiling),
             free_tokens=self._engine.cache.free_tokens,
             capacity_tokens=self._engine.cache.capacity,
             counters=self.counters.flat(),
@@ -112,8 +131,9 @@ class VerifyLoop:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
-        """When to step although no message came: a session may have stopped waiting for drafts by then."""
-        return self._due
+        """When to step although no message came: a session may have stopped waiting for drafts or grammar by then."""
+        indexing = 0.0 if self._outputs.busy else None
+        return min((at for at in (self._due, self._compiling.due, indexing) if at is not None), default=None)
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
         """Take one message of a router."""
@@ -126,7 +146,8 @@ class VerifyLoop:
                     self.counters.proposals[held.session.propose(message, at).fate] += 1
             case Close():
                 if held is not None and held.session.opened.epoch <= message.epoch:
-                    self._drop(held)
+                    self._outputs.keep(held.session)
+                    self._drop(held, "closed")
             case Verification():
                 log.warning("a router sent a verification to a target; ignored")
         return []
@@ -136,18 +157,41 @@ class VerifyLoop:
             return []
         refusal = self._objection(opened, replaces=held is not None)
         if held is not None:
-            self._drop(held)
+            self._drop(held, "opened again")
         if refusal is not None:
             self.counters.refused += 1
             return [(link, refusal)]
         if not self._engine.speculates:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
-        session = self._planner.session(opened, self._welcome.vocabulary)
+        medusa = None if self._medusa is None else self._medusa.drafts_for(opened)
+        sources = [*self._outputs.sources(opened), *([medusa] if medusa else [])]
+        session = self._planner.session(opened, self._welcome.vocabulary, sources)
         # A session that is opened again keeps its place.
         arrived = (at - opened.age_ms / 1000, next(self._numbers)) if held is None else held.arrived
-        self._held[link, opened.session] = taken = Held(link, session, self._engine.cache, arrived, self.counters)
-        self._scheduler.add(taken)
+        session_log = SessionLog(log, opened.session, opened.extras.request)
+        session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
+        shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
+        taken = Held(link, session, self._engine.cache, arrived, self.counters, session_log, Course(at), shaping)
+        taken.medusa = medusa
+        self._held[link, opened.session] = taken
+        if opened.extras.grammar:
+            self._compiling.add(taken, opened, time.perf_counter())
+        else:
+            self._scheduler.add(taken)
         return []
+
+    def _constrain(self, now: float) -> Outgoing:
+        """Start the sessions whose grammar is compiled; refuse those whose grammar, or text, is none."""
+        outgoing: Outgoing = []
+        for held, constraint in self._compiling.ready(now):
+            self._scheduler.add(held)
+            if isinstance(constraint, Constraint):
+                why = held.constrain(constraint, self._welcome.vocabulary)
+            else:
+                why = str(constraint)
+            if why:
+                outgoing += self._give_up(held, why, RefusalCode.INVALID)
+        return outgoing
 
     def _objection(self, opened: Open, *, replaces: bool) -> Refused | None:
         """Why this session cannot be served, if so."""
@@ -155,13 +199,10 @@ class VerifyLoop:
         def refuse(code: RefusalCode, message: str) -> Refused:
             return Refused(opened.session, opened.epoch, code, message)
 
-        vocabulary, context = self._welcome.vocabulary, self._welcome.context
-        if (worst := max(opened.tokens)) >= vocabulary:
-            return refuse(RefusalCode.INVALID, f"token {worst} is outside the vocabulary of {vocabulary}")
-        if opened.limits.end > context:
-            return refuse(RefusalCode.INVALID, f"{opened.limits.end} tokens exceed the model's context of {context}")
-        if opened.limits.end > (capacity := self._engine.cache.capacity):
-            return refuse(RefusalCode.INVALID, f"{opened.limits.end} tokens exceed the cache of {capacity}")
+        welcome = self._welcome
+        why = objection(opened, welcome.vocabulary, welcome.context, self._engine.cache.capacity)
+        if why is not None:
+            return refuse(RefusalCode.INVALID, why)
         if not replaces and len(self._held) >= self._limits.running + self._limits.waiting:
             most = f"{self._limits.running} running and {self._limits.waiting} waiting"
             return refuse(RefusalCode.OVERLOADED, f"all places are taken: {most} sessions")
@@ -170,12 +211,19 @@ class VerifyLoop:
     def forget(self, link: Hashable) -> None:
         """Drop all sessions of a link."""
         for held in [held for (owner, _), held in self._held.items() if owner is link]:
-            self._drop(held)
+            self._drop(held, "the router went")
 
-    def _drop(self, held: Held) -> None:
+    def _drop(self, held: Held, why: str) -> None:
+        held.log.info("ended (%s) after %d tokens in %d steps", why, held.course.committed, held.course.steps)
+        for source, fault in held.session.faults.items():
+            self.counters.source_faults += 1
+            held.log.warning("draft source %s failed and was left out: %s", source, fault)
+        if self._tracing is not None:
+            self._tracing.session("target", held.session.opened, held.course, why)
         held.cached.free()
         del self._held[held.link, held.session.opened.session]
-        self._scheduler.remove(held)
+        if not self._compiling.remove(held):
+            self._scheduler.remove(held)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -183,13 +231,18 @@ class VerifyLoop:
         """Compute once over all running sessions but those that wait for drafts; None if there is nothing to do."""
         started = time.perf_counter()
         self._due = None
+        outgoing = self._constrain(started)
         pieces = self._plan(started)
         self.counters.preempted = self._scheduler.preempted
         if not pieces:
             self._pause(started)
-            return None
+            return outgoing or None
         self._resume(started)
-        outgoing = self._compute(pieces)
+        for piece in pieces:
+            piece.held.course.begins(started)
+        committed = self.counters.committed
+        outgoing += self._compute(pieces, started)
+        self._tidy(IN_STEP + 2 * (self.counters.committed - committed))
         self._account(pieces, started, time.perf_counter())
         return outgoing
 
@@ -198,11 +251,15 @@ class VerifyLoop:
         step = self._scheduler.step(self._beside)
         pieces = [Piece.of(held, share) for held, share in step.parts]
         drawing = [piece for piece in pieces if piece.drafts is not None]
+        if self._medusa is not None:
+            self._medusa.draft([piece.held for piece in drawing if piece.drafts])
         asked = [Asked(piece.held.session, piece.drafts or 0) for piece in drawing]
         prefilled = sum(piece.feed for piece in pieces) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
         for piece, offer in zip(drawing, plan.offers, strict=True):
             piece.offer = offer
+            if offer is None and piece.held.waits_since is None:
+                piece.held.waits_since = now
         self._due = plan.wake
         return [piece for piece in pieces if piece.drafts is None or piece.offer is not None]
 
@@ -217,8 +274,15 @@ class VerifyLoop:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
+        self._tidy(IN_PAUSE)
         if self._recorder:
             self._recorder.flush()
+
+    def _tidy(self, most: int) -> None:
+        """Get on with earlier outputs, by at most so many tokens."""
+        self._outputs.work(most)
+        if self._outputs.store is not None:
+            self.counters.take(self._outputs.store)
 
     def _resume(self, now: float) -> None:
         if self._waiting_since is None:
@@ -248,49 +312,67 @@ class VerifyLoop:
                 sessions=[piece.outcome for piece in pieces if piece.outcome],
             )
 
-    def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
+    def _compute(self, pieces: Sequence[Piece], started: float) -> Outgoing:
         """Run the pieces in one forward. If that fails, each alone, so that a fault hits only its own session."""
         try:
-            decided = verdicts(self._engine.run([piece.chunk() for piece in pieces]), pieces)
+            chunks = [piece.chunk() for piece in pieces]
+            logits_RV = note_prompts(self._engine.run(chunks), pieces)
+            decided = verdicts(logits_RV, pieces)
+            if self._medusa is not None:
+                self._medusa.note(self._engine.hidden, chunks, pieces, decided)
+            thoughts = of_committed(logits_RV, pieces, decided)
         except Exception as error:  # whatever a model may raise; the culprit is found below
             if len(pieces) == 1:
-                log.exception("a step failed for session %d", pieces[0].held.session.opened.session)
+                pieces[0].held.log.exception("a step failed")
                 return self._give_up(pieces[0].held, f"{type(error).__name__}: {error}")
             for piece in pieces:
                 piece.held.cached.rollback()
-            return [message for piece in pieces for message in self._compute([piece])]
-        now = time.perf_counter()
+            return [message for piece in pieces for message in self._compute([piece], started)]
+        ended = time.perf_counter()
         return [
             message
-            for piece, verdict in zip(pieces, decided, strict=True)
-            for message in self._settle(piece, verdict, now)
+            for piece, verdict, thought in zip(pieces, decided, thoughts, strict=True)
+            for message in self._settle(piece, verdict, thought, (started, ended))
         ]
 
-    def _give_up(self, held: Held, why: str) -> Outgoing:
-        self._drop(held)
+    def _give_up(self, held: Held, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
+        self._drop(held, why)
         self.counters.refused += 1
-        return [held.refused(RefusalCode.INTERNAL, why)]
+        return [held.refused(code, why)]
 
-    def _settle(self, piece: Piece, verdict: Verdict, now: float) -> Outgoing:
-        """Commit what a session decides, in its tokens and in its cache."""
+    def _settle(
+        self, piece: Piece, verdict: Verdict, thought: Sequence[TokenLogprobs], times: tuple[float, float]
+    ) -> Outgoing:
+        """Commit what a session decides, in its tokens and in its cache; ``thought``: what the model thinks of it."""
+        started, ended = times
         held, cached = piece.held, piece.held.cached
         held.computed += piece.feed
         match verdict:
-            case Fault(why):
-                log.error("session %d was given up: %s", held.session.opened.session, why)
-                return self._give_up(held, why)
+            case Fault(why, code):
+                held.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
+                return self._give_up(held, why, code)
             case Walk():
                 assert piece.offer is not None
-                commit = held.session.settle(verdict, now)
+                commit = held.session.settle(verdict, ended)
                 cached.advance([*range(piece.feed), *(piece.feed + i for i in commit.kept)])
                 cached.rollback()
                 self.counters.count(piece.offer, commit)
+                if self._medusa is not None:
+                    self._medusa.settled(held, piece.offer)
+                held.course.draws(ended)
+                held.course.counts(commit.verification)
                 self.counters.prefilled += piece.feed - 1
                 if self._recorder:
                     piece.record(commit)
                 if commit.verification.finish:
-                    self._drop(held)
-                return [(held.link, held.said(commit.verification))]
+                    self._outputs.keep(held.session)
+                    self._drop(held, commit.verification.finish.value)
+                elif why := held.follow():
+                    return self._give_up(held, why, RefusalCode.INVALID)
+                verification = commit.verification
+                if thought:
+                    verification = replace(verification, logprobs=tuple(thought[: len(verification.tokens)]))
+                return [(held.link, held.said(verification, started, ended))]
             case None:
                 cached.advance(range(piece.feed))
                 held.session.index(cached.length)

@@ -1,0 +1,120 @@
+"""Medusa heads at work: for whom they run, on which hidden states, and how what they say becomes drafts.
+
+They run just before a step, once for all sessions in it, on the hidden state that each session's last token of the
+target's own was drawn from: that of its last accepted draft, never of a refused one. A session without such a state (it
+is new here, or its last step was for its prompt alone) is drafted for one step later. Their guesses are hints: no
+failure of theirs ends a session.
+
+Tensor legend: N sessions, H heads, V vocabulary, R rows of a step, D hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.medusa import MedusaHeads
+from engine.sampling import Candidate, Draw, candidates
+from engine.shaping import Shape, shaped
+from engine.step import Chunk
+from speculation.acceptance import Walk
+from speculation.medusa import Guesses, MedusaDrafts
+from speculation.messages import Open, Rule, Sampling, Schedule, Source
+from speculation.trie import Offer
+from target_service.held import Held
+from target_service.piece import Piece
+from target_service.verdicts import Verdict
+
+log = logging.getLogger(__name__)
+
+WIDTH = 4
+"""Guesses that a head makes for a place; one where drafts must be chains."""
+
+
+class HeadDrafter:
+    """The heads of a worker, for all its sessions."""
+
+    def __init__(self, heads: MedusaHeads, vocabulary: int) -> None:
+        """Token ids are below ``vocabulary``; rows that the heads have beyond are padding."""
+        self._heads, self._vocabulary = heads, vocabulary
+        self._failed = False
+
+    def drafts_for(self, opened: Open) -> MedusaDrafts | None:
+        """The draft source of a session that is opened; None if it allows no heads."""
+        speculation = opened.speculation
+        allowed = Source.MEDUSA in speculation.sources and speculation.schedule is Schedule.TRIE
+        return MedusaDrafts(len(self._heads)) if speculation.enabled and allowed else None
+
+    def note(
+        self, hidden_RD: Tensor | None, chunks: Sequence[Chunk], pieces: Sequence[Piece], decided: Sequence[Verdict]
+    ) -> None:
+        """Keep, for each session that goes on, what its own token was drawn from in the step just computed."""
+        assert hidden_RD is not None
+        ends = accumulate(len(chunk.rows) for chunk in chunks)
+        for piece, verdict, end in zip(pieces, decided, ends, strict=True):
+            if piece.held.medusa is not None and isinstance(verdict, Walk):
+                last = verdict.kept[-1] + 1 if verdict.kept else 0
+                piece.held.hidden_D = hidden_RD[end - piece.rows + last]
+
+    def settled(self, held: Held, offer: Offer) -> None:
+        """A step of a session is over, in which ``offer`` was verified."""
+        if held.medusa is not None:
+            held.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in offer.nodes))
+
+    def draft(self, sessions: Sequence[Held]) -> None:
+        """Let the heads guess for all of these that have something to read, unless theirs rest."""
+        ready: list[tuple[Held, MedusaDrafts, Tensor]] = []
+        for held in sessions:
+            if held.medusa is not None and held.hidden_D is not None and not held.medusa.rests:
+                ready.append((held, held.medusa, held.hidden_D))
+            held.hidden_D = None
+        if not ready or self._failed:
+            return
+        try:
+            guesses = self._guesses([held for held, _, _ in ready], torch.stack([row_D for _, _, row_D in ready]))
+        except Exception:  # such as memory that a device lacks; the text does not need them
+            log.exception("Medusa heads failed; drafting goes on without them")
+            self._failed = True
+            return
+        for (held, drafts, _), places in zip(ready, guesses, strict=True):
+            drafts.guess(held.session.trie.position, places)
+
+    @torch.inference_mode()
+    def _guesses(self, sessions: Sequence[Held], hidden_ND: Tensor) -> list[Guesses]:
+        """For each session what the heads say of the next places."""
+        logits_HNV = self._heads(hidden_ND)[..., : self._vocabulary].float()
+        places = len(self._heads)
+        draws = [_draw(held, place) for place in range(places) for held in sessions]
+        shapes = [_shape(held, place) for place in range(places) for held in sessions]
+        found = candidates(shaped(logits_HNV.flatten(0, 1), shapes), draws, WIDTH)
+        return [
+            [_kept(held, found[place * len(sessions) + number]) for place in range(places)]
+            for number, held in enumerate(sessions)
+        ]
+
+
+def _draw(held: Held, place: int) -> Draw:
+    """With the noise that the target will draw with there; under the rejection rule drafts must not know it."""
+    opened = held.session.opened
+    by_rejection = opened.speculation.rule is Rule.REJECTION
+    sampling = Sampling(temperature=0.0) if by_rejection else opened.sampling
+    return Draw(sampling, held.session.trie.position + place)
+
+
+def _shape(held: Held, place: int) -> Shape | None:
+    """The first place is shaped as the target will. What comes before the others is not known.
+
+    So they take what does not depend on it, or hardly: bias and penalties, but no grammar.
+    """
+    shaping = held.shaping
+    if shaping is None or (place and shaping.mask is not None):
+        return None
+    return shaping.after(())
+
+
+def _kept(held: Held, found: list[Candidate]) -> list[Candidate]:
+    return found[:1] if held.session.opened.speculation.chains else found

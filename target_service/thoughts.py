@@ -1,0 +1,57 @@
+"""What sessions are told of the model's own opinion: log-probabilities of their prompts and of what they commit.
+
+Decides which rows of a step they are taken from. Drafts have no part in it: a committed token's row is the one behind
+the text before it, whoever proposed that text. Nothing is computed for sessions that do not ask, nor for drafts that
+were refused, and no logits outlive their step.
+
+Tensor legend: R rows of the step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, islice
+
+import torch
+from torch import Tensor
+
+from engine.logprobs import token_logprobs
+from engine.upload import upload
+from speculation.acceptance import Walk
+from speculation.messages import Token, TokenLogprobs
+from target_service.piece import Piece
+from target_service.verdicts import Verdict
+
+
+def note_prompts(logits_RV: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """Let sessions note what the step says of their prompts; returns the rows that tokens are drawn from."""
+    if not any(piece.told for piece in pieces):
+        return logits_RV
+    parts = torch.split(logits_RV, [size for piece in pieces for size in (len(piece.told), piece.rows)])
+    for piece, told_PV in zip(pieces, parts[::2], strict=True):
+        if len(told_PV):
+            piece.held.note_prompt(told_PV)
+    return torch.cat(parts[1::2])
+
+
+def of_committed(
+    logits_RV: Tensor, pieces: Sequence[Piece], decided: Sequence[Verdict]
+) -> list[tuple[TokenLogprobs, ...]]:
+    """For each piece what the model thought of the tokens its verdict comes to; nothing for those that do not ask."""
+    rows: list[int] = []
+    tokens: list[Token] = []
+    most: list[int] = []
+    counts = [0] * len(pieces)
+    starts = accumulate((piece.rows for piece in pieces), initial=0)
+    for i, (piece, verdict, start) in enumerate(zip(pieces, decided, starts, strict=False)):
+        asked = piece.held.session.opened.extras.logprobs
+        if asked is None or piece.offer is None or not isinstance(verdict, Walk):
+            continue
+        rows += (start, *(start + 1 + draft for draft in verdict.kept))
+        tokens += (*(piece.offer.tokens[draft] for draft in verdict.kept), verdict.own)
+        counts[i] = len(verdict.kept) + 1
+        most += [asked] * counts[i]
+    if not rows:
+        return [()] * len(pieces)
+    told = iter(token_logprobs(logits_RV[upload(rows, logits_RV.device)], tokens, most))
+    return [tuple(islice(told, count)) for count in counts]
