@@ -1,5 +1,7 @@
 """Protobuf to values and back; the one place where the wire format is read or written.
 
+What a session is opened with is much, and has a module of its own: :mod:`transport.codec_open`.
+
 Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
 raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is affected.
 
@@ -22,48 +24,36 @@ from speculation.messages import (
     Close,
     FinishReason,
     FromWorker,
-    Limits,
     Load,
     Open,
     Proposal,
     RefusalCode,
     Refused,
-    Rule,
-    Sampling,
-    Schedule,
     SessionId,
     Source,
-    Speculation,
     Support,
+    TokenLogprobs,
     ToWorker,
     Verification,
     Welcome,
 )
+from speculation.registry import MOST_SOURCES, NAME
+from transport.codec_open import decode_open, encode_open
+from transport.wire import MAX_TEXT, MAX_TOKENS, SOURCE, SOURCE_OUT, at_most, names_in, numbers, read_names, sources_of
 
-MAX_TOKENS = 1 << 20
-"""Longest sequence in one message."""
 MAX_PROPOSED = 512
 """Most draft tokens in one proposal."""
 MAX_DEPTH = 128
 """Longest path in one proposal."""
 MAX_CHILDREN = 32
 """Most tokens of one proposal that follow the same place."""
-MAX_STOP_TOKENS = 1024
 MAX_SUPPORT = 1024
 """Most tokens in one q."""
 MAX_COUNTERS = 256
 """Most counters a worker reports."""
-MAX_TEXT = 4096
-"""Longest message text, in characters."""
+MAX_UINT32 = (1 << 32) - 1
 
 _FINISH = {pb.FINISH_STOP: FinishReason.STOP, pb.FINISH_LENGTH: FinishReason.LENGTH}
-_SOURCE = {pb.SOURCE_DRAFT: Source.DRAFT, pb.SOURCE_LOOKUP: Source.LOOKUP}
-_RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
-_SCHEDULE = {
-    pb.SCHEDULE_TRIE: Schedule.TRIE,
-    pb.SCHEDULE_SEQUENTIAL: Schedule.SEQUENTIAL,
-    pb.SCHEDULE_PARALLEL: Schedule.PARALLEL,
-}
 _CODE = {
     pb.CODE_INVALID: RefusalCode.INVALID,
     pb.CODE_OVERLOADED: RefusalCode.OVERLOADED,
@@ -72,9 +62,6 @@ _CODE = {
     pb.CODE_INTERNAL: RefusalCode.INTERNAL,
 }
 _FINISH_OUT = {value: number for number, value in _FINISH.items()}
-_SOURCE_OUT = {value: number for number, value in _SOURCE.items()}
-_RULE_OUT = {value: number for number, value in _RULE.items()}
-_SCHEDULE_OUT = {value: number for number, value in _SCHEDULE.items()}
 _CODE_OUT = {value: number for number, value in _CODE.items()}
 
 
@@ -94,7 +81,7 @@ def encode_to_worker(message: ToWorker) -> bytes:
     """One entry of a router's frame."""
     match message:
         case Open():
-            return pb.ToWorker(open=_open(message)).SerializeToString()
+            return pb.ToWorker(open=encode_open(message)).SerializeToString()
         case Proposal():
             return pb.ToWorker(propose=_proposal(message)).SerializeToString()
         case Verification():
@@ -108,7 +95,7 @@ def decode_to_worker(entry: bytes) -> ToWorker:
     message = _parse(pb.ToWorker(), entry)
     match message.WhichOneof("kind"):
         case "open":
-            return _checked(message.open, _read_open)
+            return _checked(message.open, decode_open)
         case "propose":
             return _checked(message.propose, _read_proposal)
         case "verified":
@@ -164,59 +151,6 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
 # -- one message each --------------------------------------------------------------------------------------------------
 
 
-def _open(message: Open) -> pb.Open:
-    sampling, limits, speculation = message.sampling, message.limits, message.speculation
-    return pb.Open(
-        session=message.session,
-        epoch=message.epoch,
-        tokens=message.tokens,
-        sampling=pb.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
-        limits=pb.Limits(end=limits.end, stop_tokens=sorted(limits.stop_tokens)),
-        speculation=pb.Speculation(
-            enabled=speculation.enabled,
-            max_depth=speculation.max_depth,
-            rule=_RULE_OUT[speculation.rule],
-            schedule=_SCHEDULE_OUT[speculation.schedule],
-            sources=sorted(_SOURCE_OUT[source] for source in speculation.sources),
-        ),
-        priority=message.priority,
-        age_ms=message.age_ms,
-    )
-
-
-def _read_open(message: pb.Open) -> Open:
-    sampling, speculation = message.sampling, message.speculation
-    _at_most("tokens", len(message.tokens), MAX_TOKENS)
-    _at_most("limits.stop_tokens", len(message.limits.stop_tokens), MAX_STOP_TOKENS)
-    if not message.tokens:
-        raise ValueError("tokens is empty; a session has at least one token")
-    if message.limits.end <= len(message.tokens):
-        raise ValueError(f"limits.end is {message.limits.end}; it must be above the {len(message.tokens)} tokens sent")
-    return Open(
-        session=SessionId(message.session),
-        epoch=message.epoch,
-        tokens=tuple(message.tokens),
-        sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed),
-        limits=Limits(message.limits.end, frozenset(message.limits.stop_tokens)),
-        speculation=Speculation(
-            enabled=speculation.enabled,
-            max_depth=speculation.max_depth,
-            rule=_RULE.get(speculation.rule, Rule.COUPLED),
-            schedule=_SCHEDULE.get(speculation.schedule, Schedule.TRIE),
-            sources=frozenset(_SOURCE[source] for source in speculation.sources if source in _SOURCE)
-            or frozenset(Source),
-        ),
-        priority=message.priority,
-        age_ms=message.age_ms,
-    )
-
-
 def _proposal(message: Proposal) -> pb.Proposal:
     chain = all(parent == i - 1 for i, parent in enumerate(message.parents))
     return pb.Proposal(
@@ -227,14 +161,15 @@ def _proposal(message: Proposal) -> pb.Proposal:
         tokens=message.tokens,
         parents=() if chain else message.parents,
         confidence=bytes(round(255 * min(max(value, 0.0), 1.0)) for value in message.confidence),
-        source=pb.SOURCE_UNSPECIFIED if message.source is Source.DRAFT else _SOURCE_OUT[message.source],
+        source=pb.SOURCE_UNSPECIFIED if message.source is Source.DRAFT else SOURCE_OUT[message.source],
         q=[pb.Support(tokens=support.tokens, weights=support.weights) for support in message.q],
+        took_us=min(message.took_us, MAX_UINT32),
     )
 
 
 def _read_proposal(message: pb.Proposal) -> Proposal:
-    _at_most("tokens", len(message.tokens), MAX_PROPOSED)
-    _at_most("q", max((len(support.tokens) for support in message.q), default=0), MAX_SUPPORT)
+    at_most("tokens", len(message.tokens), MAX_PROPOSED)
+    at_most("q", max((len(support.tokens) for support in message.q), default=0), MAX_SUPPORT)
     count = len(message.tokens)
     proposal = Proposal(
         session=SessionId(message.session),
@@ -244,8 +179,9 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
         tokens=tuple(message.tokens),
         parents=tuple(message.parents) or tuple(range(ANCHOR, count - 1)),
         confidence=tuple(value / 255 for value in message.confidence),
-        source=_SOURCE.get(message.source, Source.DRAFT),
+        source=SOURCE.get(message.source, Source.DRAFT),
         q=tuple(Support(tuple(support.tokens), tuple(support.weights)) for support in message.q),
+        took_us=message.took_us,
     )
     _check_shape(proposal)
     return proposal
@@ -261,6 +197,7 @@ def _check_shape(proposal: Proposal) -> None:
 
 
 def _verification(message: Verification) -> pb.Verification:
+    named = names_in((*message.sources, *message.refused))
     return pb.Verification(
         session=message.session,
         epoch=message.epoch,
@@ -272,11 +209,27 @@ def _verification(message: Verification) -> pb.Verification:
         finish=_FINISH_OUT[message.finish] if message.finish else pb.FINISH_UNSPECIFIED,
         lead=message.lead,
         cached=message.cached,
+        logprobs=[_logprobs(each) for each in message.logprobs],
+        prompt_logprobs=[_logprobs(each) for each in message.prompt_logprobs],
+        sources=numbers(message.sources, named),  # type: ignore[arg-type]  # beyond what the enum names
+        refused=numbers(message.refused, named),  # type: ignore[arg-type]
+        named=named,
+        recovered=message.recovered,
+        took_us=min(message.took_us, MAX_UINT32),
+        waited_us=min(message.waited_us, MAX_UINT32),
     )
 
 
+def _logprobs(message: TokenLogprobs) -> pb.Logprobs:
+    return pb.Logprobs(chosen=message.logprob, tokens=message.tokens, logprobs=message.logprobs)
+
+
+def _read_logprobs(message: pb.Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.chosen, tuple(message.tokens), tuple(message.logprobs))
+
+
 def _read_verification(message: pb.Verification) -> Verification:
-    _at_most("tokens", len(message.tokens), MAX_TOKENS)
+    at_most("tokens", len(message.tokens), MAX_TOKENS)
     if not message.accepted <= min(message.offered, len(message.tokens)):
         raise ValueError(
             f"accepted is {message.accepted}; it must be at most offered ({message.offered}) "
@@ -284,6 +237,15 @@ def _read_verification(message: pb.Verification) -> Verification:
         )
     if message.cached > message.position:
         raise ValueError(f"cached is {message.cached}; it must be at most position ({message.position})")
+    if len(message.logprobs) not in (0, len(message.tokens)):
+        raise ValueError(f"logprobs has {len(message.logprobs)} entries for {len(message.tokens)} tokens")
+    if len(message.sources) not in (0, message.accepted):
+        raise ValueError(f"sources has {len(message.sources)} entries for {message.accepted} accepted tokens")
+    if len(message.refused) not in (0, message.offered - message.accepted):
+        raise ValueError(
+            f"refused has {len(message.refused)} entries for {message.offered - message.accepted} refused tokens"
+        )
+    named = read_names("named", message.named)
     return Verification(
         session=SessionId(message.session),
         epoch=message.epoch,
@@ -295,6 +257,13 @@ def _read_verification(message: pb.Verification) -> Verification:
         finish=_FINISH.get(message.finish),
         lead=message.lead if message.HasField("lead") else None,
         cached=message.cached,
+        sources=sources_of(message.sources, named),
+        refused=sources_of(message.refused, named),
+        recovered=message.recovered,
+        logprobs=tuple(map(_read_logprobs, message.logprobs)),
+        prompt_logprobs=tuple(map(_read_logprobs, message.prompt_logprobs)),
+        took_us=message.took_us,
+        waited_us=message.waited_us,
     )
 
 
@@ -338,6 +307,7 @@ def _welcome(message: Welcome) -> pb.Welcome:
         no_speculation=not message.speculates,
         revision=message.revision,
         started=message.started,
+        sources=message.sources,
     )
 
 
@@ -354,6 +324,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         speculates=not message.no_speculation,
         revision=message.revision,
         started=message.started if math.isfinite(message.started) else 0.0,
+        sources=tuple(name for name in message.sources[:MOST_SOURCES] if NAME.fullmatch(name)),
     )
 
 
@@ -377,8 +348,3 @@ def _checked(message: _Sessioned, read: Callable[[_Sessioned], _Value]) -> _Valu
         return read(message)
     except ValueError as error:
         raise MalformedMessage(str(error), SessionId(message.session), message.epoch) from error
-
-
-def _at_most(field: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise ValueError(f"{field} has {count} entries; at most {limit} are allowed")

@@ -25,6 +25,10 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_UNSPECIFIED: _ClassVar[Source]
     SOURCE_DRAFT: _ClassVar[Source]
     SOURCE_LOOKUP: _ClassVar[Source]
+    SOURCE_PREDICTION: _ClassVar[Source]
+    SOURCE_GRAMMAR: _ClassVar[Source]
+    SOURCE_MEDUSA: _ClassVar[Source]
+    SOURCE_SUFFIX: _ClassVar[Source]
 
 class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -50,6 +54,10 @@ SCHEDULE_PARALLEL: Schedule
 SOURCE_UNSPECIFIED: Source
 SOURCE_DRAFT: Source
 SOURCE_LOOKUP: Source
+SOURCE_PREDICTION: Source
+SOURCE_GRAMMAR: Source
+SOURCE_MEDUSA: Source
+SOURCE_SUFFIX: Source
 FINISH_UNSPECIFIED: Finish
 FINISH_STOP: Finish
 FINISH_LENGTH: Finish
@@ -97,7 +105,7 @@ class FromWorker(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started")
+    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started", "sources")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +117,7 @@ class Welcome(_message.Message):
     NO_SPECULATION_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocabulary: int
@@ -120,10 +129,11 @@ class Welcome(_message.Message):
     no_speculation: bool
     revision: int
     started: float
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority", "age_ms")
+    __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority", "age_ms", "request", "trace", "prompt", "grammar", "prediction", "logprobs", "prompt_logprobs", "scope", "not_remembered")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +142,15 @@ class Open(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    NOT_REMEMBERED_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -140,43 +159,78 @@ class Open(_message.Message):
     speculation: Speculation
     priority: int
     age_ms: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
+    request: str
+    trace: str
+    prompt: int
+    grammar: str
+    prediction: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: int
+    prompt_logprobs: int
+    scope: str
+    not_remembered: bool
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ..., age_ms: _Optional[int] = ..., request: _Optional[str] = ..., trace: _Optional[str] = ..., prompt: _Optional[int] = ..., grammar: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., scope: _Optional[str] = ..., not_remembered: _Optional[bool] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_tokens", "bias_values", "allowed", "banned")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_VALUES_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    bias_tokens: _containers.RepeatedScalarFieldContainer[int]
+    bias_values: _containers.RepeatedScalarFieldContainer[float]
+    allowed: _containers.RepeatedScalarFieldContainer[int]
+    banned: _containers.RepeatedCompositeFieldContainer[TokenList]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., allowed: _Optional[_Iterable[int]] = ..., banned: _Optional[_Iterable[_Union[TokenList, _Mapping]]] = ...) -> None: ...
+
+class TokenList(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("end", "stop_tokens")
+    __slots__ = ("end", "stop_tokens", "min_end")
     END_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_END_FIELD_NUMBER: _ClassVar[int]
     end: int
     stop_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, end: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    min_end: int
+    def __init__(self, end: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., min_end: _Optional[int] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("enabled", "max_depth", "rule", "schedule", "sources")
+    __slots__ = ("enabled", "max_depth", "rule", "schedule", "sources", "all_but", "named")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    ALL_BUT_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     max_depth: int
     rule: Rule
     schedule: Schedule
     sources: _containers.RepeatedScalarFieldContainer[Source]
-    def __init__(self, enabled: _Optional[bool] = ..., max_depth: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ...) -> None: ...
+    all_but: bool
+    named: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, enabled: _Optional[bool] = ..., max_depth: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., schedule: _Optional[_Union[Schedule, str]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ..., all_but: _Optional[bool] = ..., named: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("session", "epoch")
@@ -187,7 +241,7 @@ class Close(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("session", "epoch", "anchor_position", "anchor_digest", "tokens", "parents", "confidence", "source", "q")
+    __slots__ = ("session", "epoch", "anchor_position", "anchor_digest", "tokens", "parents", "confidence", "source", "q", "took_us")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +251,7 @@ class Proposal(_message.Message):
     CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
+    TOOK_US_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     anchor_position: int
@@ -206,7 +261,8 @@ class Proposal(_message.Message):
     confidence: bytes
     source: Source
     q: _containers.RepeatedCompositeFieldContainer[Support]
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., anchor_position: _Optional[int] = ..., anchor_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., confidence: _Optional[bytes] = ..., source: _Optional[_Union[Source, str]] = ..., q: _Optional[_Iterable[_Union[Support, _Mapping]]] = ...) -> None: ...
+    took_us: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., anchor_position: _Optional[int] = ..., anchor_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., confidence: _Optional[bytes] = ..., source: _Optional[_Union[Source, str]] = ..., q: _Optional[_Iterable[_Union[Support, _Mapping]]] = ..., took_us: _Optional[int] = ...) -> None: ...
 
 class Support(_message.Message):
     __slots__ = ("tokens", "weights")
@@ -217,7 +273,7 @@ class Support(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Verification(_message.Message):
-    __slots__ = ("session", "epoch", "position", "tokens", "digest", "accepted", "offered", "finish", "lead", "cached")
+    __slots__ = ("session", "epoch", "position", "tokens", "digest", "accepted", "offered", "finish", "lead", "cached", "logprobs", "prompt_logprobs", "sources", "took_us", "waited_us", "refused", "recovered", "named")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +284,14 @@ class Verification(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     LEAD_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TOOK_US_FIELD_NUMBER: _ClassVar[int]
+    WAITED_US_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     position: int
@@ -238,7 +302,25 @@ class Verification(_message.Message):
     finish: Finish
     lead: int
     cached: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., accepted: _Optional[int] = ..., offered: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., lead: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
+    sources: _containers.RepeatedScalarFieldContainer[Source]
+    took_us: int
+    waited_us: int
+    refused: _containers.RepeatedScalarFieldContainer[Source]
+    recovered: bool
+    named: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., accepted: _Optional[int] = ..., offered: _Optional[int] = ..., finish: _Optional[_Union[Finish, str]] = ..., lead: _Optional[int] = ..., cached: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ..., took_us: _Optional[int] = ..., waited_us: _Optional[int] = ..., refused: _Optional[_Iterable[_Union[Source, str]]] = ..., recovered: _Optional[bool] = ..., named: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Logprobs(_message.Message):
+    __slots__ = ("chosen", "tokens", "logprobs")
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    chosen: float
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, chosen: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("session", "epoch", "code", "message")

@@ -1,0 +1,156 @@
+"""What a session is opened with, to the wire and back: its tokens, and all that its request says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protos.paceline.v1 import worker_pb2 as pb
+from speculation.messages import AllBut, Extras, Limits, Open, Rule, Sampling, Schedule, SessionId, Sources, Speculation
+from transport.wire import MAX_TEXT, MAX_TOKENS, SOURCE, SOURCE_OUT, at_most, names_in, read_names
+
+MAX_STOP_TOKENS = 1024
+MAX_SHAPED = 1 << 16
+"""Most tokens that a request biases, allows or bans."""
+MAX_GRAMMAR = 1 << 20
+"""Longest grammar, in characters."""
+MAX_LOGPROBS = 128
+"""Most likeliest tokens reported with one token."""
+
+_RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
+_SCHEDULE = {
+    pb.SCHEDULE_TRIE: Schedule.TRIE,
+    pb.SCHEDULE_SEQUENTIAL: Schedule.SEQUENTIAL,
+    pb.SCHEDULE_PARALLEL: Schedule.PARALLEL,
+}
+_RULE_OUT = {value: number for number, value in _RULE.items()}
+_SCHEDULE_OUT = {value: number for number, value in _SCHEDULE.items()}
+
+
+def encode_open(message: Open) -> pb.Open:
+    """As it is sent."""
+    sampling, limits, speculation, extras = message.sampling, message.limits, message.speculation, message.extras
+    return pb.Open(
+        session=message.session,
+        epoch=message.epoch,
+        tokens=message.tokens,
+        sampling=_sampling(sampling),
+        limits=pb.Limits(end=limits.end, stop_tokens=sorted(limits.stop_tokens), min_end=limits.min_end),
+        speculation=pb.Speculation(
+            enabled=speculation.enabled,
+            max_depth=speculation.max_depth,
+            rule=_RULE_OUT[speculation.rule],
+            schedule=_SCHEDULE_OUT[speculation.schedule],
+            **_sources(speculation.sources),
+        ),
+        priority=message.priority,
+        age_ms=message.age_ms,
+        prompt=message.prompt,
+        grammar=extras.grammar,
+        prediction=extras.prediction,
+        logprobs=extras.logprobs,
+        prompt_logprobs=extras.prompt_logprobs,
+        request=extras.request[:MAX_TEXT],
+        trace=extras.trace[:MAX_TEXT],
+        scope=extras.scope[:MAX_TEXT],
+        not_remembered=not speculation.remember,
+    )
+
+
+def decode_open(message: pb.Open) -> Open:
+    """As it was sent; raises ValueError."""
+    speculation = message.speculation
+    at_most("tokens", len(message.tokens), MAX_TOKENS)
+    at_most("limits.stop_tokens", len(message.limits.stop_tokens), MAX_STOP_TOKENS)
+    if not message.tokens:
+        raise ValueError("tokens is empty; a session has at least one token")
+    if message.limits.end <= len(message.tokens):
+        raise ValueError(f"limits.end is {message.limits.end}; it must be above the {len(message.tokens)} tokens sent")
+    return Open(
+        session=SessionId(message.session),
+        epoch=message.epoch,
+        tokens=tuple(message.tokens),
+        sampling=_read_sampling(message.sampling),
+        limits=Limits(message.limits.end, frozenset(message.limits.stop_tokens), message.limits.min_end),
+        speculation=Speculation(
+            enabled=speculation.enabled,
+            max_depth=speculation.max_depth,
+            rule=_RULE.get(speculation.rule, Rule.COUPLED),
+            schedule=_SCHEDULE.get(speculation.schedule, Schedule.TRIE),
+            sources=_read_sources(speculation),
+            remember=not message.not_remembered,
+        ),
+        priority=message.priority,
+        age_ms=message.age_ms,
+        prompt=message.prompt,
+        extras=_read_extras(message),
+    )
+
+
+def _sources(sources: Sources) -> dict[str, Any]:
+    """The fields of ``pb.Speculation`` that say them. Routers and workers that know no names read the numbers alone."""
+    names = sources.names if isinstance(sources, AllBut) else sources
+    return {
+        "sources": sorted(SOURCE_OUT[name] for name in names if name in SOURCE_OUT),
+        "named": names_in(names),
+        "all_but": isinstance(sources, AllBut),
+    }
+
+
+def _read_sources(message: pb.Speculation) -> Sources:
+    numbered = frozenset(SOURCE[number] for number in message.sources if number in SOURCE)
+    if not message.HasField("all_but"):
+        return numbered or AllBut()
+    names = numbered | frozenset(read_names("speculation.named", message.named))
+    return AllBut(names) if message.all_but else names
+
+
+def _sampling(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        bias_tokens=[token for token, _ in sampling.bias],
+        bias_values=[value for _, value in sampling.bias],
+        allowed=sampling.allowed,
+        banned=[pb.TokenList(tokens=tokens) for tokens in sampling.banned],
+    )
+
+
+def _read_sampling(sampling: pb.Sampling) -> Sampling:
+    shaped = len(sampling.bias_tokens) + len(sampling.allowed) + sum(len(each.tokens) for each in sampling.banned)
+    at_most("sampling.bias, allowed and banned", shaped, MAX_SHAPED)
+    if len(sampling.bias_tokens) != len(sampling.bias_values):
+        raise ValueError(f"bias has {len(sampling.bias_values)} values for {len(sampling.bias_tokens)} tokens")
+    return Sampling(
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty or 1.0,
+        tuple(zip(sampling.bias_tokens, sampling.bias_values, strict=True)),
+        tuple(sampling.allowed),
+        tuple(tuple(each.tokens) for each in sampling.banned),
+    )
+
+
+def _read_extras(message: pb.Open) -> Extras:
+    at_most("grammar", len(message.grammar), MAX_GRAMMAR)
+    at_most("prediction", len(message.prediction), MAX_TOKENS)
+    at_most("logprobs", max(message.logprobs, message.prompt_logprobs), MAX_LOGPROBS)
+    return Extras(
+        grammar=message.grammar,
+        prediction=tuple(message.prediction),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        request=message.request[:MAX_TEXT],
+        trace=message.trace[:MAX_TEXT],
+        scope=message.scope[:MAX_TEXT],
+    )
