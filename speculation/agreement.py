@@ -4,16 +4,22 @@ For the simulator. A text is a sequence of :class:`~speculation.draft_session.Ou
 candidates at each place, and which of them the target takes. Easy and hard stretches of a real text are long, and how
 much a drafter gets done before the next refusal depends on that; so what was recorded is replayed in its order, and
 what is made up comes in such stretches too. Once a path has left the text, nothing on it is right any more.
+
+Where sources that read the text take part, its words matter: a :class:`Passage` has those that the target really said.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 from speculation import digest as digests
 from speculation import noise
 from speculation.draft_session import NONE_RIGHT, Candidate, Outcome
+from speculation.medusa import Guesses
 from speculation.messages import Token
 
 VOCABULARY = 4096
@@ -58,37 +64,160 @@ def made_up(
     return outcomes
 
 
-class Text:
+class Text(ABC):
     """What both models say at every place that a session can get to. Places are named as everywhere, by digest."""
 
-    def __init__(self, outcomes: Sequence[Outcome], first: int, seed: int) -> None:
-        """Replay ``outcomes`` from index ``first`` on, round and round. ``seed`` sets the words."""
-        self._outcomes, self._first, self._seed = outcomes, first, seed
+    def __init__(self, vocabulary: int) -> None:
+        """Tokens are below ``vocabulary``."""
+        self.vocabulary = vocabulary
         self._digests = [digests.EMPTY]
 
+    @abstractmethod
     def token(self, position: int) -> Token:
         """The token of the true text at ``position``."""
-        return noise.splitmix64(self._seed ^ position) % VOCABULARY
+
+    @abstractmethod
+    def _said(self, end: int) -> list[Candidate]:
+        """What the drafter says after the first ``end`` tokens of the true text."""
+
+    @abstractmethod
+    def _anywhere(self, at: int) -> tuple[float, ...]:
+        """The confidences at a place of some text that ``at``, any number, picks."""
 
     def drawn(self, end: int, digest: int) -> Token:
         """What the target says after the prefix of length ``end`` that ``digest`` names."""
-        return self.token(end) if self._holds(end, digest) else noise.splitmix64(digest) % VOCABULARY
+        return self.token(end) if self._holds(end, digest) else noise.splitmix64(digest) % self.vocabulary
 
     def candidates(self, end: int, digest: int) -> list[Candidate]:
         """What the drafter says there."""
-        if not self._holds(end, digest):
-            at = noise.splitmix64(digest)
-            outcome, right, wrong = self._outcomes[at % len(self._outcomes)], NONE_RIGHT, at
-        else:
-            outcome = self._outcomes[(self._first + end) % len(self._outcomes)]
-            right, wrong = outcome.right, self.token(end) + 1
-        return [
-            Candidate((self.token(end) if rank == right else wrong + rank) % VOCABULARY, confidence)
-            for rank, confidence in enumerate(outcome.confidences)
-        ]
+        if self._holds(end, digest):
+            return self._said(end)
+        wrong = noise.splitmix64(digest)
+        confidences = self._anywhere(wrong)
+        return [Candidate((wrong + rank) % self.vocabulary, sure) for rank, sure in enumerate(confidences)]
 
     def _holds(self, end: int, digest: int) -> bool:
         """Whether a prefix is that of the true text."""
         while len(self._digests) <= end:
             self._digests.append(digests.extend(self._digests[-1], self.token(len(self._digests) - 1)))
         return self._digests[end] == digest
+
+
+class Replayed(Text):
+    """Made-up words that the models agree on as in ``outcomes``, from index ``first`` on, round and round."""
+
+    def __init__(self, outcomes: Sequence[Outcome], first: int, seed: int) -> None:
+        """``seed`` sets the words."""
+        super().__init__(VOCABULARY)
+        self._outcomes, self._first, self._seed = outcomes, first, seed
+
+    def token(self, position: int) -> Token:
+        """The token of the true text at ``position``."""
+        return noise.splitmix64(self._seed ^ position) % VOCABULARY
+
+    def _said(self, end: int) -> list[Candidate]:
+        outcome = self._outcomes[(self._first + end) % len(self._outcomes)]
+        right = self.token(end)
+        return [
+            Candidate((right if rank == outcome.right else right + 1 + rank) % VOCABULARY, confidence)
+            for rank, confidence in enumerate(outcome.confidences)
+        ]
+
+    def _anywhere(self, at: int) -> tuple[float, ...]:
+        return self._outcomes[at % len(self._outcomes)].confidences
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A prompt, what the target really says after it, and what drafters would say at each place along the way."""
+
+    prompt: tuple[Token, ...]
+    tokens: tuple[Token, ...]
+    places: tuple[tuple[Candidate, ...], ...] = ()
+    """Best first; ``places[i]`` stands for ``tokens[i]``. Empty: no drafter was asked."""
+    guesses: tuple[Guesses, ...] = ()
+    """What the target's Medusa heads say of ``tokens[i]`` and those after it. Empty: it has none."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt and len(self.tokens) > 1, "a text without a prompt, or of one token, has no pace"
+        assert len(self.places) in (0, len(self.tokens))
+        assert len(self.guesses) in (0, len(self.tokens))
+
+
+class Spoken(Text):
+    """The very words of a passage, so that sources which read the text find in it what they would find."""
+
+    def __init__(self, passage: Passage, vocabulary: int, seed: int) -> None:
+        """``seed`` sets what stands beyond its end, which drafters may ask about."""
+        super().__init__(vocabulary)
+        self._passage, self._seed = passage, seed
+        self._words = passage.prompt + passage.tokens
+
+    def token(self, position: int) -> Token:
+        """The token of the true text at ``position``."""
+        if position < len(self._words):
+            return self._words[position]
+        return noise.splitmix64(self._seed ^ position) % self.vocabulary
+
+    def _said(self, end: int) -> list[Candidate]:
+        at = end - len(self._passage.prompt)
+        return list(self._passage.places[at]) if 0 <= at < len(self._passage.places) else []
+
+    def _anywhere(self, at: int) -> tuple[float, ...]:
+        places = self._passage.places
+        return tuple(candidate.confidence for candidate in places[at % len(places)])
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A text as a request for it: what it opens with, and where it ends."""
+
+    text: Text
+    prompt: tuple[Token, ...]
+    end: int
+    """A position."""
+    guesses: tuple[Guesses, ...] = ()
+    """Of Medusa heads, for each position from the end of the prompt on."""
+    scope: str = ""
+    """Requests of one scope may draft from each other's outputs."""
+
+
+class Texts(Protocol):
+    """The requests of a simulated run."""
+
+    def request(self, number: int, seed: int) -> Request:
+        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """Requests of ``tokens`` tokens, each of which goes on in ``outcomes`` where the one before it ends."""
+
+    outcomes: Sequence[Outcome]
+    tokens: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.tokens > 1, "a request of one token has no pace"
+
+    def request(self, number: int, seed: int) -> Request:
+        """As :class:`Texts` says."""
+        text = Replayed(self.outcomes, (self.start + number * self.tokens) % len(self.outcomes), seed)
+        return Request(text, (text.token(0),), 1 + self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """Passages one after another, round and round. A round knows nothing of the outputs of the one before."""
+
+    passages: Sequence[Passage]
+    vocabulary: int
+
+    def request(self, number: int, seed: int) -> Request:
+        """As :class:`Texts` says."""
+        lap, index = divmod(number, len(self.passages))
+        passage = self.passages[index]
+        end = len(passage.prompt) + len(passage.tokens)
+        text = Spoken(passage, self.vocabulary, seed)
+        return Request(text, passage.prompt, end, passage.guesses, scope=str(lap))

@@ -89,16 +89,21 @@ def rising(costs: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 
 def choose(
-    odds: Sequence[Sequence[float]], base: int, cost: Callable[[int], float], most: int | None = None
+    odds: Sequence[Sequence[float]],
+    base: int,
+    cost: Callable[[int], float],
+    most: int | None = None,
+    certain: float | None = None,
 ) -> list[int]:
     """How many of each session's draft tokens to verify, ``most`` of them together.
 
     ``odds[s]`` are session ``s``'s path probabilities, falling; ``base`` is what the step computes anyway. Sessions
-    without drafts have an empty entry; all of them commit one token of their own.
+    without drafts have an empty entry. ``certain``: what is gained anyway; None: one token for each session.
     """
     ranked = sorted(((p, s) for s, row in enumerate(odds) for p in row), key=lambda pair: -pair[0])[:most]
     chosen = [0] * len(odds)
-    for _, session in ranked[: best_prefix([p for p, _ in ranked], len(odds), base, cost)]:
+    gained = len(odds) if certain is None else certain
+    for _, session in ranked[: best_prefix([p for p, _ in ranked], gained, base, cost)]:
         chosen[session] += 1
     return chosen
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from speculation.messages import Source, Token
+from speculation.messages import SourceName, Token
 from speculation.trie import Node
 
 BINS = 10
@@ -112,7 +112,7 @@ class Calibration:
         return 1.0 if tally is None else tally.factor(prior)
 
 
-def _kind(node: Node) -> tuple[Source, int]:
+def _kind(node: Node) -> tuple[SourceName, int]:
     return node.source, min(node.rank, RANKS - 1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from speculation.budget import rising
 
@@ -47,19 +47,28 @@ class Costs:
     """Seconds that things take in one set-up."""
 
     verify: Mapping[int, Curve]
-    """A step of the target, by sessions and tokens. At least one entry."""
+    """A step of the target, by sessions and tokens, while nobody drafts. At least one entry."""
     draft: Curve
     """A step of the drafter, by tokens computed: places expanded, and committed tokens that it had not read."""
     to_target: float
     """A message's way from drafter to target through the router, without any distance: queues, wake-ups, encoding."""
     to_draft: float
+    contention: float = 1.0
+    """How many times as long as those of ``verify`` its steps take while drafters draft for it: they may share memory,
+    caches and cores with it."""
     verify_pause: float = 0.0
     """Between two steps of a target that does not wait."""
     draft_pause: float = 0.0
     jitter: float = 0.0
     """Relative standard deviation of a step's time."""
+    heads: Mapping[int, Curve] = field(default_factory=dict)
+    """As ``verify``, of steps in which Medusa heads guess; empty: there are none."""
 
-    def verify_seconds(self, sessions: int, tokens: int) -> float:
-        """A step of the target; where so many sessions were not measured, as with the next fewer."""
-        known = [count for count in self.verify if count <= sessions]
-        return self.verify[max(known) if known else min(self.verify)](tokens)
+    def verify_seconds(self, sessions: int, tokens: int, *, heads: bool = False) -> float:
+        """A step of the target; where so many sessions were not measured, as with the next fewer.
+
+        ``heads``: whether Medusa heads guess in it.
+        """
+        curves = self.heads if heads else self.verify
+        known = [count for count in curves if count <= sessions]
+        return curves[max(known) if known else min(curves)](tokens)

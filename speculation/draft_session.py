@@ -149,12 +149,19 @@ class DraftSession:
         """The places worth expanding now, best first by the chance that the text gets there; none if all is done."""
         if len(self.trie) >= self.limits.nodes or not self._lead:
             return []
-        deepest = self.trie.position + self._depth
-        least = self.limits.least if self.opened.speculation.schedule is Schedule.TRIE else 0.0
-        worth = [node for node in self._leaves if node.weight >= least and node.end < deepest]
-        worth = [node for node in worth if node is self.trie.root or node.token not in self.opened.limits.stop_tokens]
+        worth = self._worth_expanding(self._leaves)
         worth.sort(key=lambda node: -node.weight)
         return worth[: 1 if self.opened.speculation.chains else self.limits.width]
+
+    def _worth_expanding(self, leaves: Iterable[Node]) -> list[Node]:
+        deepest = self.trie.position + self._depth
+        least = self.limits.least if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+        worth = [node for node in leaves if node.weight >= least and node.end < deepest]
+        return [node for node in worth if node is self.trie.root or node.token not in self.opened.limits.stop_tokens]
+
+    def levels_below(self, node: Node) -> int:
+        """How many tokens may be drafted below a place, one after another."""
+        return self.trie.position + self._depth - node.end
 
     @property
     def _depth(self) -> int:
@@ -172,6 +179,13 @@ class DraftSession:
         self._leaves.pop(node, None)
         self._said[node] = candidates
         return self._branch(node)
+
+    def draft_below(self, node: Node, token: Token) -> Node | None:
+        """The draft ``token`` at an expanded place, if it is there and worth expanding itself."""
+        child = node.children.get(token)
+        if child is None or child not in self._leaves or len(self.trie) >= self.limits.nodes:
+            return None
+        return child if self._worth_expanding([child]) else None
 
     def _branch(self, node: Node) -> int:
         """Add those candidates at an expanded place that are worth it by now; return how many.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
-from speculation.messages import FinishReason, FromWorker, Token, ToWorker
+from speculation.messages import FinishReason, FromWorker, SourceName, Token, TokenLogprobs, ToWorker
 
 PeerId = NewType("PeerId", str)
 
@@ -128,6 +128,19 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """What a target says of tokens it commits, for those who want to know; see :class:`Verification`."""
+
+    sources: tuple[SourceName, ...] = ()
+    refused: tuple[SourceName, ...] = ()
+    recovered: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    took_us: int = 0
+    waited_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Emit:
     """Tokens were committed. The first ``accepted`` of them were drafted."""
 
@@ -136,6 +149,7 @@ class Emit:
     offered: int
     cached: int = 0
     """With the first ones: how many tokens of the prompt were in the target's cache."""
+    told: Told = Told()
 
 
 @dataclass(frozen=True, slots=True)

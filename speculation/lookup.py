@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speculation.messages import Token
+from speculation.messages import ANCHOR, Source, Token
 
 SHORTEST = 2
 """Equal tokens below which a place is not worth following."""
@@ -49,13 +49,24 @@ class Continuation:
     """How many tokens before them are equal, at most :data:`COUNTED`."""
 
     @property
+    def parents(self) -> range:
+        """Each token follows the one before it."""
+        return range(ANCHOR, len(self.tokens) - 1)
+
+    @property
     def confidence(self) -> tuple[float, ...]:
         """For each token, the probability that it is right if those before it are: it then follows a longer match."""
         return tuple(confidence(self.matched + i) for i in range(len(self.tokens)))
 
 
 class PromptLookup:
-    """The tokens of one session, indexed by what stands before each."""
+    """The tokens of one session, indexed by what stands before each.
+
+    A :class:`speculation.local_sources.LocalSource`.
+    """
+
+    source = Source.LOOKUP
+    depth = 8
 
     def __init__(self, tokens: Sequence[Token] = (), *, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
         """Index ``tokens``. Contexts of ``shortest`` to ``longest`` tokens are told apart."""
@@ -88,7 +99,7 @@ class PromptLookup:
         recent = [*self._tokens[-COUNTED:], *path]
         end, matched = self._search(recent)
         for back in range(len(path), 0, -1):  # places within the path are not in the index
-            alike = _common_end(recent[:-back], recent)
+            alike = common_end(recent[:-back], recent)
             if min(alike, self._longest) >= min(matched, self._longest):
                 end, matched = len(self._tokens) + len(path) - back, alike
         if matched < self._shortest:
@@ -126,7 +137,7 @@ class PromptLookup:
                 end = ~below
                 break
             node, end = below, self._latest[below]
-        return end, _common_end(self._tokens[max(end - COUNTED, 0) : end], context)
+        return end, common_end(self._tokens[max(end - COUNTED, 0) : end], context)
 
     def _follow(self, end: int, path: Sequence[Token], depth: int) -> tuple[Token, ...]:
         """``depth`` tokens from ``end`` on. Where they run into the present, what was just copied is copied again."""
@@ -134,7 +145,7 @@ class PromptLookup:
         return tuple(known[i % len(known)] for i in range(depth))
 
 
-def _common_end(a: Sequence[Token], b: Sequence[Token]) -> int:
+def common_end(a: Sequence[Token], b: Sequence[Token]) -> int:
     """How many tokens at the end of ``a`` and ``b`` are equal, at most :data:`COUNTED`."""
     most = min(len(a), len(b), COUNTED)
     return next((i for i in range(1, most + 1) if a[-i] != b[-i]), most + 1) - 1

@@ -13,8 +13,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from speculation.settings import MAX_PRIORITY as MAX_PRIORITY
+from speculation.settings import AllBut as AllBut
+from speculation.settings import Extras as Extras
+from speculation.settings import Limits as Limits
+from speculation.settings import Rule as Rule
+from speculation.settings import Sampling as Sampling
+from speculation.settings import Schedule as Schedule
+from speculation.settings import Source as Source
+from speculation.settings import SourceName as SourceName
+from speculation.settings import Sources as Sources
+from speculation.settings import Speculation as Speculation
+from speculation.settings import Token as Token
+
 SessionId = NewType("SessionId", int)
-Token = int
 
 ANCHOR = -1
 """Parent index of a proposed token that hangs directly from the proposal's anchor."""
@@ -24,38 +36,9 @@ class FinishReason(StrEnum):
     """Why the target stopped a session."""
 
     STOP = "stop"
-    """A stop token was committed (it is the last token of the verification)."""
+    """A stop token was committed (it is the last token of the verification), or the grammar lets nothing follow."""
     LENGTH = "length"
     """``Limits.end`` was reached."""
-
-
-class Source(StrEnum):
-    """Where a draft token came from."""
-
-    DRAFT = "draft"
-    """A draft model, on a draft worker."""
-    LOOKUP = "lookup"
-    """The session's own tokens: what followed when the same words stood there before. Made at the target."""
-
-
-class Rule(StrEnum):
-    """Acceptance rule: what makes the target keep a draft token (see :mod:`speculation.acceptance`)."""
-
-    COUPLED = "coupled"
-    """It is the token the target draws itself, with noise shared by both. Temperature 0 is its greedy case."""
-    REJECTION = "rejection"
-    """A coin that depends on p and q (Leviathan et al. 2023, Chen et al. 2023). Chains only."""
-
-
-class Schedule(StrEnum):
-    """When drafting and verification take place. All but the first are baselines to compare with."""
-
-    TRIE = "trie"
-    """Drafters run ahead along the likely outcomes; the target verifies what it has."""
-    SEQUENTIAL = "sequential"
-    """Draft ``max_depth`` tokens, then verify them, in turn: one waits for the other."""
-    PARALLEL = "parallel"
-    """A chain drafted during verification, all of it dropped at a refusal; the target waits for it (as PEARL does)."""
 
 
 class RefusalCode(StrEnum):
@@ -79,66 +62,6 @@ class RefusalCode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is drawn. Filters apply in this order: temperature, top-k, top-p, min-p.
-
-    ``temperature`` 0 means argmax. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch a filter off.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < 1e4:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0: off), got {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the token is the plain argmax, with no noise."""
-        return self.temperature == 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Where a session ends. ``end`` is a position, so it holds unchanged when a session is re-opened further on."""
-
-    end: int
-    """The session is finished once its sequence has this many tokens."""
-    stop_tokens: frozenset[Token] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """What a session allows to be speculated."""
-
-    enabled: bool = True
-    max_depth: int = 16
-    """Longest path of draft tokens verified in one step; under the baseline schedules, how many are drafted."""
-    rule: Rule = Rule.COUPLED
-    schedule: Schedule = Schedule.TRIE
-    sources: frozenset[Source] = frozenset(Source)
-    """Draft sources that may be used."""
-
-    @property
-    def chains(self) -> bool:
-        """Whether drafts must be chains: no alternatives at any place."""
-        return self.rule is Rule.REJECTION or self.schedule is not Schedule.TRIE
-
-
-MAX_PRIORITY = 100
-"""Priorities go from minus this to this; the lower, the sooner."""
-
-
-@dataclass(frozen=True, slots=True)
 class Open:
     """Start (or, with a higher epoch, start again) a session from ``tokens`` = prompt + what is committed."""
 
@@ -152,10 +75,20 @@ class Open:
     """Whom a target that cannot serve all at once serves first: the lower, the sooner."""
     age_ms: int = 0
     """Milliseconds since the session began: wherever it is opened again, it keeps its place in the order."""
+    prompt: int = 0
+    """How many of ``tokens`` are the prompt; 0: all. The others were generated before the session came here."""
+    extras: Extras = Extras()
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise ValueError(f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {self.priority}")
+        if not 0 <= self.prompt <= len(self.tokens):
+            raise ValueError(f"prompt is {self.prompt}; it must be at most the {len(self.tokens)} tokens sent")
+
+    @property
+    def generated(self) -> tuple[Token, ...]:
+        """The tokens after the prompt."""
+        return self.tokens[self.prompt :] if self.prompt else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +152,8 @@ class Proposal:
     confidence: tuple[float, ...] = ()
     source: Source = Source.DRAFT
     q: tuple[Support, ...] = ()
+    took_us: int = 0
+    """How long the draft steps that made it took, in microseconds: it was begun that long before it was sent."""
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
@@ -244,6 +179,21 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model thought of a token: natural logarithms of probabilities."""
+
+    logprob: float
+    tokens: tuple[Token, ...] = ()
+    """The likeliest ones, best first ..."""
+    logprobs: tuple[float, ...] = ()
+    """... and theirs."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"logprobs has {len(self.logprobs)} entries for {len(self.tokens)} tokens")
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """The outcome of one target step for one session.
 
@@ -264,6 +214,20 @@ class Verification:
     as far as the drafter sees fit."""
     cached: int = 0
     """In the first one of an opening: how many of the opened tokens the target had in its cache."""
+    sources: tuple[SourceName, ...] = ()
+    """Where each accepted token came from; empty: all from draft models."""
+    refused: tuple[SourceName, ...] = ()
+    """Where each token came from that was offered and not accepted; empty: all from draft models."""
+    recovered: bool = False
+    """Whether the last token is the target's own at a place where a draft was offered and refused."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each prompt token but the first, if asked for; in the first one of a session."""
+    took_us: int = 0
+    """How long the step took, in microseconds."""
+    waited_us: int = 0
+    """How long the session had waited for drafts before it."""
 
     @property
     def end(self) -> int:
@@ -320,11 +284,9 @@ class Welcome:
     """Fingerprint of weights and number format, 64 bits: models of one name and revision say the same; 0: unknown."""
     started: float = 0.0
     """When the worker started, in seconds since 1970, by its own clock; 0: unknown."""
+    sources: tuple[SourceName, ...] = ()
+    """Of a target: draft sources that were registered there."""
 
 
-ToTarget = Open | Proposal | Close
-FromTarget = Welcome | Verification | Refused | Load
-ToDraft = Open | Verification | Close
-FromDraft = Welcome | Proposal | Refused | Load
 ToWorker = Open | Proposal | Verification | Close
 FromWorker = Welcome | Proposal | Verification | Refused | Load

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from speculation.budget import StepCost, choose, worth_waiting
+from speculation.local_sources import LocalSource, LookupBounds, local_sources
 from speculation.messages import Open, Rule, Schedule, Token
 from speculation.target_session import Experience, TargetSession
 from speculation.trie import Offer
@@ -41,15 +42,16 @@ class Plan:
 class Planner:
     """Decides for all sessions of a worker, and learns what steps cost."""
 
-    def __init__(self, *, adaptive: bool = True) -> None:
+    def __init__(self, *, adaptive: bool = True, lookup: LookupBounds = LookupBounds()) -> None:
         """``adaptive``: verify what pays; else all there is room for, and wait for nothing."""
         self.experience = Experience()
-        self._adaptive = adaptive
+        self._adaptive, self._lookup = adaptive, lookup
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by size class of the batch
 
-    def session(self, opened: Open, vocabulary: int) -> TargetSession:
-        """Start a session that learns from the others."""
-        return TargetSession(opened, vocabulary=vocabulary, experience=self.experience)
+    def session(self, opened: Open, vocabulary: int, more: Sequence[LocalSource] = ()) -> TargetSession:
+        """Start a session that learns from the others. ``more``: draft sources that the worker has made for it."""
+        sources = (*local_sources(opened, self._lookup), *more)
+        return TargetSession(opened, vocabulary=vocabulary, experience=self.experience, sources=sources)
 
     def cost(self, sessions: int) -> StepCost:
         """Seconds of a step over this many sessions, by its tokens."""

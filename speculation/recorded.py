@@ -32,6 +32,10 @@ RELAY = 0.0014
 FEWEST = 5
 """Cases from which a time is taken."""
 
+FREE = Curve.straight(0.0, 0.0)
+"""Steps of a drafter that does not take part."""
+NO_STEP = "it holds no step in which a target decodes; record a target worker too"
+
 Line = Mapping[str, Any]
 
 
@@ -54,21 +58,41 @@ def read(lines: Iterable[Line]) -> Recorded:
     Raises :class:`UselessRecord` when something is missing; KeyError, TypeError or ValueError for any other line.
     """
     lines = list(lines)
+    costs = costs_in(lines)
+    outcomes = _outcomes(sorted((line for line in lines if line["role"] == "draft"), key=_start))
+    if not outcomes:
+        raise UselessRecord("it holds no drafts that the target decided on; record requests that use the draft model")
+    return Recorded(costs, outcomes)
+
+
+def costs_in(lines: Iterable[Line], *, drafter: bool = True) -> Costs:
+    """What steps and messages took, from the lines of a target and a drafter. Raises as :func:`read`.
+
+    ``drafter``: False where none takes part, so that its steps cost nothing.
+    """
+    lines = list(lines)
     target = sorted((line for line in lines if line["role"] == "target" and "start" in line), key=_start)
     waits = [line["wait"] for line in lines if line["role"] == "target" and "wait" in line]
     draft = sorted((line for line in lines if line["role"] == "draft"), key=_start)
-    costs = Costs(
+    return Costs(
         verify=_verify(target),
-        draft=_draft(draft),
+        draft=_draft(draft) if drafter else FREE,
         to_target=_relay([end for _, end in waits], draft),
         to_draft=_relay([after["start"] for _, after in _idle(draft)], target),
         verify_pause=_pause(target),
         draft_pause=_pause(draft),
     )
-    outcomes = _outcomes(draft)
-    if not outcomes:
-        raise UselessRecord("it holds no drafts that the target decided on; record requests that use the draft model")
-    return Recorded(costs, outcomes)
+
+
+def slowdown(steps: Iterable[Line], costs: Costs) -> float:
+    """How many times as long as by ``costs`` the target's steps among some lines took that read no prompts.
+
+    Raises UselessRecord without any.
+    """
+    found = [_seconds(step) / costs.verify_seconds(len(step["sessions"]), step["tokens"]) for step in _decoding(steps)]
+    if not found:
+        raise UselessRecord(NO_STEP)
+    return _usual(found)
 
 
 def _start(line: Line) -> float:
@@ -82,12 +106,17 @@ def _seconds(line: Line) -> float:
 def _verify(steps: Iterable[Line]) -> dict[int, Curve]:
     """By number of sessions; steps that read prompts are left out."""
     seconds: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for step in steps:
-        if step["sessions"] and all(session["feed"] == 1 for session in step["sessions"]):
-            seconds[len(step["sessions"])][step["tokens"]].append(_seconds(step))
+    for step in _decoding(steps):
+        seconds[len(step["sessions"])][step["tokens"]].append(_seconds(step))
     if not seconds:
-        raise UselessRecord("it holds no step in which a target decodes; record a target worker too")
+        raise UselessRecord(NO_STEP)
     return {sessions: _curve(by_tokens) for sessions, by_tokens in seconds.items()}
+
+
+def _decoding(lines: Iterable[Line]) -> list[Line]:
+    """The target's steps in which nothing of a prompt is read."""
+    steps = [line for line in lines if line["role"] == "target" and "start" in line and line["sessions"]]
+    return [step for step in steps if all(session["feed"] == 1 for session in step["sessions"])]
 
 
 def _draft(steps: Iterable[Line]) -> Curve:

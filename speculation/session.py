@@ -53,10 +53,13 @@ from speculation.events import (
     Start,
     Stop,
     Tick,
+    Told,
     Wake,
 )
 from speculation.messages import (
+    MAX_PRIORITY,
     Close,
+    Extras,
     FromWorker,
     Limits,
     Load,
@@ -108,6 +111,7 @@ class Session:
         speculation: Speculation = Speculation(),
         session_limits: SessionLimits = SessionLimits(),
         priority: int = 0,
+        extras: Extras = Extras(),
     ) -> None:
         """Nothing happens before :class:`Start`."""
         assert prompt, "a session has at least one token"
@@ -124,7 +128,7 @@ class Session:
         self._tokens = list(prompt)
         self._digest = digests.of(prompt)
         self._sampling, self._limits, self._speculation = sampling, limits, speculation
-        self._priority = priority
+        self._priority, self._extras = priority, extras
         self._bounds = session_limits
         self._phase = Phase.NEW
         self._epoch = 0
@@ -262,17 +266,20 @@ class Session:
             digest = digests.extend(digest, token)
         if known < 0 or digest != verification.digest:
             return self._retry_target(now, self._target.peer, "a verification did not connect to the committed tokens")
-        cached = verification.cached if len(self._tokens) == self.prompt_length else 0
+        first = len(self._tokens) == self.prompt_length
         self._tokens.extend(fresh)
         self._digest = digest
         self._lead = verification.lead
         self._patience.progress(now)
         self._avoid[Role.TARGET] = frozenset()
-        effects: list[Effect] = [Emit(fresh, max(verification.accepted - known, 0), verification.offered, cached)]
+        accepted, cached = max(verification.accepted - known, 0), verification.cached if first else 0
+        offered = verification.offered - verification.accepted + accepted
+        told = _told(verification, known, first=first)
+        effects: list[Effect] = [Emit(fresh, accepted, offered, cached, told)]
         if verification.finish:
             return effects + self._end(Finish(verification.finish))
         if self._draft is not None:
-            effects.append(Send(self._draft.peer, replace(verification, epoch=self._draft.epoch)))
+            effects.append(Send(self._draft.peer, _for_drafter(verification, self._draft.epoch)))
         return effects
 
     # -- leaving a target that drains ----------------------------------------------------------------------------------
@@ -305,7 +312,9 @@ class Session:
     def _warm(self, peer: PeerId) -> list[Effect]:
         self._warm_ups += 1
         self._heir = _Opening(peer, self._next_epoch())
-        return [Send(peer, self._opening(self._heir.epoch))]
+        # Nobody waits for this: it comes behind those that have moved already, whose clients hear nothing meanwhile.
+        behind = min(self._priority + 1, MAX_PRIORITY)
+        return [Send(peer, replace(self._opening(self._heir.epoch), priority=behind))]
 
     def _warmed(self, now: float, verification: Verification) -> list[Effect]:
         """The heir has computed what was committed when it was asked to. If much has been since, it computes that too.
@@ -365,7 +374,9 @@ class Session:
         effects = self._close(self._draft)
         self._draft_openings += 1
         self._draft = _Opening(peer, self._next_epoch())
-        return [*effects, Send(peer, self._opening(self._draft.epoch))]
+        # Drafters go by what is said, not by what the caller expects.
+        opening = replace(self._opening(self._draft.epoch), extras=replace(self._extras, prediction=()))
+        return [*effects, Send(peer, opening)]
 
     def _proposed(self, proposal: Proposal) -> list[Effect]:
         assert self._draft is not None
@@ -527,8 +538,38 @@ class Session:
             speculation=self._speculation,
             priority=self._priority,
             age_ms=min(int(1000 * (self._now - self._began)), MAX_AGE_MS),
+            prompt=self.prompt_length,
+            extras=self._extras,
         )
 
     def _next_epoch(self) -> int:
         self._epoch += 1
         return self._epoch
+
+
+def _for_drafter(verification: Verification, epoch: int) -> Verification:
+    """The same without what only clients want to know."""
+    return replace(
+        verification,
+        epoch=epoch,
+        sources=(),
+        refused=(),
+        recovered=False,
+        logprobs=(),
+        prompt_logprobs=(),
+        took_us=0,
+        waited_us=0,
+    )
+
+
+def _told(verification: Verification, known: int, *, first: bool) -> Told:
+    """What is said of all but the first ``known`` tokens. Only the first one of a session speaks of its prompt."""
+    return Told(
+        sources=verification.sources[known:],
+        refused=verification.refused,
+        recovered=verification.recovered,
+        logprobs=verification.logprobs[known:],
+        prompt_logprobs=verification.prompt_logprobs if first else (),
+        took_us=verification.took_us,
+        waited_us=verification.waited_us,
+    )

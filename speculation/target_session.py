@@ -14,17 +14,32 @@ from dataclasses import dataclass, field
 from speculation.acceptance import Walk, finish_at, walk
 from speculation.arrivals import Arrivals, Miss
 from speculation.calibration import Calibration
-from speculation.lookup import PromptLookup
-from speculation.messages import FinishReason, Open, Proposal, Rule, Schedule, Source, Token, Verification
+from speculation.constraint import Constraint
+from speculation.local_sources import LocalSource, Suggestion, local_sources
+from speculation.lookup import confidence
+from speculation.messages import (
+    ANCHOR,
+    FinishReason,
+    Open,
+    Proposal,
+    Rule,
+    Schedule,
+    Source,
+    SourceName,
+    Sources,
+    Token,
+    Verification,
+)
 from speculation.pace import Pace
+from speculation.registry import Guarded
 from speculation.tempo import Tempo
-from speculation.trie import Fate, Offer, Placement, SpeculationTrie, TrieLimits
+from speculation.trie import Fate, Node, Offer, Placement, SpeculationTrie, TrieLimits
 
 LONGEST_LEAD = 48
-LOOKUP_DEPTH = 8
-"""Tokens that prompt lookup proposes at once."""
-SURE_MATCH = 16
-"""Equal tokens from which on a lookup may take the one place of a chain before a draft model does."""
+FORCED_CONFIDENCE = 0.9
+"""That forced text is tokenised as proposed, for a start."""
+SURE = confidence(16)
+"""Confidence from which on a source at the target may take the one place of a chain before a draft model does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +73,12 @@ class TargetSession:
         vocabulary: int,
         trie_limits: TrieLimits = TrieLimits(),
         experience: Experience | None = None,
+        sources: Sequence[LocalSource] | None = None,
     ) -> None:
-        """Take over a session as the router opened it. ``vocabulary`` bounds what drafts may contain."""
+        """Take over a session as the router opened it. ``vocabulary`` bounds what drafts may contain.
+
+        ``sources``: those at this worker, of which the session uses what it allows; None: all that need nothing but it.
+        """
         assert opened.tokens, "a session has at least one token"
         experience = experience or Experience()
         self.opened = opened
@@ -76,16 +95,29 @@ class TargetSession:
         self.committed_at: float | None = None
         self.miss: Miss | None = None
         """Since when, and where, no drafts are at hand, if so; not over before those that come are there and used."""
+        self.constraint: Constraint | None = None
+        """What its text is held to. The worker draws accordingly."""
         self._offer: Offer | None = None
-        allowed = opened.speculation.enabled and Source.LOOKUP in opened.speculation.sources
-        self._looked_up = -1
-        self._drafted_chain = opened.speculation.chains and Source.DRAFT in opened.speculation.sources
-        self._lookup = PromptLookup() if allowed and opened.speculation.schedule is Schedule.TRIE else None
+        speculation = opened.speculation
+        self._drafted_chain = speculation.chains and Source.DRAFT in speculation.sources
+        drafts_here = speculation.enabled and speculation.schedule is Schedule.TRIE
+        allowed: Sources = speculation.sources if drafts_here else frozenset()
+        known = local_sources(opened) if sources is None else sources
+        self._sources = [one for one in known if one.source in allowed]
+        self._read = 0
+        """Committed tokens that these have seen."""
+        self._suggested = -1
+        """Position at which they were asked last."""
 
     @property
     def tokens(self) -> Sequence[Token]:
         """Committed tokens, prompt included."""
         return self.trie.tokens
+
+    @property
+    def faults(self) -> dict[SourceName, str]:
+        """Of registered sources that it does without since they failed: why they did, in one line each."""
+        return {one.source: one.fault for one in self._sources if isinstance(one, Guarded) and one.fault}
 
     @property
     def room(self) -> int:
@@ -137,7 +169,8 @@ class TargetSession:
         """
         if not self.opened.speculation.enabled or budget <= 0:
             return Offer()
-        self._look_up()
+        self._suggest()
+        self._force()
         return self.trie.select(budget, min(self.opened.speculation.max_depth, self.room))
 
     def offer(self, chosen: Offer) -> Offer:
@@ -147,22 +180,44 @@ class TargetSession:
         return self._offer
 
     def index(self, end: int) -> None:
-        """Let prompt lookup see the tokens before ``end``: a long prompt is indexed as it is prefilled."""
-        if self._lookup is not None:
-            self._lookup.extend(self.trie.tokens[len(self._lookup) : end])
+        """Let the sources here see the tokens before ``end``: a long prompt is read as it is prefilled."""
+        fresh, self._read = self.trie.tokens[self._read : end], max(self._read, end)
+        for one in self._sources:
+            one.extend(fresh)
 
-    def _look_up(self) -> None:
-        """Propose what followed when the text last read as it does now."""
-        if self._lookup is None or self._looked_up == self.trie.position:
+    def _suggest(self) -> None:
+        """Ask the sources here how the text goes on, and draft what they say, the surest first."""
+        if not self._sources or self._suggested == self.trie.position:
             return
         self.index(self.trie.position)
-        self._looked_up = self.trie.position
-        found = self._lookup.propose(LOOKUP_DEPTH)
-        if self._drafted_chain and (len(self.trie) or found.matched < SURE_MATCH):
+        self._suggested = self.trie.position
+        found = [(one.source, one.propose(min(one.depth, self.room))) for one in self._sources]
+        found = [(source, suggestion) for source, suggestion in found if suggestion.tokens]
+        for source, suggestion in sorted(found, key=lambda pair: -pair[1].confidence[0]):
+            if not self._drafted_chain or suggestion.confidence[0] >= SURE:
+                self._add(source, suggestion)
+
+    def _add(self, source: SourceName, suggestion: Suggestion) -> None:
+        """Hang a suggestion from the end of the text, as far as there is room; whoever drafted a token first has it."""
+        places: list[Node | None] = []
+        for token, parent, sure in zip(suggestion.tokens, suggestion.parents, suggestion.confidence, strict=True):
+            above = self.trie.root if parent == ANCHOR else places[parent]
+            known = above and above.children.get(token)
+            places.append(known or (above and self.trie.add(above, token, sure, source)))
+
+    def _force(self) -> None:
+        """Where the likeliest drafts end, propose what must follow: the only text that the constraint leaves open."""
+        speculation = self.opened.speculation
+        if self.constraint is None or Source.GRAMMAR not in speculation.sources:
             return
-        node = self.trie.root
-        for token, confidence in zip(found.tokens, found.confidence, strict=True):
-            child = node.children.get(token) or self.trie.add(node, token, confidence, Source.LOOKUP)
+        if speculation.schedule is not Schedule.TRIE:
+            return
+        node, path = self.trie.root, list[Token]()
+        while node.children:
+            node = max(node.children.values(), key=lambda child: child.weight)
+            path.append(node.token)
+        for token in self.constraint.forced(path):
+            child = self.trie.add(node, token, FORCED_CONFIDENCE, Source.GRAMMAR)
             if child is None:
                 return
             node = child
@@ -184,7 +239,12 @@ class TargetSession:
         tokens = (*(offer.nodes[i].token for i in outcome.kept), outcome.own)
         position = self.trie.position
         count, self.finished = finish_at(position, tokens, self.opened.limits)
+        if self.constraint is not None and (end := self.constraint.ending(tokens[:count])) is not None:
+            count, self.finished = end, FinishReason.STOP
         tokens, kept = tokens[:count], outcome.kept[:count]
+        sources = tuple(offer.nodes[i].source for i in kept)
+        refused = tuple(node.source for i, node in enumerate(offer.nodes) if i not in kept)
+        end = outcome.kept[-1] if outcome.kept else ANCHOR
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
         if at is not None:
@@ -199,6 +259,9 @@ class TargetSession:
             offered=len(offer.nodes),
             finish=self.finished,
             lead=self.pace.lead if self.opened.speculation.schedule is Schedule.TRIE else None,
+            sources=_unless_drafted(sources),
+            refused=_unless_drafted(refused),
+            recovered=count > len(outcome.kept) and end in offer.parents,
         )
         return Commit(verification, kept)
 
@@ -225,3 +288,8 @@ class TargetSession:
                 self.arrivals.observe(self.miss)
             # Else prompt lookup had something for the very next step: that says nothing of drafts.
         self.miss = None if len(self.trie) else Miss(at, self.trie.position)
+
+
+def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:
+    """What a message says of drafts that came from these sources."""
+    return () if set(sources) <= {Source.DRAFT} else sources

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from speculation import digest as digests
-from speculation.messages import ANCHOR, Proposal, Source, Support, Token
+from speculation.messages import ANCHOR, Proposal, Source, SourceName, Support, Token
 
 DEFAULT_CONFIDENCE = 0.7
 """Assumed probability of a draft token when its proposal does not say."""
@@ -51,7 +51,7 @@ class Node:
     """What that comes to if the siblings that its source proposed before are wrong."""
     odds: float = 1.0
     """What is made of that claim: the probability that this token is kept if its parent is."""
-    source: Source = Source.DRAFT
+    source: SourceName = Source.DRAFT
     rank: int = 0
     """How many siblings were there first. Sources propose the likeliest first."""
     ahead: int = 0
@@ -221,18 +221,20 @@ class SpeculationTrie:
         parent: Node,
         token: Token,
         confidence: float,
-        source: Source = Source.DRAFT,
+        source: SourceName = Source.DRAFT,
         q: Support | None = None,
     ) -> Node | None:
-        """Add one draft token below ``parent``; None if a limit forbids it."""
+        """Add one draft token below ``parent``; None if a limit forbids it, or the vocabulary has no such token."""
         assert token not in parent.children
         limits = self.limits
         ahead = parent.end - self.position
         if len(self) >= limits.nodes or ahead >= limits.depth or len(parent.children) >= limits.children:
             return None
+        if not 0 <= token < self._vocabulary:
+            return None
         confidence = min(confidence, 1.0) if confidence > LEAST_CONFIDENCE else LEAST_CONFIDENCE
         elders = parent.children.values()
-        said = sum(elder.confidence for elder in elders if elder.source is source)
+        said = sum(elder.confidence for elder in elders if elder.source == source)
         node = Node(
             token=token,
             end=parent.end + 1,

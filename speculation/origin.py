@@ -1,0 +1,43 @@
+"""Where committed tokens came from: a draft source, or the target itself, and then why.
+
+recovered  a draft was offered at that place and refused
+bonus      drafts were offered, and all along the path were kept
+target     nothing was offered: plain decoding
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from speculation.events import Told
+from speculation.messages import Source, SourceName
+
+
+class Own(StrEnum):
+    """Why a token is the target's own."""
+
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+    TARGET = "target"
+
+
+Origin = SourceName | Own
+"""No draft source is called like one of :class:`Own`."""
+
+
+def origins(tokens: int, accepted: int, offered: int, told: Told) -> tuple[Origin, ...]:
+    """Of each of ``tokens`` committed at once, the first ``accepted`` of them out of ``offered`` drafts."""
+    drafted: tuple[Origin, ...] = told.sources or (Source.DRAFT,) * accepted
+    own = Own.RECOVERED if told.recovered else Own.BONUS if offered else Own.TARGET
+    return drafted + (own,) * (tokens - accepted)
+
+
+def refused(accepted: int, offered: int, told: Told) -> tuple[SourceName, ...]:
+    """Where the drafts came from that were offered and not kept."""
+    return told.refused or (Source.DRAFT,) * (offered - accepted)
+
+
+def from_draft_models(accepted: int, offered: int, told: Told) -> tuple[int, int]:
+    """Of the drafts accepted and of those offered, how many a draft model had made."""
+    kept = told.sources.count(Source.DRAFT) if told.sources else accepted
+    return kept, kept + refused(accepted, offered, told).count(Source.DRAFT)

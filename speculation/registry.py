@@ -1,0 +1,155 @@
+"""Draft sources that are not built in: each a name, and what makes one for a session.
+
+A source of your own is one module, which targets are started with (``--source my_drafts``)::
+
+    from collections.abc import Sequence
+
+    from speculation.lookup import Continuation
+    from speculation.messages import Open, Token
+    from speculation.registry import register
+
+    class Again:
+        '''Whatever was said last is said again.'''
+
+        source = "again"
+        depth = 2
+
+        def __init__(self, opened: Open) -> None:
+            self._last: tuple[Token, ...] = ()
+
+        def extend(self, tokens: Sequence[Token]) -> None:
+            self._last = (*self._last, *tokens)[-1:]
+
+        def propose(self, depth: int) -> Continuation:
+            return Continuation(self._last[:depth], matched=1)
+
+    register(Again.source, Again)
+
+Everything else knows it by its name: what its drafts are worth is learned, what became of them is counted and told, and
+requests may ask for it or leave it out. It makes decoding faster or does nothing, never different: one that raises, or
+says what is no suggestion, is not asked again in that session (:attr:`Guarded.fault`).
+
+Names are few and never come from a request, so they can label metrics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from speculation.lookup import Continuation
+from speculation.messages import ANCHOR, Open, Source, SourceName, Token
+from speculation.origin import Own
+
+if TYPE_CHECKING:
+    from speculation.local_sources import LocalSource, Suggestion
+
+MOST_SOURCES = 32
+"""That can be registered in one process."""
+MOST_TOKENS = 256
+"""In one suggestion."""
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+"""What a source can be called."""
+
+Maker = Callable[[Open], "LocalSource | None"]
+"""Makes a source for a session that is opened; None: it has nothing for this one."""
+
+_makers: dict[SourceName, Maker] = {}
+
+
+class SourceError(ValueError):
+    """A source that cannot be registered. One line, for the operator."""
+
+
+def register(name: SourceName, maker: Maker) -> None:
+    """Let sessions opened from now on in this process draft with it, too. Raises :class:`SourceError`."""
+    if not NAME.fullmatch(name):
+        raise SourceError(f"draft source {name!r}: a name has up to 32 lower-case letters, digits, - and _")
+    if name in (*Source, *Own) or _makers.get(name, maker) != maker:
+        raise SourceError(f"draft source {name!r}: the name is taken; choose another")
+    if len(_makers) >= MOST_SOURCES and name not in _makers:
+        raise SourceError(f"draft source {name!r}: there are {MOST_SOURCES} already, which is all there can be")
+    _makers[name] = maker
+
+
+def unregister(name: SourceName) -> None:
+    """Sessions opened from now on do without it."""
+    del _makers[name]
+
+
+def registered() -> tuple[SourceName, ...]:
+    """Names, in the order they came."""
+    return tuple(_makers)
+
+
+def made_for(opened: Open) -> list[Guarded]:
+    """A session's own of every registered source that has something for it."""
+    sources = (Guarded(name, maker, opened) for name, maker in _makers.items())
+    return [source for source in sources if not source.absent]
+
+
+class Guarded:
+    """A source of someone else's, whose faults cost its drafts and nothing else.
+
+    A :class:`speculation.local_sources.LocalSource`.
+    """
+
+    def __init__(self, name: SourceName, maker: Maker, opened: Open) -> None:
+        """As ``maker`` makes it."""
+        self.source = name
+        self.depth = 0
+        self.fault = ""
+        """Why it is not asked any more, in one line; empty while it is."""
+        self._inner: LocalSource | None = None
+        try:
+            self._inner = maker(opened)
+            if self._inner is not None:
+                self.depth = int(self._inner.depth)
+        except Exception as error:  # whatever a source may raise
+            self._silence(error)
+
+    @property
+    def absent(self) -> bool:
+        """Whether the maker had nothing for the session."""
+        return self._inner is None and not self.fault
+
+    def extend(self, tokens: Sequence[Token]) -> None:
+        """Pass committed tokens on."""
+        if self._inner is not None:
+            try:
+                self._inner.extend(tokens)
+            except Exception as error:  # whatever a source may raise
+                self._silence(error)
+
+    def propose(self, depth: int) -> Suggestion:
+        """What it says, if that is a suggestion."""
+        if self._inner is None:
+            return Continuation()
+        try:
+            return _checked(self._inner.propose(depth), depth)
+        except Exception as error:  # whatever a source may raise
+            self._silence(error)
+            return Continuation()
+
+    def _silence(self, error: Exception) -> None:
+        why = " ".join(str(error).split())
+        self._inner, self.fault = None, f"{type(error).__name__}: {why}"
+
+
+def _checked(suggestion: Suggestion, depth: int) -> Suggestion:
+    tokens, parents, confidence = suggestion.tokens, suggestion.parents, suggestion.confidence
+    if not len(tokens) == len(parents) == len(confidence):
+        raise SourceError(f"{len(parents)} parents and {len(confidence)} confidences for {len(tokens)} tokens")
+    if len(tokens) > MOST_TOKENS:
+        raise SourceError(f"{len(tokens)} tokens were proposed; at most {MOST_TOKENS} are taken")
+    if not all(type(token) is int for token in tokens) or not all(isinstance(sure, float | int) for sure in confidence):
+        raise SourceError("tokens must be whole numbers, and confidences numbers")
+    depths: list[int] = []
+    for i, parent in enumerate(parents):
+        if not ANCHOR <= parent < i:
+            raise SourceError(f"token {i} has parent {parent}, which is not before it")
+        depths.append(1 if parent == ANCHOR else depths[parent] + 1)
+    if max(depths, default=0) > depth:
+        raise SourceError(f"drafts {max(depths)} deep were proposed; asked for were at most {depth}")
+    return suggestion

@@ -1,0 +1,318 @@
+"""Suffix decoding: drafts copied from earlier outputs of the same target (Oliaro et al. 2024, arXiv:2411.04975).
+
+Agents, pipelines and editors ask for nearly the same again and again. Where the last few tokens of a text stood in an
+earlier output, what followed there is likely to follow here. Prompt lookup (:mod:`speculation.lookup`) finds the same
+within one text, and needs no memory.
+
+Decided here: what is kept (the latest used, within a number of tokens, apart for every *scope*), which earlier places
+are followed (those with the longest equal context), and where they part (the way most of them went, one voice for each
+time a text was said). How many drafts are verified is for the budget, after calibration.
+
+An index of places by the :data:`CONTEXTS` tokens before each, rather than the paper's suffix tree: a place costs the
+same few entries whatever stands around it, so that texts can be taken in and forgotten token by token, between steps
+(:meth:`SuffixStore.work`), and what is held is known exactly. The rest of the context is compared in the text itself.
+
+Under the rejection rule such drafts must not be used: an earlier output may have been drawn with the very noise that
+the session decides by, and a draft that depends on the coin biases the text. Under the coupled rule that can only help.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from speculation.lookup import common_end, confidence
+from speculation.messages import ANCHOR, Source, Token
+
+CONTEXTS = (8, 3)
+"""Numbers of tokens that places are looked for by, the surest first."""
+COUNTED = 32
+"""Equal tokens before a place beyond which it is as good as any; also how much of a prompt is kept with its answer."""
+PLACES = 8
+"""Latest places known for one context."""
+SHORTEST = 4
+"""Answers of fewer tokens are not kept."""
+_END_BITS = 20
+"""A place is one number: that of its text, and where in it the next token stands."""
+
+
+@dataclass(eq=False, slots=True)
+class _Text:
+    """An output, and the end of what it answered."""
+
+    scope: str
+    tokens: array[int]
+    times: int = 1
+    """How often it was said."""
+    indexed: int = 0
+    """Places of it that are in the index: those of its first tokens."""
+    number: int = 0
+    """Its own, from when it is in the index."""
+
+
+@dataclass(eq=False, slots=True)
+class _Scope:
+    """What sessions of one scope can find."""
+
+    places: dict[int, list[int]] = field(default_factory=dict)
+    """By hash of the tokens before: what is found is compared."""
+    known: dict[int, int] = field(default_factory=dict)
+    """Texts by their hash."""
+    texts: int = 0
+    """How many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    """What an earlier text said at a place, how often, and its number."""
+
+    words: Sequence[Token]
+    times: int
+    text: int
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A chain of drafts, and the numbers of the texts that its first token is from."""
+
+    tokens: tuple[Token, ...] = ()
+    confidence: tuple[float, ...] = ()
+    texts: tuple[int, ...] = ()
+
+    @property
+    def parents(self) -> range:
+        """Each token follows the one before it."""
+        return range(ANCHOR, len(self.tokens) - 1)
+
+
+class SuffixStore:
+    """Earlier outputs of one target, at most ``capacity`` tokens of all scopes together.
+
+    Three quarters of that are for texts that can be found, one for those that wait to be indexed. The text that was of
+    no use for the longest time goes first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Empty."""
+        self._room, self._longest = capacity - capacity // 4, capacity // 4
+        self._texts: OrderedDict[int, _Text] = OrderedDict()
+        """Those in the index, wholly or in part; the latest used last."""
+        self._waiting: deque[_Text] = deque()
+        self._leaving: _Text | None = None
+        """The text that is being taken out of the index; it is not found any more."""
+        self._indexing: _Text | None = None
+        """The text that is being indexed."""
+        self._scopes: dict[str, _Scope] = {}
+        self._count = 0
+        self._held = self._queued = 0
+        self.taken = self.forgotten = 0
+        """Tokens that were indexed so far, and tokens of texts that were forgotten again."""
+        self.asked = self.found = 0
+        """How often a session asked how its text goes on, and how often there was an answer."""
+
+    @property
+    def held(self) -> int:
+        """Tokens in memory now."""
+        return self._held + self._queued
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to :meth:`work` at."""
+        return not self._waiting and self._leaving is None and self._indexing is None
+
+    def record(self, scope: str, tokens: Sequence[Token], prompt: int) -> None:
+        """Keep a text whose first ``prompt`` tokens were given. It can be found once it was worked in."""
+        if len(tokens) - prompt < SHORTEST:
+            return
+        kept = array("I", tokens[max(prompt - COUNTED, len(tokens) - self._longest, 0) :])
+        if len(kept) < SHORTEST:
+            return
+        self._waiting.append(_Text(scope, kept))
+        self._queued += len(kept)
+        while self._queued > self._longest:
+            self._queued -= len(self._waiting.popleft().tokens)
+
+    def work(self, most: int) -> None:
+        """Index or forget up to ``most`` tokens."""
+        while most > 0 and not self.idle:
+            if self._leaving is not None:
+                most -= self._forget(self._leaving, most)
+            elif self._indexing is not None:
+                most -= self._index(self._indexing, most)
+            else:
+                self._admit()
+                most -= 1
+
+    def follow(self, scope: str, recent: Sequence[Token], depth: int) -> Followed:
+        """At most ``depth`` tokens that followed in earlier texts of the scope where they last read like ``recent``."""
+        self.asked += 1
+        places, matched = self._alike(scope, recent)
+        voices = [self._voice(number, end, depth) for number, end in places]
+        followed = _majority([voice for voice in voices if voice.words], matched)
+        self.found += bool(followed.tokens)
+        return followed
+
+    def used(self, texts: Sequence[int]) -> None:
+        """These texts were of use: they are forgotten last."""
+        for number in texts:
+            if number in self._texts:
+                self._texts.move_to_end(number)
+
+    def check(self) -> None:
+        """Assert that the accounts are right. Slow: for tests."""
+        texts = [*self._texts.values(), *([self._leaving] if self._leaving else [])]
+        assert self._held == sum(len(text.tokens) for text in texts) <= self._room
+        assert self._queued == sum(len(text.tokens) for text in self._waiting) <= self._longest
+        assert self._scopes.keys() == {text.scope for text in texts}
+        assert self.taken - self.forgotten == sum(text.indexed for text in texts)
+        for name, scope in self._scopes.items():
+            own = {number for number, text in self._texts.items() if text.scope == name}
+            own |= {self._leaving.number} if self._leaving and self._leaving.scope == name else set()
+            assert {place >> _END_BITS for places in scope.places.values() for place in places} <= own
+            assert set(scope.known.values()) <= own
+            entries = sum(len(places) for places in scope.places.values())
+            assert entries <= len(CONTEXTS) * sum(text.indexed for text in texts if text.scope == name)
+            assert all(0 < len(places) <= PLACES for places in scope.places.values())
+
+    # -- the index -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Begin with the next text that waits, or make room for it."""
+        text = self._waiting[0]
+        scope = self._scopes.get(text.scope)
+        twin = scope.known.get(_hash(text.tokens)) if scope is not None else None
+        if twin is not None and twin in self._texts and self._texts[twin].tokens == text.tokens:
+            self._texts[twin].times += 1
+            self._texts.move_to_end(twin)
+        elif self._held + len(text.tokens) > self._room:
+            _, self._leaving = self._texts.popitem(last=False)
+            return
+        else:
+            self._count = text.number = self._count + 1
+            self._texts[text.number] = self._indexing = text
+            scope = self._scopes.setdefault(text.scope, _Scope())
+            scope.known[_hash(text.tokens)] = text.number
+            scope.texts += 1
+            self._held += len(text.tokens)
+        self._waiting.popleft()
+        self._queued -= len(text.tokens)
+
+    def _index(self, text: _Text, most: int) -> int:
+        """Add up to ``most`` places of a text to the index; returns how many."""
+        places, tokens = self._scopes[text.scope].places, text.tokens
+        first = text.indexed
+        text.indexed = until = min(first + most, len(tokens))
+        for key, end in _contexts(tokens, first, until):
+            known = places.setdefault(key, [])
+            known.append(text.number << _END_BITS | end)
+            if len(known) > PLACES:
+                del known[0]
+        if until == len(tokens):
+            self._indexing = None
+        self.taken += until - first
+        return until - first
+
+    def _forget(self, text: _Text, most: int) -> int:
+        """Take up to ``most`` places of a text out of the index, the last first; returns how many."""
+        scope, tokens = self._scopes[text.scope], text.tokens
+        until = text.indexed
+        text.indexed = first = max(until - most, 0)
+        for key, end in _contexts(tokens, first, until):
+            place, known = text.number << _END_BITS | end, scope.places.get(key, [])
+            if place in known:
+                known.remove(place)
+                if not known:
+                    del scope.places[key]
+        self.forgotten += until - first
+        if first == 0:
+            self._held -= len(tokens)
+            if scope.known.get(_hash(tokens)) == text.number:
+                del scope.known[_hash(tokens)]
+            scope.texts -= 1
+            if not scope.texts:
+                del self._scopes[text.scope]
+            self._leaving = None
+        return until - first
+
+    def _voice(self, number: int, end: int, depth: int) -> _Voice:
+        text = self._texts[number]
+        return _Voice(text.tokens[end : end + depth], text.times, number)
+
+    def _alike(self, name: str, recent: Sequence[Token]) -> tuple[list[tuple[int, int]], int]:
+        """Places, as text and position, before which a text reads like ``recent`` the longest; and for how long."""
+        scope = self._scopes.get(name, _Scope())
+        for length in CONTEXTS:
+            if len(recent) < length:
+                continue
+            found = []
+            for place in reversed(scope.places.get(_hash(recent[-length:]), [])):
+                number, end = place >> _END_BITS, place & (1 << _END_BITS) - 1
+                if number in self._texts:
+                    before = self._texts[number].tokens[max(end - COUNTED, 0) : end]
+                    found.append((common_end(before, recent), number, end))
+            longest = max((equal for equal, _, _ in found), default=0)
+            if longest >= length:
+                return [(number, end) for equal, number, end in found if equal == longest], longest
+        return [], 0
+
+
+class SuffixLookup:
+    """One session's view of earlier outputs. A :class:`speculation.local_sources.LocalSource`."""
+
+    source = Source.SUFFIX
+    depth = 16
+
+    def __init__(self, store: SuffixStore, scope: str) -> None:
+        """Finds what was recorded in ``scope``."""
+        self._store, self._scope = store, scope
+        self._recent: list[Token] = []
+        self._said = Followed()
+
+    def extend(self, tokens: Sequence[Token]) -> None:
+        """The next committed tokens."""
+        if tokens and self._said.tokens[:1] == (tokens[0],):
+            self._store.used(self._said.texts)
+        self._said = Followed()
+        self._recent = [*self._recent, *tokens[-COUNTED:]][-COUNTED:]
+
+    def propose(self, depth: int) -> Followed:
+        """At most ``depth`` tokens that followed before; none if nothing like the end of the text was said."""
+        self._said = self._store.follow(self._scope, self._recent, depth)
+        return self._said
+
+
+def _majority(voices: Sequence[_Voice], matched: int) -> Followed:
+    """The way that most of them went after ``matched`` equal tokens; where they are as many, the latest.
+
+    The confidence of a token is its share of the voices, and less where few tokens were equal before and few voices
+    speak. It is to be calibrated by what is kept.
+    """
+    tokens: list[Token] = []
+    sure: list[float] = []
+    agreeing: Sequence[_Voice] = ()
+    while going := [voice for voice in voices if len(voice.words) > len(tokens)]:
+        place, votes = len(tokens), dict[Token, int]()
+        for voice in going:
+            votes[voice.words[place]] = votes.get(voice.words[place], 0) + voice.times
+        token = max(votes, key=votes.__getitem__)
+        sure.append(confidence(matched + place + votes[token] - 1) * votes[token] / sum(votes.values()))
+        tokens.append(token)
+        voices = [voice for voice in going if voice.words[place] == token]
+        agreeing = agreeing or voices
+    return Followed(tuple(tokens), tuple(sure), tuple(voice.text for voice in agreeing))
+
+
+def _hash(tokens: Sequence[Token]) -> int:
+    return hash(tuple(tokens))
+
+
+def _contexts(tokens: Sequence[Token], first: int, until: int) -> Iterator[tuple[int, int]]:
+    """The keys of the places ``first`` to ``until``, each with its place."""
+    start = max(first - CONTEXTS[0], 0)
+    window = tuple(tokens[start:until])
+    for end in range(first - start, until - start):
+        for length in CONTEXTS:
+            if start + end >= length:
+                yield hash(window[end - length : end]), start + end
