@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from alignment.batches import TokenIds
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
@@ -37,8 +38,6 @@ CHAT_TEMPLATE = (
     r"{% else %}{{ '# ' + message['content'] | replace('\n', '\n# ') + '\n' }}{% endif %}"
     r"{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
 )
-
-TokenIds = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,53 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from models.corpus import TokenIds
-from models.writing import continuations
+from alignment.acceptance import Acceptance, Mean
+from alignment.batches import TokenIds
+from alignment.writing import continuations
 
 TEMPERATURE = 0.8
 POSITION_BUCKETS = 4
-
-
-@dataclass(slots=True)
-class Mean:
-    """A running mean over positions."""
-
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, values_T: Tensor) -> None:
-        """Take in one value per position."""
-        self.total += float(values_T.double().sum())
-        self.count += values_T.numel()
-
-    def value(self) -> float:
-        """The mean, to four decimals; nan when nothing was added."""
-        return round(self.total / self.count, 4) if self.count else float("nan")
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """How often the draft's token would be kept, by three readings of the same two distributions."""
-
-    greedy: Mean = field(default_factory=Mean)
-    coupled: Mean = field(default_factory=Mean)
-    overlap: Mean = field(default_factory=Mean)
-
-    def add(self, target_TV: Tensor, draft_TV: Tensor, generator: torch.Generator) -> None:
-        """Compare fp32 logits of both models at the same positions."""
-        self.greedy.add(target_TV.argmax(-1) == draft_TV.argmax(-1))
-        gumbel_TV = -torch.empty_like(target_TV).exponential_(generator=generator).log()
-        target_TV, draft_TV = target_TV / TEMPERATURE, draft_TV / TEMPERATURE
-        self.coupled.add((target_TV + gumbel_TV).argmax(-1) == (draft_TV + gumbel_TV).argmax(-1))
-        self.overlap.add(torch.minimum(target_TV.softmax(-1), draft_TV.softmax(-1)).sum(-1))
-
-    def figures(self) -> dict[str, float]:
-        """`greedy` at temperature 0; `coupled` (same noise) and `overlap` (1 - TV, the optimum) at 0.8."""
-        return {
-            "greedy": self.greedy.value(),
-            "coupled": self.coupled.value(),
-            "overlap": self.overlap.value(),
-        }
 
 
 @dataclass(slots=True)
@@ -104,7 +63,7 @@ def measure_pair(
     """Fit of both models and acceptance between them over windows of `context` held-out tokens."""
     generator = torch.Generator(device=target.device).manual_seed(seed)
     fits = {"target": Fit(), "draft": Fit()}
-    acceptance = Acceptance()
+    acceptance = Acceptance(TEMPERATURE)
     for window in tqdm(list(_windows(held_out, context)), desc="evaluate", mininterval=5.0):
         tokens_T1 = window.to(target.device)
         target_TV = target(input_ids=tokens_T1[None, :-1], use_cache=False).logits[0].float()
@@ -128,7 +87,7 @@ def measure_continuations(
     torch.manual_seed(seed)
     results: dict[str, dict[str, float]] = {}
     for name, temperature in (("greedy_text", 0.0), ("sampled_text", TEMPERATURE)):
-        acceptance = Acceptance()
+        acceptance = Acceptance(TEMPERATURE)
         for prompt in tqdm(prompts, desc=name, mininterval=5.0):
             prompt_1T = torch.tensor([list(prompt)], device=target.device)
             row_1T = continuations(target, prompt_1T, tokens, temperature)

@@ -96,7 +96,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     for name in ("backend", "is_local", "local_files_only"):
         settings.pop(name, None)
-    settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    settings["additional_special_tokens"] = settings.pop("extra_special_tokens", [])
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

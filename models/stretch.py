@@ -21,10 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from alignment.writing import continuations
+from engine.medusa import read, save
 from models.corpus import read_prompts
-from models.growth import Growth, grow_to, set_noise, stretch
+from models.growth import Growth, grow_to, set_noise, stretch, stretch_heads
 from models.pair import load, load_tokenizer, save_tokenizer
-from models.writing import continuations
 
 __all__ = [
     "Calibration",
@@ -35,6 +36,7 @@ __all__ = [
     "grow_to",
     "set_noise",
     "stretch",
+    "stretch_heads",
 ]
 
 FIRST_NOISE = 2.0
@@ -142,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--noise", type=float, default=0.0)
     amount.add_argument("--agreement", type=float, help="calibrate the noise to this acceptance instead")
+    add("--medusa", type=Path, help="folder of the source's Medusa heads, to be stretched into OUT/medusa as well")
     add("--prompts", type=int, default=16, help="prompts to calibrate on (%(default)s)")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
@@ -169,6 +172,9 @@ def main(argv: list[str] | None = None) -> None:
     grown = stretch(model, **sizes, noise=noise, seed=arguments.seed)
     grown.save_pretrained(arguments.out)
     save_tokenizer(tokenizer, arguments.out)
+    if arguments.medusa is not None:
+        heads = stretch_heads(read(arguments.medusa), growth.hidden_size)
+        save(heads, arguments.out / "medusa", arguments.out.name)
     millions = sum(parameter.numel() for parameter in grown.parameters()) / 1e6
     tqdm.write(f"{arguments.out}: {millions:.0f} million parameters")
 

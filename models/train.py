@@ -1,4 +1,4 @@
-"""Decides the order of the phases that make the bundled pair: tokenizer, target, draft, evaluate, card.
+"""Decides the order of the phases that make the bundled models: tokenizer, target, draft, medusa, evaluate, card.
 
     python -m models.train all --target-minutes 40 --draft-minutes 12
     python -m models.train all --device cuda --target-steps 40000 --draft-steps 20000
@@ -13,16 +13,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from alignment.batches import Batches, InTurn, TokenIds
+from alignment.encoding import Encoder
+from alignment.losses import distillation_loss, next_token_loss
+from alignment.medusa import HELD_OUT, HeadTraining, Options, load_target, settings_of
+from alignment.training import Plan, Trainer
+from alignment.workplace import Workplace
 from models.card import write_card
 from models.corpus import (
     Split,
-    TokenIds,
     encode_files,
     held_out_prompts,
     read_prompts,
@@ -44,14 +51,14 @@ from models.pair import (
     publish,
     save_tokenizer,
 )
-from models.training import Batches, Plan, Trainer, distillation_loss, next_token_loss
 from models.writing import write_text
 
 HERE = Path(__file__).resolve().parent
-PHASES = ("tokenizer", "target", "draft", "evaluate", "card")
+PHASES = ("tokenizer", "target", "draft", "medusa", "evaluate", "card")
 PROMPTS = 40
 CONTINUATION_TOKENS = 96
 WRITTEN_WEIGHT = 2
+MEDUSA_TEXT = "the corpus, and as much of the target's own"
 DEFAULT_MINUTES = {"target": 40.0, "draft": 12.0}
 
 
@@ -75,6 +82,8 @@ class Pipeline:
                 self._target_phase()
             case "draft":
                 self._draft_phase()
+            case "medusa":
+                self._medusa_phase()
             case "evaluate":
                 self._evaluate_phase()
             case "card":
@@ -120,6 +129,26 @@ class Pipeline:
         trained = trainer.run(batches, loss, "draft")
         publish(trained, tokenizer, self._out / "draft")
         self._record("draft", trained, trainer)
+
+    def _medusa_phase(self) -> None:
+        arguments, tokenizer = self._arguments, self._tokenizer()
+        target = load_target(
+            os.path.relpath(self._out / "target"), arguments.dtype, arguments.device, arguments.threads
+        )
+        text, held_out = (encode_files(tokenizer, files) for files in (self._sources().train, self._sources().held_out))
+        written = self._written(load(self._out / "target", target.dtype, target.device), text)
+        options = Options(
+            shared_output=True, steps=arguments.medusa_steps, minutes=arguments.medusa_minutes, seed=arguments.seed
+        )
+        place = Workplace(self._out / "medusa", settings_of(options, target, MEDUSA_TEXT), resume=True)
+        if place.finished is not None:
+            return
+        batches = InTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
+        apart = np.linspace(0, len(held_out) - options.sequence, HELD_OUT, dtype=int)
+        rows = [held_out[start : start + options.sequence].tolist() for start in apart]
+        training = HeadTraining(target, Encoder(tokenizer), options, place, tqdm.write)
+        figures = training.fit(batches, rows)
+        self._merge_card({"medusa": {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
 
     def _evaluate_phase(self) -> None:
         tokenizer = self._tokenizer()
@@ -175,7 +204,7 @@ class Pipeline:
             "held_out_tokens": len(held_out),
         }
 
-    def _record(self, name: str, model: LlamaForCausalLM, trainer: Trainer) -> None:
+    def _record(self, name: str, model: LlamaForCausalLM, trainer: Trainer[LlamaForCausalLM]) -> None:
         plan, progress = trainer.plan, trainer.progress
         facts = {
             "parameters": parameter_count(model),
@@ -211,6 +240,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, minutes in DEFAULT_MINUTES.items():
         add(f"--{name}-steps", type=int, help=f"end the {name} after this many steps")
         add(f"--{name}-minutes", type=float, help=f"or after this time ({minutes:.0f} if neither is given)")
+    add("--medusa-steps", type=int, default=1200, help="end the heads after this many steps (%(default)s)")
+    add("--medusa-minutes", type=float, default=0.0, help="or after this time (0: as long as it takes)")
     add("--written-tokens", type=int, default=350_000, help="text by the target for the draft (%(default)s)")
     add("--context", type=int, default=1024, help="longest context trained and declared (%(default)s)")
     add(
