@@ -1,0 +1,260 @@
+"""Decides the course of an alignment: what is gathered, written, trained on and measured, and when it is enough.
+
+The draft keeps its architecture and its tokenizer; its weights are those that were best on what is held out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as tensors_bytes
+from torch import nn
+from transformers import PreTrainedModel
+
+from alignment.acceptance import measure
+from alignment.batches import Batches, InTurn, joined
+from alignment.checkpoints import write_whole
+from alignment.data import Data
+from alignment.encoding import Encoder, Gathered, Piece, gather, tokenizer_of
+from alignment.errors import Interrupted
+from alignment.losses import OBJECTIVES, distillation_loss
+from alignment.pair import Pair
+from alignment.training import Plan, Trainer
+from alignment.workplace import Workplace
+from alignment.writing import BATCH, Row, Writer, Written
+from engine.loader import read_config
+from engine.revision import revision_of
+
+HELD_OUT_ROWS = 16
+"""Continuations that acceptance is measured on, for each temperature; and as many pieces of the data."""
+EVALUATIONS = 10
+"""How often it is measured on the way."""
+PATIENCE = 5
+"""Measurements in a row without anything better, after which training ends."""
+RATE_WIDTH = 0.2
+"""The learning rate is this over the hidden size, unless it is given: the wider a model, the smaller its steps."""
+MOST_TURNS = 100
+"""Steps in which the share of the data is what it should be."""
+DATA = "the data, held out"
+
+Figures = Mapping[str, Mapping[str, float]]
+"""By kind of text, ``greedy``, ``coupled`` and ``overlap`` from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an alignment goes. Any of it that differs makes it another one."""
+
+    objective: str = "forward-kl"
+    """One of :data:`alignment.losses.OBJECTIVES`."""
+    temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
+    """Of the target's samples, in turn."""
+    samples: int = 200_000
+    """Tokens that the target writes, about."""
+    new_tokens: int = 128
+    """Longest continuation."""
+    data_tokens: int = 1_000_000
+    """Most tokens that are taken from the data."""
+    data_share: float = 0.25
+    """Share of batches that are data, and not samples."""
+    steps: int = 400
+    batch_tokens: int = 4096
+    sequence: int = 512
+    rate: float = 0.0
+    """Peak learning rate; 0: :data:`RATE_WIDTH` over the hidden size."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an alignment brought."""
+
+    before: Figures
+    after: Figures
+    history: Sequence[Sequence[float]]
+    """(step, score) of every measurement; see :func:`score`."""
+    best_step: int
+    steps: int
+    """That were taken."""
+
+
+def score(figures: Figures) -> float:
+    """Acceptance of the target's own text, the mean of greedy agreement and 1 - TV at temperature 1."""
+    own = [told for kind, told in figures.items() if kind != DATA]
+    return sum(told["greedy"] + told["overlap"] for told in own) / (2 * len(own))
+
+
+def settings_of(options: Options, pair: Pair, data: Data) -> dict[str, Any]:
+    """All that an alignment depends on, as plain values."""
+    models = {
+        role: f"{model.name} ({revision_of(model.name, str(model.dtype)):016x})"
+        for role, model in (("target", pair.target), ("draft", pair.draft))
+    }
+    machine = {"device": pair.target.device.type, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    return asdict(options) | models | machine | {"data": str(data)}
+
+
+class Distillation:
+    """One alignment, in its folder."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        encoder: Encoder,
+        options: Options,
+        place: Workplace,
+        stopped: Callable[[], bool],
+        report: Callable[[str], None],
+    ) -> None:
+        """``stopped`` is asked between steps and rounds; ``report`` hears a line before each part."""
+        self._pair, self._encoder, self._options, self._place = pair, encoder, options, place
+        self._stopped, self._report = stopped, report
+        self._writer = Writer(pair.target.module, pair.target.stop_tokens)
+        self._best = place.work / "best.safetensors"
+
+    def run(self, data: Data) -> Outcome:
+        """Do all that is not done yet; the folder then holds the model.
+
+        Raises :class:`alignment.errors.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
+        """
+        options = self._options
+        self._report(f"reading {data}")
+        pieces = gather(data, self._encoder, options.data_tokens, HELD_OUT_ROWS, options.seed)
+        held_out, train = self._held_out(pieces), self._train(pieces)
+        trainer = self._trainer()
+        trainer.resume()
+        if "before" not in trainer.notes:
+            self._report("measuring the draft as it is")
+            figures = self._measure(trainer, held_out)
+            trainer.notes |= {"before": figures, "after": figures, "history": [[0, score(figures)]], "best": 0}
+            self._keep(trainer)
+        if not self._enough(trainer):
+            vocabulary = self._pair.vocabulary
+            loss = distillation_loss(
+                self._pair.target.module, divergence=OBJECTIVES[options.objective], vocabulary=vocabulary
+            )
+            self._report(f"training on {sum(len(piece.ids) for piece in pieces.train)} tokens of data and the samples")
+            trainer.train(train, loss, "draft", lambda running: self._watch(running, held_out))
+        return self._finished(trainer)
+
+    def _watch(self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[Row]]) -> bool:
+        """After a step: measure now and then, and keep the best. Whether to go on."""
+        step, steps = trainer.progress.step, self._options.steps
+        if step % math.ceil(steps / EVALUATIONS) == 0 or step == steps:
+            figures = self._measure(trainer, held_out)
+            notes = trainer.notes
+            best = max(found for _, found in notes["history"])
+            notes["history"].append([step, score(figures)])
+            if score(figures) > best:
+                notes |= {"after": figures, "best": step}
+                self._keep(trainer)
+            trainer.save()
+        if self._stopped():
+            trainer.save()
+            raise Interrupted(f"stopped after step {step} of {steps}; the same command goes on from there")
+        return not self._enough(trainer)
+
+    def _enough(self, trainer: Trainer[PreTrainedModel]) -> bool:
+        """Whether nothing better has come for long."""
+        later = [step for step, _ in trainer.notes["history"] if step > trainer.notes["best"]]
+        return len(later) >= PATIENCE
+
+    def _trainer(self) -> Trainer[PreTrainedModel]:
+        options, module = self._options, self._pair.draft_module
+        rate = options.rate or RATE_WIDTH / self._pair.draft.config.get_text_config(decoder=True).hidden_size
+        plan = Plan(
+            steps=options.steps,
+            minutes=math.inf,
+            batch_tokens=options.batch_tokens,
+            sequence=options.sequence,
+            long_sequence=options.sequence,
+            muon_rate=rate,
+            adam_rate=rate,
+            seed=options.seed,
+            device=self._pair.target.device,
+            dtype=self._pair.target.dtype,
+            warmup_steps=max(1, min(40, options.steps // 10)),
+            decay_from=0.0,  # on a plateau nothing may get better before the rate falls, and the run would end early
+        )
+        return Trainer(module, plan, self._place.work / "checkpoint.pt")
+
+    def _train(self, pieces: Gathered) -> InTurn:
+        options, separator = self._options, self._encoder.separator
+        rounds = math.ceil(options.samples / (BATCH * options.new_tokens))
+        written = self._written(pieces.train, rounds, BATCH, "target writes")
+        samples = Batches(joined([row.tokens for row in written], separator), options.seed)
+        texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
+        share = Fraction(options.data_share).limit_denominator(MOST_TURNS)
+        return InTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
+
+    def _held_out(self, pieces: Gathered) -> dict[str, list[Row]]:
+        """What is measured, by kind of text."""
+        options = self._options
+        written = self._written(
+            pieces.held_out, len(options.temperatures), HELD_OUT_ROWS, "target writes what is held out"
+        )
+        found = {
+            f"written at {temperature:g}": [row for row in written if row.temperature == temperature]
+            for temperature in options.temperatures
+        }
+        texts = [Row(piece.ids[: options.sequence], 0, 1.0) for piece in pieces.held_out if len(piece.ids) > 1]
+        return found | {DATA: texts}
+
+    def _written(self, pieces: Sequence[Piece], rounds: int, batch: int, title: str) -> list[Row]:
+        """What the target writes behind prompts of these pieces, at the temperatures in turn."""
+        options = self._options
+        longest = min(options.sequence, self._pair.context - options.new_tokens)
+        order = np.random.default_rng(options.seed).permutation(len(pieces))
+
+        def write(number: int) -> list[Row]:
+            draw = np.random.default_rng([options.seed, number])
+            chosen = [pieces[order[(number * batch + place) % len(order)]] for place in range(batch)]
+            prompts = [self._encoder.prompt(piece, draw, longest) for piece in chosen]
+            temperature = options.temperatures[number % len(options.temperatures)]
+            return self._writer.write(prompts, options.new_tokens, temperature, seed=options.seed + number)
+
+        return Written(self._place.work / "written").rounds(rounds, title, write, self._check_stopped)
+
+    def _check_stopped(self) -> None:
+        if self._stopped():
+            raise Interrupted("stopped while the target wrote samples; the same command goes on from there")
+
+    def _measure(self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+        target, draft = self._pair.target.module, trainer.weights.model
+        draft.train(False)
+        figures = {
+            kind: measure(target, draft, rows, self._pair.vocabulary, self._options.seed)
+            for kind, rows in held_out.items()
+        }
+        draft.train(True)
+        return figures
+
+    def _keep(self, trainer: Trainer[PreTrainedModel]) -> None:
+        weights = {name: tensor.cpu().contiguous() for name, tensor in trainer.weights.by_name().items()}
+        write_whole(self._best, lambda file: file.write(tensors_bytes(weights)))
+
+    def _finished(self, trainer: Trainer[PreTrainedModel]) -> Outcome:
+        notes = trainer.notes
+        outcome = Outcome(notes["before"], notes["after"], notes["history"], notes["best"], trainer.progress.step)
+        self._place.finish(asdict(outcome), self._save)
+        return outcome
+
+    def _save(self, folder: Path) -> None:
+        """The draft with its best weights, as it was stored before."""
+        module, name = self._pair.draft_module, self._pair.draft.name
+        stored = getattr(read_config(name), "dtype", None) or torch.float32
+        nn.Module.to(module, device="cpu", dtype=stored)
+        best = load_tensors(self._best.read_bytes())
+        with torch.no_grad():
+            for parameter_name, parameter in module.named_parameters():
+                parameter.copy_(best[parameter_name])
+        module.save_pretrained(folder)
+        tokenizer_of(name).save_pretrained(folder)

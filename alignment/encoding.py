@@ -1,0 +1,112 @@
+"""Decides how passages of the data become token ids, and where in them a target is asked to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from alignment.data import Conversation, Data, Passage
+from alignment.errors import DataError
+
+SHORTEST_PROMPT, LONGEST_PROMPT = 8, 64
+"""Tokens of a prompt that is cut from plain text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A passage as token ids."""
+
+    ids: tuple[int, ...]
+    start: int
+    """How many of them are asked as a whole; 0: it may be cut anywhere."""
+
+
+class Encoder:
+    """Encodes for one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._lead = tuple(tokenizer("")["input_ids"])
+        """What the tokenizer puts before every text."""
+
+    @property
+    def separator(self) -> int | None:
+        """What goes before a text among others; None: the tokenizer puts something there itself."""
+        end = self.tokenizer.eos_token_id
+        return None if self._lead or not isinstance(end, int) else end
+
+    def piece(self, passage: Passage) -> Piece:
+        """Its ids. Raises :class:`alignment.errors.DataError` for a conversation that the model has no template for."""
+        match passage.start:
+            case Conversation(messages, tools):
+                begin = self._rendered(messages, tools)
+            case text:
+                lead = () if self.tokenizer.bos_token and text.startswith(str(self.tokenizer.bos_token)) else self._lead
+                begin = (*lead, *self._plain(text)) if text else ()
+        rest = self._plain(passage.rest)
+        return Piece((*begin, *rest), len(begin)) if begin else Piece((*self._lead, *rest), 0)
+
+    def prompt(self, piece: Piece, draw: np.random.Generator, longest: int) -> tuple[int, ...]:
+        """At most ``longest`` tokens to go on from: all of its start, or a stretch of the text."""
+        if piece.start:
+            return piece.ids[: piece.start][-longest:]
+        text = piece.ids[len(self._lead) :]
+        length = min(int(draw.integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1)), longest, len(text))
+        begin = int(draw.integers(len(text) - length + 1))
+        return (*self._lead, *text[begin : begin + length])
+
+    def _plain(self, text: str) -> Sequence[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _rendered(self, messages: Sequence[Any], tools: Sequence[Any]) -> tuple[int, ...]:
+        render: Any = self.tokenizer.apply_chat_template
+        try:
+            given = {"tools": list(tools)} if tools else {}
+            return tuple(render(list(messages), add_generation_prompt=True, return_dict=False, **given))
+        except Exception as error:  # a template is a program, and may refuse what it likes
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise DataError(f"messages of role {messages[-1]['role']!r} cannot be rendered: {reason}") from error
+
+
+def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
+    """Of a model that was loaded before."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What is taken from the data."""
+
+    train: tuple[Piece, ...]
+    held_out: tuple[Piece, ...]
+
+
+def gather(data: Data, encoder: Encoder, tokens: int, held_out: int, seed: int) -> Gathered:
+    """About ``tokens`` tokens to train on and ``held_out`` passages that are not, or all there are.
+
+    Raises :class:`alignment.errors.DataError` where there is too little of one of them.
+    """
+    train, found = [], 0
+    for passage in data.passages(seed, held_out=False):
+        train.append(encoder.piece(passage))
+        found += len(train[-1].ids)
+        if found >= tokens:
+            break
+    apart = []
+    for passage in data.passages(seed, held_out=True):
+        apart.append(encoder.piece(passage))
+        if len(apart) == held_out:
+            break
+    train, apart = ([piece for piece in pieces if piece.ids] for pieces in (train, apart))
+    if not train or not apart:
+        raise DataError(
+            f"{data}: too little text: {len(train)} passages to train on and {len(apart)} to hold out; "
+            "give some 100 KB or more"
+        )
+    return Gathered(tuple(train), tuple(apart))

@@ -1,0 +1,62 @@
+"""Loads a target and a draft for training, and refuses pairs that cannot be aligned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from alignment.errors import SettingsError
+from engine.loader import load
+from engine.model import Model
+from engine.self_test import STOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two models with the same tokenizer, as transformers computes them."""
+
+    target: Model
+    draft: Model
+    """In fp32."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Usable token ids are below this in both."""
+        return min(self.target.vocabulary, self.draft.vocabulary)
+
+    @property
+    def context(self) -> int:
+        """Longest sequence for both, in tokens."""
+        return min(self.target.context, self.draft.context)
+
+    @property
+    def draft_module(self) -> PreTrainedModel:
+        """What is trained."""
+        assert isinstance(self.draft.module, PreTrainedModel)
+        return self.draft.module
+
+
+def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) -> Pair:
+    """Folders or hub ids; ``dtype`` is the target's. Raises ModelError, :class:`alignment.errors.SettingsError`."""
+    models = [_load(target, dtype, device, threads), _load(draft, "float32", device, threads)]
+    pair = Pair(*models)
+    for model in models:
+        if not model.tokenizer_digest:
+            raise SettingsError(f"{model.name}: has no tokenizer; alignment needs it to read the data")
+    if pair.target.tokenizer_digest != pair.draft.tokenizer_digest:
+        raise SettingsError(
+            f"{draft}: has another tokenizer than {target} (digest {pair.draft.tokenizer_digest:016x}, not "
+            f"{pair.target.tokenizer_digest:016x}): it can draft, but not be aligned; give a draft with the same one"
+        )
+    pair.draft_module.requires_grad_(True)
+    return pair
+
+
+def _load(path: str, dtype: str, device: str, threads: int) -> Model:
+    """With attention as transformers computes it, which has gradients."""
+    model = load(path, dtype=dtype, device=device, threads=threads, pack=False, self_test=False, paged=False)
+    module: Any = model.module
+    module.set_attn_implementation("sdpa" if module._supports_sdpa else STOCK)
+    return model

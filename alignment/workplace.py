@@ -1,0 +1,96 @@
+"""The folder of an alignment: what it was asked for, what a run left to go on from, and in the end the model.
+
+Settings are compared by value, so a run goes on only as the run that it is. Files of an unfinished run lie in a hidden
+folder inside; the model is put beside it file by file, the configuration last, so nobody loads half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from alignment.checkpoints import write_whole
+from alignment.errors import DiskError, SettingsError
+
+WORK = ".align"
+SETTINGS = "settings.json"
+REPORT = "alignment.json"
+LAST = "config.json"
+
+Plain = Mapping[str, Any]
+"""Values that JSON knows."""
+
+
+class Workplace:
+    """One output folder."""
+
+    def __init__(self, out: Path, settings: Plain, *, resume: bool) -> None:
+        """Make the folder, or take it over from an earlier run of the same settings.
+
+        ``resume`` False: what an earlier run left to go on from is deleted; its model stays until there is another.
+        Raises :class:`alignment.errors.SettingsError` where the folder holds anything else.
+        """
+        self.out, self.work = out, out / WORK
+        self._settings = json.loads(json.dumps(settings))
+        try:
+            if not resume and self._mine():
+                shutil.rmtree(self.work, ignore_errors=True)
+                (out / REPORT).unlink(missing_ok=True)
+            else:
+                self._check(out)
+            self.work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"--out {out}: cannot be used: {error.strerror}") from error
+        if not self.finished:
+            write_whole(self.work / SETTINGS, lambda file: file.write(self._json(self._settings)))
+
+    @property
+    def finished(self) -> Plain | None:
+        """The figures of a run that came to its end here."""
+        path = self.out / REPORT
+        return json.loads(path.read_text("utf-8"))["figures"] if path.exists() else None
+
+    def finish(self, figures: Plain, save_model: Callable[[Path], None]) -> None:
+        """Put the model and its figures in place. Raises :class:`alignment.errors.DiskError`; then nothing is lost."""
+        fresh = self.work / "model"
+        shutil.rmtree(fresh, ignore_errors=True)
+        try:
+            save_model(fresh)
+            files = sorted(fresh.iterdir(), key=lambda path: path.name == LAST)
+            for file in files:
+                file.chmod(0o644)  # safetensors makes them private; a model is for everyone who may read the folder
+                file.replace(self.out / file.name)
+        except Exception as error:  # writers of transformers and safetensors have exceptions of their own
+            shutil.rmtree(fresh, ignore_errors=True)
+            told = next(iter(str(error).splitlines()), type(error).__name__)
+            left = "the last checkpoint is still there, and the same command goes on from it"
+            raise DiskError(f"{self.out}: the model cannot be written: {told}; {left}") from error
+        told_all = self._json({"settings": self._settings, "figures": figures})
+        write_whole(self.out / REPORT, lambda file: file.write(told_all))
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def _mine(self) -> bool:
+        return (self.work / SETTINGS).exists() or (self.out / REPORT).exists()
+
+    def _check(self, out: Path) -> None:
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        if not self._mine():
+            raise SettingsError(f"--out {out}: is not empty, and no alignment's; give a folder that does not exist yet")
+        done = out / REPORT
+        if not done.exists() and [path.name for path in self.work.iterdir()] == [SETTINGS]:
+            return  # nothing was done yet
+        before = json.loads((done if done.exists() else self.work / SETTINGS).read_text("utf-8"))
+        before = before["settings"] if done.exists() else before
+        for name in sorted(before.keys() | self._settings.keys()):
+            if before.get(name) != self._settings.get(name):
+                said, wanted = (json.dumps(settings.get(name)) for settings in (before, self._settings))
+                hint = "give the same, another folder, or --no-resume"
+                raise SettingsError(f"--out {out}: begun with {name} {said}, now {wanted}; {hint}")
+
+    @staticmethod
+    def _json(value: object) -> bytes:
+        return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
