@@ -11,15 +11,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from engine.kv_cache import CachedSequence, CacheFull
+from draft_service.counters import Counters
+from draft_service.drafted import Drafted
+from draft_service.piece import Piece
+from draft_service.reading import Reader, SameVocabulary
+from draft_service.second_level import SecondLevel
+from engine.compiling import Compiling
+from engine.grammar import Constraint, Grammars
+from engine.kv_cache import CacheFull
 from engine.recorder import Recorder
 from engine.rejection import draw_sparse
-from engine.sampling import Draw, candidates
-from engine.step import Chunk, Engine
+from engine.sampling import candidates
+from engine.shaping import Shaping, shaped
+from engine.step import Engine
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.demand import DraftDemand
@@ -39,7 +47,9 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.trie import Node
+from speculation.trie import Node, Offer
+from transport.session_log import SessionLog
+from transport.tracing import Course, Tracing
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
@@ -59,66 +69,6 @@ class LookaheadLimits:
     draft: DraftLimits = DraftLimits()
 
 
-@dataclass(eq=False, slots=True)
-class Drafted:
-    """A session that this worker drafts for, and where its nodes are in the cache."""
-
-    link: Hashable
-    session: DraftSession
-    cached: CachedSequence
-    pending: dict[Node, int] = field(default_factory=dict)
-    """Nodes that were fed, by their index among the cache's pending nodes."""
-
-    @property
-    def uncached(self) -> int:
-        """Committed tokens that the cache does not hold."""
-        return len(self.session.tokens) - self.cached.length
-
-
-@dataclass(slots=True)
-class Piece:
-    """One session's part of a step: feed committed tokens, or draft nodes; ``expands`` are the places to go on from."""
-
-    drafted: Drafted
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    expands: Sequence[Node]
-    """The nodes whose tokens come last."""
-
-    @property
-    def feeds_committed(self) -> bool:
-        """Whether the tokens are committed ones."""
-        return not self.expands or self.expands[0] is self.drafted.session.trie.root
-
-    def chunk(self) -> Chunk:
-        """What the engine computes."""
-        count = len(self.tokens)
-        return Chunk(self.drafted.cached, self.tokens, self.parents, range(count - len(self.expands), count))
-
-    def draws(self) -> list[Draw]:
-        """How the token after each expanded place is drawn."""
-        return [Draw(self.drafted.session.opened.sampling, node.end) for node in self.expands]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Monotone totals since the start."""
-
-    steps: int = 0
-    step_microseconds: int = 0
-    computed: int = 0
-    reused: int = 0
-    """Tokens taken over from the cache instead of being computed."""
-    proposed: int = 0
-    verified: int = 0
-    accepted: int = 0
-    lost: int = 0
-    asked: int = 0
-    """Lead that targets asked for, added up at every verification ..."""
-    delivered: int = 0
-    """... and what there was of it by then."""
-
-
 class Lookahead:
     """All sessions of a draft worker. Implements :class:`transport.worker.Machine`."""
 
@@ -128,13 +78,22 @@ class Lookahead:
         welcome: Welcome,
         limits: LookaheadLimits = LookaheadLimits(),
         recorder: Recorder | None = None,
+        tracing: Tracing | None = None,
+        reader: Reader | None = None,
+        second: SecondLevel | None = None,
     ) -> None:
-        """Nothing is open. The lookahead owns ``engine`` and its cache."""
+        """Nothing is open. The lookahead owns ``engine`` and its cache.
+
+        ``reader``: None if all have one vocabulary. ``second``: what guesses for the draft model.
+        """
         self._engine, self._welcome, self._limits = engine, welcome, limits
+        self._reader = reader or SameVocabulary(engine.model)
         self._held: dict[tuple[Hashable, SessionId], Drafted] = {}
+        self._compiling: Compiling[Drafted] = Compiling(lambda: Grammars(self._reader.model))
         self._calibration = Calibration()
         self._cost = StepCost()
-        self._recorder = recorder
+        self._recorder, self._tracing = recorder, tracing
+        self._second = second or SecondLevel(welcome.vocabulary)
         self._outcomes: list[dict[str, object]] = []  # for the record of the next step
         self.counters = Counters()
 
@@ -159,44 +118,64 @@ class Lookahead:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
-        """Never to be woken but by a message."""
-        return None
+        """When to step although no message came: a grammar may be compiled by then."""
+        return self._compiling.due
 
-    def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:  # noqa: ARG002
+    def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
         """Take one message of a router."""
         held = self._held.get((link, message.session))
         match message:
             case Open():
-                return self._open(link, message, held)
+                return self._open(link, message, held, at)
             case Verification():
                 return self._verified(link, message, held)
             case Close():
                 if held is not None and held.session.opened.epoch <= message.epoch:
-                    self._drop(held)
+                    self._drop(held, "closed")
             case Proposal():
                 log.warning("a router sent a proposal to a drafter; ignored")
         return []
 
-    def _open(self, link: Hashable, opened: Open, held: Drafted | None) -> Outgoing:
+    def _open(self, link: Hashable, opened: Open, held: Drafted | None, at: float) -> Outgoing:
         if held is not None:
             if held.session.opened.epoch >= opened.epoch:
                 return []
-            self._drop(held)
+            self._drop(held, "opened again")
         worst = max(opened.tokens)
         if worst >= self._welcome.vocabulary:
             why = f"token {worst} is outside the vocabulary of {self._welcome.vocabulary}"
             return [_refused(link, opened, RefusalCode.INVALID, why)]
-        if len(self._held) >= self._limits.sessions or len(opened.tokens) > self._engine.cache.free_tokens:
-            return [_refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")]
+        no_room = [_refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")]
+        if len(self._held) >= self._limits.sessions:
+            return no_room
         session = DraftSession(
             opened,
             vocabulary=self._welcome.vocabulary,
             limits=self._limits.draft,
             calibration=self._calibration,
         )
+        text = self._reader.text(session.tokens)
+        if len(text.tokens) > self._engine.cache.free_tokens:
+            return no_room
         session.outcomes = [] if self._recorder else None
-        self._held[link, opened.session] = Drafted(link, session, self._engine.cache.sequence(session.tokens))
+        session_log = SessionLog(log, opened.session, opened.extras.request)
+        session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
+        cached = self._engine.cache.sequence(text.tokens)
+        shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
+        drafted = Drafted(link, session, text, cached, session_log, Course(at), shaping)
+        self._held[link, opened.session] = drafted
+        if opened.extras.grammar:
+            self._compiling.add(drafted, opened, time.perf_counter())
         return []
+
+    def _constrain(self, now: float) -> None:
+        """Go on with the sessions whose grammar is compiled; without it where that fails: drafts are only hints."""
+        for held, constraint in self._compiling.ready(now):
+            if isinstance(constraint, Constraint):
+                session = held.session
+                held.shaping = Shaping(session.opened, session.tokens, self._welcome.vocabulary, constraint)
+            else:
+                held.log.warning("drafting without a grammar: %s", constraint)
 
     def _verified(self, link: Hashable, verification: Verification, held: Drafted | None) -> Outgoing:
         if held is None:
@@ -206,30 +185,34 @@ class Lookahead:
         pending = held.pending
         lead = held.session.lead
         sync = held.session.verified(verification)
+        if sync is not Sync.IGNORED:
+            held.course.counts(verification)
         self._note(held.session)
         match sync:
             case Sync.IGNORED:
                 return []
             case Sync.LOST:
                 self.counters.lost += 1
-                self._drop(held)
+                self._drop(held, "lost its place")
                 return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, "does not connect to what is known")]
             case Sync.FINISHED:
                 self._count(verification, lead)
-                self._drop(held)
+                self._drop(held, "finished")
                 return []
             case Sync.ADVANCED:
                 self._count(verification, lead)
         kept = _fed_path(old_root, verification, held.session.tokens, pending)
+        held.text.follow(len(kept))
         renumbered = held.cached.advance([pending[node] for node in kept])
         if len(kept) < held.session.trie.position - old_root.end or not len(held.session.trie):
             # The target went another way, or further than was fed: nothing fed beyond the path can be used.
             held.cached.rollback()
             held.pending = {}
+            held.cached.truncate(min(held.cached.length, held.text.settle()))
         else:
             held.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
         # A target that ran out of drafts may need what was drafted but not sent; the next step would hold it up.
-        return [(link, proposal) for proposal in held.session.pushes()]
+        return held.pushes()
 
     def _note(self, session: DraftSession) -> None:
         """Keep for the record what the session has learned about its candidates."""
@@ -247,10 +230,15 @@ class Lookahead:
     def forget(self, link: Hashable) -> None:
         """Drop all sessions of a link."""
         for held in [held for (owner, _), held in self._held.items() if owner is link]:
-            self._drop(held)
+            self._drop(held, "the router went")
 
-    def _drop(self, held: Drafted) -> None:
+    def _drop(self, held: Drafted, why: str) -> None:
+        held.log.info("ended (%s) after %d steps", why, held.course.steps)
+        if self._tracing is not None:
+            self._tracing.session("draft", held.session.opened, held.course, why)
         held.cached.free()
+        self._second.drop(held)
+        self._compiling.remove(held)
         del self._held[held.link, held.session.opened.session]
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -258,10 +246,17 @@ class Lookahead:
     def step(self) -> Outgoing | None:
         """Expand what is worth most, and push what has come together."""
         started = time.perf_counter()
+        self._constrain(started)
         pieces = self._plan()
+        self._second.hang(pieces, self._cost)
+        for piece in pieces:
+            piece.drafted.course.begins(started)
         outgoing = self._compute(pieces) if pieces else []
+        took = time.perf_counter() - started
+        for piece in pieces:
+            piece.drafted.drafted_for += took if piece.expands else 0.0
         for held in self._held.values():
-            outgoing += ((held.link, proposal) for proposal in held.session.pushes())
+            outgoing += held.pushes()
         if not pieces:
             if self._recorder:
                 self._recorder.flush()
@@ -271,12 +266,12 @@ class Lookahead:
 
     def _account(self, pieces: Sequence[Piece], started: float) -> None:
         ended = time.perf_counter()
-        tokens = sum(len(piece.tokens) for piece in pieces)
+        tokens = sum(piece.size for piece in pieces)
         self.counters.steps += 1
         self.counters.step_microseconds += round((ended - started) * 1e6)
         self.counters.computed += tokens
         if all(len(piece.tokens) == len(piece.expands) for piece in pieces):
-            self._cost.observe(tokens, ended - started)
+            self._cost.observe(tokens, ended - started - self._second.seconds)
         if self._recorder:
             self._recorder.write(
                 role="draft",
@@ -293,13 +288,16 @@ class Lookahead:
         """Missing committed tokens are fed first; of the draft places, as many as pay are expanded."""
         pieces: list[Piece] = []
         frontiers: list[tuple[Drafted, Sequence[Node]]] = []
+        context = self._engine.model.context
         for held in self._held.values():
-            frontier = held.session.frontier()
+            if held in self._compiling:
+                continue
+            frontier = held.frontier(context)
             if frontier and frontier[0] is held.session.trie.root:
                 pieces.append(self._root_piece(held, frontier))
             elif frontier:
                 frontiers.append((held, frontier))
-            elif held.uncached >= self._limits.warm:
+            elif held.uncached >= self._limits.warm and len(held.text.tokens) <= context:
                 pieces.append(self._root_piece(held, ()))
         fed = sum(len(piece.tokens) for piece in pieces)
         chosen: dict[Drafted, list[Node]] = {}
@@ -315,8 +313,8 @@ class Lookahead:
         elif held.uncached > 1:
             self.counters.reused += held.cached.reuse()
         start = held.cached.length
-        tokens = held.session.tokens[start : start + self._limits.prefill]
-        complete = start + len(tokens) == len(held.session.tokens)
+        tokens = held.text.tokens[start : start + self._limits.prefill]
+        complete = start + len(tokens) == len(held.text.tokens)
         pending = held.cached.pending
         parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
         return Piece(held, tokens, parents, frontier if complete else ())
@@ -327,35 +325,53 @@ class Lookahead:
         parents = [
             ANCHOR if node.parent is root or node.parent is None else held.pending[node.parent] for node in nodes
         ]
-        return Piece(held, [node.token for node in nodes], parents, nodes)
+        return Piece(held, [held.text.own(node.token) for node in nodes], parents, nodes)
 
     def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
         """Run the pieces in one forward; a session that the cache has no room for is given back to its router."""
         try:
-            logits_RV = self._engine.run([piece.chunk() for piece in pieces])
+            logits_RV = self._reader.read(self._engine.run([piece.chunk() for piece in pieces]))
         except CacheFull:
+            if any(piece.guesses.nodes for piece in pieces):
+                for piece in pieces:
+                    piece.guesses = Offer()
+                return self._compute(pieces)
             victim = pieces[-1].drafted
-            self._drop(victim)
+            self._drop(victim, "no room in the cache")
             why = _refused(victim.link, victim.session.opened, RefusalCode.OVERLOADED, "no room in the draft cache")
             return [why, *(self._compute(pieces[:-1]) if len(pieces) > 1 else [])]
         found = iter(self._candidates(pieces, logits_RV))
+        now = time.perf_counter()
         for piece in pieces:
             self._settle(piece)
-            for node in piece.expands:
-                self.counters.proposed += piece.drafted.session.expand(node, next(found))
+            if piece.expands:
+                piece.drafted.course.draws(now)
+            self._grow(piece, [next(found) for _ in range(piece.rows)])
         return []
+
+    def _grow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> None:
+        """Expand the places of a piece, and what was guessed behind them, with what may follow at each row."""
+        session = piece.drafted.session
+        before = len(session.trie)
+        for node, candidates_there in zip(piece.expands, found, strict=False):
+            session.expand(node, candidates_there)
+        followed = self._second.follow(piece, found)
+        self.counters.guessed += len(piece.guesses.nodes)
+        self.counters.followed += len(followed)
+        self.counters.proposed += len(session.trie) - before
 
     @staticmethod
     def _candidates(pieces: Sequence[Piece], logits_RV: Tensor) -> list[Sequence[Candidate]]:
         """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
         draws = [draw for piece in pieces for draw in piece.draws()]
-        drawn_from_q = [
-            row
-            for row, session in enumerate(piece.drafted.session for piece in pieces for _ in piece.expands)
-            if session.opened.speculation.rule is Rule.REJECTION
-        ]
+        logits_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
         most = max((piece.drafted.session.children for piece in pieces), default=1)
         found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=most))
+        drawn_from_q = [
+            row
+            for row, session in enumerate(piece.drafted.session for piece in pieces for _ in range(piece.rows))
+            if session.opened.speculation.rule is Rule.REJECTION and found[row]
+        ]
         if drawn_from_q:
             drafts = draw_sparse(logits_RV[drawn_from_q], [draws[row] for row in drawn_from_q])
             for row, draft in zip(drawn_from_q, drafts, strict=True):
@@ -365,9 +381,9 @@ class Lookahead:
     @staticmethod
     def _settle(piece: Piece) -> None:
         held = piece.drafted
-        first = held.cached.pending - len(piece.tokens)
+        first = held.cached.pending - piece.size
         if piece.feeds_committed:
-            held.cached.advance(range(first, held.cached.pending))
+            held.cached.advance(range(first, first + len(piece.tokens)))
         else:
             held.pending.update((node, first + i) for i, node in enumerate(piece.expands))
 

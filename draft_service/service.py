@@ -1,20 +1,32 @@
-"""Starting a draft worker: model, cache, lookahead, server."""
+"""Starting a draft worker: models, caches, lookahead, server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead, LookaheadLimits
+from draft_service.reading import Reader
+from draft_service.second_level import Guesser, Lookup, SecondLevel
+from draft_service.translation import read_vocabularies, translator
 from engine.build import EngineSettings, build, welcome
+from engine.model import Model, ModelError
 from engine.parallel.leader import Ranks
 from engine.recorder import Recorder
+from engine.step import Engine
+from speculation.messages import Welcome
 from transport.tls import Identity
+from transport.tracing import TraceSettings, Tracing
 from transport.worker import Worker
 
 ROLE = "draft"
+ASSISTANT_TOKENS = 32_768
+"""Room of an assistant's cache, unless settings say how much the draft model's has. It is not asked what is free, of
+which the draft model shall have most; a session without room goes without guesses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,14 @@ class DraftSettings:
     """File to record every step in; none if empty."""
     step_timeout: float = 60.0
     """Seconds after which a step counts as stuck, and the process ends; 0: never."""
+    trace: TraceSettings | None = None
+    """Where spans go; None: tracing is off."""
+    target_tokenizer: str = ""
+    """Folder or hub id of the target's tokenizer; empty: the draft model has the same."""
+    lookup: bool = True
+    """Whether the draft model's own steps verify guesses copied from the text, unless that is in other tokens."""
+    assistant: str = ""
+    """Folder or hub id of a still smaller model, whose guesses they verify; none if empty."""
 
 
 async def start_draft(
@@ -42,8 +62,67 @@ async def start_draft(
     :class:`engine.recorder.RecordError` or :class:`transport.address.AddressError`, each one line.
     """
     recorder = Recorder(Path(settings.record)) if settings.record else None
-    engine = await asyncio.to_thread(build, settings.engine, progress, invariant=False, ranks=ranks)
-    machine = Lookahead(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder)
-    worker = Worker(machine, ROLE, engine.close, settings.step_timeout)
+    tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
+    loaded = await asyncio.to_thread(_load, settings, progress, ranks)
+    machine = Lookahead(
+        loaded.engine, loaded.welcome, settings.limits, recorder, tracing, loaded.reader, loaded.second_level
+    )
+    ending = ExitStack()
+    ending.callback(loaded.engine.close)
+    if tracing is not None:
+        ending.callback(tracing.close)
+    worker = Worker(machine, ROLE, ending.close, settings.step_timeout)
     await worker.start(listen, identity)
     return worker
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What takes its time to load."""
+
+    engine: Engine
+    welcome: Welcome
+    reader: Reader | None
+    second_level: SecondLevel
+
+
+def _load(settings: DraftSettings, progress: Callable[[str], None] | None, ranks: Ranks | None) -> _Loaded:
+    known = read_vocabularies(settings.engine.model, settings.target_tokenizer)
+    if known is not None and settings.assistant:
+        raise ModelError(
+            f"--assistant {settings.assistant}: guesses are tokens of the target, and the draft model "
+            f"{settings.engine.model} has others; leave the assistant out, or choose another draft model"
+        )
+    # Before the draft model, whose cache takes what memory is left.
+    assistant = _assistant(settings, progress) if settings.assistant else None
+    engine = build(settings.engine, progress, invariant=False, ranks=ranks)
+    introduction, reader = welcome(settings.engine, engine.model, ROLE), None
+    guessers: list[Guesser] = [Lookup()] if settings.lookup and known is None else []
+    try:
+        if assistant is not None:
+            _check_assistant(assistant.model, engine.model)
+            guessers.append(Assistant(assistant))
+        if known is not None:
+            reader = translator(engine, known, progress)
+            introduction = replace(introduction, vocabulary=reader.model.vocabulary, tokenizer=known.digest)
+    except ModelError:
+        engine.close()
+        raise
+    return _Loaded(engine, introduction, reader, SecondLevel(introduction.vocabulary, guessers))
+
+
+def _assistant(settings: DraftSettings, progress: Callable[[str], None] | None) -> Engine:
+    """On one rank, whatever the draft model has."""
+    chosen = settings.engine
+    tokens = chosen.cache_tokens or ASSISTANT_TOKENS
+    own = replace(chosen, model=settings.assistant, name="", cache_tokens=tokens, tensor_parallel_size=1)
+    return build(own, progress, invariant=False)
+
+
+def _check_assistant(assistant: Model, draft: Model) -> None:
+    """Guesses are token ids of the draft model. Raises :class:`engine.model.ModelError`."""
+    if assistant.tokenizer_digest != draft.tokenizer_digest or assistant.vocabulary != draft.vocabulary:
+        raise ModelError(
+            f"--assistant {assistant.name}: its tokenizer ({assistant.vocabulary} tokens) is not that of the draft "
+            f"model {draft.name} ({draft.vocabulary} tokens); choose a model with the draft model's tokenizer"
+        )

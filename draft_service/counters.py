@@ -1,0 +1,28 @@
+"""What a draft worker counts, and tells with every heartbeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Monotone totals since the start."""
+
+    steps: int = 0
+    step_microseconds: int = 0
+    computed: int = 0
+    reused: int = 0
+    """Tokens taken over from the cache instead of being computed."""
+    guessed: int = 0
+    """Guesses computed at the second level ..."""
+    followed: int = 0
+    """... and those that the draft model drew itself, so that they count as drafts that were expanded."""
+    proposed: int = 0
+    verified: int = 0
+    accepted: int = 0
+    lost: int = 0
+    asked: int = 0
+    """Lead that targets asked for, added up at every verification ..."""
+    delivered: int = 0
+    """... and what there was of it by then."""

@@ -1,0 +1,55 @@
+"""What a draft worker holds of a session: its drafts, its cache, and what shapes its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from draft_service.reading import Text
+from engine.kv_cache import CachedSequence
+from engine.shaping import Shaping
+from speculation.draft_session import DraftSession
+from speculation.trie import Node
+from transport.session_log import SessionLog
+from transport.tracing import Course
+from transport.worker import Outgoing
+
+
+@dataclass(eq=False, slots=True)
+class Drafted:
+    """A session that this worker drafts for, and where its nodes are in the cache."""
+
+    link: Hashable
+    session: DraftSession
+    text: Text
+    """What the draft model reads of it; the cache is filled with its tokens."""
+    cached: CachedSequence
+    log: SessionLog
+    course: Course
+    shaping: Shaping | None = None
+    """What it does to its logits, if anything."""
+    pending: dict[Node, int] = field(default_factory=dict)
+    """Nodes that were fed, by their index among the cache's pending nodes."""
+    drafted_for: float = 0.0
+    """Seconds that the steps took which drafted for it since its last push."""
+
+    @property
+    def uncached(self) -> int:
+        """Tokens of the committed text that the cache does not hold."""
+        return len(self.text.tokens) - self.cached.length
+
+    def frontier(self, context: int) -> Sequence[Node]:
+        """The places worth expanding that a draft model of so much ``context`` can be fed."""
+        room = context - len(self.text.tokens)
+        if room < 0 or not self.text.complete:
+            return ()
+        deepest = self.session.trie.position + room
+        return [node for node in self.session.frontier() if node.end <= deepest]
+
+    def pushes(self) -> Outgoing:
+        """What is to be sent now, with the time that drafting it took."""
+        proposals = self.session.pushes()
+        if not proposals:
+            return []
+        took, self.drafted_for = round(self.drafted_for * 1e6), 0.0
+        return [(self.link, replace(proposal, took_us=took)) for proposal in proposals]

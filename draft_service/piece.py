@@ -1,0 +1,65 @@
+"""What the engine computes for one session in a step of a draft worker, and how its rows are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draft_service.drafted import Drafted
+from engine.sampling import Draw
+from engine.shaping import Shape
+from engine.step import Chunk
+from speculation.messages import ANCHOR
+from speculation.trie import Node, Offer
+
+
+@dataclass(slots=True)
+class Piece:
+    """One session's part of a step: feed committed tokens, or draft nodes; ``expands`` are the places to go on from."""
+
+    drafted: Drafted
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    expands: Sequence[Node]
+    """The nodes whose tokens come last."""
+    guesses: Offer = Offer()
+    """What the draft model may draw behind the first of ``expands``, computed after all else."""
+
+    @property
+    def size(self) -> int:
+        """How many tokens are computed."""
+        return len(self.tokens) + len(self.guesses.nodes)
+
+    @property
+    def rows(self) -> int:
+        """How many places are drawn at: those to expand, then the guesses."""
+        return len(self.expands) + len(self.guesses.nodes)
+
+    @property
+    def feeds_committed(self) -> bool:
+        """Whether the tokens are committed ones."""
+        return not self.expands or self.expands[0] is self.drafted.session.trie.root
+
+    def chunk(self) -> Chunk:
+        """What the engine computes."""
+        own = len(self.tokens)
+        first = self.drafted.cached.pending + own
+        place = first - len(self.expands)
+        parents = [place if parent == ANCHOR else first + parent for parent in self.guesses.parents]
+        rows = range(own - len(self.expands), self.size)
+        return Chunk(self.drafted.cached, [*self.tokens, *self.guesses.tokens], [*self.parents, *parents], rows)
+
+    def draws(self) -> list[Draw]:
+        """How the token of each row is drawn."""
+        ends = [node.end for node in self.expands]
+        ends += [ends[0] + guess.end for guess in self.guesses.nodes]
+        return [Draw(self.drafted.session.opened.sampling, end) for end in ends]
+
+    def shapes(self) -> list[Shape | None]:
+        """How the logits of each row are shaped; None: not at all."""
+        shaping, root = self.drafted.shaping, self.drafted.session.trie.root
+        if shaping is None:
+            return [None] * self.rows
+        paths = [[above.token for above in node.path_from(root)] for node in self.expands]
+        paths += [[*paths[0], *self.guesses.tokens[: guess.end]] for guess in self.guesses.nodes]
+        return [shaping.after(path) for path in paths]

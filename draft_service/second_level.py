@@ -1,0 +1,161 @@
+"""The second level of a draft worker: what its own forwards are made to verify besides drafting.
+
+Decides for which sessions guesses are made and how many of them join the next forward, and goes on, after it, along
+those that the draft model drew itself. What becomes a draft is what would have become one without guesses, a forward
+or more later. Sessions under the rejection rule are left out: each of their drafts is drawn once, from its own q.
+
+A new kind of guess is a class with the members of :class:`Guesser`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from draft_service.drafted import Drafted
+from draft_service.piece import Piece
+from speculation.budget import StepCost
+from speculation.calibration import Calibration
+from speculation.draft_session import Candidate
+from speculation.guesses import MOST_GUESSES, MOST_SESSIONS, Forward, Guesses, draft_along
+from speculation.lookup import PromptLookup
+from speculation.messages import Rule, Source, Token
+from speculation.trie import Node
+
+INDEXED = 512
+"""Committed tokens that lookup takes in at once; a long prompt is read over several steps."""
+NOTHING = -1
+"""What a draft model draws at a place where nothing may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A place behind which guesses may hang in the next forward, and those that hang there so far."""
+
+    held: Drafted
+    place: Node
+    path: tuple[Token, ...]
+    """Drafts from the end of the text to the place, its own token included."""
+    depth: int
+    """Guesses that may follow each other there, at least 1."""
+    guesses: Guesses
+
+    @property
+    def text(self) -> tuple[Token, ...]:
+        """The path and the guesses behind it."""
+        return (*self.path, *self.guesses.offer.tokens)
+
+
+class Guesser(Protocol):
+    """What guesses how a draft model goes on."""
+
+    def guess(self, asked: Sequence[Ask], forward: Forward) -> None:
+        """Hang guesses from those places for which it has better ones than hang there, as many as it can afford."""
+        ...
+
+    def drop(self, held: Drafted) -> None:
+        """Forget a session."""
+        ...
+
+
+class Lookup:
+    """Guesses copied from the session's own text and drafts; see :mod:`speculation.lookup`."""
+
+    def __init__(self) -> None:
+        self._known: dict[Drafted, PromptLookup] = {}
+
+    def guess(self, asked: Sequence[Ask], _forward: Forward) -> None:
+        """Ask every session's own text, once all of it is read."""
+        for ask in asked:
+            known = self._known.setdefault(ask.held, PromptLookup())
+            tokens = ask.held.session.tokens
+            known.extend(tokens[len(known) : len(known) + INDEXED])
+            if len(known) < len(tokens):
+                continue
+            found = known.propose_after(ask.path, ask.depth)
+            for token, sure in zip(found.tokens, found.confidence, strict=True):
+                ask.guesses.add(token, sure, Source.LOOKUP)
+
+    def drop(self, held: Drafted) -> None:
+        """Forget a session's text."""
+        self._known.pop(held, None)
+
+
+class SecondLevel:
+    """The guesses of all sessions of a draft worker; none without ``guessers``."""
+
+    def __init__(self, vocabulary: int, guessers: Sequence[Guesser] = ()) -> None:
+        """Each of the ``guessers`` sees what those before it have guessed. ``vocabulary``: the draft model's."""
+        self._vocabulary, self._guessers = vocabulary, guessers
+        self._calibration = Calibration()
+        self._guesses: dict[Drafted, Guesses] = {}
+        self._asked: dict[Drafted, Ask] = {}
+        """In the step at hand."""
+        self.seconds = 0.0
+        """How long it took to find the guesses for the step at hand."""
+
+    def hang(self, pieces: Sequence[Piece], cost: StepCost) -> None:
+        """Add to the pieces of the next forward the guesses that pay, by what such forwards take: ``cost``."""
+        if not self._guessers:
+            return
+        started = time.perf_counter()
+        pieces_by_worth = sorted(filter(_may_be_guessed_for, pieces), key=lambda piece: -piece.expands[0].weight)
+        guessed = pieces_by_worth[:MOST_SESSIONS]
+        asked = [self._ask(piece) for piece in guessed]
+        self._asked = {ask.held: ask for ask in asked}
+        gain = sum(node.weight for piece in pieces for node in piece.expands)
+        forward = Forward(sum(len(piece.tokens) for piece in pieces), gain, cost)
+        for guesser in self._guessers:
+            guesser.guess(asked, forward)
+        offers = [ask.guesses.offer for ask in asked]
+        chances = [[ask.place.weight * odds for odds in offer.odds] for ask, offer in zip(asked, offers, strict=True)]
+        for piece, offer, count in zip(guessed, offers, forward.worth(chances), strict=True):
+            piece.guesses = offer.first(count)
+        self.seconds = time.perf_counter() - started
+
+    def _ask(self, piece: Piece) -> Ask:
+        """The place of a piece behind which guesses hang: the one that is worth most."""
+        held, place = piece.drafted, piece.expands[0]
+        if held not in self._guesses:
+            self._guesses[held] = Guesses(self._vocabulary, self._calibration)
+        guesses = self._guesses[held]
+        guesses.clear()
+        path = tuple(node.token for node in place.path_from(held.session.trie.root))
+        return Ask(held, place, path, min(_levels(piece), MOST_GUESSES), guesses)
+
+    def follow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> list[Node]:
+        """The guesses that the draft model drew itself, as the drafts that they are; the others are forgotten.
+
+        ``found``: what may follow at each row of the piece, whose places have been expanded. The drafts returned have
+        been expanded too.
+        """
+        ask = self._asked.get(piece.drafted)
+        if ask is None:
+            return []
+        held, tokens = ask.held, piece.guesses.tokens
+        rows = [found[0], *found[len(piece.expands) :]]
+        kept = ask.guesses.settle(len(tokens), [row[0].token if row else NOTHING for row in rows])
+        first = held.cached.pending - len(tokens)
+        followed = draft_along(held.session, ask.place, tokens[:kept], rows[1:])
+        held.pending.update((node, first + i) for i, node in enumerate(followed))
+        held.cached.retract(len(tokens) - len(followed))
+        return followed
+
+    def drop(self, held: Drafted) -> None:
+        """Forget a session."""
+        self._guesses.pop(held, None)
+        self._asked.pop(held, None)
+        for guesser in self._guessers:
+            guesser.drop(held)
+
+
+def _may_be_guessed_for(piece: Piece) -> bool:
+    """Whether there is room for guesses, and drafts are what the draft model draws, however often it does."""
+    return bool(piece.expands) and piece.drafted.session.opened.speculation.rule is Rule.COUPLED and _levels(piece) > 0
+
+
+def _levels(piece: Piece) -> int:
+    """How many guesses may follow each other. The last level is drafted, never expanded: computing it is of no use."""
+    return piece.drafted.session.levels_below(piece.expands[0]) - 1
