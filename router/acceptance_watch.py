@@ -6,7 +6,7 @@ below an absolute floor, and the episode is over when a block is clearly above b
 follows, it is also over once the low value has become the usual one. One warning is logged per episode. Text is never
 at stake: drafts are hints, and a collapse costs speed only.
 
-A pair's drafts include those that the target finds by prompt lookup while the drafter serves the session.
+What the target finds itself (prompt lookup, a caller's prediction) does not count: no drafter has to answer for it.
 """
 
 from __future__ import annotations

@@ -13,31 +13,39 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from router import responses
+from router import openapi, page, responses
+from router.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, seconds_allowed
 from router.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
 from router.auth import ApiKeys, RequireKey
-from router.choices import Chunk, run_choices
+from router.choice_reader import Chunk
+from router.choices import run_choices
+from router.cluster_view import ClusterView
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, own_version
+from router.prompt_recorder import Asked, PromptRecorder
 from router.requests import ApiRequest, Offer, Offers, no_such_model, parse_chat, parse_completion
-from router.responses import Envelope, Json, Usage
+from router.responses import Choice, Envelope, Json, Usage
 from router.snapshot import Snapshot
+from router.structured import mentions_structure
 from router.tally import Tally
 from router.tokenizer import TokenizerError
 from router.tokenizers import Tokenizers
-from speculation.messages import FinishReason, Speculation
+from speculation.messages import Speculation
+from transport.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +53,9 @@ PARSED_INLINE_BYTES = 16 << 10
 """Larger bodies are parsed and tokenised in a thread, so that they do not hold up other requests' tokens."""
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that nobody receives (nginx's number); seen in access logs only."""
+
+CLOSING = frozenset({"body_too_large", "request_timeout", "draining"})
+"""Refusals after which a connection is of no use: what is left of a body must not be read, or the router stops."""
 
 Parse = Callable[[bytes, Offers, str], ApiRequest]
 
@@ -59,11 +70,19 @@ class ApiSettings:
     max_choices: int = 16
     """Prompts times ``n`` of one request."""
     retry_after_s: float = 1.0
-    """What a refused client is told to wait."""
+    """What a refused client is told to wait where nobody knows better."""
     speculation: Speculation = Speculation()
     """How drafting goes where a request does not say."""
     api_keys: ApiKeys | None = None
     """Who may use the API; None: everybody."""
+    admission: AdmissionSettings = AdmissionSettings()
+
+
+_CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),  # keys come in a header, never in a cookie, so no header needs to be kept out
+    "expose_headers": (REQUEST_ID_HEADER, "retry-after", "x-should-retry", *RATE_HEADERS),
+}
 
 
 def build_app(
@@ -71,20 +90,33 @@ def build_app(
     tokenizers: Tokenizers,
     settings: ApiSettings | None = None,
     metrics: RouterMetrics | None = None,
+    tracing: Tracing | None = None,
+    recorder: PromptRecorder | None = None,
 ) -> Starlette:
     """The application. It owns nothing: ``generator`` is started and stopped by the caller.
 
     ``metrics`` are those of the router behind ``generator``; without them only requests are counted, and nothing is
-    known of workers.
+    known of workers. ``tracing`` makes a span of every request; without it there are none. ``recorder`` keeps prompts;
+    without it none are kept.
     """
     settings = settings or ApiSettings()
     metrics = metrics or RouterMetrics(Tally(), Snapshot)
+    admission = Admission(settings.admission)
+    metrics.accounts = admission.accounts
     middleware = [Middleware(RequestIds)]
+    if origins := settings.admission.cors_origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **_CORS))
     if settings.api_keys is not None:
         middleware.append(Middleware(RequireKey, settings.api_keys, metrics.tally.answered))
-    api = _Api(generator, tokenizers, settings, metrics)
+    if tracing is not None:
+        from router.tracing import TraceRequests
+
+        middleware.append(Middleware(TraceRequests, tracing))
+    middleware.append(Middleware(Admit, admission, metrics.tally.answered))
+    api = _Api(generator, tokenizers, settings, metrics, recorder)
     return Starlette(
         routes=[
+            *page.routes(),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
             Route("/v1/models", api.models, methods=["GET"]),
@@ -92,6 +124,8 @@ def build_app(
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.ready, methods=["GET"]),
             Route("/metrics", api.exposition, methods=["GET"]),
+            Route("/openapi.json", api.description, methods=["GET"]),
+            Route("/cluster", api.cluster, methods=["GET"]),
         ],
         middleware=middleware,
         exception_handlers={
@@ -108,13 +142,20 @@ class _Api:
     """The endpoints."""
 
     def __init__(
-        self, generator: Generator, tokenizers: Tokenizers, settings: ApiSettings, metrics: RouterMetrics
+        self,
+        generator: Generator,
+        tokenizers: Tokenizers,
+        settings: ApiSettings,
+        metrics: RouterMetrics,
+        recorder: PromptRecorder | None,
     ) -> None:
         self._generator = generator
         self._tokenizers = tokenizers
         self._settings = settings
         self._metrics = metrics
         self._tally = metrics.tally
+        self._recorder = recorder
+        self._cluster = ClusterView(metrics)
         self._started = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -125,14 +166,15 @@ class _Api:
 
     async def models(self, _request: Request) -> Response:
         """What is served now: none while no target worker was connected."""
-        return _json({"object": "list", "data": [self._model_body(name) for name in self._named_models()]})
+        return _json({"object": "list", "data": [self._model_body(*named) for named in self._named_models().items()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._check_served()
-        if name not in self._named_models():
-            raise no_such_model(name, self._named_models())
-        return _json(self._model_body(name))
+        models = self._named_models()
+        if name not in models:
+            raise no_such_model(name, models)
+        return _json(self._model_body(name, models[name]))
 
     async def health(self, _request: Request) -> Response:
         """200 as long as the process serves, whatever the workers do."""
@@ -150,6 +192,14 @@ class _Api:
         """The metrics of this router, for Prometheus."""
         body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
+
+    async def description(self, _request: Request) -> Response:
+        """What this API takes and gives, in OpenAPI's terms."""
+        return _json(openapi.description(own_version()))
+
+    async def cluster(self, _request: Request) -> Response:
+        """What this router knows of the cluster; see :mod:`router.cluster_view`."""
+        return _json(dict(self._cluster()), headers={"cache-control": "no-store"})
 
     def _named_models(self) -> dict[str, ServedModel]:
         """By public name."""
@@ -173,57 +223,80 @@ class _Api:
                 why = f"cannot read the tokenizer of {name}: {error}"
                 log.error(why)
                 continue
-            offers[name] = Offer(name, model, tokenizer, self._settings.max_choices, self._settings.speculation)
+            offers[name] = Offer(
+                name,
+                model,
+                tokenizer,
+                self._settings.max_choices,
+                self._settings.speculation,
+                records=self._recorder is not None,
+            )
         if not offers:
             raise GenerationError("unavailable", why)
         return offers
 
-    def _model_body(self, name: str) -> Json:
-        return responses.model_body(name, self._started, self._named_models()[name].context)
+    def _model_body(self, name: str, model: ServedModel) -> Json:
+        return responses.model_body(name, self._started, model.context)
 
     async def _generate(self, request: Request, parse: Parse) -> Response:
         arrived = self._tally.clock()
         body = await read_body(request, self._settings.max_body_bytes)
         offers = await self._offers()
         arguments = (body, offers, request.state.request_id)
-        inline = len(body) <= PARSED_INLINE_BYTES
+        inline = len(body) <= PARSED_INLINE_BYTES and not mentions_structure(body)
         parsed = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
+        parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
+        served = offers[parsed.model]
+        if self._recorder is not None and parsed.store:
+            self._recorder.take(Asked(parsed.model, body, parsed.prompts, served.tokenizer))
+        visit = request.state.visit
+        seconds = seconds_allowed(parsed.timeout, request.headers, self._settings.admission)
+        visit.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(
             parsed.kind,
             id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=parsed.model,
+            tokenizer=served.tokenizer,
             include_usage=parsed.include_usage,
             include_speculation=parsed.include_speculation,
+            details=parsed.details,
+            form=parsed.form,
         )
-        served = offers[parsed.model]
         chunks = self._tally.observed(
             run_choices(parsed, self._generator, served.tokenizer), served.model.name, len(parsed.generations), arrived
         )
-        usage = Usage(parsed.prompt_tokens, parsed.n)
+        chunks = admitted(chunks, visit, seconds)
+        usage = Usage(parsed.prompt_tokens, parsed.n, len(parsed.generations))
+        request.state.parsed, request.state.usage = parsed, usage
         if parsed.stream:
-            failed = partial(self._failed_midway, request.state.request_id)
-            first = await while_connected(request.receive, _first(chunks))
-            return EventStream(_events(first, chunks, envelope, usage, failed))
-        whole = _whole(chunks, envelope, usage, len(parsed.generations))
+            failed = partial(self._failed_midway, request)
+            async with AsyncExitStack() as unless_streamed:
+                unless_streamed.push_async_callback(chunks.aclose)
+                first = await while_connected(request.receive, _first(chunks))
+                unless_streamed.pop_all()
+            return EventStream(_events(first, chunks, envelope, usage, failed), chunks)
+        whole = _whole(chunks, envelope, usage)
         return _json(await while_connected(request.receive, whole))
 
-    def _failed_midway(self, request_id: str, code: ErrorCode, error: Exception) -> None:
+    def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""
         self._tally.answered(code)
+        request.state.error = code.name
         crash = None if isinstance(error, GenerationError) else error
-        log.error("a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request_id})
+        log.error(
+            "a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request.state.request_id}
+        )
 
     def on_api_error(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        # What is left of a body that is too large must not be read: the connection cannot be used again.
-        headers = {"connection": "close"} if error.code.name == "body_too_large" else {}
-        return self._refusal(error.code, error.message, error.param, headers)
+        return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
 
-    def on_generation_error(self, _request: Request, error: Exception) -> Response:
+    def on_generation_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, GenerationError)
-        return self._refusal(code_of(error.code), error.message)
+        request.state.error = error.code
+        return self._refusal(code_of(error.code), error.message, retry_after=error.retry_after)
 
     def on_http_exception(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -242,12 +315,19 @@ class _Api:
         return _json(responses.internal_error_body(), code_of("internal").status, headers)
 
     def _refusal(
-        self, code: ErrorCode, message: str, param: str | None = None, headers: dict[str, str] | None = None
+        self,
+        code: ErrorCode,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        retry_after: float | None = None,
     ) -> Response:
         self._tally.answered(code)
         headers = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
         if code.retryable:
-            headers["retry-after"] = str(math.ceil(self._settings.retry_after_s))
+            headers["retry-after"] = str(math.ceil(retry_after or self._settings.retry_after_s))
+        if code.name in CLOSING:
+            headers["connection"] = "close"
         return _json(responses.error_body(code, message, param), code.status, headers)
 
 
@@ -259,15 +339,16 @@ async def _first(chunks: AsyncGenerator[Chunk]) -> Chunk:
     return await anext(chunks)
 
 
-async def _whole(chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage, choices: int) -> Json:
-    texts: list[list[str]] = [[] for _ in range(choices)]
-    finishes = [FinishReason.STOP] * choices
+async def _whole(chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage) -> Json:
+    gathered = [Choice() for _ in range(usage.choices)]
+    commits: list[Chunk] = []
     async with aclosing(chunks):
         async for chunk in chunks:
             usage.add(chunk)
-            texts[chunk.index].append(chunk.text)
-            finishes[chunk.index] = chunk.finish or finishes[chunk.index]
-    return envelope.whole(["".join(parts) for parts in texts], finishes, usage)
+            gathered[chunk.index].add(chunk)
+            if envelope.details and chunk.tokens:
+                commits.append(chunk)
+    return envelope.whole(gathered, usage, commits)
 
 
 async def _events(
@@ -305,9 +386,10 @@ def _chunk_bodies(chunk: Chunk, envelope: Envelope, usage: Usage, opened: set[in
     bodies = []
     if envelope.kind == "chat" and chunk.index not in opened:
         opened.add(chunk.index)
-        bodies.append(envelope.opening(chunk.index))
-    if chunk.text or (envelope.include_speculation and chunk.tokens):
+        bodies.append(envelope.opening(chunk.index, chunk.prompt))
+    of_prompt = chunk.prompt is not None and envelope.kind == "completion"
+    if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.include_speculation and chunk.tokens):
         bodies.append(envelope.text(chunk))
     if chunk.finish is not None:
-        bodies.append(envelope.closing(chunk.index, chunk.finish))
+        bodies.append(envelope.closing(chunk, usage))
     return bodies

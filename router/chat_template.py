@@ -15,12 +15,19 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = Mapping[str, str]
-"""A chat message: ``role``, ``content`` and perhaps ``name``."""
+from router.tool_calls import form_shown
+
+Message = Mapping[str, Any]
+"""A chat message: ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS})
+"""Variables that are not a caller's to set."""
 
 LONGEST_REASON = 300
 
@@ -36,21 +43,41 @@ class ChatTemplate:
         """Raises :class:`TemplateError` when ``source`` does not compile."""
         self._variables = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template does not compile: {_reason(error)}") from error
+        self.variables = frozenset(names) - environment.globals.keys()
+        """What it reads."""
+        self.knows_tools = "tools" in self.variables
+        """Whether it has a place for the functions a model may call."""
+        self.tool_form = form_shown(source) if self.knows_tools else None
+        """How it writes calls; None: in no form known here."""
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt that asks the model for the next assistant message."""
-        variables = self._variables | {
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt that asks the model for the next assistant message.
+
+        ``tools`` are functions as OpenAI describes them; ``variables`` are none of :data:`RESERVED`.
+        """
+        variables = {
+            **(variables or {}),
+            **self._variables,
             "messages": [dict(message) for message in messages],
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise TemplateError(f"the model's chat template refuses these messages: {_reason(error)}") from error
 
 

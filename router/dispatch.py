@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from router.choice import Wanted
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
+from router.journal import SessionNotes
+from router.limits import Durations
 from router.metrics import RouterMetrics
 from router.pool import PoolEvents, WorkerPool, outside_vocabulary
 from router.prefixes import blocks_of
-from router.session_log import SessionLog
+from router.run import Run
 from router.snapshot import Snapshot, WorkerView
-from router.tally import SessionTally, Tally
+from router.tally import Tally
+from router.totals import Totals
+from router.untraced import Untraced
+from router.witness import Witness
 from speculation.demand import RouterDemand
 from speculation.events import (
     Available,
@@ -47,18 +51,22 @@ from speculation.events import (
 )
 from speculation.messages import (
     Close,
+    FinishReason,
     FromWorker,
     Limits,
     Load,
     Open,
+    Proposal,
     SessionId,
     ToWorker,
     Verification,
     Welcome,
 )
+from speculation.origin import from_draft_models
 from speculation.reopening import ReopeningLimits, Reopenings
 from speculation.session import Phase, Session, SessionLimits
 from transport.codec import MalformedMessage
+from transport.session_log import SessionLog
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -74,75 +82,25 @@ class DispatchLimits:
     reopening: ReopeningLimits = ReopeningLimits()
 
 
-@dataclass(slots=True)
-class Totals:
-    """Monotone totals since the start. What sessions count themselves is added when they end."""
-
-    sessions: int = 0
-    committed: int = 0
-    accepted: int = 0
-    offered: int = 0
-    reopened: int = 0
-    moved: int = 0
-    """Sessions that went to another target without a fault, each time."""
-    condemned: int = 0
-    """Sessions failed because targets died of them."""
-    failed: int = 0
-    malformed: int = 0
-    """Messages of workers that break the protocol; all were dropped."""
-    stale: int = 0
-    """Messages of workers that came too late to matter, or about no session known here."""
-    strikes: int = 0
-    """Malformed messages held against a drafter by its session."""
-    quarantined: int = 0
-    """Drafters that a session was done with; each counts once for every such session."""
-
-    def take(self, session: Session) -> None:
-        """Add what a session counts itself."""
-        self.reopened += session.reopened
-        self.moved += session.moved
-        self.stale += session.stale
-        self.strikes += sum(map(len, session.strikes.values()))
-        self.quarantined += len(session.quarantined)
-
-
-@dataclass(eq=False, slots=True)
-class _Run:
-    """A session under way and what it has for its client."""
-
-    session: Session
-    tally: SessionTally
-    log: SessionLog
-    model: ServedModel | None
-    blocks: tuple[int, ...]
-    """Of the prompt; see :mod:`router.prefixes`."""
-    items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
-    timers: set[asyncio.TimerHandle] = field(default_factory=set)
-    at: dict[Role, PeerId] = field(default_factory=dict)
-    """Where it was last opened."""
-    revision: int | None = None
-    """That the text began with. Another would go on with another text."""
-    finished: bool = False
-    """Whether the session came to its end, and was not stopped or failed."""
-
-    @property
-    def wanted(self) -> Wanted:
-        """What it needs of a worker now."""
-        name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
-        tokens = self.session.prompt_length + len(self.session.output)
-        return Wanted(name, tokenizer, self.revision, tokens, self.blocks)
-
-
 class Dispatcher:
     """All sessions of a router. Implements :class:`router.generation.Generator`."""
 
-    def __init__(self, limits: DispatchLimits = DispatchLimits(), identity: Identity | None = None) -> None:
-        """No workers are known yet: see ``pool.set_workers``. ``identity``: see :class:`router.pool.WorkerPool`."""
-        self._limits = limits
-        self._runs: dict[SessionId, _Run] = {}
+    def __init__(
+        self,
+        limits: DispatchLimits = DispatchLimits(),
+        identity: Identity | None = None,
+        traced: Callable[[SessionId], Untraced] = Untraced,
+    ) -> None:
+        """No workers are known yet: see ``pool.set_workers``. ``identity``: see :class:`router.pool.WorkerPool`.
+
+        ``traced`` makes what hears of each session; see :mod:`router.untraced`.
+        """
+        self._limits, self._traced = limits, traced
+        self._runs: dict[SessionId, Run] = {}
         self._ids = itertools.count(1)
         self._reopenings = Reopenings(limits.reopening)
         self._asked_again = False
+        self._durations = Durations()
         events = PoolEvents(self._available, self._lost, self._draining, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
@@ -150,7 +108,7 @@ class Dispatcher:
         if identity is not None:
             self.metrics.certificates = (identity.certificate,)
         self.draining = False
-        """Set by the owner before it stops: says that no new request should come here. Refuses none."""
+        """Set by the owner before it stops: no new generation begins here."""
         self.ready = asyncio.Event()
         """Set once a first target worker was up."""
 
@@ -173,29 +131,47 @@ class Dispatcher:
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
         """Decode; see :class:`router.generation.Generator`."""
+        if self.draining:
+            raise GenerationError("draining", "this router is stopping; ask another, or again in a moment")
         if len(self._runs) >= self._limits.sessions:
-            raise GenerationError("overloaded", f"{self._limits.sessions} generations are under way; try again later")
+            text = f"{self._limits.sessions} generations are under way; try again later"
+            raise GenerationError("overloaded", text, self._until_free())
         number = SessionId(next(self._ids))
+        trace = self._traced(number)
         session = Session(
             number,
             generation.prompt,
             generation.sampling,
-            Limits(len(generation.prompt) + generation.max_tokens, generation.stop_tokens),
+            Limits(
+                len(generation.prompt) + generation.max_tokens,
+                generation.stop_tokens,
+                len(generation.prompt) + generation.min_tokens,
+            ),
             generation.speculation,
             self._limits.session,
             generation.priority,
+            replace(generation.extras, request=generation.request_id, trace=trace.traceparent),
         )
         model = generation.model or next(iter(self.models.values()), None)
         tally = self.metrics.tally.session(model.name if model else "", len(generation.prompt))
         session_log = SessionLog(log, number, generation.request_id)
-        run = self._runs[number] = _Run(session, tally, session_log, model, blocks_of(generation.prompt))
+        notes = SessionNotes(self.pool.journal, session, generation.request_id)
+        blocks = blocks_of(generation.prompt)
+        run = self._runs[number] = Run(session, tally, session_log, notes, trace, model, blocks)
+        if generation.details:
+            run.witness = Witness(asyncio.get_running_loop().time())
         self.totals.sessions += 1
+        began = asyncio.get_running_loop().time()
+        ended: FinishReason | GenerationError | None = None
         try:
             self._handle(run, Start())
             while True:
                 item = await run.items.get()
                 if isinstance(item, GenerationError):
+                    ended = item
                     raise item
+                if isinstance(item, Ended):
+                    ended = item.reason
                 yield item
                 if isinstance(item, Ended):
                     return
@@ -203,28 +179,50 @@ class Dispatcher:
             self._handle(run, Stop())
             for timer in run.timers:
                 timer.cancel()
+            trace.ended(ended)
             self._add_up(run)
             del self._runs[number]
+            self._durations.add(asyncio.get_running_loop().time() - began)
             self._reopenings.ended(number, finished=run.finished)
             self._ask_again_soon()
 
-    def _add_up(self, run: _Run) -> None:
+    def give_up(self, why: str) -> None:
+        """Fail what is under way: this router ends."""
+        for run in list(self._runs.values()):
+            self._fail(run, GenerationError("draining", why))
+
+    def _until_free(self) -> float:
+        """Seconds until one more session can be expected to find a place."""
+        placing = self._placing()
+        return self._durations.wait(len(self._runs) - placing, ahead=placing)
+
+    def _placing(self) -> int:
+        """Sessions that wait for a target."""
+        return sum(run.session.phase is not Phase.RUNNING for run in self._runs.values())
+
+    def _add_up(self, run: Run) -> None:
         """Take over what a session that ended has counted."""
         session = run.session
         self.totals.take(session)
         for peer in session.quarantined:
             run.log.warning("done with drafter %s: %s", peer, session.strikes[peer][-1])
+            run.notes.quarantined(peer, session.strikes[peer][-1])
 
     def snapshot(self) -> Snapshot:
         """The router as of now, with what running sessions have counted."""
         totals = replace(self.totals)
         for run in self._runs.values():
             totals.take(run.session)
-        running = sum(run.session.phase is Phase.RUNNING for run in self._runs.values())
+        placing = self._placing()
+        kept = self.pool.record.measured()
         return Snapshot(
-            workers=tuple(WorkerView.of(peer) for peer in self.pool.peers.values()),
-            placing=len(self._runs) - running,
-            running=running,
+            workers=tuple(WorkerView.of(peer, kept.get(peer.peer)) for peer in self.pool.peers.values()),
+            models=tuple(self.models.values()),
+            happenings=self.pool.journal.lines,
+            sessions=totals.sessions,
+            failed=totals.failed,
+            placing=placing,
+            running=len(self._runs) - placing,
             reopened=totals.reopened,
             moved=totals.moved,
             condemned=totals.condemned,
@@ -248,6 +246,7 @@ class Dispatcher:
         if role is Role.TARGET:
             self._reopenings.lost(asyncio.get_running_loop().time(), peer, expected=expected)
         for run in list(self._runs.values()):
+            run.trace.closed(peer, "lost")
             self._handle(run, Lost(peer))
         self._ask_again_soon()
 
@@ -277,7 +276,7 @@ class Dispatcher:
         if run is not None:
             self._handle(run, Faulted(peer, error.epoch or 0, str(error)))
 
-    def _handle(self, run: _Run, event: Event) -> None:
+    def _handle(self, run: Run, event: Event) -> None:
         now = asyncio.get_running_loop().time()
         for effect in run.session.handle(now, event):
             self._perform(run, effect)
@@ -296,20 +295,27 @@ class Dispatcher:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, run: _Run, effect: Effect) -> None:
+    def _perform(self, run: Run, effect: Effect) -> None:
         match effect:
             case Place(role=role, avoid=avoid):
                 self._handle(run, self._placed(run, role, avoid))
             case Send(peer=peer, message=message):
                 self._note(run, peer, message)
                 self.pool.send(peer, message)
-            case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached):
-                self._learn(run, accepted, offered)
+            case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, told=told):
+                now = asyncio.get_running_loop().time()
+                of_drafter = from_draft_models(accepted, offered, told)
+                self._learn(run, *of_drafter)
                 self.totals.committed += len(tokens)
                 self.totals.accepted += accepted
                 self.totals.offered += offered
-                run.tally.committed(asyncio.get_running_loop().time(), len(tokens), accepted, offered, cached)
-                run.items.put_nowait(Committed(tokens, accepted, offered, cached))
+                run.tally.committed(now, len(tokens), accepted, offered, cached, of_drafter)
+                run.trace.committed(len(tokens), accepted, offered)
+                details = None
+                if run.witness is not None:
+                    at, reopened = run.at, run.session.reopened
+                    details = run.witness.committed(now, at[Role.TARGET], at.get(Role.DRAFT), reopened)
+                run.items.put_nowait(Committed(tokens, accepted, offered, cached, told, details))
             case Wake(at=at):
                 self._set_timer(run, at)
             case Finish(reason=reason):
@@ -317,14 +323,17 @@ class Dispatcher:
                     run.finished = True
                     run.items.put_nowait(Ended(reason, run.session.reopened))
             case Fail(code=code, message=message):
-                self.totals.failed += 1
-                why = self._why(run, code, message)
-                run.log.warning("failed (%s): %s", code.value, why)
-                run.items.put_nowait(GenerationError(code.value, why))
+                retry_after = self._until_free() if code is FailureCode.OVERLOADED else None
+                self._fail(run, GenerationError(code.value, self._why(run, code, message), retry_after))
             case _:
                 assert_never(effect)
 
-    def _placed(self, run: _Run, role: Role, avoid: frozenset[PeerId]) -> Placed | Condemned:
+    def _fail(self, run: Run, error: GenerationError) -> None:
+        self.totals.failed += 1
+        run.log.warning("failed (%s): %s", error.code, error.message)
+        run.items.put_nowait(error)
+
+    def _placed(self, run: Run, role: Role, avoid: frozenset[PeerId]) -> Placed | Condemned:
         """The choice of a worker, but for targets where it is not this session's turn."""
 
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
@@ -333,10 +342,12 @@ class Dispatcher:
         if role is not Role.TARGET:
             return Placed(role, choose(avoid))
         answer = self._reopenings.place(asyncio.get_running_loop().time(), run.session.session, avoid, choose)
-        self.totals.condemned += isinstance(answer, Condemned)
+        if isinstance(answer, Condemned):
+            self.totals.condemned += 1
+            run.notes.condemned(run.at[Role.TARGET], answer.deaths)
         return answer
 
-    def _note(self, run: _Run, peer: PeerId, message: ToWorker) -> None:
+    def _note(self, run: Run, peer: PeerId, message: ToWorker) -> None:
         """Keep the accounts of which session is open where."""
         if isinstance(message, Open):
             self.pool.opened(peer, message, run.blocks)
@@ -344,14 +355,19 @@ class Dispatcher:
             if known is not None:
                 run.at[known.role] = peer
                 run.tally.opened(peer, known.role)
+                run.trace.opened(peer, known.role, message)
                 if known.role is Role.TARGET:
+                    run.notes.opened(peer)
                     self._reopenings.opened(message.session, peer, message.epoch)
             run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
+        elif isinstance(message, Proposal) and run.witness is not None:
+            run.witness.proposed(asyncio.get_running_loop().time(), message)
         elif isinstance(message, Close):
+            run.trace.closed(peer, "closed")
             self._reopenings.closed(message.session, peer)
             self.pool.closed(peer, message.session)
 
-    def _learn(self, run: _Run, accepted: int, offered: int) -> None:
+    def _learn(self, run: Run, accepted: int, offered: int) -> None:
         """What a step of a session says about its workers."""
         target = run.at[Role.TARGET]
         known = self.pool.peers.get(target)
@@ -360,7 +376,7 @@ class Dispatcher:
         if offered and Role.DRAFT in run.at:
             self.pool.drafted(target, run.at[Role.DRAFT], accepted, offered)
 
-    def _why(self, run: _Run, code: FailureCode, message: str) -> str:
+    def _why(self, run: Run, code: FailureCode, message: str) -> str:
         """The reason of a failure, with what the session itself cannot know."""
         if code is not FailureCode.UNAVAILABLE or run.model is None:
             return message
@@ -371,7 +387,7 @@ class Dispatcher:
             )
         return f"{message} for model {run.model.name}"
 
-    def _set_timer(self, run: _Run, at: float) -> None:
+    def _set_timer(self, run: Run, at: float) -> None:
         def fire() -> None:
             run.timers.discard(handle)
             if run.session.phase is not Phase.ENDED:

@@ -56,10 +56,19 @@ _ROWS = (
     _request("not_found", "No such endpoint.", status=404),
     _request("method_not_allowed", "The endpoint exists, for another method.", status=405),
     _request("body_too_large", "The body is larger than this server reads.", status=413),
+    _request("request_timeout", "The body did not come in time.", status=408),
     _request("bad_request", "Any other refusal of the HTTP layer."),
     ErrorCode("overloaded", 429, ErrorType.RATE_LIMIT, True, "No room now; nothing was started."),
+    ErrorCode(
+        "rate_limit_exceeded",
+        429,
+        ErrorType.RATE_LIMIT,
+        True,
+        "A limit on requests or tokens is reached; see the headers.",
+    ),
+    _server("timeout", "The time that the request had is over.", status=504, retryable=False),
     _server("unavailable", "No target worker is connected.", status=503),
-    _server("draining", "The worker is going away and no other took the session.", status=503),
+    _server("draining", "The router is stopping, or a worker is and no other took the session.", status=503),
     _server("unknown_session", "The worker lost the session and no other took it.", status=503),
     _server("faulty", "The generation failed on every worker that tried it.", retryable=False),
     _server("internal", "A fault of this server."),
@@ -83,9 +92,13 @@ def code_of_status(status: int) -> ErrorCode:
 class ApiError(Exception):
     """A request that is refused at the edge. ``param`` is the path of the field at fault."""
 
-    def __init__(self, name: str, message: str, param: str | None = None) -> None:
-        """``name`` must be in the table; ``message`` is for the client."""
+    def __init__(self, name: str, message: str, param: str | None = None, retry_after: float | None = None) -> None:
+        """``name`` must be in the table; ``message`` is for the client.
+
+        ``retry_after``: seconds until the same can succeed, if that is known.
+        """
         super().__init__(message)
         self.code = CODES[name]
         self.message = message
         self.param = param
+        self.retry_after = retry_after

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from router.errors import ApiError
-from router.openai_fields import Neutral
 
 D = TypeVar("D")
+
+Refusals = Mapping[str, tuple[str, tuple[object, ...]]]
+"""Known fields that are not carried out: why, and the values, besides null, that ask for nothing."""
 
 SHOWN_CHARACTERS = 60
 """How much of a refused value a message repeats."""
@@ -79,15 +81,15 @@ class Fields:
             self.where(name),
         )
 
-    def integer(self, name: str, default: D, *, low: int, high: int) -> int | D:
-        """An integer from ``low`` to ``high``."""
+    def integer(self, name: str, default: D, *, low: int, high: int | None = None) -> int | D:
+        """An integer from ``low`` to ``high``; None: without bound."""
         value = self.get(name)
         if value is None:
             return default
-        expected = f"an integer from {low} to {high}"
+        expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.wrong_type(name, expected)
-        if not low <= value <= high:
+        if value < low or (high is not None and value > high):
             raise self.wrong_value(name, expected)
         return value
 
@@ -128,6 +130,39 @@ class Fields:
             raise self.wrong_value(name, f"one of {', '.join(choices)}")
         return value
 
+    def tokens(self, name: str, vocabulary: int, most: int) -> tuple[int, ...]:
+        """An array of up to ``most`` token ids of the model; none when absent."""
+        value = self.get(name)
+        expected = f"an array of at most {most} token ids below {vocabulary}"
+        if value is None:
+            return ()
+        if not isinstance(value, list) or any(not isinstance(t, int) or isinstance(t, bool) for t in value):
+            raise self.wrong_type(name, expected)
+        wrong = next((token for token in value if not 0 <= token < vocabulary), None)
+        if len(value) > most or wrong is not None:
+            raise self.wrong_value(name, expected if wrong is None else f"{expected}; there is no {show(wrong)}")
+        return tuple(value)
+
+    def strings(self, name: str, most: int, longest: int, also: str = "") -> tuple[str, ...]:
+        """An array of up to ``most`` strings of 1 to ``longest`` characters; none when absent.
+
+        ``also``: what else the field may be, for messages.
+        """
+        value = self.get(name)
+        expected = f"{also}an array of at most {most} strings"
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self.wrong_type(name, expected)
+        if len(value) > most:
+            raise self.wrong_value(name, expected)
+        for item in value:
+            if not isinstance(item, str):
+                raise self.wrong_type(name, f"{also}an array of strings")
+            if not 0 < len(item) <= longest:
+                raise self.wrong_value(name, f"strings of 1 to {longest} characters")
+        return tuple(value)
+
     def nested(self, name: str) -> Fields:
         """A JSON object; an empty one when absent."""
         value = self.get(name)
@@ -137,19 +172,20 @@ class Fields:
             raise self.wrong_type(name, "an object")
         return Fields(value, self.where(name))
 
-    def refuse_others(self, known: frozenset[str], neutral: Neutral | None = None) -> None:
-        """Refuse every field that is neither ``known`` nor present with a neutral value."""
-        neutral = neutral or {}
+    def refuse_others(self, known: frozenset[str], refusals: Refusals | None = None) -> None:
+        """Refuse every field that is neither ``known`` nor present with a value that asks for nothing."""
+        refusals = refusals or {}
         for name, value in self.raw.items():
             if name in known:
                 continue
-            if name not in neutral:
+            if name not in refusals:
                 short = name if len(name) <= SHOWN_NAME else name[:SHOWN_NAME] + "..."
-                hint = nearest(name, known | neutral.keys())
+                hint = nearest(name, known | refusals.keys())
                 path = self.where(short)
                 raise ApiError("unknown_parameter", f"there is no field {path!r}{hint}", path)
-            if value is not None and not any(_same(value, other) for other in neutral[name]):
-                message = f"{self.where(name)} is not supported yet, got {show(value)}; leave it out"
+            reason, neutral = refusals[name]
+            if value is not None and not any(_same(value, other) for other in neutral):
+                message = f"{self.where(name)} is not supported: {reason}; leave it out (got {show(value)})"
                 raise ApiError("unsupported_parameter", message, self.where(name))
 
 

@@ -9,7 +9,9 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from speculation.messages import FinishReason, Sampling, Speculation, Token
+from speculation.events import Told
+from speculation.messages import Extras, FinishReason, Proposal, Sampling, SourceName, Speculation, Token
+from speculation.origin import Origin, origins, refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,39 @@ class Generation:
     """The lower, the sooner it is served where not all can be."""
     model: ServedModel | None = None
     """Which of the served models; None: the only one, or any."""
+    min_tokens: int = 0
+    """No stop token is drawn before so many were generated."""
+    extras: Extras = Extras()
+    details: bool = False
+    """Whether every commit comes with :class:`Details`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A proposal on its way from a drafter to the target."""
+
+    at: float
+    """Seconds since the generation began."""
+    proposal: Proposal
+    numbers: tuple[int, ...] = ()
+    """Of its tokens: the same for the same token after the same text, different for all others of the generation."""
+    after: int | None = None
+    """Number of the draft token it hangs from; None if that was not seen, as the committed text was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What the router saw of one commit. Times are seconds since the generation began."""
+
+    at: float
+    """When the target's word arrived."""
+    passed: tuple[Passed, ...]
+    """What drafters had proposed since the commit before."""
+    target: str
+    draft: str | None
+    """The drafter that was at work, if one was."""
+    reopened: int
+    """How often the session was opened again after a fault so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +72,19 @@ class Committed:
     offered: int
     cached: int = 0
     """With the first ones: how many tokens of the prompt were in the target's cache."""
+    told: Told = Told()
+    """What else the target said of them."""
+    details: Details | None = None
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where each token came from."""
+        return origins(len(self.tokens), self.accepted, self.offered, self.told)
+
+    @property
+    def refused(self) -> tuple[SourceName, ...]:
+        """Where the drafts came from that were offered and not kept."""
+        return refused(self.accepted, self.offered, self.told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +107,19 @@ class ServedModel:
     """Digest of the tokenizer; 0: unknown."""
     source: str = ""
     """Folder or hub id it was read from."""
+    sources: tuple[SourceName, ...] = ()
+    """Draft sources that were registered at targets of it."""
 
 
 class GenerationError(Exception):
     """A generation could not be finished. ``code`` is a stable name of ``router.errors``."""
 
-    def __init__(self, code: str, message: str) -> None:
-        """``message`` is for the client."""
+    def __init__(self, code: str, message: str, retry_after: float | None = None) -> None:
+        """``message`` is for the client; ``retry_after``: seconds until the same can succeed, if that is known."""
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after = retry_after
 
 
 class Generator(Protocol):

@@ -11,7 +11,7 @@ Labels are bounded: models that are served, workers that are listed, codes and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from prometheus_client.exposition import choose_encoder
 
 from router.certificates import expiries
 from router.families import counter, gauge, histogram
+from router.limits import Account
 from router.snapshot import Snapshot
 from router.tally import Buckets, ModelCounts, Tally
 from router.worker_metrics import collect_workers
@@ -33,16 +34,18 @@ class RouterMetrics:
 
     def __init__(self, tally: Tally, snapshot: Callable[[], Snapshot]) -> None:
         """Nothing is computed before somebody asks."""
-        self.tally, self._snapshot = tally, snapshot
+        self.tally, self.snapshot = tally, snapshot
         self.certificates: Sequence[Path] = ()
         """Files of the TLS certificates in use, whose end is told."""
+        self.accounts: Mapping[str, Account] = {}
+        """By the name of the API key; one without a name where there are no keys."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     @property
     def unready(self) -> str | None:
         """Why no request can be served now; None: one can."""
-        return self._snapshot().unready
+        return self.snapshot().unready
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers."""
@@ -55,13 +58,14 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now."""
-        snapshot = self._snapshot()
+        snapshot = self.snapshot()
         for worker in snapshot.workers:
             if worker.role is Role.TARGET and worker.model:
                 self.tally.model(worker.model)  # so that its counters begin at 0, not with the first request
-        yield gauge("build_info", "1, with the version as a label.", ("version",), {(_version(),): 1})
+        yield gauge("build_info", "1, with the version as a label.", ("version",), {(own_version(),): 1})
         yield from self._of_models()
         yield from self._of_requests()
+        yield from _of_accounts(self.accounts)
         yield from self._of_acceptance()
         yield from _of_sessions(snapshot)
         yield from collect_workers(snapshot)
@@ -132,6 +136,39 @@ class RouterMetrics:
         )
 
 
+def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
+    """The keys themselves are nowhere; an empty name stands for all callers where there are no keys."""
+    about = " by the name of its API key." + PER_ROUTER
+    yield gauge(
+        "api_key_requests_running",
+        "Requests under way," + about,
+        ("api_key",),
+        {(name,): account.running for name, account in accounts.items()},
+    )
+    yield counter(
+        "api_key_requests",
+        "Requests let in," + about,
+        ("api_key",),
+        {(name,): account.requests for name, account in accounts.items()},
+    )
+    yield counter(
+        "api_key_refusals",
+        "Requests refused because of a limit," + about,
+        ("api_key", "limit"),
+        {(name, limit): times for name, account in accounts.items() for limit, times in account.refused.items()},
+    )
+    yield counter(
+        "api_key_tokens",
+        "Tokens of prompts and tokens generated," + about,
+        ("api_key", "kind"),
+        {
+            (name, kind): tokens
+            for name, account in accounts.items()
+            for kind, tokens in (("prompt", account.prompt_tokens), ("completion", account.completion_tokens))
+        },
+    )
+
+
 def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
     yield gauge(
         "router_sessions",
@@ -183,7 +220,8 @@ _MODEL_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelCounts], Buckets]], ...]
 )
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Of Paceline."""
     try:
         return version("paceline")
     except PackageNotFoundError:  # run from a checkout that was not installed

@@ -17,7 +17,9 @@ from random import Random
 
 from router.choice import Candidate, Wanted, choose_drafter, choose_target, revision_ages, same_tokenizer
 from router.generation import ServedModel
+from router.journal import Journal, Kind
 from router.prefixes import Prefixes
+from router.recent import Recent
 from router.record import AcceptanceRecord
 from speculation.events import PeerId, Role
 from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Welcome
@@ -27,6 +29,8 @@ from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
+WORK = {Role.TARGET: ("steps", "committed"), Role.DRAFT: ("steps", "proposed")}
+"""What workers count of their steps and of the tokens they bring."""
 FORGET_SECONDS = 300.0
 """How long a model is served on whose last target has left the list of workers: it may come back."""
 
@@ -75,6 +79,10 @@ class Peer:
     prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
+    since: float = 0.0
+    """When it was last seen to come, to go or to begin to drain, by the clock of the pool."""
+    work: Recent | None = None
+    """Its counters named in :data:`WORK`; None before its first report."""
     listed: bool = True
     """Whether it is meant to be there. One that is not is used until its sessions have left, or its stream ends."""
 
@@ -141,6 +149,7 @@ class WorkerPool:
     peers: dict[PeerId, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+    journal: Journal = field(default_factory=Journal)
     delays: dict[Role, float] = field(default_factory=dict)
     """For experiments: seconds by which all messages to and from workers of a role are late, each way. May be changed
     at any time."""
@@ -164,7 +173,19 @@ class WorkerPool:
                 self._models[name] = max(up, key=lambda welcome: ages[welcome.revision]), seen
             if now - seen > FORGET_SECONDS:
                 del self._models[name]
-        return {name: _served(welcome) for name, (welcome, _) in sorted(self._models.items())}
+        return {name: self._served(welcome) for name, (welcome, _) in sorted(self._models.items())}
+
+    def _served(self, newest: Welcome) -> ServedModel:
+        known = [peer.described for peer in self.peers.values() if peer.role is Role.TARGET and peer.described]
+        alike = [newest, *(welcome for welcome in known if welcome.model == newest.model)]
+        return ServedModel(
+            newest.model,
+            newest.vocabulary,
+            newest.context,
+            newest.tokenizer,
+            newest.source,
+            tuple(sorted({name for welcome in alike for name in welcome.sources})),
+        )
 
     def traffic(self, role: Role) -> Traffic:
         """Everything that went to workers of a role and came from them since the start."""
@@ -180,7 +201,7 @@ class WorkerPool:
             if name in self.peers:
                 self.peers[name].listed = True
             else:
-                peer = self.peers[name] = Peer(name, role, self)
+                peer = self.peers[name] = Peer(name, role, self, since=self.clock())
                 peer.connection = WorkerConnection(
                     address, role.value, peer, lambda: self.delays.get(role, 0.0), self.identity
                 )
@@ -200,11 +221,6 @@ class WorkerPool:
         known = self.peers.get(peer)
         if known is not None and known.connection is not None:
             known.connection.send(message)
-
-    def role(self, peer: PeerId) -> Role | None:
-        """What a worker does; None if it is not known any more."""
-        known = self.peers.get(peer)
-        return known.role if known else None
 
     def choose(
         self, role: Role, avoid: frozenset[PeerId], wanted: Wanted = Wanted(), target: PeerId | None = None
@@ -271,10 +287,11 @@ class WorkerPool:
             log.error("worker %s is not used: it says it is a %s worker", peer.peer, welcome.role)
             return
         log.info("worker %s is up: %s in %s", peer.peer, welcome.model, welcome.dtype)
+        self._note(peer, Kind.WORKER_UP, f"is up: {welcome.model} in {welcome.dtype}")
         if peer.described is None or peer.described.instance != welcome.instance:
             peer.prefixes.clear()
         peer.welcome = peer.described = welcome
-        peer.opened, peer.load = {}, Load()
+        peer.opened, peer.load, peer.work = {}, Load(), None
         self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)
 
@@ -283,6 +300,7 @@ class WorkerPool:
         if peer.welcome is not None:
             expected = peer.leaving
             log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", peer.peer, why)
+            self._note(peer, Kind.WORKER_GONE if expected else Kind.WORKER_LOST, f"is gone: {why}")
             peer.welcome, peer.opened, peer.load = None, {}, Load()
             self.events.lost(peer.role, peer.peer, expected)
         self._let_go(peer)
@@ -290,22 +308,38 @@ class WorkerPool:
     def load_changed(self, peer: Peer, load: Load) -> None:
         """A worker said how busy it is."""
         leaving, peer.load = peer.leaving, load
+        self._count(peer, load)
         if peer.leaving and not leaving:
             log.info("worker %s drains", peer.peer)
+            self._note(peer, Kind.WORKER_DRAINING, "drains")
             self.events.draining(peer.peer)
 
     def _retire(self, peer: Peer) -> None:
         """Let go of a worker that is no longer listed, but not of its sessions."""
         leaving, peer.listed = peer.leaving, False
         if peer.opened and not leaving:
+            self._note(peer, Kind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
             self.events.draining(peer.peer)
         self._let_go(peer)
+
+    def _count(self, peer: Peer, load: Load) -> None:
+        """Take over what a worker reports of its steps and tokens."""
+        now, totals = self.clock(), tuple(load.counters.get(name, 0) for name in WORK[peer.role])
+        if peer.work is None:
+            peer.work = Recent(now, *totals)
+        else:
+            peer.work.set(now, *totals)
+
+    def _note(self, peer: Peer, kind: Kind, what: str) -> None:
+        peer.since = self.clock()
+        self.journal.note(kind, f"worker {peer.peer} {what}", peer.peer)
 
     def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
         models = self.models()
         fits = (same_tokenizer(welcome.tokenizer, model.tokenizer) for model in models.values())
         if drafter.role is Role.DRAFT and models and not any(fits):
-            log.warning("drafter %s has nothing to do: its tokenizer is that of no served model", drafter.peer)
+            why = "its tokenizer is that of no served model; start it with --target-tokenizer"
+            log.warning("drafter %s has nothing to do: %s", drafter.peer, why)
 
     def _let_go(self, peer: Peer) -> None:
         """Remove a worker that has left the list, if nothing is left there."""
@@ -320,7 +354,3 @@ class WorkerPool:
         if peer.task:
             peer.task.cancel()
         self.worker_down(peer, "it left the list of workers")
-
-
-def _served(welcome: Welcome) -> ServedModel:
-    return ServedModel(welcome.model, welcome.vocabulary, welcome.context, welcome.tokenizer, welcome.source)

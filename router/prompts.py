@@ -1,29 +1,55 @@
 """The prompt of a request as token ids: texts, token arrays, lists of either, and chat messages.
 
-Decides which forms are taken and checks that every id is one of the model's. How long a prompt may be is
-decided in :mod:`router.requests`.
+Decides which forms are taken, what is cut off where a caller says so, and checks that every id is one of the model's.
+How long a prompt may be is decided in :mod:`router.ending_fields`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from router.chat_template import Message, TemplateError
+from router.chat_fields import chat_text
 from router.errors import ApiError
 from router.fields import Fields
-from router.openai_fields import MESSAGE_FIELDS, MESSAGE_NEUTRAL
+from router.text import Detokenizer
 from router.tokenizer import Tokenizer
+from router.tool_fields import Tools
 from speculation.messages import Token
 
-ROLES = ("system", "developer", "user", "assistant")
-"""``developer`` is OpenAI's newer name of ``system``, which is what chat templates know."""
-
 _PROMPT = "a string, an array of token ids, or an array of either"
+_NOTHING_HIDDEN: frozenset[Token] = frozenset()
 
 
-def completion_prompts(
-    fields: Fields, tokenizer: Tokenizer, vocabulary: int, most: int
-) -> tuple[tuple[Token, ...], ...]:
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: never empty."""
+
+    tokens: tuple[Token, ...]
+    given: str | None = None
+    """The text it was given as; None: it was given as tokens, or is cut."""
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """As an answer repeats it."""
+        return tokenizer.decode(self.tokens) if self.given is None else self.given
+
+    def starts(self, tokenizer: Tokenizer) -> Iterator[int]:
+        """The character of that text where each token's own begins; what the tokenizer puts around a text has none."""
+        hidden = tokenizer.hidden if self.given is None else _NOTHING_HIDDEN
+        text, at, waiting = self.text(tokenizer), 0, 0
+        detokenizer = Detokenizer(tokenizer, hidden=hidden)
+        for token in self.tokens:
+            piece = detokenizer.push(token)
+            waiting += 1
+            if detokenizer.pending:
+                continue
+            yield from [at] * waiting
+            waiting = 0
+            at += len(piece) if text.startswith(piece, at) else 0
+        yield from [at] * waiting
+
+
+def completion_prompts(fields: Fields, tokenizer: Tokenizer, vocabulary: int, most: int) -> tuple[Prompt, ...]:
     """The field ``prompt``, which may hold up to ``most`` prompts. Raises :class:`ApiError`."""
     value = fields.get("prompt")
     if value is None:
@@ -32,19 +58,20 @@ def completion_prompts(
         raise fields.wrong_type("prompt", _PROMPT)
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts: Sequence[object] = value if several else [value]
+    special = fields.boolean("add_special_tokens", True)
     if len(prompts) > most:
         message = f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request"
         raise ApiError("invalid_value", message, "prompt")
     return tuple(
-        _one_prompt(prompt, f"prompt[{index}]" if several else "prompt", tokenizer, vocabulary)
+        _one_prompt(prompt, f"prompt[{index}]" if several else "prompt", tokenizer, vocabulary, special=special)
         for index, prompt in enumerate(prompts)
     )
 
 
-def _one_prompt(value: object, where: str, tokenizer: Tokenizer, vocabulary: int) -> tuple[Token, ...]:
+def _one_prompt(value: object, where: str, tokenizer: Tokenizer, vocabulary: int, *, special: bool) -> Prompt:
     fields = Fields({where: value})
     if isinstance(value, str):
-        tokens = tokenizer.encode(value, special=True) if value else ()
+        tokens = tokenizer.encode(value, special=special) if value else ()
     elif isinstance(value, list):
         if any(not isinstance(token, int) or isinstance(token, bool) for token in value):
             raise fields.wrong_type(where, "a string or an array of token ids, not a mixture")
@@ -54,75 +81,28 @@ def _one_prompt(value: object, where: str, tokenizer: Tokenizer, vocabulary: int
     if not tokens:
         raise fields.wrong_value(where, "not empty")
     _check_ids(tokens, where, vocabulary)
-    return tokens
+    return Prompt(tokens, value if isinstance(value, str) else None)
 
 
-def chat_prompt(fields: Fields, tokenizer: Tokenizer, vocabulary: int) -> tuple[Token, ...]:
+def chat_prompt(fields: Fields, tokenizer: Tokenizer, vocabulary: int, tools: Tools) -> Prompt:
     """The field ``messages`` through the model's chat template. Raises :class:`ApiError`."""
-    value = fields.get("messages")
-    if value is None:
-        raise fields.missing("messages", "an array of messages")
-    if not isinstance(value, list):
-        raise fields.wrong_type("messages", "an array of messages")
-    if not value:
-        raise fields.wrong_value("messages", "an array of at least one message")
-    messages = [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
-    if tokenizer.chat_template is None:
-        message = "this model has no chat template, so messages cannot be used; use /v1/completions"
-        raise ApiError("no_chat_template", message, "messages")
-    try:
-        text = tokenizer.chat_template.render(messages)
-    except TemplateError as error:
-        raise ApiError("invalid_value", str(error), "messages") from None
-    tokens = tokenizer.encode(text, special=False) if text else ()
+    text = chat_text(fields, tokenizer.chat_template, tools)
+    tokens = tokenizer.encode(text, special=fields.boolean("add_special_tokens")) if text else ()
     if not tokens:
         raise ApiError("invalid_value", "messages are empty once the chat template is applied", "messages")
     _check_ids(tokens, "messages", vocabulary)
-    return tokens
+    return Prompt(tokens)
 
 
-def _message(item: object, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise Fields({where: item}).wrong_type(where, "an object with role and content")
-    fields = Fields(item, where)
-    fields.refuse_others(MESSAGE_FIELDS, MESSAGE_NEUTRAL)
-    role = fields.string("role", None)
-    if role is None:
-        raise fields.missing("role", f"one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise fields.wrong_value("role", f"one of {', '.join(ROLES)}")
-    message = {"role": "system" if role == "developer" else role, "content": _content(fields)}
-    name = fields.string("name", None)
-    return message if name is None else message | {"name": name}
-
-
-def _content(fields: Fields) -> str:
-    """A string, or text parts joined by line breaks."""
-    value = fields.get("content")
-    if value is None:
-        raise fields.missing("content", "a string or an array of text parts")
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise fields.wrong_type("content", "a string or an array of text parts")
-    return "\n".join(_part(part, f"{fields.where('content')}[{index}]") for index, part in enumerate(value))
-
-
-def _part(item: object, where: str) -> str:
-    if not isinstance(item, dict):
-        raise Fields({where: item}).wrong_type(where, 'an object {"type": "text", "text": ...}')
-    fields = Fields(item, where)
-    kind = fields.string("type", None)
-    if kind is None:
-        raise fields.missing("type", '"text"')
-    if kind != "text":
-        path = fields.where("type")
-        raise ApiError("unsupported_parameter", f'{path} must be "text"; this model reads text only', path)
-    fields.refuse_others(frozenset({"type", "text"}))
-    text = fields.string("text", None)
-    if text is None:
-        raise fields.missing("text", "a string")
-    return text
+def truncated(fields: Fields, prompts: Sequence[Prompt], context: int, wanted: int) -> tuple[Prompt, ...]:
+    """``truncate_prompt_tokens``: the last tokens only; -1: as many as leave room for ``wanted`` ones."""
+    most = fields.integer("truncate_prompt_tokens", None, low=-1, high=context)
+    if most is None:
+        return tuple(prompts)
+    if most == 0:
+        raise fields.wrong_value("truncate_prompt_tokens", f"-1 (as many as fit) or from 1 to {context}")
+    most = max(context - wanted, 1) if most < 0 else most
+    return tuple(prompt if len(prompt.tokens) <= most else Prompt(prompt.tokens[-most:]) for prompt in prompts)
 
 
 def _check_ids(tokens: Sequence[Token], where: str, vocabulary: int) -> None:

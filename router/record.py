@@ -47,6 +47,14 @@ class AcceptanceRecord:
         pair = self._pairs.get((target_model, draft_model), _Share()).expected(PRIOR, PRIOR_DRAFTS)
         return self._drafters.get((target_model, drafter), _Share()).expected(pair, PAIR_DRAFTS)
 
+    def measured(self) -> dict[PeerId, float]:
+        """The share of drafts that were kept, of every drafter that some were offered of."""
+        sums: defaultdict[PeerId, _Share] = defaultdict(_Share)
+        for (_, drafter), share in self._drafters.items():
+            sums[drafter].kept += share.kept
+            sums[drafter].offered += share.offered
+        return {drafter: total.kept / total.offered for drafter, total in sums.items() if total.offered}
+
     def forget(self, drafter: PeerId) -> None:
         """It has left."""
         for key in [key for key in self._drafters if key[1] == drafter]:

@@ -1,39 +1,36 @@
 """From the bytes of a request body to a request that can run, or an error that names the field at fault.
 
 Parse, don't validate: what comes out of :func:`parse_completion` and :func:`parse_chat` needs no further
-checks. Every default and every bound of the API is decided here; the names of the fields stand in
-:mod:`router.openai_fields`. Knows nothing of HTTP.
+checks. The fields are read in modules of their own, by what they are about; their names stand in
+:mod:`router.field_table`. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
+from router.answer_fields import AnswerForm, answer_form_of, check_labels
+from router.bounds import check_sizes
+from router.ending_fields import length_of, min_tokens_of, stop_strings_of, stop_tokens_of
 from router.errors import ApiError
+from router.field_bounds import LEAST_TIMEOUT, MOST_TIMEOUT
+from router.field_row import Kind
+from router.field_table import known, refusals
 from router.fields import Fields, nearest, show
 from router.generation import Generation, ServedModel
-from router.openai_fields import CHAT_FIELDS, CHAT_NEUTRAL, COMPLETION_FIELDS, COMPLETION_NEUTRAL, Neutral
-from router.prompts import chat_prompt, completion_prompts
+from router.prompts import Prompt, chat_prompt, completion_prompts, truncated
+from router.sampling_fields import sampling_of, with_own_seed
+from router.speculation_fields import prediction_of, speculation_of, wants_details
+from router.structured import text_grammar
 from router.tokenizer import Tokenizer
-from speculation.messages import MAX_PRIORITY, Rule, Sampling, Schedule, Source, Speculation, Token
+from router.tool_fields import Tools, tools_of
+from speculation.messages import MAX_PRIORITY, Extras, Speculation
 
-COMPLETION_MAX_TOKENS = 16
-"""Default of ``max_tokens`` for completions, as in OpenAI's API. Chat takes the rest of the context."""
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_STOP_TOKENS = 64
-MAX_DRAFT_DEPTH = 64
-MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-6
-"""Below this logits divided by it overflow; 0 itself means greedy."""
 MAX_MODEL_CHARACTERS = 256
 MAX_MODELS_NAMED = 16
-MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +43,20 @@ class Offer:
     max_choices: int
     speculation: Speculation = Speculation()
     """What a request gets that does not say otherwise."""
+    records: bool = False
+    """Whether prompts are kept; see :mod:`router.prompt_recorder`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
     """A request that can run: one generation per choice, in the order of the answer's choices."""
 
-    kind: Literal["completion", "chat"]
+    kind: Kind
     model: str
     generations: tuple[Generation, ...]
     stop: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
+    """Each is continued by ``n`` generations."""
     prompt_tokens: int
     """Of all prompts; a prompt that is continued several times counts once."""
     n: int = 1
@@ -63,6 +64,23 @@ class ApiRequest:
     stream: bool = False
     include_usage: bool = False
     include_speculation: bool = False
+    details: bool = False
+    """Whether the answer tells how it was speculated, to the end."""
+    form: AnswerForm = AnswerForm()
+    tools: Tools = Tools()
+    prompt_only: bool = False
+    """Nothing is asked for but the prompt itself: what is generated is dropped."""
+    continues: bool = True
+    """The text goes on where the prompt ends, instead of beginning anew."""
+    timeout: float | None = None
+    """Seconds it may take, as it says itself."""
+    store: bool = True
+    """Whether its prompts may be kept, where that is done."""
+
+    def within(self, scope: str) -> ApiRequest:
+        """The same, for whom this scope stands."""
+        generations = (replace(one, extras=replace(one.extras, scope=scope)) for one in self.generations)
+        return replace(self, generations=tuple(generations))
 
 
 Offers = Mapping[str, Offer]
@@ -71,9 +89,10 @@ Offers = Mapping[str, Offer]
 
 def parse_completion(body: bytes, offers: Offers, request_id: str) -> ApiRequest:
     """The body of ``POST /v1/completions``. Raises :class:`ApiError`."""
-    fields = _read(body, COMPLETION_FIELDS, COMPLETION_NEUTRAL)
+    fields = _read(body, "completion")
     offer = _model(fields, offers)
-    n = fields.integer("n", 1, low=1, high=offer.max_choices)
+    check_sizes(fields, offer.model.context * offer.tokenizer.longest)
+    n = _choices(fields, offer)
     prompts = completion_prompts(fields, offer.tokenizer, offer.model.vocabulary, offer.max_choices)
     if len(prompts) * n > offer.max_choices:
         raise fields.wrong_value("n", f"at most {offer.max_choices // len(prompts)} with {len(prompts)} prompts")
@@ -82,11 +101,13 @@ def parse_completion(body: bytes, offers: Offers, request_id: str) -> ApiRequest
 
 def parse_chat(body: bytes, offers: Offers, request_id: str) -> ApiRequest:
     """The body of ``POST /v1/chat/completions``. Raises :class:`ApiError`."""
-    fields = _read(body, CHAT_FIELDS, CHAT_NEUTRAL)
+    fields = _read(body, "chat")
     offer = _model(fields, offers)
-    n = fields.integer("n", 1, low=1, high=offer.max_choices)
-    prompts = (chat_prompt(fields, offer.tokenizer, offer.model.vocabulary),)
-    return _request("chat", fields, prompts, n, offer, request_id)
+    check_sizes(fields, offer.model.context * offer.tokenizer.longest)
+    n = _choices(fields, offer)
+    tools = tools_of(fields, offer.tokenizer.chat_template)
+    prompts = (chat_prompt(fields, offer.tokenizer, offer.model.vocabulary, tools),)
+    return _request("chat", fields, prompts, n, offer, request_id, tools)
 
 
 def parse_object(body: bytes) -> dict[str, object]:
@@ -113,11 +134,19 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _read(body: bytes, known: frozenset[str], neutral: Neutral) -> Fields:
+def _read(body: bytes, kind: Kind) -> Fields:
     fields = Fields(parse_object(body))
-    fields.refuse_others(known, neutral)
-    fields.string("user", None)
+    fields.refuse_others(known(kind), refusals(kind))
+    check_labels(fields)
     return fields
+
+
+def _choices(fields: Fields, offer: Offer) -> int:
+    """``n``. ``best_of`` would have more texts written than returned, by the likeliest; here all are returned."""
+    n = fields.integer("n", 1, low=1, high=offer.max_choices)
+    if fields.integer("best_of", n, low=1) != n:
+        raise fields.wrong_value("best_of", f"left out or what n is ({n}): no more texts are written than returned")
+    return n
 
 
 def _model(fields: Fields, offers: Offers) -> Offer:
@@ -146,150 +175,89 @@ def known_models(offers: Iterable[str]) -> str:
 
 
 def _request(
-    kind: Literal["completion", "chat"],
+    kind: Kind,
     fields: Fields,
-    prompts: Sequence[tuple[Token, ...]],
+    prompts: Sequence[Prompt],
     n: int,
     offer: Offer,
     request_id: str,
+    tools: Tools = Tools(),
 ) -> ApiRequest:
-    sampling = _sampling(fields, offer.model.vocabulary)
-    stop_tokens = _stop_tokens(fields, offer)
-    speculation = _speculation(fields, offer.speculation)
-    stream, include_usage, include_speculation = _streaming(fields)
+    vocabulary, context = offer.model.vocabulary, offer.model.context
+    stream, include_usage, include_speculation = _streaming(fields, kind)
+    form = answer_form_of(fields, kind, stream=stream)
+    length = length_of(fields, kind, least=0 if form.echo else 1)
+    prompts = truncated(fields, prompts, context, max(length.asked, 1))
+    limits = [length.within(len(prompt.tokens), context) for prompt in prompts]
+    prompt_only = length.field is not None and length.asked == 0
+    sampling = sampling_of(fields, vocabulary, offer.tokenizer)
+    stop_tokens = stop_tokens_of(fields, vocabulary, offer.tokenizer)
+    speculation = speculation_of(fields, offer.speculation, offer.model.sources)
+    extras = Extras(
+        grammar=_grammar(fields, tools),
+        prediction=prediction_of(fields, offer.tokenizer, offer.model),
+        logprobs=form.logprobs,
+        prompt_logprobs=form.of_prompt,
+    )
+    details = wants_details(fields)
     priority = fields.integer("priority", 0, low=-MAX_PRIORITY, high=MAX_PRIORITY)
-    limits = [_max_tokens(fields, kind, len(prompt), offer.model.context) for prompt in prompts]
     return ApiRequest(
         kind=kind,
         model=offer.name,
         generations=tuple(
             Generation(
-                prompt=prompts[choice // n],
-                sampling=_with_own_seed(sampling, choice),
-                max_tokens=limits[choice // n],
+                prompt=prompts[choice // n].tokens,
+                sampling=with_own_seed(sampling, choice),
+                max_tokens=1 if prompt_only else limits[choice // n],
                 stop_tokens=stop_tokens,
+                min_tokens=min_tokens_of(fields, limits[choice // n]),
+                extras=extras,
                 speculation=speculation,
                 request_id=request_id,
                 priority=priority,
                 model=offer.model,
+                details=details,
             )
             for choice in range(len(prompts) * n)
         ),
-        stop=_stop(fields),
-        prompt_tokens=sum(map(len, prompts)),
+        stop=stop_strings_of(fields),
+        prompts=tuple(prompts),
+        prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
         n=n,
         stream=stream,
         include_usage=include_usage,
         include_speculation=include_speculation,
+        details=details,
+        form=form,
+        tools=tools,
+        prompt_only=prompt_only,
+        continues=kind == "completion" or fields.boolean("continue_final_message"),
+        timeout=fields.number("timeout", 0.0, low=LEAST_TIMEOUT, high=MOST_TIMEOUT) or None,
+        store=_store(fields, offer),
     )
 
 
-def _sampling(fields: Fields, vocabulary: int) -> Sampling:
-    temperature = fields.number("temperature", 1.0, low=0.0, high=MAX_TEMPERATURE)
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise fields.wrong_value("temperature", f"0 (greedy) or at least {MIN_TEMPERATURE:g}")
-    top_p = fields.number("top_p", 1.0, low=0.0, high=1.0)
-    if top_p == 0:
-        raise fields.wrong_value("top_p", "more than 0 and at most 1")
-    top_k = fields.integer("top_k", 0, low=-1, high=2**31 - 1)
-    seed = fields.integer("seed", None, low=-(2**63), high=MASK64)
-    return Sampling(
-        temperature=temperature,
-        top_k=min(max(top_k, 0), vocabulary),  # -1 is vLLM's "off"
-        top_p=top_p,
-        min_p=fields.number("min_p", 0.0, low=0.0, high=1.0),
-        seed=secrets.randbits(64) if seed is None else seed & MASK64,
-    )
+def _grammar(fields: Fields, tools: Tools) -> str:
+    grammar = text_grammar(fields)
+    if grammar and tools.grammar:
+        message = "tool_choice makes the text a call, and another field wants it in another form; give one of them"
+        raise ApiError("invalid_value", message, "tool_choice")
+    return grammar or tools.grammar
 
 
-def _with_own_seed(sampling: Sampling, choice: int) -> Sampling:
-    """Choices share no noise. The first keeps the request's seed, so a larger ``n`` does not change it."""
-    if choice == 0:
-        return sampling
-    digest = hashlib.blake2b(f"{sampling.seed}/{choice}".encode(), digest_size=8).digest()
-    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, int.from_bytes(digest, "big"))
+def _store(fields: Fields, offer: Offer) -> bool:
+    """``store``. Nobody can have kept what no router keeps."""
+    store = fields.boolean("store", offer.records)
+    if store and not offer.records:
+        raise fields.wrong_value("store", "false or left out: this server does not record prompts")
+    return store
 
 
-def _max_tokens(fields: Fields, kind: str, prompt: int, context: int) -> int:
-    """How many tokens may follow a prompt of this many."""
-    room = context - prompt
-    if room < 1:
-        message = f"the prompt has {prompt} tokens; the model's context of {context} leaves at most {context - 1}"
-        raise ApiError("context_length_exceeded", message, "messages" if kind == "chat" else "prompt")
-    names = [n for n in ("max_tokens", "max_completion_tokens") if fields.get(n) is not None]
-    if len(names) == 2:
-        raise ApiError("invalid_value", "give max_tokens or max_completion_tokens, not both", names[1])
-    if not names:
-        return room if kind == "chat" else min(COMPLETION_MAX_TOKENS, room)
-    value = fields.get(names[0])
-    if isinstance(value, int) and not isinstance(value, bool) and value > room:
-        message = (
-            f"{names[0]} is {show(value)}, but a prompt of {prompt} tokens leaves at most {room} in the model's "
-            f"context of {context}"
-        )
-        raise ApiError("context_length_exceeded", message, names[0])
-    return fields.integer(names[0], room, low=1, high=room)
-
-
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list):
-        raise fields.wrong_type("stop", f"a string or an array of at most {MAX_STOPS} strings")
-    if len(stops) > MAX_STOPS:
-        raise fields.wrong_value("stop", f"a string or an array of at most {MAX_STOPS} strings")
-    for stop in stops:
-        if not isinstance(stop, str):
-            raise fields.wrong_type("stop", "a string or an array of strings")
-        if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
-            raise fields.wrong_value("stop", f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
-    return tuple(dict.fromkeys(stops))
-
-
-def _stop_tokens(fields: Fields, offer: Offer) -> frozenset[Token]:
-    """The caller's and, unless ``ignore_eos``, the model's own."""
-    value = fields.get("stop_token_ids")
-    expected = f"an array of at most {MAX_STOP_TOKENS} token ids below {offer.model.vocabulary}"
-    tokens = [] if value is None else value
-    if not isinstance(tokens, list):
-        raise fields.wrong_type("stop_token_ids", expected)
-    if any(not isinstance(token, int) or isinstance(token, bool) for token in tokens):
-        raise fields.wrong_type("stop_token_ids", expected)
-    if len(tokens) > MAX_STOP_TOKENS or any(not 0 <= token < offer.model.vocabulary for token in tokens):
-        raise fields.wrong_value("stop_token_ids", expected)
-    own = frozenset() if fields.boolean("ignore_eos") else offer.tokenizer.stop_tokens
-    return frozenset(tokens) | {token for token in own if token < offer.model.vocabulary}
-
-
-def _speculation(fields: Fields, default: Speculation) -> Speculation:
-    inner = fields.nested("speculation")
-    inner.refuse_others(frozenset({"enabled", "max_depth", "rule", "schedule", "sources"}))
-    return Speculation(
-        enabled=inner.boolean("enabled", default.enabled),
-        max_depth=inner.integer("max_depth", default.max_depth, low=1, high=MAX_DRAFT_DEPTH),
-        rule=Rule(inner.choice("rule", default.rule, list(Rule))),
-        schedule=Schedule(inner.choice("schedule", default.schedule, list(Schedule))),
-        sources=_sources(inner, default.sources),
-    )
-
-
-def _sources(inner: Fields, default: frozenset[Source]) -> frozenset[Source]:
-    value = inner.get("sources")
-    expected = f"a list of draft sources, among {', '.join(Source)}"
-    if value is None:
-        return default
-    if not isinstance(value, list):
-        raise inner.wrong_type("sources", expected)
-    if any(source not in list(Source) for source in value):
-        raise inner.wrong_value("sources", expected)
-    return frozenset(Source(source) for source in value)
-
-
-def _streaming(fields: Fields) -> tuple[bool, bool, bool]:
+def _streaming(fields: Fields, kind: Kind) -> tuple[bool, bool, bool]:
     """``stream``, ``stream_options.include_usage`` and ``stream_options.include_speculation``."""
     stream = fields.boolean("stream")
     options = fields.nested("stream_options")
     if not stream and fields.get("stream_options") is not None:
         raise fields.wrong_value("stream_options", "left out unless stream is true")
-    options.refuse_others(frozenset({"include_usage", "include_speculation"}), {"include_obfuscation": (False,)})
+    options.refuse_others(known(kind, "stream_options"), refusals(kind, "stream_options"))
     return stream, options.boolean("include_usage"), options.boolean("include_speculation")

@@ -1,26 +1,26 @@
 """Answers in OpenAI's JSON, streamed and not, and errors.
 
 Decides shapes only. Beyond OpenAI's fields there are two of our own: ``usage.completion_tokens_details``
-counts ``accepted_draft_tokens`` and ``rejected_draft_tokens``, and with
-``stream_options.include_speculation`` every chunk that stands for a commit, even one without text, has
-
-    "speculation": {"accepted": a, "offered": o, "tokens": n, "pieces": [{"text": "...", "drafted": true},
-    ...]}
-
-where ``n`` tokens were committed, ``a`` of them drafted, out of ``o`` draft tokens verified; the texts of the
-pieces together are the text of the chunk.
+counts ``accepted_draft_tokens`` and ``rejected_draft_tokens``, and ``speculation`` tells where tokens came from
+(:mod:`router.speculation_answer`): in every chunk that stands for a commit, even one without text, if
+``stream_options.include_speculation`` is set, and at the end if ``speculation.details`` is.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from router.choices import Chunk
+from router.answer_fields import AnswerForm
+from router.choice_reader import Chunk, PromptShown
 from router.errors import CODES, ErrorCode
-from speculation.messages import FinishReason
+from router.field_row import Kind
+from router.logprobs import ShownToken, of_chat, of_completion, of_prompt
+from router.speculation_answer import Statistics, commit_body
+from router.tokenizer import Tokenizer
+from router.tool_calls import ToolCall
 
 Json = dict[str, Any]
 
@@ -69,16 +69,19 @@ class Usage:
 
     prompt: int
     n: int = 1
+    choices: int = 1
+    """Of all prompts together."""
     completion: int = 0
-    accepted: int = 0
-    offered: int = 0
     cached: int = 0
+    ended: int = 0
+    """Choices that are over."""
+    statistics: Statistics = field(default_factory=Statistics)
 
     def add(self, chunk: Chunk) -> None:
         """Count a chunk."""
         self.completion += chunk.tokens
-        self.accepted += chunk.accepted
-        self.offered += chunk.offered
+        self.ended += chunk.finish is not None
+        self.statistics.add(chunk)
         if chunk.index % self.n == 0:
             self.cached += chunk.cached
 
@@ -89,67 +92,140 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {
-                "accepted_draft_tokens": self.accepted,
-                "rejected_draft_tokens": self.offered - self.accepted,
-            },
+            "completion_tokens_details": self.statistics.usage(),
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Choice:
+    """A whole choice, gathered from its chunks."""
+
+    texts: list[str] = field(default_factory=list)
+    shown: list[ShownToken] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    prompt: PromptShown = PromptShown()
+    finish: str | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk."""
+        self.prompt = chunk.prompt or self.prompt
+        self.texts.append(chunk.text)
+        self.shown += chunk.shown
+        self.calls += chunk.calls
+        self.finish = finish_name(chunk) or self.finish
+
+
+def finish_name(chunk: Chunk) -> str | None:
+    """OpenAI's name for why a choice ended; None: it has not."""
+    if chunk.finish is None:
+        return None
+    return "tool_calls" if chunk.called else chunk.finish.value
+
+
+@dataclass(slots=True)
 class Envelope:
     """What all parts of one answer share."""
 
-    kind: Literal["completion", "chat"]
+    kind: Kind
     id: str
     created: int
     model: str
+    tokenizer: Tokenizer
     include_usage: bool = False
     include_speculation: bool = False
+    details: bool = False
+    form: AnswerForm = AnswerForm()
+    _called: dict[int, int] = field(default_factory=dict)
+    """Tool calls that each choice of a stream has made."""
 
-    def whole(self, texts: Sequence[str], finishes: Sequence[FinishReason], usage: Usage) -> Json:
-        """The answer that is not streamed; ``texts`` and ``finishes`` by choice."""
-        choices = []
-        for index, (text, finish) in enumerate(zip(texts, finishes, strict=True)):
-            content: Json = {"text": text}
-            if self.kind == "chat":
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish.value})
+    def whole(self, choices: Sequence[Choice], usage: Usage, commits: Sequence[Chunk] = ()) -> Json:
+        """The answer that is not streamed; ``choices`` in their order, ``commits`` for the details."""
+        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         name = "chat.completion" if self.kind == "chat" else "text_completion"
-        return self._outer(name, choices) | {"usage": usage.body()}
+        body = self._outer(name, bodies) | {"usage": usage.body()}
+        if self.details:
+            told = [{"index": chunk.index} | commit_body(chunk, self.tokenizer) for chunk in commits]
+            body["speculation"] = {"commits": told, "summary": usage.statistics.summary()}
+        return body | self._of_prompt(choices[0].prompt) if self.kind == "chat" else body
 
-    def opening(self, index: int) -> Json:
+    def opening(self, index: int, prompt: PromptShown | None) -> Json:
         """Chat only: the first chunk of a choice, which gives the role."""
-        return self._chunk([self._choice(index, {"role": "assistant", "content": ""}, "", None)])
+        body = self._chunk([self._choice(index, {"role": "assistant", "content": ""}, "", None)])
+        return body | self._of_prompt(prompt or PromptShown())
 
     def text(self, chunk: Chunk) -> Json:
-        """A chunk with the text of a commit."""
-        body = self._chunk([self._choice(chunk.index, {"content": chunk.text}, chunk.text, None)])
-        if self.include_speculation:
-            body["speculation"] = {
-                "accepted": chunk.accepted,
-                "offered": chunk.offered,
-                "tokens": chunk.tokens,
-                "pieces": [{"text": piece.text, "drafted": piece.drafted} for piece in chunk.pieces],
-            }
+        """A chunk with the text of a commit, or of the prompt."""
+        prompt = chunk.prompt or PromptShown()
+        delta: Json = {"content": chunk.text} if chunk.text or not chunk.calls else {}
+        if chunk.calls:
+            first = self._called.get(chunk.index, 0)
+            self._called[chunk.index] = first + len(chunk.calls)
+            calls = self._calls(chunk.index, chunk.calls, first)
+            delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
+        choice = self._choice(chunk.index, delta, prompt.text + chunk.text, None)
+        choice |= self._beside(prompt, chunk.shown) | (self._of_prompt(prompt) if self.kind == "completion" else {})
+        body = self._chunk([choice])
+        if self.include_speculation and chunk.prompt is None:
+            body["speculation"] = commit_body(chunk, self.tokenizer)
         return body
 
-    def closing(self, index: int, finish: FinishReason) -> Json:
-        """The last chunk of a choice."""
-        return self._chunk([self._choice(index, {}, "", finish)])
+    def closing(self, chunk: Chunk, usage: Usage) -> Json:
+        """The last chunk of a choice; that of the last choice has the summary."""
+        body = self._chunk([self._choice(chunk.index, {}, "", finish_name(chunk))])
+        if self.details and usage.ended == usage.choices:
+            body["speculation"] = {"summary": usage.statistics.summary()}
+        return body
 
     def usage(self, usage: Usage) -> Json:
         """The last chunk of a stream that asked for it."""
         return self._chunk([]) | {"usage": usage.body()}
 
-    def _choice(self, index: int, delta: Json, text: str, finish: FinishReason | None) -> Json:
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        text = choice.prompt.text + "".join(choice.texts)
+        content: Json = {"text": text}
+        if self.kind == "chat":
+            said = None if choice.calls and not text else text
+            content = {"message": {"role": "assistant", "content": said, "refusal": None}}
+            if choice.calls:
+                content["message"]["tool_calls"] = self._calls(index, choice.calls)
+        body = {"index": index, **content, "logprobs": None, "finish_reason": choice.finish}
+        body |= self._beside(choice.prompt, choice.shown)
+        return body | self._of_prompt(choice.prompt) if self.kind == "completion" else body
+
+    def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
+        """What stands in a choice beside its text."""
+        body: Json = {}
+        if self.form.logprobs is not None:
+            echoed = prompt.tokens if self.form.echo else ()
+            tokens = [*echoed, *shown]
+            body["logprobs"] = (of_chat if self.kind == "chat" else of_completion)(tokens)
+        if self.form.token_ids:
+            body["token_ids"] = [token.token for token in shown]
+        return body
+
+    def _of_prompt(self, prompt: PromptShown) -> Json:
+        """VLLM's fields about the prompt: in each choice of a completion, beside the choices of a chat."""
+        body: Json = {}
+        if prompt.ids:
+            body["prompt_token_ids"] = list(prompt.ids)
+        if self.form.prompt_logprobs is not None:
+            body["prompt_logprobs"] = of_prompt(prompt.tokens, self.form.prompt_logprobs)
+        return body
+
+    def _calls(self, index: int, calls: Sequence[ToolCall], first: int = 0) -> list[Json]:
+        """Of choice ``index``, whose call number ``first`` is the first of these."""
+        return [
+            {
+                "id": f"call_{self.id.rpartition('-')[2]}_{index}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls, first)
+        ]
+
+    def _choice(self, index: int, delta: Json, text: str, finish: str | None) -> Json:
         content = {"delta": delta} if self.kind == "chat" else {"text": text}
-        return {
-            "index": index,
-            **content,
-            "logprobs": None,
-            "finish_reason": finish.value if finish else None,
-        }
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
 
     def _chunk(self, choices: list[Json]) -> Json:
         name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 
 from router.api import ApiSettings, build_app
+from router.asgi import BoundedHttp
 from router.dispatch import Dispatcher, DispatchLimits
+from router.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
 from router.tokenizer import TokenizerError
 from router.tokenizers import Tokenizers
 from speculation.events import Role
 from transport import address as addresses
 from transport.tls import Identity
+from transport.tracing import TraceSettings, Tracing
+
+DRAIN_POLL_SECONDS = 0.05
+LAST_SECONDS = 5
+"""In which clients must have read the ends of their answers once the router stops."""
 
 
 class RouterError(Exception):
@@ -39,11 +46,38 @@ class RouterSettings:
     ready_timeout: float = 30.0
     """Seconds to wait for a first target worker."""
     drain_timeout: float = 30.0
-    """Seconds in which running requests may end once the router is told to stop."""
+    """Seconds in which running requests may end once the router is told to stop; then they fail."""
     api: ApiSettings = ApiSettings()
     limits: DispatchLimits = DispatchLimits()
     identity: Identity | None = None
     """Who the router is to the workers; None: connections are in plain text."""
+    trace: TraceSettings | None = None
+    """Where spans go; None: tracing is off."""
+    record: RecordSettings | None = None
+    """Where prompts are kept; None: nowhere."""
+
+
+def dispatcher(limits: DispatchLimits, identity: Identity | None, tracing: Tracing | None) -> Dispatcher:
+    """The session side of a router, with spans if there is ``tracing``."""
+    if tracing is None:
+        return Dispatcher(limits, identity)
+    from router.tracing import SessionSpans
+
+    return Dispatcher(limits, identity, partial(SessionSpans, tracing))
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A bound TCP socket whose connections send every event at once.
+
+    asyncio switches Nagle's algorithm off for sockets whose protocol reads TCP, and here the accepted ones inherit it.
+    With 0, the default, events of a kept connection wait for the client's delayed acknowledgement: 40 ms more to the
+    first token.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener
 
 
 class Router:
@@ -52,8 +86,10 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         """Nothing happens before ``start``."""
         self.settings = settings
-        self.dispatcher = Dispatcher(settings.limits, settings.identity)
+        self.tracing = Tracing.to(settings.trace, "router") if settings.trace else None
+        self.dispatcher = dispatcher(settings.limits, settings.identity, self.tracing)
         self.tokenizers = Tokenizers(settings.tokenizer)
+        self._recorder: PromptRecorder | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -87,14 +123,18 @@ class Router:
         """Serve HTTP once a target is connected; raises :class:`RouterError`, AddressError."""
         host, port = self.settings.host, self.settings.port
         addresses.check_free(addresses.join(host, port))
+        try:
+            self._recorder = PromptRecorder(self.settings.record) if self.settings.record else None
+        except RecordingError as error:
+            raise RouterError(f"{error}; see --record-prompts") from error
         await self.connect()
-        app = build_app(self.dispatcher, self.tokenizers, self.settings.api, self.dispatcher.metrics)
-        patience = math.ceil(self.settings.drain_timeout)
-        config = uvicorn.Config(app, host=host, port=port, log_config=None, timeout_graceful_shutdown=patience)
+        serving, api = self.dispatcher, self.settings.api
+        app = build_app(serving, self.tokenizers, api, serving.metrics, self.tracing, self._recorder)
+        config = uvicorn.Config(
+            app, host=host, port=port, log_config=None, http=BoundedHttp, timeout_graceful_shutdown=LAST_SECONDS
+        )
         self._server = uvicorn.Server(config)
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener = listening(host, port)
         self.address = f"http://{addresses.join(host, listener.getsockname()[1])}"
         self._serving = asyncio.create_task(self._serve(self._server, listener))
         while not self._server.started and not self._serving.done():
@@ -113,9 +153,22 @@ class Router:
             await self._serving
 
     async def stop(self) -> None:
-        """Stop accepting, let running requests end within ``drain_timeout``, disconnect from the workers."""
+        """Refuse what is new, let what runs end within ``drain_timeout``, then stop serving and leave the workers."""
         self.dispatcher.draining = True
+        await self._drain()
         if self._server is not None:
             self._server.should_exit = True
         await self.wait()
         await self.dispatcher.pool.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+    async def _drain(self) -> None:
+        """Meanwhile HTTP is served, so that probes and clients learn that they should go elsewhere."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.settings.drain_timeout
+        while self.dispatcher.running and loop.time() < end:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        self.dispatcher.give_up(f"this router had to stop after {self.settings.drain_timeout:g} s (drain_timeout)")

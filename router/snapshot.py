@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.generation import ServedModel
+from router.journal import Happening
 from router.pool import Peer, Traffic
 from speculation.events import PeerId, Role
-from speculation.messages import Load
+from speculation.messages import Load, Welcome
 
 
 class WorkerState(StrEnum):
@@ -33,15 +35,35 @@ class WorkerView:
     """What it last said of itself, all its routers together."""
     round_trip: float | None = None
     """Seconds; None where it was not measured."""
+    described: Welcome | None = None
+    """As it last introduced itself, also while it is down; None: it never was up."""
+    sessions: int = 0
+    """That this router has open there."""
+    since: float = 0.0
+    """When it came into this state, by the clock of the pool."""
+    acceptance: float | None = None
+    """Of a drafter: share of the drafts that targets kept, the recent counting most; None: nothing is known."""
+    rates: tuple[float, ...] | None = None
+    """See :attr:`router.pool.Peer.work`; None while unknown."""
 
     @classmethod
-    def of(cls, peer: Peer) -> WorkerView:
+    def of(cls, peer: Peer, acceptance: float | None) -> WorkerView:
         """What is known of it now."""
         if peer.welcome is None:
-            return cls(peer.peer, peer.role, WorkerState.DOWN)
-        state = WorkerState.DRAINING if peer.leaving else WorkerState.UP
-        round_trip = peer.connection.round_trip if peer.connection else None
-        return cls(peer.peer, peer.role, state, peer.welcome.model, peer.load, round_trip)
+            return cls(peer.peer, peer.role, WorkerState.DOWN, described=peer.described, since=peer.since)
+        return cls(
+            peer.peer,
+            peer.role,
+            WorkerState.DRAINING if peer.leaving else WorkerState.UP,
+            peer.welcome.model,
+            peer.load,
+            peer.connection.round_trip if peer.connection else None,
+            described=peer.described,
+            sessions=peer.sessions,
+            since=peer.since,
+            acceptance=acceptance,
+            rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +71,13 @@ class Snapshot:
     """Workers, sessions and totals of one router."""
 
     workers: tuple[WorkerView, ...] = ()
+    models: tuple[ServedModel, ...] = ()
+    happenings: tuple[Happening, ...] = ()
+    """What lately happened, oldest first."""
+    sessions: int = 0
+    """Ever begun."""
+    failed: int = 0
+    """Of these, without a whole text."""
     placing: int = 0
     """Sessions that wait for a target worker."""
     running: int = 0

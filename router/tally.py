@@ -14,16 +14,18 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from router.acceptance_watch import AcceptanceWatch
 from router.errors import CODES, ErrorCode
+from router.recent import Recent
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason
 
 if TYPE_CHECKING:
-    from router.choices import Chunk
+    from router.choice_reader import Chunk
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
@@ -52,6 +54,19 @@ class Buckets:
         """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def quantile(self, share: float) -> float | None:
+        """The value that this share of all (0 to 1) stays below, as if spread evenly within each bucket.
+
+        None before the first value; at most the last bound.
+        """
+        wanted = share * sum(self.counts)
+        below, seen = 0.0, 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and seen + count >= wanted:
+                return below + (bound - below) * (wanted - seen) / count
+            below, seen = bound, seen + count
+        return below if any(self.counts) else None
 
 
 @dataclass(slots=True)
@@ -93,11 +108,11 @@ class ModelCounts:
 class SessionTally:
     """What is counted of one session as it commits."""
 
-    __slots__ = ("_counts", "_draft", "_last", "_target", "_watch")
+    __slots__ = ("_counts", "_draft", "_last", "_recent", "_target", "_watch")
 
-    def __init__(self, counts: ModelCounts, watch: AcceptanceWatch) -> None:
+    def __init__(self, counts: ModelCounts, watch: AcceptanceWatch, recent: Recent) -> None:
         """Nothing is committed yet."""
-        self._counts, self._watch = counts, watch
+        self._counts, self._watch, self._recent = counts, watch, recent
         self._last: float | None = None
         self._target = self._draft = PeerId("")
 
@@ -108,16 +123,29 @@ class SessionTally:
         else:
             self._target = peer
 
-    def committed(self, now: float, tokens: int, accepted: int, offered: int, cached: int) -> None:
-        """``tokens`` were committed at ``now`` (seconds), ``accepted`` of them drafted."""
+    def committed(
+        self,
+        now: float,
+        tokens: int,
+        accepted: int,
+        offered: int,
+        cached: int,
+        of_drafter: tuple[int, int] | None = None,
+    ) -> None:
+        """``tokens`` were committed at ``now`` (seconds), ``accepted`` of them drafted.
+
+        ``of_drafter``: how many of those accepted and of those offered came from a draft worker; None: all.
+        """
+        kept, drafted = (accepted, offered) if of_drafter is None else of_drafter
         counts = self._counts
         counts.generated_tokens += tokens
+        self._recent.add(now, 0, tokens, accepted, offered)
         if offered:
             counts.drafts += 1
             counts.draft_tokens += offered
             counts.kept[min(accepted, LONGEST_PATH)] += 1
-            if self._draft:
-                self._watch.offered(self._target, self._draft, offered, accepted)
+        if drafted and self._draft:
+            self._watch.offered(self._target, self._draft, drafted, kept)
         if self._last is None:
             counts.cached_prompt_tokens += cached
         else:
@@ -143,6 +171,8 @@ class Tally:
         self.failed = Counter({row.name: 0 for row in CODES.values() if row.status >= FAILURE})
         """Requests that failed on our side, likewise."""
         self.watch = AcceptanceWatch()
+        self.recent = Recent(-inf, 0, 0, 0, 0)
+        """Of all models: requests begun, tokens committed, draft tokens accepted and offered."""
 
     def model(self, name: str) -> ModelCounts:
         """The counts of a model. Only names of models that are served may be given."""
@@ -152,7 +182,7 @@ class Tally:
         """A session begins, with a prompt of so many tokens."""
         counts = self.model(model)
         counts.prompt_tokens += prompt
-        return SessionTally(counts, self.watch)
+        return SessionTally(counts, self.watch, self.recent)
 
     def answered(self, code: ErrorCode) -> None:
         """A client was told an error."""
@@ -163,6 +193,7 @@ class Tally:
     ) -> AsyncGenerator[Chunk]:
         """The same chunks; counts when each choice begins and how it ends. ``arrived`` is of our own clock."""
         counts = self.model(model)
+        self.recent.add(arrived, 1, 0, 0, 0)
         waiting, running = set(range(choices)), set(range(choices))
         failed = False
         try:

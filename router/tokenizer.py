@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import tokenizers
 
-from router.chat_template import ChatTemplate
+from router.chat_template import SPECIAL_TOKENS, ChatTemplate
 from speculation.messages import Token
 
 FILES = (
@@ -27,7 +28,19 @@ FILES = (
     "config.json",
 )
 """Everything that is read of a model; the first must exist."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPACE = "\u2581"
+"""How sentencepiece writes a space."""
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _byte_level() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: printable ones as themselves, the others as characters from U+0100 on."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_level()
 
 
 class TokenizerError(Exception):
@@ -55,9 +68,14 @@ class Tokenizer:
         self.chat_template = ChatTemplate(chat_template, names) if chat_template is not None else None
         """None when the model has none."""
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._decoders = frozenset(_types(json.loads(backend.decoder.__getstate__()) if backend.decoder else {}))
         hidden = {token for token, content in added.items() if content.special}
         hidden.update(t for t in map(backend.token_to_id, names.values()) if t is not None)
-        self._hidden = frozenset(hidden)
+        self.hidden = frozenset(hidden)
+        """Special tokens, which do not show in a text unless they are asked for."""
+        self.longest = max(map(len, backend.get_vocab()), default=1)
+        """Characters of the longest token: a text of more than n times as many has more than n tokens."""
 
     @classmethod
     def load(cls, model: str, revision: str | None = None) -> Self:
@@ -91,14 +109,45 @@ class Tokenizer:
         """
         return tuple(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
-    def decode(self, tokens: Sequence[Token]) -> str:
-        """Text of ``tokens``, without special ones; bytes that are no character become U+FFFD."""
-        shown = [token for token in tokens if token not in self._hidden]
+    def decode(self, tokens: Sequence[Token], hidden: frozenset[Token] | None = None) -> str:
+        """Text of ``tokens`` without the ``hidden`` ones, by default the special ones; broken characters are U+FFFD."""
+        hidden = self.hidden if hidden is None else hidden
+        shown = [token for token in tokens if token not in hidden]
         return self._backend.decode(shown, skip_special_tokens=False) if shown else ""
 
-    def visible(self, token: Token) -> bool:
+    def visible(self, token: Token, hidden: frozenset[Token] | None = None) -> bool:
         """Whether a token is in the vocabulary and shows in the text at all."""
-        return token not in self._hidden and self._backend.id_to_token(token) is not None
+        hidden = self.hidden if hidden is None else hidden
+        return token not in hidden and self._backend.id_to_token(token) is not None
+
+    def token_of(self, piece: str) -> Token | None:
+        """The token that is written so in the vocabulary."""
+        token: Token | None = self._backend.token_to_id(piece)
+        return token
+
+    def spelling(self, token: Token) -> tuple[str, bytes | None]:
+        """How one token is written, and the bytes that it adds to a text; None: none (special or no token)."""
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return f"token_id:{token}", None
+        if token in self.hidden:
+            return piece, None
+        spelt = self._bytes_of(token, piece)
+        try:
+            return spelt.decode(), spelt
+        except UnicodeDecodeError:  # a part of a character; written as OpenAI writes it
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt), spelt
+
+    def _bytes_of(self, token: Token, piece: str) -> bytes:
+        if token in self._added:
+            return piece.encode()
+        if "ByteLevel" in self._decoders and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
+        if "ByteFallback" in self._decoders and (match := _BYTE.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        if "ByteFallback" in self._decoders or "Metaspace" in self._decoders:
+            return piece.replace(_SPACE, " ").encode()
+        return self._backend.decode([token], skip_special_tokens=False).encode()
 
     @property
     def size(self) -> int:
@@ -112,6 +161,13 @@ class Tokenizer:
         for token, token_id in sorted(self._backend.get_vocab().items(), key=lambda item: (item[1], item[0])):
             digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
         return int.from_bytes(digest.digest(), "big")
+
+
+def _types(decoder: Mapping[str, Any]) -> Iterator[str]:
+    """The kinds of decoders that a tokenizer's decoder is made of."""
+    yield str(decoder.get("type", ""))
+    for inner in decoder.get("decoders", ()):
+        yield from _types(inner)
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -2,13 +2,13 @@
 
 Every router hears the same of a worker, with each of its heartbeats, and tells it on: take the maximum over routers
 before adding up workers. The exceptions say "per router". What a worker counts comes under names of its own
-(:mod:`target_service.counters`, :mod:`draft_service.lookahead`); :data:`COUNTERS` gives each its metric.
+(:mod:`target_service.counters`, :mod:`draft_service.counters`); :data:`COUNTERS` gives each its metric.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Metric
@@ -16,7 +16,7 @@ from prometheus_client import Metric
 from router.families import counter, gauge
 from router.snapshot import Snapshot, WorkerState, WorkerView
 from speculation.events import Role
-from speculation.messages import Source
+from speculation.messages import Source, SourceName, Welcome
 from speculation.trie import Fate
 
 LABELS = ("model", "role", "worker")
@@ -53,8 +53,19 @@ COUNTERS = (
         role=Role.TARGET,
     ),
     Counted("prefix_cache_hits", "Tokens of these that it held.", ("reused",), role=Role.TARGET),
+    Counted("suffix_indexed_tokens", "Tokens of outputs kept to draft from.", ("suffix_indexed",), role=Role.TARGET),
+    Counted("suffix_forgotten_tokens", "Of these, those no longer kept.", ("suffix_forgotten",), role=Role.TARGET),
+    Counted(
+        "draft_source_faults", "Sessions without a registered source that failed.", ("source_faults",), role=Role.TARGET
+    ),
+    Counted(
+        "suffix_queries", "Times earlier outputs were asked how a text goes on.", ("suffix_asked",), role=Role.TARGET
+    ),
+    Counted("suffix_hits", "Times these had an answer.", ("suffix_found",), role=Role.TARGET),
     Counted("drafter_computed_tokens", "Tokens a drafter computed.", ("computed",), role=Role.DRAFT),
     Counted("drafter_reused_tokens", "Tokens a drafter found in its cache.", ("reused",), role=Role.DRAFT),
+    Counted("drafter_guessed_tokens", "Guesses that a drafter's forwards verified.", ("guessed",), role=Role.DRAFT),
+    Counted("drafter_followed_guesses", "Guesses that became drafts so.", ("followed",), role=Role.DRAFT),
     Counted("drafter_proposed_tokens", "Draft tokens a drafter found and proposes.", ("proposed",), role=Role.DRAFT),
     Counted("drafter_verifications", "Verifications a drafter was told of.", ("verified",), role=Role.DRAFT),
     Counted("drafter_accepted_tokens", "Draft tokens accepted in its sessions.", ("accepted",), role=Role.DRAFT),
@@ -111,6 +122,15 @@ def _loads(views: list[WorkerView]) -> Iterator[Metric]:
             "Part of a worker's cache in use, 0 to 1.",
             {_labels(v): 1 - v.load.free_tokens / v.load.capacity_tokens for v in views if v.load.capacity_tokens},
         ),
+        (
+            "suffix_stored_tokens",
+            "Tokens of earlier outputs that a target drafts from.",
+            {
+                _labels(v): v.load.counters["suffix_indexed"] - v.load.counters.get("suffix_forgotten", 0)
+                for v in views
+                if "suffix_indexed" in v.load.counters
+            },
+        ),
     ):
         yield gauge(name, about + PER_WORKER, LABELS, values)
     yield gauge(
@@ -119,11 +139,12 @@ def _loads(views: list[WorkerView]) -> Iterator[Metric]:
         "against those at the same tokens a step without waiting. Over a time range: rate(step_seconds) / "
         "(rate(step_seconds) + rate(draft_wait_seconds))." + PER_WORKER,
         LABELS,
-        {_labels(view): efficiency for view in views if (efficiency := _efficiency(view)) is not None},
+        {_labels(view): value for view in views if (value := efficiency(view)) is not None},
     )
 
 
-def _efficiency(view: WorkerView) -> float | None:
+def efficiency(view: WorkerView) -> float | None:
+    """Part of a target's working time that it computed, 0 to 1; None while it has not worked, and of a drafter."""
     computing = view.load.counters.get("step_microseconds", 0)
     waiting = view.load.counters.get("wait_microseconds")
     return computing / (computing + waiting) if computing and waiting is not None else None
@@ -137,13 +158,20 @@ def _counters(views: list[WorkerView]) -> Iterator[Metric]:
             if entry.role in (None, view.role) and view.load.counters.keys() >= set(entry.sources)
         }
         yield counter(entry.name, entry.about + PER_WORKER, LABELS, values)
+    names = draft_sources(view.described for view in views)
     for name, about, prefix in BY_SOURCE:
-        yield _split(name, about, "source", prefix, [source.value for source in Source], views)
+        yield _split(name, about, "source", prefix, names, views)
     about = "Proposals that came to a target, by what became of them."
     yield _split("proposals", about, "fate", FATES, [fate.value for fate in Fate], views)
 
 
-def _split(name: str, about: str, label: str, prefix: str, keys: list[str], views: list[WorkerView]) -> Metric:
+def draft_sources(workers: Iterable[Welcome | None]) -> list[SourceName]:
+    """Names of all that may draft at these workers: the built-in ones, then those registered there."""
+    named = {name for welcome in workers if welcome is not None for name in welcome.sources}
+    return [*Source, *sorted(named - set(Source))]
+
+
+def _split(name: str, about: str, label: str, prefix: str, keys: Sequence[str], views: list[WorkerView]) -> Metric:
     """One family from counters whose names differ in their end."""
     values = {
         (*_labels(view), key): view.load.counters[prefix + key]

@@ -1,0 +1,203 @@
+"""One choice of an answer, from what is committed to what a client gets: text, tool calls, tokens beside their text.
+
+Decides what belongs together in one chunk. Streamed answers send the chunks, the others gather them, so both are equal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from router.generation import Committed, Details, Ended, GenerationError
+from router.logprobs import ShownToken, TokenNames
+from router.requests import ApiRequest
+from router.text import Delta, Piece, TextRules, TextStream
+from router.tokenizer import Tokenizer
+from router.tool_calls import ToolCall, parser_of
+from speculation.events import Told
+from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
+from speculation.origin import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShown:
+    """What an answer shows of a choice's prompt."""
+
+    text: str = ""
+    """With which the answer begins; empty unless it was asked for."""
+    ids: tuple[Token, ...] = ()
+    """If they were asked for."""
+    tokens: tuple[ShownToken, ...] = ()
+    """With their log-probabilities, if these were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one commit adds to choice ``index``; the last one of a choice has ``finish``.
+
+    ``tokens``, ``accepted`` and ``offered`` leave out what lies behind a stop string: a draft token that was
+    accepted there counts as if it had not been offered.
+    """
+
+    index: int
+    pieces: tuple[Piece, ...] = ()
+    tokens: int = 0
+    accepted: int = 0
+    offered: int = 0
+    cached: int = 0
+    """With the first commit: how many tokens of the prompt were in the target's cache."""
+    finish: FinishReason | None = None
+    position: int = 0
+    """Where the tokens stand in the whole sequence, prompt included."""
+    origins: tuple[Origin, ...] = ()
+    """Where each token came from."""
+    refused: tuple[SourceName, ...] = ()
+    """Where each draft came from that was not kept."""
+    took: float = 0.0
+    """Seconds that the target's step took."""
+    waited: float = 0.0
+    """Seconds that it had waited for drafts before it."""
+    details: Details | None = None
+    """If the request wants them."""
+    prompt: PromptShown | None = None
+    """Comes once, before any commit, where something of the prompt is shown."""
+    shown: tuple[ShownToken, ...] = ()
+    """The tokens whose text is out with this chunk, if they were asked for."""
+    content: str | None = None
+    """What of the text is content, where tool calls are searched for; None: all of it."""
+    calls: tuple[ToolCall, ...] = ()
+    called: bool = False
+    """With the finish: the model called a tool."""
+
+    @property
+    def text(self) -> str:
+        """What the reader of the answer sees."""
+        return "".join(piece.text for piece in self.pieces) if self.content is None else self.content
+
+
+class ChoiceReader:
+    """Reads one choice."""
+
+    def __init__(self, request: ApiRequest, index: int, tokenizer: Tokenizer) -> None:
+        """Nothing is committed yet."""
+        generation = request.generations[index]
+        self._index, self._generation, self._tokenizer = index, generation, tokenizer
+        self._form, self._tools = request.form, request.tools
+        self._prompt = request.prompts[index // request.n]
+        self._prompt_only = request.prompt_only
+        rules = TextRules(
+            request.stop,
+            generation.stop_tokens,
+            self._form.stop_string,
+            generation.min_tokens,
+            _hidden(request, tokenizer),
+        )
+        self._text = TextStream(tokenizer, rules, generation.prompt if request.continues else ())
+        self._names = TokenNames(tokenizer, as_ids=self._form.names_as_ids)
+        self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
+        """Tokens whose text is not out."""
+        self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
+        """Characters of the answer before the text."""
+        self._parser = None if self._tools.form is None else parser_of(self._tools.form)
+        self._calls = 0
+        self._position = len(generation.prompt)
+        self._begun = False
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether nothing has to be generated."""
+        return self._prompt_only and self._form.of_prompt is None
+
+    def read(self, item: Committed | Ended) -> Iterator[Chunk]:
+        """What an item of the generation adds; nothing follows a chunk with ``finish``."""
+        match item:
+            case Committed():
+                if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
+                    yield replace(self.prompt(item.told), cached=item.cached if self._prompt_only else 0)
+                self._begun = True
+                yield self._parsed(self._of_commit(item, self._text.push(item.tokens, item.origins)))
+            case Ended():
+                rest = self._text.finish()
+                finish = FinishReason.STOP if rest.stopped else item.reason
+                shown = self._out(rest)
+                yield self._parsed(Chunk(self._index, rest.pieces, finish=finish, shown=shown, position=self._position))
+            case _:
+                assert_never(item)
+
+    def prompt(self, told: Told = Told()) -> Chunk:
+        """What is shown of the prompt; the whole choice, if nothing else is asked for."""
+        shown = PromptShown(
+            text=self._prompt.text(self._tokenizer) if self._form.echo else "",
+            ids=self._generation.prompt if self._form.token_ids else (),
+            tokens=() if self._form.of_prompt is None else self._prompt_tokens(told),
+        )
+        return Chunk(self._index, prompt=shown, finish=FinishReason.LENGTH if self._prompt_only else None)
+
+    def _prompt_tokens(self, told: Told) -> tuple[ShownToken, ...]:
+        prompt, most = self._generation.prompt, self._form.of_prompt or 0
+        if len(told.prompt_logprobs) != len(prompt) - 1:
+            raise GenerationError("internal", "the target told no log-probabilities of the prompt")
+        starts = self._prompt.starts(self._tokenizer)
+        logprobs = (None, *told.prompt_logprobs)
+        return tuple(self._names.shown(*place, most) for place in zip(prompt, starts, logprobs, strict=True))
+
+    def _of_commit(self, commit: Committed, delta: Delta) -> Chunk:
+        logprobs: tuple[TokenLogprobs | None, ...] = commit.told.logprobs
+        if self._form.logprobs is None:
+            logprobs = (None,) * len(commit.tokens)
+        elif len(logprobs) != len(commit.tokens):
+            raise GenerationError("internal", "the target told no log-probabilities")
+        self._waiting.extend(zip(commit.tokens, logprobs, strict=True))
+        accepted = min(commit.accepted, delta.tokens)
+        position, self._position = self._position, self._position + delta.tokens
+        return Chunk(
+            self._index,
+            delta.pieces,
+            tokens=delta.tokens,
+            accepted=accepted,
+            offered=commit.offered - (commit.accepted - accepted),
+            cached=commit.cached,
+            finish=FinishReason.STOP if delta.stopped else None,
+            position=position,
+            origins=commit.origins[: delta.tokens],
+            refused=commit.refused,
+            took=commit.told.took_us / 1e6,
+            waited=commit.told.waited_us / 1e6,
+            details=commit.details,
+            shown=self._out(delta),
+        )
+
+    def _out(self, delta: Delta) -> tuple[ShownToken, ...]:
+        """The tokens whose text has come out with it."""
+        out = [(*self._waiting.popleft(), start) for start in delta.starts]
+        if self._form.logprobs is None and not self._form.token_ids:
+            return ()
+        most = self._form.logprobs or 0
+        return tuple(self._names.shown(token, self._before + start, told, most) for token, told, start in out)
+
+    def _parsed(self, chunk: Chunk) -> Chunk:
+        """With the tool calls taken out of the text. The first one is the end, where there may be no second."""
+        if self._parser is None:
+            return chunk
+        found = self._parser.push(chunk.text)
+        content, calls = found.content, found.calls
+        if chunk.finish is not None:
+            rest = self._parser.finish()
+            content, calls = content + rest.content, calls + rest.calls
+        finish = chunk.finish
+        if calls and not self._tools.several:
+            calls, finish = calls[:1], FinishReason.STOP
+        self._calls += len(calls)
+        called = finish is FinishReason.STOP and self._calls > 0
+        return replace(chunk, content=content, calls=tuple(calls), finish=finish, called=called)
+
+
+def _hidden(request: ApiRequest, tokenizer: Tokenizer) -> frozenset[Token] | None:
+    """Tokens that do not show in the text; None: the tokenizer's special ones."""
+    if request.form.special:
+        return frozenset()
+    if request.tools.form is None:
+        return None
+    return tokenizer.hidden - {tokenizer.token_of(mark) for mark in request.tools.form.marks}

@@ -1,0 +1,129 @@
+"""Writes ``docs/api.md`` from the tables of fields and errors: ``python -m router.describe > docs/api.md``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from router.errors import CODES
+from router.field_row import Row, Schema, Support
+from router.field_table import ROWS
+
+_INTRODUCTION = """\
+# The HTTP API
+
+<!-- Written by `python -m router.describe > docs/api.md` from the table of request fields; do not edit. -->
+
+`POST /v1/completions` and `POST /v1/chat/completions` are OpenAI's, with vLLM's additional fields. An application moves
+here by changing its base URL. `GET /v1/models` lists what is served; `/openapi.json` describes everything to machines.
+
+Every field is in the table below. One that is not is refused with a 400 that names it, and so is one that is here but
+refused, unless its value asks for nothing. `null` is the same as leaving a field out. Nothing is silently ignored:
+only the labels at the end of the table have no effect. "chat" and "text" say which of the two endpoints knows a field
+that is not on both.
+
+How the text is made (drafted or not, by whom, on which workers) never changes it: for the same seed it is the same.
+
+## Request fields
+"""
+
+_ANSWERS = """\
+
+## Answers
+
+- `logprobs` are the model's own: before penalties, biases, masks, temperature and filters. There is one entry for each
+  token of the answer, in the chunk in which its text is complete. Tokens behind a stop string have none; the stop token
+  that ends a text has one. A token that is a part of a character is written `bytes:\\xf0\\x9f`; tokens that share a
+  character share its `text_offset`. `bytes` is null for special tokens. Minus infinity is written -9999.
+- In a completion's `top_logprobs` the token that was drawn is always there, beyond the number asked for if need be.
+- With `echo` the answer begins with the prompt, as it was given. With `max_tokens` 0 and `echo` nothing is generated.
+- `prompt_logprobs`, and `echo` with `logprobs`, have the prompt computed without the prefix cache. The `rank` of a
+  prompt token that is not among the likeliest is null.
+- Tool calls are found in the text by the form that the model's chat template shows. A streamed call comes whole, in one
+  chunk. What looks like a call and is none stays text.
+
+## Errors
+
+An error is `{"error": {"message", "type", "param", "code"}}`; `param` is the path of the field at fault. Within a
+stream it is the last event.
+
+| code | status | type | try again | meaning |
+|---|---|---|---|---|
+"""
+
+
+def document() -> str:
+    """The page."""
+    fields = "| field | | values | default | what it does, or why it does not |\n|---|---|---|---|---|\n"
+    errors = (
+        f"| `{row.name}` | {row.status} | `{row.type}` | {'yes' if row.retryable else 'no'} | {row.meaning} |\n"
+        for row in CODES.values()
+    )
+    return _INTRODUCTION + "\n" + fields + "".join(map(_line, _ordered(ROWS))) + _ANSWERS + "".join(errors)
+
+
+def _ordered(rows: Iterable[Row]) -> list[Row]:
+    """As in the table, but labels after what has an effect, and fields after the one they are inside of."""
+    rank = {Support.SUPPORTED: 0, Support.REFUSED: 1, Support.LABEL: 2}
+    return sorted(rows, key=lambda row: rank[row.support])
+
+
+def _line(row: Row) -> str:
+    where = {"both": "", "completion": " (text)", "chat": " (chat)"}[row.where]
+    support = str(row.support)
+    if row.support is Support.REFUSED:
+        neutral = [f"`{json.dumps(value)}`" for value in row.schema["enum"] if value is not None]
+        values = f"only {' or '.join(neutral)}" if neutral else ""
+        return f"| `{row.name}`{where} | {support} | {values} | | {_sentence(row.about)} |\n"
+    default = "required" if row.required else row.default
+    return f"| `{row.name}`{where} | {support} | {_values(row.schema)} | {default} | {_sentence(row.about)} |\n"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:].removesuffix(".") + "."
+
+
+def _values(schema: Schema) -> str:
+    """A JSON Schema in words; its title, if it has one."""
+    if "title" in schema:
+        return str(schema["title"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_values, schema["anyOf"])))
+    match schema.get("type"):
+        case "integer":
+            return "integer" + _range(schema)
+        case "number":
+            return "number" + _range(schema)
+        case "array":
+            most = f" of at most {schema['maxItems']}" if "maxItems" in schema else ""
+            items = schema.get("items", {})
+            return f"array{most}: {_values(items)}" if items else f"array{most}"
+        case "string":
+            return f"string of at most {schema['maxLength']} characters" if "maxLength" in schema else "string"
+        case "object":
+            return f"object of at most {schema['maxProperties']} entries" if "maxProperties" in schema else "object"
+        case other:
+            return str(other)
+
+
+def _range(schema: Schema) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if "exclusiveMinimum" in schema:
+        return f" above {_number(schema['exclusiveMinimum'])}, at most {_number(high)}"
+    if high is None:
+        return f" from {_number(low)}" if low is not None else ""
+    return f" from {_number(low)} to {_number(high)}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

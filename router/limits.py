@@ -1,0 +1,166 @@
+"""How much one caller may ask for: requests and tokens a minute, and requests at once.
+
+Pure accounts over a clock that is passed in. Who the callers are, and what they are told, :mod:`router.admission`
+decides. Rates are buckets: full at first, refilled evenly, so a minute's worth may come at once, and never twice.
+
+Tokens are counted as they are used, so nobody knows beforehand how many a request will take: one that was let in is
+never cut short, and what it takes too much keeps later ones out until the bucket has refilled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrent"
+"""What there are limits on."""
+LEAST_WAIT, MOST_WAIT = 1.0, 60.0
+"""Seconds that a refused client is told to wait, where they are estimated."""
+REMEMBERED = 0.1
+"""Weight of the newest duration in their mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """The limits of one caller; 0: none."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    """Of prompts and of what is generated."""
+    concurrent_requests: int = 0
+
+    def but(self, own: Mapping[str, int]) -> Allowance:
+        """The same where ``own``, by the names of these fields, does not say otherwise."""
+        return replace(self, **own)
+
+
+LIMIT_NAMES = tuple(entry.name for entry in fields(Allowance))
+
+
+class LimitReached(Exception):
+    """A request that goes beyond a limit. The message is one line, for the client."""
+
+    def __init__(self, limit: str, message: str, wait: float) -> None:
+        """``wait``: seconds after which it can be let in."""
+        super().__init__(message)
+        self.limit, self.message, self.wait = limit, message, wait
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What is left of a rate. May be overdrawn."""
+
+    limit: int
+    """A minute."""
+    _level: float
+    _at: float
+
+    @classmethod
+    def full(cls, limit: int, now: float) -> Bucket:
+        """One that nobody has taken from."""
+        return cls(limit, limit, now)
+
+    def level(self, now: float) -> float:
+        """What can be taken."""
+        return min(self._level + (now - self._at) * self.limit / 60, self.limit)
+
+    def take(self, amount: int, now: float) -> None:
+        """Take so much, whether it is there or not."""
+        self._level, self._at = self.level(now) - amount, now
+
+    def wait(self, level: float, now: float) -> float:
+        """Seconds until so much is there."""
+        return max(min(level, self.limit) - self.level(now), 0.0) * 60 / self.limit
+
+    def change(self, limit: int, now: float) -> None:
+        """Another limit from now on. What was taken stays taken."""
+        taken = self.limit - self.level(now)
+        self.limit, self._level, self._at = limit, limit - taken, now
+
+
+class Durations:
+    """How long requests take, the recent ones counting most: when a place will be free."""
+
+    def __init__(self) -> None:
+        """Nothing has ended yet."""
+        self._mean: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """One has ended."""
+        self._mean = seconds if self._mean is None else self._mean + REMEMBERED * (seconds - self._mean)
+
+    def wait(self, places: int, ahead: int = 0) -> float:
+        """Seconds until one of so many places, all taken, is free for whom ``ahead`` others wait before."""
+        mean = LEAST_WAIT if self._mean is None else self._mean * (ahead + 1) / max(places, 1)
+        return min(max(mean, LEAST_WAIT), MOST_WAIT)
+
+
+@dataclass(slots=True)
+class Account:
+    """What one caller has asked for, and what it may."""
+
+    allowance: Allowance = Allowance()
+    running: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refused: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys((REQUESTS, TOKENS, CONCURRENT), 0)))
+    """By the limit."""
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+    """By what they limit; none where there is no limit."""
+    _durations: Durations = field(default_factory=Durations)
+
+    def allow(self, allowance: Allowance, now: float) -> None:
+        """These limits count from now on."""
+        self.allowance = allowance
+        for name, limit in ((REQUESTS, allowance.requests_per_minute), (TOKENS, allowance.tokens_per_minute)):
+            if not limit:
+                self.buckets.pop(name, None)
+            elif name not in self.buckets:
+                self.buckets[name] = Bucket.full(limit, now)
+            elif self.buckets[name].limit != limit:
+                self.buckets[name].change(limit, now)
+
+    def enter(self, now: float) -> None:
+        """A request begins. Raises :class:`LimitReached`."""
+        most = self.allowance.concurrent_requests
+        if most and self.running >= most:
+            self._refuse(CONCURRENT, f"{most} requests at once are allowed and under way", self._durations.wait(most))
+        if bucket := self.buckets.get(REQUESTS):
+            self._check(REQUESTS, 1, now)
+            bucket.take(1, now)
+        self.running += 1
+        self.requests += 1
+
+    def take_prompt(self, tokens: int, now: float) -> None:
+        """A request that has entered brings so many tokens. Raises :class:`LimitReached`."""
+        if TOKENS in self.buckets:
+            self._check(TOKENS, tokens, now)
+        self.prompt_tokens += tokens
+        self._take(tokens, now)
+
+    def take_completion(self, tokens: int, now: float) -> None:
+        """So many were generated."""
+        self.completion_tokens += tokens
+        self._take(tokens, now)
+
+    def leave(self, seconds: float) -> None:
+        """A request has ended, after so long."""
+        self.running -= 1
+        self._durations.add(seconds)
+
+    def _take(self, tokens: int, now: float) -> None:
+        if bucket := self.buckets.get(TOKENS):
+            bucket.take(tokens, now)
+
+    def _check(self, name: str, amount: int, now: float) -> None:
+        """Whether so much can be taken; of what is larger than the bucket, whether that is full."""
+        bucket = self.buckets[name]
+        if wait := bucket.wait(amount, now):
+            left = max(int(bucket.level(now)), 0)
+            self._refuse(name, f"{bucket.limit} {name} a minute are allowed, {left} left, {amount} needed", wait)
+
+    def _refuse(self, name: str, why: str, wait: float) -> None:
+        self.refused[name] += 1
+        raise LimitReached(name, f"a limit is reached: {why}; try again in {wait:.3g} s", wait)

@@ -1,0 +1,62 @@
+// The same request without speculation, beside the run it is compared with.
+
+import { duration, element, number, rate } from "./dom.js";
+
+/** The same request, text for text: as many tokens, the same seed, nothing drafted. */
+export function withoutSpeculation(run) {
+  const { speculation, prediction, ...body } = run.body;
+  const stopped = run.finish === null;
+  const limit = stopped ? { max_tokens: Math.max(run.tokens, 1) } : {};
+  return { ...body, ...limit, speculation: { enabled: false, details: true } };
+}
+
+/** What there is to say once both are over. */
+function judge(run, plain) {
+  const [fast, slow] = [run.figures(run.over), plain.figures(plain.over)];
+  const stopped = run.finish === null; // cut off anywhere, also within a commit that had been made
+  const same = stopped ? plain.text.startsWith(run.text) || run.text.startsWith(plain.text) : plain.text === run.text;
+  const ratio = fast.tokensPerSecond / slow.tokensPerSecond;
+  return { ratio, same, differsAt: same ? null : firstDifference(run.text, plain.text) };
+}
+
+function firstDifference(a, b) {
+  let at = 0;
+  while (at < a.length && a[at] === b[at]) at++;
+  return at;
+}
+
+export class ComparisonView {
+  constructor(container) {
+    this.container = container;
+  }
+
+  hide() {
+    this.container.hidden = true;
+  }
+
+  /** Two bars, as long as the time since the first token; the second grows as it runs. */
+  show(run, plain, now) {
+    const decoding = (one) => (one.first === null ? 0 : (one.over === null ? now : one.last) - one.first);
+    const longest = Math.max(decoding(run), decoding(plain), 1e-9);
+    const row = (name, one) => {
+      const filled = element("span", { class: "filled" });
+      filled.style.width = `${(100 * decoding(one)) / longest}%`;
+      const text = `${rate(one.figures(now).tokensPerSecond)} tokens/s · ${duration(decoding(one))}`;
+      const length = element("span", { class: "length" }, filled);
+      return [element("span", { text: name }), length, element("span", { class: "number", text })];
+    };
+    const race = element("div", { class: "race" }, ...row("With", run), ...row("Without", plain));
+    this.container.hidden = false;
+    this.container.replaceChildren(race, this.#verdict(run, plain));
+  }
+
+  #verdict(run, plain) {
+    if (plain.over === null) return element("p", { class: "muted", text: "Running without speculation …" });
+    const { ratio, same, differsAt } = judge(run, plain);
+    const times = Number.isFinite(ratio) ? `${number(ratio, ratio < 10 ? 2 : 0)}× as fast` : "Too short to compare";
+    const text = same ? "The text is identical." : `The text differs from character ${differsAt + 1} on.`;
+    const verdict = element("p", { class: "verdict", "data-same": String(same) }, element("b", { text: times }));
+    verdict.append(Number.isFinite(ratio) ? ` with speculation. ${text}` : `. ${text}`);
+    return verdict;
+  }
+}

@@ -1,0 +1,113 @@
+// One run: what a streamed answer says, chunk by chunk, and the figures that follow from it.
+//
+// Copes with servers and chunks that leave out the optional parts: without `speculation` a chunk is text alone, without
+// `step` a commit has no times, without `proposals` its tree is empty.
+
+import { sharedPart } from "./intervals.js";
+import { sourceOf } from "./sources.js";
+import { Trie } from "./trie.js";
+
+export class Run {
+  /** `body` is the request; `now` seconds of any clock, as everywhere here. */
+  constructor(kind, body, now) {
+    this.kind = kind;
+    this.body = body;
+    this.begun = now;
+    this.first = this.last = this.over = null;
+    this.text = "";
+    this.pieces = []; // {text, source, step}
+    this.steps = []; // {index, position, accepted, offered, tokens, pieces, start, end, waited, tree}
+    this.drafts = []; // {source, start, end, tokens}
+    this.tokens = this.firstTokens = this.accepted = this.offered = this.drafted = 0;
+    this.finish = null;
+    this.summary = null;
+    this.usage = null;
+    this.trie = new Trie();
+  }
+
+  /** Take one event of the stream. */
+  take(event, now) {
+    const choice = event.choices?.[0];
+    const text = choice?.text ?? choice?.delta?.content ?? "";
+    const told = event.speculation;
+    this.usage = event.usage ?? this.usage;
+    this.finish = choice?.finish_reason ?? this.finish;
+    this.summary = told?.summary ?? this.summary;
+    this.trie.position ??= told?.position ?? null;
+    this.#propose(told?.proposals ?? []);
+    if (!text && !told?.tokens) return;
+    this.last = now;
+    this.text += text;
+    if (told?.tokens !== undefined) this.#commit(told, text);
+    else if (text) this.pieces.push({ text, source: "target", step: null });
+    if (this.first === null) {
+      this.first = now;
+      this.firstTokens = this.tokens;
+    }
+  }
+
+  /** The stream has ended, one way or another. */
+  end(now) {
+    this.over = now;
+  }
+
+  #propose(proposals) {
+    for (const proposal of proposals) {
+      this.trie.insert(proposal);
+      const { source, start, end, tokens } = proposal;
+      if (Number.isFinite(start)) this.drafts.push({ source, start, end, tokens: tokens.length });
+    }
+  }
+
+  #commit({ accepted = 0, offered = 0, tokens, position = null, pieces: told, step: times }, text) {
+    const step = { index: this.steps.length, position, accepted, offered, tokens, pieces: [] };
+    Object.assign(step, { start: times?.start ?? null, end: times?.end ?? null, waited: times?.waited ?? 0 });
+    for (const piece of told ?? [{ text, drafted: false }]) {
+      const entry = { text: piece.text, source: sourceOf(piece, offered, accepted), step };
+      step.pieces.push(entry);
+      this.pieces.push(entry);
+    }
+    // A token without text of its own (the end of the text, part of a character) has no piece.
+    const committed = Array.from({ length: tokens }, (_, index) => step.pieces[index] ?? null);
+    step.tree = this.trie.advance(position, committed, accepted);
+    this.steps.push(step);
+    this.tokens += tokens;
+    this.accepted += accepted;
+    this.offered += offered;
+    this.drafted += offered > 0;
+  }
+
+  /** How many pieces came from where. */
+  get bySource() {
+    const counts = {};
+    for (const { source } of this.pieces) counts[source] = (counts[source] ?? 0) + 1;
+    return counts;
+  }
+
+  /** Seconds, NaN while there is nothing to say, and counts. */
+  figures(now) {
+    const tokens = this.tokens || this.usage?.completion_tokens || 0;
+    const decoding = (this.last ?? NaN) - (this.first ?? NaN);
+    return {
+      tokens,
+      steps: this.steps.length,
+      tokensPerSecond: decoding > 0 ? (this.tokens - this.firstTokens) / decoding : NaN,
+      acceptance: this.offered ? this.accepted / this.offered : NaN,
+      // vLLM's measure: over the steps that had drafts to verify.
+      acceptanceLength: this.drafted ? 1 + this.accepted / this.drafted : NaN,
+      tokensPerStep: this.steps.length ? tokens / this.steps.length : NaN,
+      firstToken: this.first === null ? NaN : this.first - this.begun,
+      elapsed: (this.over ?? now) - this.begun,
+    };
+  }
+
+  /** Steps whose times are known. */
+  get timed() {
+    return this.steps.filter((step) => step.end !== null);
+  }
+
+  /** The share of verification time in which something was drafted. */
+  get overlap() {
+    return sharedPart(this.timed, this.drafts);
+  }
+}

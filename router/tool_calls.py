@@ -1,0 +1,203 @@
+"""Finding the tool calls in a model's text, while it arrives.
+
+Which of two forms a model writes is read from its chat template. Text outside of calls passes through at once, but for
+what may still begin one. What looks like a call and is none, or is cut off, comes out as text: nothing is lost.
+A call comes out whole, when its last character has.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class ToolForm(StrEnum):
+    """How a model writes a call."""
+
+    HERMES = "Hermes"
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them. Qwen writes it too."""
+    LLAMA = "Llama 3"
+    """The whole text is ``{"name": ..., "parameters": {...}}``, or several of these with ``;`` between."""
+
+    @property
+    def arguments(self) -> str:
+        """The name that arguments go by."""
+        return "arguments" if self is ToolForm.HERMES else "parameters"
+
+    @property
+    def frame(self) -> tuple[str, str, str]:
+        """What a model writes before a call, after it, and between two."""
+        return (f"{OPEN}\n", f"\n{CLOSE}", "\n") if self is ToolForm.HERMES else ("", "", "; ")
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What frames calls. It has to show in the text even where a tokenizer holds it for special."""
+        return (OPEN, CLOSE) if self is ToolForm.HERMES else (PYTHON_TAG,)
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+
+def form_shown(template: str) -> ToolForm | None:
+    """The form that a chat template writes calls in; None: another one."""
+    if OPEN in template:
+        return None if "<function=" in template or "<arg_key>" in template else ToolForm.HERMES
+    return ToolForm.LLAMA if '"parameters"' in template or PYTHON_TAG in template else None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call: the function's name and its arguments, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class Found:
+    """What some more text turned out to be: content for the reader, and calls after it."""
+
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class ToolCallParser(Protocol):
+    """Of one choice."""
+
+    def push(self, text: str) -> Found:
+        """Take more text."""
+        ...
+
+    def finish(self) -> Found:
+        """The text has ended."""
+        ...
+
+
+def parser_of(form: ToolForm) -> ToolCallParser:
+    """A parser that has seen nothing."""
+    return HermesParser() if form is ToolForm.HERMES else LlamaParser()
+
+
+class HermesParser:
+    """Calls between tags. White space next to a call is no content."""
+
+    def __init__(self) -> None:
+        """Outside of any call."""
+        self._held = ""
+        self._inside = False
+        self._gap = ""
+        """White space before the call that has begun."""
+        self._searched = 0
+        """How much of what is held is known to have no closing tag."""
+        self._after_call = False
+
+    def push(self, text: str) -> Found:
+        """See :class:`ToolCallParser`."""
+        self._held += text
+        found = Found()
+        while self._close(found) if self._inside else self._open(found):
+            pass
+        return found
+
+    def finish(self) -> Found:
+        """A call without its closing tag is one all the same, if it is complete."""
+        found = Found()
+        if self._inside:
+            self._take(found, self._held, OPEN + self._held)
+        else:
+            self._tell(found, self._held)
+        self._held = ""
+        return found
+
+    def _open(self, found: Found) -> bool:
+        """Pass on what stands before the next call; whether there is one."""
+        start = self._held.find(OPEN)
+        before = self._held[: len(self._held) - _overlap(self._held, OPEN) if start < 0 else start]
+        content = before.rstrip()
+        self._tell(found, content)
+        if start < 0:
+            self._held = self._held[len(content) :]
+            return False
+        self._gap, self._held = before[len(content) :], self._held[start + len(OPEN) :]
+        self._inside, self._searched = True, 0
+        return True
+
+    def _close(self, found: Found) -> bool:
+        """Take the call that has begun; whether it has ended."""
+        end = self._held.find(CLOSE, self._searched)
+        if end < 0:
+            self._searched = max(len(self._held) - len(CLOSE), 0)
+            return False
+        inner, self._held, self._inside = self._held[:end], self._held[end + len(CLOSE) :], False
+        self._take(found, inner, OPEN + inner + CLOSE)
+        return True
+
+    def _take(self, found: Found, inner: str, written: str) -> None:
+        try:
+            found.calls.append(_call(json.loads(inner), ("arguments",)))
+            self._after_call = True
+        except (ValueError, RecursionError):
+            self._tell(found, self._gap + written)
+
+    def _tell(self, found: Found, text: str) -> None:
+        text = text.lstrip() if self._after_call else text
+        self._after_call = self._after_call and not text
+        found.content += text
+
+
+class LlamaParser:
+    """A text that begins as an object is held back to its end; it is either calls altogether or not at all."""
+
+    def __init__(self) -> None:
+        """Nothing has shown whether this is a call."""
+        self._held = ""
+        self._text = False
+
+    def push(self, text: str) -> Found:
+        """See :class:`ToolCallParser`."""
+        if self._text:
+            return Found(text)
+        self._held += text
+        start = self._held.lstrip()
+        self._text = bool(start) and not start.startswith(("{", PYTHON_TAG)) and not PYTHON_TAG.startswith(start)
+        return self._release() if self._text else Found()
+
+    def finish(self) -> Found:
+        """See :class:`ToolCallParser`."""
+        try:
+            return Found(calls=_objects(self._held.strip().removeprefix(PYTHON_TAG)))
+        except (ValueError, RecursionError):
+            return self._release()
+
+    def _release(self) -> Found:
+        held, self._held = self._held, ""
+        return Found(held)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The longest end of a text that is a beginning of ``mark``."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def _objects(text: str) -> list[ToolCall]:
+    decoder, calls = json.JSONDecoder(), []
+    while text:
+        value, end = decoder.raw_decode(text)
+        calls.append(_call(value, ("parameters", "arguments")))
+        text = text[end:].lstrip().removeprefix(";").lstrip()
+    return calls
+
+
+def _call(value: object, names: tuple[str, ...]) -> ToolCall:
+    """Raises ValueError where it is no call."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("no name")
+    arguments: object = next((value[name] for name in names if name in value), {})
+    if not isinstance(arguments, dict):
+        raise ValueError("no arguments")
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (value["name"] + written).encode()  # UnicodeEncodeError, a ValueError: half of a surrogate pair is no text
+    return ToolCall(value["name"], written)
