@@ -1,4 +1,4 @@
-"""What can be found wrong before anything is started: models, vocabularies, ports, certificates, exposure.
+"""What can be found wrong before anything is started: models, ports, certificates, exposure.
 
 Cheap on purpose: reads a few small files, imports neither torch nor ray. What only loading can show is left to the
 workers.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.config import Config, Pool, most
+from cluster.check_error import CheckError as CheckError
+from cluster.config import Config, most
+from cluster.pools import DraftConfig, Pool, TargetConfig
 from cluster.security import check_http_exposure, check_security, check_worker_exposure
+from cluster.vocabularies import difference
 from speculation.events import Role
 from transport.address import check_free, join, parse
 
 ROLES = ("router", "target", "draft")
-
-
-class CheckError(Exception):
-    """Something that would fail later. One line that says what would be right."""
 
 
 def check(config: Config) -> None:
@@ -34,13 +33,13 @@ def check(config: Config) -> None:
     for pool in pools:
         if most(pool.settings) or pool.role is Role.TARGET:
             check_model(pool.settings.model, _setting_of(pool))
+        if isinstance(pool.settings, TargetConfig) and pool.settings.medusa:
+            check_heads(pool.settings.medusa, f"{pool.path}.medusa")
     check_ranks(config)
-    for model in config.models or [""]:
-        target, *drafts = (pool for pool in pools if pool.model == model)
-        for draft in drafts:
-            if most(draft.settings):
-                check_vocabularies(target.settings.model, draft.settings.model)
-        check_tokenizer(config.router.tokenizer or target.settings.model)
+    for pool in pools:
+        check_assistant(pool.settings, f"{pool.path}.assistant")
+        if pool.role is Role.TARGET:
+            check_tokenizer(config.router.tokenizer or pool.settings.model)
 
 
 def _setting_of(pool: Pool) -> str:
@@ -106,38 +105,37 @@ def check_model(model: str, flag: str) -> None:
         raise CheckError(f"{flag} {model}: no such folder; give a model folder or a hub id such as Org/Name")
 
 
+def check_assistant(settings: TargetConfig | DraftConfig, flag: str) -> None:
+    """Whether a draft worker's assistant, if it has one, may guess for its model. Raises :class:`CheckError`."""
+    if not isinstance(settings, DraftConfig) or not settings.assistant:
+        return
+    check_model(settings.assistant, flag)
+    if detail := difference(settings.model, settings.assistant):
+        raise CheckError(
+            f"{flag} {settings.assistant}: its vocabulary is not that of the draft model {settings.model} ({detail}); "
+            "choose a model with the draft model's tokenizer"
+        )
+
+
+def check_heads(folder: str, flag: str) -> None:
+    """Whether this is a folder of Medusa heads. The loader has the last word."""
+    if not (Path(folder).expanduser() / "config.json").is_file():
+        raise CheckError(f"{flag} {folder}: not a folder of Medusa heads, there is no config.json in it")
+
+
+def check_target_tokenizer(path: str, flag: str) -> None:
+    """Whether this is a folder with a tokenizer, or may be a hub id."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        check_model(path, flag)
+    elif not (folder / "tokenizer.json").is_file():
+        raise CheckError(
+            f"{flag} {path}: has no tokenizer.json; give the target's model folder, or one with its tokenizer"
+        )
+
+
 def check_tokenizer(model: str) -> None:
     """Whether a model folder has the tokenizer that the router needs."""
     folder = Path(model).expanduser()
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         raise CheckError(f"{model}: has no tokenizer.json; give a folder that has with --tokenizer")
-
-
-def check_vocabularies(target: str, draft: str) -> None:
-    """Target and draft must number the same tokens the same way. Padding of the embeddings does not matter.
-
-    Hub ids are not looked at: the router compares what the loaded workers report.
-    """
-    ours, theirs = _vocabulary(target), _vocabulary(draft)
-    if ours is None or theirs is None or ours == theirs:
-        return
-    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    detail = f"{len(ours)} and {len(theirs)} tokens, {len(different)} of them different, first {different[0]}"
-    raise CheckError(
-        f"target {target} and draft {draft} have different vocabularies ({detail}); "
-        "choose a draft model with the target's tokenizer, or add --no-speculation"
-    )
-
-
-def _vocabulary(model: str) -> dict[int, str] | None:
-    """Token id to token, or None where there is no tokenizer.json to tell."""
-    path = Path(model).expanduser() / "tokenizer.json"
-    if not path.is_file():
-        return None
-    import tokenizers  # 0.1 s that `paceline --help` need not spend
-
-    try:
-        known = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckError(f"{path}: cannot read the tokenizer: {' '.join(str(error).split())}") from error
-    return {number: token for token, number in known.items()}

@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from cluster.config import CHECKOUT
+from cluster.checkout import CHECKOUT
 
 RESTART_SECONDS = (0.2, 1.0, 3.0, 10.0)
 """Pauses before starting a process again that ended; the last one repeats."""
 STEADY_SECONDS = 60.0
 """After this long a process counts as healthy: the next pause is the first one again."""
 REMEMBERED_LINES = 5
+LAST_WORDS_SECONDS = 5.0
+"""How long the last lines of a process that ended are waited for."""
 
 
 class Child:
@@ -28,6 +30,7 @@ class Child:
         self._process: subprocess.Popen[str] | None = None
         self._said: deque[str] = deque(maxlen=REMEMBERED_LINES)
         self._ready = threading.Event()
+        self._readers: list[threading.Thread] = []
         self._ends = 0
         self._started = self._again = 0.0
 
@@ -54,6 +57,9 @@ class Child:
         code = self._process.returncode
         if code is not None and code < 0:
             return f"killed by signal {-code}"
+        if code is not None:
+            for reader in self._readers:
+                reader.join(LAST_WORDS_SECONDS)
         return self._said[-1].removeprefix("paceline: ") if self._said else f"exit code {code}"
 
     def start(self, now: float) -> None:
@@ -63,8 +69,12 @@ class Child:
         self._said.clear()
         self._process = process = spawn(self._command)
         assert process.stdout and process.stderr
-        for target, stream in ((self._read_output, process.stdout), (self._read_errors, process.stderr)):
-            threading.Thread(target=target, args=(stream, self._ready), daemon=True, name=self.name).start()
+        self._readers = [
+            threading.Thread(target=target, args=(stream, self._ready), daemon=True, name=self.name)
+            for target, stream in ((self._read_output, process.stdout), (self._read_errors, process.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def restart_if_due(self, now: float) -> str | None:
         """Start it again if it ended, after a pause; what happened, if something did."""

@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from cluster import (
+    run_align,
     run_bench,
     run_certs,
     run_complete,
     run_config,
     run_doctor,
     run_down,
+    run_fit,
     run_router,
     run_simulate,
+    run_top,
     run_up,
     run_worker,
 )
@@ -35,13 +38,16 @@ COMMANDS: dict[str, ModuleType] = {
     "up": run_up,
     "down": run_down,
     "complete": run_complete,
+    "top": run_top,
     "worker": run_worker,
     "router": run_router,
     "config": run_config,
     "certs": run_certs,
     "doctor": run_doctor,
+    "align": run_align,
     "bench": run_bench,
     "simulate": run_simulate,
+    "fit": run_fit,
 }
 
 DESCRIPTION = """\
@@ -51,8 +57,9 @@ target model, and the text is exactly the target's own.
 Start here:
   paceline up                          serve the bundled models at http://127.0.0.1:8000
   paceline complete "def fib(n):"      in another terminal: stream a completion from it
+  paceline top                         in a third: its workers and sessions, live
 
-With your own models (same tokenizer), from Hugging Face folders:
+With your own models, best with the same tokenizer, from Hugging Face folders:
   paceline up --target ./llama-8b --draft ./llama-1b
 
 By hand, one process each, without Ray:

@@ -4,7 +4,7 @@ A value is looked for among the flags, then in the configuration file (YAML), th
 settings from files; nothing is read from the environment. An unknown key is an error that names the nearest valid one.
 
 A cluster serves one model, of the sections ``target`` and ``draft``, or those listed under ``models``: each a target
-pool with any number of draft pools, for which those two sections hold the defaults.
+pool with any number of draft pools, for which those two sections hold the defaults; see :mod:`cluster.pools`.
 """
 
 from __future__ import annotations
@@ -12,126 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from cluster.reading import DEFAULT_POOL, MODELS, Override, Reader, Values, document_in, in_file_names
-from cluster.settings import AUTO, ConfigError, Rule, rule_in, settings_of
+from cluster.pools import TARGET_POOL, DraftConfig, ModelConfig, Pool, TargetConfig, node_labels
+from cluster.reading import DEFAULT_POOL, MODELS, Override, Reader, Values, document_in
+from cluster.settings import ConfigError, Rule, rule_in, settings_of
 from cluster.settings import setting as _setting
 from speculation.events import Role
 from speculation.messages import Rule as AcceptanceRule
 from speculation.messages import Schedule
-
-CHECKOUT = Path(__file__).resolve().parent.parent
-BUNDLED = CHECKOUT / "models"
-"""Where the bundled model pair lies."""
-Threads = int | Literal["auto"]
-
-
-def _threads() -> Any:
-    about = "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)"
-    return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
-
-
-def _quantization() -> Any:
-    about = (
-        "smaller weights: none, int8, int8-dynamic (activations too: fastest on a CPU) or fp8 (on a GPU that has it)"
-    )
-    return _setting(NO_QUANTIZATION, about, choices=QUANTIZATIONS)
-
-
-def _plain_cuda() -> Any:
-    return _setting(False, "on CUDA, neither attention over pages nor CUDA graphs: slower, to rule them out")
-
-
-NO_QUANTIZATION = "none"
-QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
-
-
-def _labels() -> Any:
-    pair = r"[A-Za-z0-9][\w./-]*=[\w.-]*"
-    about = "only on Ray nodes with these labels, besides that of gpu_class: KEY=VALUE, KEY=VALUE"
-    form = "labels such as paceline.io/role=router, zone=a"
-    return _setting("", about, pattern=rf"({pair}(, *{pair})*)?", form=form)
-
-
-def _ranks() -> Any:
-    about = "ranks, each with its own GPU where there are GPUs, that compute every step together"
-    return _setting(1, about, at_least=1, at_most=64)
-
-
-def _join_timeout() -> Any:
-    return _setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
-
-
-def _step_timeout() -> Any:
-    about = "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never)"
-    return _setting(60.0, about, at_least=0, at_most=86400)
-
-
-DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
-
-
-@dataclass(frozen=True, slots=True)
-class TargetConfig:
-    """Target workers: they run the served model and decide every token."""
-
-    model: str = _setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
-    name: str = _setting("", "name the model is served under (default: last part of the model path)")
-    replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
-    min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
-    max_replicas: int = _setting(
-        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024
-    )
-    dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
-    device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
-    quantization: str = _quantization()
-    plain_cuda: bool = _plain_cuda()
-    tensor_parallel_size: int = _ranks()
-    join_timeout: float = _join_timeout()
-    threads: Threads = _threads()
-    cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
-    step_timeout: float = _step_timeout()
-    max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
-    max_waiting: int = _setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
-    step_tokens: int = _setting(320, "most tokens computed in one step", at_least=2, at_most=1 << 20)
-    step_ms: float = _setting(
-        50.0,
-        "milliseconds that prompts may stretch a step of running text to; twice its time is always allowed",
-        at_least=0,
-    )
-    record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
-    gpus: float = _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
-    gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")
-    labels: str = _labels()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftConfig:
-    """Draft workers: they run a small model ahead of the target. Without any, decoding is plain."""
-
-    model: str = _setting(str(BUNDLED / "draft"), "model folder, or a hub id; same vocabulary as the target")
-    name: str = _setting("", "name in logs (default: last part of the model path)")
-    replicas: int = _setting(1, "number of draft workers", at_least=0, at_most=1024)
-    min_replicas: int = _setting(0, "never fewer, where their number follows the load", at_least=0, at_most=1024)
-    max_replicas: int = _setting(
-        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024
-    )
-    dtype: str = _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
-    device: str = _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
-    quantization: str = _quantization()
-    plain_cuda: bool = _plain_cuda()
-    tensor_parallel_size: int = _ranks()
-    join_timeout: float = _join_timeout()
-    threads: Threads = _threads()
-    cache_tokens: int = _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
-    step_timeout: float = _step_timeout()
-    max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
-    record: str = _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
-    gpus: float = _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
-    gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
-    labels: str = _labels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +43,11 @@ class RouterConfig:
     drain_timeout: float = _setting(
         600.0, "seconds that running requests have when a router is told to stop", at_least=0, at_most=86400
     )
-    labels: str = _labels()
+    record_prompts: str = _setting(
+        "", "folder that prompts are recorded in, for `paceline align`; a request may opt out by store (default: none)"
+    )
+    record_megabytes: int = _setting(1024, "recorded prompts that are kept; the oldest go", at_least=1, at_most=1 << 20)
+    labels: str = node_labels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +65,10 @@ class SpeculationConfig:
         "when to draft: trie (ahead, along likely outcomes); sequential and parallel are baselines for comparison",
         choices=tuple(Schedule),
     )
+    drafters: bool = _setting(True, "draft with a model, on draft workers; without, sources at the target draft alone")
     lookup: bool = _setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
+    lookup_min: int = _setting(2, "equal tokens below which lookup follows no earlier place", at_least=1, at_most=64)
+    lookup_max: int = _setting(8, "equal tokens beyond which it follows the latest place", at_least=1, at_most=64)
     max_depth: int = _setting(16, "longest path of drafts verified in one step", at_least=1, at_most=64)
     max_draft: int = _setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
     lead: int = _setting(48, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
@@ -190,55 +88,6 @@ class RayConfig:
     cpus_per_worker: float = _setting(0.1, "logical CPUs that Ray reserves for a worker", at_least=0, at_most=1024)
     placement_timeout: float = _setting(20.0, "seconds in which Ray must find room for every worker", at_least=1)
     object_store_mb: int = _setting(80, "object store of a local Ray, in MB (tokens never pass it)", at_least=76)
-
-
-TARGET_POOL = "target"
-"""Name of a model's target pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A model in the API: its target pool, and its draft pools by name."""
-
-    target: TargetConfig = TargetConfig()
-    drafts: Mapping[str, DraftConfig] = field(default_factory=lambda: {DEFAULT_POOL: DraftConfig()})
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Workers that are alike: what is placed, scaled and replaced together."""
-
-    role: Role
-    model: str
-    """Key of its model in ``models``; empty where the sections ``target`` and ``draft`` describe the only one."""
-    name: str
-    """Unique among the pools of the model: :data:`TARGET_POOL`, or the name of a draft pool."""
-    settings: TargetConfig | DraftConfig
-
-    @property
-    def path(self) -> str:
-        """Where its settings stand in the configuration, for messages: ``draft``, ``models.llama.drafts.small``."""
-        if not self.model:
-            return self.role.value
-        within = self.name if self.role is Role.TARGET else f"drafts.{self.name}"
-        return f"models.{self.model}.{within}"
-
-    @property
-    def deployment(self) -> str:
-        """Its name in Ray Serve: ``DraftWorker``, ``DraftWorker-llama.small``."""
-        kind = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}[self.role]
-        if not self.model:
-            return kind
-        model = in_file_names(self.model)
-        return f"{kind}-{model}" if self.role is Role.TARGET else f"{kind}-{model}.{self.name}"
-
-    def __str__(self) -> str:
-        """For people and process titles: ``draft``, ``draft small of llama``."""
-        if not self.model:
-            return self.role.value
-        return (
-            f"{self.role} of {self.model}" if self.role is Role.TARGET else f"{self.role} {self.name} of {self.model}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +136,43 @@ class AutoscalingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """What a router lets in. Limits hold for every API key that has none of its own; without keys, for all together."""
+
+    requests_per_minute: int = _setting(0, "requests a minute per router (0: no limit)", at_least=0)
+    tokens_per_minute: int = _setting(
+        0, "tokens a minute, of prompts and generated, per router (0: no limit)", at_least=0
+    )
+    concurrent_requests: int = _setting(0, "requests under way at once per router (0: no limit)", at_least=0)
+    request_timeout: float = _setting(
+        0.0, "seconds that a request has if it asks for none (0: as many as it takes)", at_least=0, at_most=86400
+    )
+    max_request_timeout: float = _setting(
+        0.0, "seconds that no request goes beyond (0: no limit)", at_least=0, at_most=86400
+    )
+    cors_origins: str = _setting(
+        "",
+        "web origins whose pages may use the API, separated by commas, or *",
+        pattern=r"(\*|https?://[^\s,/]+(, *https?://[^\s,/]+)*)?",
+        form="* or origins such as https://app.example.org, http://localhost:3000",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """OpenTelemetry spans of requests, in routers and workers. Off by default."""
+
+    enabled: bool = _setting(False, "send spans to where OTEL_EXPORTER_OTLP_ENDPOINT says")
+    otlp_endpoint: str = _setting(
+        "",
+        "send spans there, by OTLP over gRPC, such as http://localhost:4317",
+        pattern=r"(https?://[^\s/]+/?)?",
+        form="an address such as http://localhost:4317",
+    )
+    sample: float = _setting(1.0, "share of requests traced, of those that no caller traces", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings."""
 
@@ -309,6 +195,8 @@ class Config:
     ray: RayConfig = RayConfig()
     security: SecurityConfig = SecurityConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    tracing: TracingConfig = TracingConfig()
 
     @property
     def autoscales(self) -> bool:
@@ -330,7 +218,7 @@ class Config:
         found = []
         for model, pools in models.items():
             found.append(Pool(Role.TARGET, model, TARGET_POOL, pools.target))
-            if self.speculation.enabled:
+            if self.speculation.enabled and self.speculation.drafters:
                 found += [Pool(Role.DRAFT, model, name, settings) for name, settings in pools.drafts.items()]
         return found
 
@@ -358,11 +246,6 @@ def most(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
     return pool.max_replicas or pool.replicas
 
 
-def chosen_threads(worker: TargetConfig | DraftConfig) -> int:
-    """How many threads a worker computes with; one where nobody chose for it."""
-    return worker.threads if isinstance(worker.threads, int) else 1
-
-
 SECTIONS: Mapping[str, type[Any]] = {
     "target": TargetConfig,
     "draft": DraftConfig,
@@ -371,6 +254,8 @@ SECTIONS: Mapping[str, type[Any]] = {
     "ray": RayConfig,
     "security": SecurityConfig,
     "autoscaling": AutoscalingConfig,
+    "admission": AdmissionConfig,
+    "tracing": TracingConfig,
 }
 
 
@@ -405,6 +290,10 @@ def from_mapping(
         raise ConfigError(
             f"{where}: router.model_name is {given!r}; leave it empty, the keys of {MODELS} are the names"
         )
+    shortest, longest = sections["speculation"].lookup_min, sections["speculation"].lookup_max
+    if shortest > longest:
+        most = f"it must be at most speculation.lookup_max ({longest})"
+        raise ConfigError(f"{where or 'settings'}: speculation.lookup_min is {shortest}; {most}")
     own = {path[0]: value for path, value in values.items() if len(path) == 1}
     return Config(**sections, models=models, **own)  # type: ignore[arg-type]
 

@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cluster.config import Config, DraftConfig, TargetConfig
+from cluster.config import Config
 from cluster.cores import Measured, decoded, encoded
+from cluster.pools import DraftConfig, TargetConfig
 
 LAYOUT = 1
 """Number of the file's layout; a file with another is not read."""

@@ -1,18 +1,21 @@
-"""The application as Ray Serve's declarative interface takes it: what ``paceline up`` deploys, and a RayService.
+"""The application as Ray Serve's declarative interface takes it: what ``paceline up`` deploys.
 
-Serve replaces every replica, one after the other, when ``import_path``, ``args`` or ``runtime_env`` change. So numbers
-of replicas, which change often, are kept out of ``args`` and stand beside it. So do those between which they follow the
-load: where any do, Serve asks our policy about all deployments.
+Serve replaces every replica, one after the other, when ``import_path``, ``args`` or ``runtime_env`` change, those of
+one deployment when its options do, and none when the number of replicas does. So settings stand with the deployment
+that they concern (:mod:`cluster.parts`), and so do the numbers between which replicas follow the load: where any do,
+Serve asks our policy about all deployments.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from cluster.autoscaling.serve_policy import declared, options
-from cluster.config import CHECKOUT, AutoscalingConfig, Config, most
-from cluster.placement import APPLICATION, ROUTER, needs
+from cluster.autoscaling import serve_policy
+from cluster.checkout import CHECKOUT
+from cluster.config import Config, most
+from cluster.parts import options, outline
+from cluster.placement import APPLICATION, need, router_need
+from cluster.pools import Pool
 
 IMPORT_PATH = "cluster.serve_app:application"
 
@@ -20,38 +23,23 @@ IMPORT_PATH = "cluster.serve_app:application"
 def declaration(config: Config) -> dict[str, Any]:
     """An entry of ``applications`` in a ServeDeploySchema, as plain values."""
     environment = {"PYTHONPATH": str(CHECKOUT)} if config.ray.address == "local" else {}
+    pools = [pool for pool in config.pools() if most(pool.settings)]
     described = {
         "name": APPLICATION,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
         "runtime_env": {"env_vars": environment},
-        "args": _without_replicas(config).to_mapping(),
-        "deployments": [{"name": need.deployment, "num_replicas": need.replicas} for need in needs(config)],
+        "args": outline(config).to_mapping(),
+        "deployments": [_deployment(config, pool) for pool in (*pools, None)],
     }
-    return described | _autoscaled(config) if config.autoscales else described
+    return described | ({"autoscaling_policy": serve_policy.declared(config)} if config.autoscales else {})
 
 
-def _autoscaled(config: Config) -> dict[str, Any]:
-    """All deployments within bounds; those of a pool that does not follow the load are one number."""
-    pools = {ROUTER: config.router} | {pool.deployment: pool.settings for pool in config.pools()}
-    deployments = [
-        {"name": need.deployment} | options(need.replicas, most(pools[need.deployment]), config.autoscaling)
-        for need in needs(config)
-    ]
-    return {"deployments": deployments, "autoscaling_policy": declared(config)}
-
-
-def _without_replicas(config: Config) -> Config:
-    """One replica wherever there are some or may be: which deployments there are must stay the same."""
-
-    def one(section: Any) -> Any:
-        default = type(section)()
-        bounds = {"min_replicas": default.min_replicas, "max_replicas": default.max_replicas}
-        return replace(section, replicas=min(most(section), 1), **bounds)
-
-    models = {}
-    for name, model in config.models.items():
-        drafts = {pool: one(draft) for pool, draft in model.drafts.items()}
-        models[name] = replace(model, target=one(model.target), drafts=drafts)
-    sections = {"target": one(config.target), "draft": one(config.draft), "router": one(config.router)}
-    return replace(config, **sections, models=models, autoscaling=AutoscalingConfig())
+def _deployment(config: Config, pool: Pool | None) -> dict[str, Any]:
+    """One of workers, or that of the routers (None). Where any follows the load, all are within bounds."""
+    wanted = router_need(config) if pool is None else need(pool, config)
+    described = {"name": wanted.deployment} | options(config, pool, settings=True)
+    if not config.autoscales:
+        return described
+    bound = most(config.router if pool is None else pool.settings)
+    return described | serve_policy.options(wanted.replicas, bound, config.autoscaling)

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
+from cluster import speculative_config
 from cluster.config import SECTIONS, Config, default_of, load, rule_of
 from cluster.console import complain
 from cluster.reading import Override
@@ -41,7 +42,8 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             return
         flag = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(flag, _flags(self), n=1)
+        # One that another command has is no better here.
+        near = difflib.get_close_matches(flag, [known for known in _flags(self) if known != flag], n=1)
         hint = f", did you mean {near[0]}?" if near else ""
         self.error(f"unknown argument {flag!r}{hint}")
 
@@ -72,6 +74,28 @@ def add_section(parser: argparse._ActionsContainer, section: str, *, without: Se
             add_setting(parser, f"--{entry.name.replace('_', '-')}", f"{section}.{entry.name}")
 
 
+def add_repeated(parser: argparse._ActionsContainer, flag: str, key: str) -> None:
+    """A flag for one entry of a setting that lists several, separated by commas; may be repeated."""
+
+    class Join(argparse.Action):
+        def __call__(self, _parser: object, found: argparse.Namespace, value: object, _flag: object = None) -> None:
+            given: list[list[Override]] = list(getattr(found, OVERRIDES, None) or [])
+            before = [entry.text for group in given for entry in group if entry.source == flag]
+            joined = Override(key, ", ".join([*before[-1:], str(value)]), flag)
+            setattr(found, OVERRIDES, [*given, [joined]])
+
+    parser.add_argument(
+        flag, dest=OVERRIDES, action=Join, metavar="TEXT", help=f"one of {rule_of(key).about}; may be repeated"
+    )
+
+
+def add_tracing(parser: argparse._ActionsContainer) -> None:
+    """The flags of processes that make spans."""
+    add_setting(parser, "--otlp-endpoint", "tracing.otlp_endpoint")
+    add_setting(parser, "--tracing", "tracing.enabled")
+    add_setting(parser, "--trace-sample", "tracing.sample")
+
+
 def add_file(parser: argparse._ActionsContainer) -> None:
     """The flags that reach every setting."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML); flags win over it")
@@ -82,6 +106,18 @@ def add_file(parser: argparse._ActionsContainer) -> None:
         type=_any_setting,
         metavar="KEY=VALUE",
         help="any setting by its path, such as target.cache_tokens=8192; see `paceline config`",
+    )
+
+
+def add_speculative_config(parser: argparse._ActionsContainer) -> None:
+    """VLLM's flag for everything about drafting."""
+    parser.add_argument(
+        speculative_config.FLAG,
+        dest=OVERRIDES,
+        action="append",
+        type=speculative_config.overrides,
+        metavar="JSON",
+        help='as vLLM takes it, such as \'{"method": "ngram", "num_speculative_tokens": 5}\'',
     )
 
 

@@ -10,19 +10,26 @@ import os
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import SystemRandom
 
 from cluster.child import Child, paceline
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
 from cluster.flags import FAILED
+from cluster.vocabularies import worker_config
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 8.0
 """How long children get to end by themselves."""
 DRAIN_SECONDS = 5.0
 """How long of that running requests get."""
+LOWEST_PORT = 20_000
+ATTEMPTS = 64
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+USUAL_FIRST_GIVEN_PORT = 32_768
 
 
 class LocalProcesses:
@@ -39,7 +46,7 @@ class LocalProcesses:
         self._workers: list[Child] = []
         arguments: list[str] = []
         for pool in config.pools():
-            file = self._write(f"{pool.deployment}.yaml", config.of_worker(pool))
+            file = self._write(f"{pool.deployment}.yaml", worker_config(config, pool))
             for index in range(pool.settings.replicas):
                 address = f"127.0.0.1:{free_port()}"
                 command = self._command(file, "worker", pool.role.value, "--listen", address)
@@ -92,7 +99,6 @@ class LocalProcesses:
         while waiting := [child for child in children if not child.ready]:
             for child in waiting:
                 if child.ended:
-                    time.sleep(POLL_SECONDS)  # its last words may still be in the pipe
                     raise CommandError(f"{child.name} cannot start: {child.reason}", FAILED)
             if time.monotonic() > deadline:
                 names = ", ".join(child.name for child in waiting)
@@ -118,8 +124,24 @@ class LocalProcesses:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of the loopback interface that nothing listens on at the moment.
+
+    It is listened on later, so it is none of those that the kernel gives to connections, if there are others.
+    """
+    choice = SystemRandom()
+    below = _first_given_port()
+    tried = choice.sample(range(LOWEST_PORT, below), ATTEMPTS) if below >= LOWEST_PORT + ATTEMPTS else []
+    for port in (*tried, 0):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bound: int = probe.getsockname()[1]
+            return bound
+    raise CommandError("no port of 127.0.0.1 is free", FAILED)
+
+
+def _first_given_port() -> int:
+    """The first port that the kernel gives to whoever asks for any."""
+    try:
+        return int(GIVEN_PORTS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return USUAL_FIRST_GIVEN_PORT

@@ -1,7 +1,7 @@
 """What routers and workers log on stderr: text for people or JSON for collectors, one line for each record.
 
 A line about a session has its number and the id of its request as fields, so that one request can be followed through
-its log; modules pass them as ``extra`` (:class:`router.session_log.SessionLog`).
+its log; modules pass them as ``extra`` (:class:`transport.session_log.SessionLog`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TextFormatter(logging.Formatter):
         """One record."""
         fields = ", ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(record.getMessage())}"
-        line += f" ({fields})" if fields else ""
+        line += f" ({_one_line(fields)})" if fields else ""
         return line if record.exc_info is None else f"{line}\n{self.formatException(record.exc_info)}"
 
 

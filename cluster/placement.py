@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config import Config, Pool, least, most
+from cluster.config import Config, least, most
+from cluster.pools import Pool
 
 APPLICATION = "paceline"
 ROUTER = "Router"

@@ -21,6 +21,7 @@ from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
 from cluster.declaration import declaration
 from cluster.flags import FAILED
+from cluster.niceness import NICENESS
 from cluster.placement import APPLICATION, Node, lacking, needs
 from cluster.ray_token import check_token
 from cluster.security import check_worker_exposure
@@ -43,6 +44,7 @@ OURS = frozenset(
         "RankError",
         "RecordError",
         "SecurityError",
+        "SourceError",
         "TokenizerError",
     }
 )
@@ -59,6 +61,7 @@ class RayCluster:
         self._local = config.ray.address == "local"
         self._needs = {need.deployment: need for need in needs(config)}
         self._connected = self._found = self._deployed = self._serves = False
+        self._room_since = 0.0
 
     def start(self, report: Stages) -> None:
         """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
@@ -169,6 +172,8 @@ class RayCluster:
             if status is not None:
                 if status.status == "RUNNING":
                     return
+                if _leaving(status):
+                    self._room_since = time.monotonic()
                 self._raise_if_hopeless(status)
                 self._show(status, report)
             if time.monotonic() > deadline:
@@ -181,6 +186,8 @@ class RayCluster:
                 raise CommandError(f"{self._called(name)} cannot start: {reason_in(deployment.message)}", FAILED)
             if "to be scheduled" in deployment.message and not self._local:
                 seconds = self._config.ray.placement_timeout
+                if time.monotonic() < self._room_since + seconds:
+                    continue
                 wanted = self._needs.get(name, name)
                 raise CommandError(f"Ray found no room within {seconds:.0f} s for {wanted}", FAILED)
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -200,6 +207,19 @@ class RayCluster:
     def _unhealthy(self, status: ApplicationStatusOverview) -> str:
         waiting = [f"{self._called(name)}: {entry.status.value}" for name, entry in status.deployments.items()]
         return "" if status.status == "RUNNING" else f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
+
+
+def _leaving(status: ApplicationStatusOverview) -> bool:
+    """Whether replicas of an earlier configuration still hold the room that its successors wait for."""
+    from ray.util import list_named_actors
+
+    states = [entry for deployment in status.deployments.values() for entry in deployment.replica_states.items()]
+    if any(count and state == "STOPPING" for state, count in states):
+        return True
+    # Serve's status no longer tells of a deployment that it is deleting, but its replicas keep their names.
+    names = [entry["name"].split("#") for entry in list_named_actors(all_namespaces=True)]
+    application = f"SERVE_REPLICA::{APPLICATION}"
+    return any(name[0] == application and name[1] not in status.deployments for name in names if len(name) == 3)
 
 
 def _apply(ours: list[dict[str, Any]]) -> None:
@@ -309,6 +329,7 @@ def _prepare_environment() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
     os.environ["RAY_enable_metrics_collection"] = "0"  # noqa: SIM112 - so named by Ray
+    os.environ.update(NICENESS)
     # Without reserved GPUs Ray would hide them; here workers share what the machine has, as plain processes do.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     # Ray listens on all interfaces. A token of this run's own keeps others out, and no file is written for it.

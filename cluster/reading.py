@@ -21,7 +21,14 @@ MODELS = "models"
 DEFAULT_POOL = "draft"
 """Name of a model's draft pool where none is given."""
 _MODEL_NAME, _POOL_NAME = r"[A-Za-z0-9][\w.:/-]{0,127}", r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?"
-_FOLDERS = ("target.model", "draft.model", "router.tokenizer")
+_FOLDERS = (
+    "target.model",
+    "target.medusa",
+    "draft.model",
+    "draft.target_tokenizer",
+    "draft.assistant",
+    "router.tokenizer",
+)
 """Settings that may be folders."""
 
 SettingPath = tuple[str, ...]
@@ -174,6 +181,6 @@ def _located(base: Path, path: tuple[str, ...], value: object) -> object:
         folder = base / Path(str(value)).expanduser()
         if folder.is_dir():
             return str(folder.resolve())
-    if path[0] == "security" and value:
+    if (path[0] == "security" or path == ("router", "record_prompts")) and value:
         return str((base / Path(str(value)).expanduser()).absolute())
     return value

@@ -8,9 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from cluster.config import Config, DraftConfig, RouterConfig, TargetConfig, least, most
+from cluster.config import Config, RouterConfig, least, most
 from cluster.console import CommandError
 from cluster.flags import BAD_INPUT, add_file, configuration
+from cluster.pools import DraftConfig, TargetConfig
 
 if TYPE_CHECKING:
     from cluster.autoscaling.simulation import Outcome, Size

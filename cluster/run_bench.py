@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -12,19 +13,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cluster.config import DTYPES
+from cluster import run_bench_serve
 from cluster.console import CommandError, say
 from cluster.flags import BAD_INPUT, FAILED, Parser
+from cluster.pools import DTYPES
 from cluster.threads import usable_cores
 
 ABOUT = "measure decoding speed on this machine, against other ways to decode, and what faults do to streams"
 DETAILS = """\
-Everything is measured side by side in one run, with models built from the bundled ones or of random weights. Keep the
-machine quiet meanwhile.
+Everything is measured side by side in one run, with models built from the bundled ones or of random weights; `serve`
+measures servers that run already. Keep the machine quiet meanwhile.
 
   paceline bench engine --quick
   paceline bench speculation --quick --json figures.json
   paceline bench speculation
+  paceline bench drafting --only medusa
+  paceline bench http --quick
+  paceline bench serve --url http://127.0.0.1:8000 --against-plain
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
 """
@@ -34,6 +39,8 @@ TOKENS = 8
 """Fewest new tokens a prompt; the first do not count."""
 MOST_STREAMS = 32
 """More would be refused, which is a fault of its own."""
+MOST_HTTP_STREAMS = 256
+"""Each is a connection, and tokens of all come at a pace that one process must keep up with."""
 MOST_TOKENS = 800
 """With a prompt, what the bundled model's context holds."""
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -42,10 +49,13 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 def add(parser: Parser) -> None:
     """Its flags."""
     benches = parser.add_subparsers(
-        dest="bench", title="benchmarks", metavar="{engine,speculation,chaos,soak}", required=True
+        dest="bench", title="benchmarks", metavar="{engine,speculation,drafting,http,serve,chaos,soak}", required=True
     )
     _add_engine(benches)
     _add_speculation(benches)
+    _add_drafting(benches)
+    _add_http(benches)
+    run_bench_serve.add(benches)
     _add_chaos(benches)
     _add_soak(benches)
 
@@ -55,18 +65,28 @@ def run(args: argparse.Namespace) -> int:
     # What would only fail when all is measured is refused before anything is.
     if args.json and not args.json.absolute().parent.is_dir():
         raise CommandError(f"--json {args.json}: no such folder", BAD_INPUT)
-    if args.out and getattr(args, "quick", False):
+    if args.out and getattr(args, "quick", False) and args.bench != "drafting":
         raise CommandError("--out belongs to a full run; with --quick, use --json", BAD_INPUT)
     prepare: Callable[[argparse.Namespace], Callable[[], int]] = args.prepare
     measure = prepare(args)
+    try:
+        return measure()
+    except CommandError:
+        raise
+    except Exception as error:
+        if not isinstance(error, _endings()):
+            raise
+        raise CommandError(f"the benchmark ended early: {error or 'a worker did not answer'}", FAILED) from error
+
+
+def _endings() -> tuple[type[Exception], ...]:
+    """What may end a benchmark early; imported only when something did."""
     from benchmarks.chaos.stage import StageError
+    from benchmarks.http_client import BadAnswer
     from benchmarks.workers import WorkerFailed
     from router.generation import GenerationError
 
-    try:
-        return measure()
-    except (WorkerFailed, StageError, GenerationError, TimeoutError) as error:
-        raise CommandError(f"the benchmark ended early: {error or 'a worker did not answer'}", FAILED) from error
+    return (WorkerFailed, StageError, BadAnswer, GenerationError, TimeoutError, ConnectionError)
 
 
 def _add_engine(benches: argparse._SubParsersAction[Parser]) -> None:
@@ -76,8 +96,7 @@ def _add_engine(benches: argparse._SubParsersAction[Parser]) -> None:
     bench.set_defaults(prepare=_engine)
     flag = bench.add_argument
     flag("--quick", action="store_true", help="fewer rounds, no requests through a router; writes no folder")
-    flag("--json", type=Path, metavar="FILE", help="write the figures there too")
-    flag("--out", type=Path, metavar="DIR", help="folder of a full run (default: benchmarks/results/DATE-engine)")
+    _add_files(bench, "DATE-engine")
     flag("--hidden", type=int, default=2048, metavar="N", help="hidden size of the model (default: 2048)")
     flag("--layers", type=int, default=4, metavar="N", help="layers of the model (default: 4)")
     flag("--threads", type=int, default=1, metavar="N", help="cores, and threads of a step (default: 1)")
@@ -90,8 +109,7 @@ def _add_speculation(benches: argparse._SubParsersAction[Parser]) -> None:
     bench.set_defaults(prepare=_speculation)
     flag = bench.add_argument
     flag("--quick", action="store_true", help="only the settings for which there are goals; writes no folder")
-    flag("--json", type=Path, metavar="FILE", help="write the figures there too")
-    flag("--out", type=Path, metavar="DIR", help="folder of a full run (default: benchmarks/results/DATE)")
+    _add_files(bench, "DATE")
     flag("--prompts", type=int, metavar="N", help=f"prompts a setting (default: {PROMPTS}; quick: {QUICK_PROMPTS})")
     bursts = f"rounds with several requests at once (default: {BURSTS}; quick: {QUICK_BURSTS})"
     flag("--bursts", type=int, metavar="N", help=bursts)
@@ -99,6 +117,37 @@ def _add_speculation(benches: argparse._SubParsersAction[Parser]) -> None:
     flag("--dtype", default="bfloat16", metavar="TEXT", help="number format (default: bfloat16)")
     flag("--hidden", type=int, default=1024, metavar="N", help="hidden size of the stretched target (default: 1024)")
     flag("--layers", type=int, default=24, metavar="N", help="layers of the stretched target (default: 24)")
+
+
+def _add_drafting(benches: argparse._SubParsersAction[Parser]) -> None:
+    about = "every way to draft without a small sibling, alignment, and what fit predicts"
+    details = "The quick run takes about five minutes and leaves fit out, the full one about half an hour"
+    bench = benches.add_parser("drafting", help=about, description=f"Measures {about}.\n\n{details}.")
+    bench.set_defaults(prepare=_drafting, json=None)
+    flag = bench.add_argument
+    flag("--quick", action="store_true", help="few prompts; writes a folder only with --out")
+    flag("--only", action="append", default=[], metavar="PART", help="only this part (may be given again)")
+    flag("--out", type=Path, metavar="DIR", help="folder (default: benchmarks/results/DATE-drafting)")
+
+
+def _add_http(benches: argparse._SubParsersAction[Parser]) -> None:
+    about = "what the HTTP path adds to the first token and to the others, beside a bare server that streams"
+    details = "No model is computed. The quick run takes about half a minute, the full one about five"
+    bench = benches.add_parser("http", help=about, description=f"Measures {about}.\n\n{details}.")
+    bench.set_defaults(prepare=_http)
+    flag = bench.add_argument
+    flag("--quick", action="store_true", help="fewer and shorter rounds; writes no folder")
+    _add_files(bench, "DATE-http")
+    flag("--streams", type=int, default=64, metavar="N", help="streams at once (default: 64)")
+    flag("--rounds", type=int, metavar="N", help="turns of each server (default: 7; quick: 2)")
+
+
+def _add_files(bench: Parser, folder: str) -> None:
+    """Where figures go; ``folder``: the usual one of a full run, below the results."""
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    bench.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"folder of a full run (default: benchmarks/results/{folder})"
+    )
 
 
 def _add_chaos(benches: argparse._SubParsersAction[Parser]) -> None:
@@ -185,6 +234,45 @@ def _speculation(args: argparse.Namespace) -> Callable[[], int]:
         layers=args.layers,
     )
     return partial(speculation.main, options)
+
+
+def _drafting(args: argparse.Namespace) -> Callable[[], int]:
+    """Check its flags; return what measures."""
+    from benchmarks import drafting
+
+    known = [part.name for part in drafting.PARTS]
+    for name in args.only:
+        if name not in known:
+            raise CommandError(f"--only {name}: no such part; there are {', '.join(known)}", BAD_INPUT)
+
+    def measure() -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            out = args.out or (Path(folder) if args.quick else RESULTS / f"{_today()}-drafting")
+            try:
+                return drafting.main(drafting.Options(out, tuple(args.only), args.quick))
+            except drafting.PartFailed as error:
+                raise CommandError(str(error), FAILED) from error
+
+    return measure
+
+
+def _http(args: argparse.Namespace) -> Callable[[], int]:
+    """Check its flags; return what measures."""
+    if not 1 <= args.streams <= MOST_HTTP_STREAMS:
+        raise CommandError(f"--streams must be 1 to {MOST_HTTP_STREAMS}, got {args.streams}", BAD_INPUT)
+    if args.rounds is not None and args.rounds < 1:
+        raise CommandError(f"--rounds must be at least 1, got {args.rounds}", BAD_INPUT)
+    from benchmarks import http_path
+    from benchmarks.http_settings import Options
+
+    options = Options(
+        quick=args.quick,
+        json=args.json,
+        out=args.out or RESULTS / f"{_today()}-http",
+        streams=args.streams,
+        rounds=args.rounds,
+    )
+    return partial(http_path.main, options)
 
 
 def _chaos(args: argparse.Namespace) -> Callable[[], int]:

@@ -12,7 +12,17 @@ from cluster.checks import check_tokenizer
 from cluster.config import Config
 from cluster.console import CommandError, say, stages
 from cluster.discovery import StaticDirectory
-from cluster.flags import BAD_INPUT, FAILED, add_file, add_parent, add_section, configuration
+from cluster.flags import (
+    BAD_INPUT,
+    FAILED,
+    add_file,
+    add_parent,
+    add_repeated,
+    add_section,
+    add_speculative_config,
+    add_tracing,
+    configuration,
+)
 from cluster.logs import add_flags, set_up
 from cluster.notify import READY, STOPPING, notify
 from cluster.parent import exit_with
@@ -42,6 +52,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers instead; may change meanwhile")
     add_section(parser, "router", without=("replicas", "labels"))
     add_section(parser, "security")
+    add_speculative_config(parser)
+    add_section(parser, "admission", without=("cors_origins",))
+    add_repeated(parser, "--cors-origin", "admission.cors_origins")
+    add_tracing(parser)
     add_file(parser)
     add_flags(parser)
     add_parent(parser)

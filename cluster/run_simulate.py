@@ -9,12 +9,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from cluster import run_autoscale
 from cluster.config import default_of
 from cluster.console import CommandError, stages
 from cluster.flags import BAD_INPUT, Parser
+from cluster.listed import Value, count, round_trip, values
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,12 +71,9 @@ SWEEP = {
 MOST = 4096
 """Sessions, workers, or tokens of a draft."""
 REQUEST_TOKENS = 128
-LONGEST_TRIP_MS = 60_000.0
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 PIPE_WIDTH = 200
 """Columns of a table that goes to a file."""
-
-Value = TypeVar("Value")
 
 
 def add(parser: Parser) -> None:
@@ -185,40 +183,20 @@ def _sweep(args: argparse.Namespace) -> Sweep:
             raise ValueError(f"one of {', '.join(SCHEDULES)}")
         return text
 
-    def count(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= MOST:
-            raise ValueError(f"a whole number from 1 to {MOST}")
-        return int(text)
+    def number(text: str) -> int:
+        return count(text, MOST)
 
-    def seconds(text: str) -> float:
-        try:
-            milliseconds = float(text)
-        except ValueError:
-            milliseconds = -1.0
-        if not 0 <= milliseconds <= LONGEST_TRIP_MS:
-            raise ValueError(f"milliseconds from 0 to {LONGEST_TRIP_MS:g}")
-        return milliseconds / 1000
+    def of(name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
+        return values(args, name, SWEEP[name], parse)
 
     return Sweep(
-        schedules=_values(args, "schedule", schedule),
-        draft_lengths=_values(args, "draft_length", count),
-        rtts=_values(args, "rtt", seconds),
-        sessions=_values(args, "sessions", count),
-        targets=_values(args, "targets", count),
-        drafters=_values(args, "drafters", count),
+        schedules=of("schedule", schedule),
+        draft_lengths=of("draft_length", number),
+        rtts=of("rtt", round_trip),
+        sessions=of("sessions", number),
+        targets=of("targets", number),
+        drafters=of("drafters", number),
     )
-
-
-def _values(args: argparse.Namespace, name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
-    """The values of a sweep, in the order given, each once. ``parse`` raises ValueError saying what would be right."""
-    given = getattr(args, name) or [SWEEP[name]]
-    found: dict[Value, None] = {}
-    for text in ",".join(given).split(","):
-        try:
-            found[parse(text.strip())] = None
-        except ValueError as error:
-            raise CommandError(f"{_flag(name)} {text!r}: must be {error}", BAD_INPUT) from None
-    return tuple(found)
 
 
 def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:

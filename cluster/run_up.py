@@ -8,9 +8,20 @@ import time
 from typing import Protocol
 
 from cluster.checks import check
-from cluster.config import Config, Pool, least, most
+from cluster.config import Config, least, most
 from cluster.console import CommandError, Stages, complain, say, stages
-from cluster.flags import BAD_INPUT, FAILED, add_file, add_section, add_setting, configuration
+from cluster.flags import (
+    BAD_INPUT,
+    FAILED,
+    add_file,
+    add_repeated,
+    add_section,
+    add_setting,
+    add_speculative_config,
+    add_tracing,
+    configuration,
+)
+from cluster.pools import Pool
 from cluster.security import own_api_key
 from cluster.stretched import ABOUT as STRETCHED
 from cluster.stretched import stretched
@@ -20,7 +31,7 @@ from transport.address import join
 ABOUT = "serve: start router, target and draft workers, and keep them running"
 DETAILS = """\
 Runs the Ray Serve application, with Ray on this machine by default; --backend local runs plain processes
-instead. The bundled model pair is served unless you name others; target and draft need the same tokenizer.
+instead. The bundled model pair is served unless you name others; a draft with the target's tokenizer is best.
 
   paceline up
   paceline up --target ./llama-8b --draft ./llama-1b --dtype bf16
@@ -58,7 +69,10 @@ class Backend(Protocol):
 def add(parser: argparse.ArgumentParser) -> None:
     """Its flags."""
     add_setting(parser, "--target", "target.model", about="target model: folder or hub id")
-    add_setting(parser, "--draft", "draft.model", about="draft model: folder or hub id, same tokenizer as the target")
+    add_setting(
+        parser, "--draft", "draft.model", about="draft model: folder or hub id, best with the target's tokenizer"
+    )
+    add_setting(parser, "--medusa", "target.medusa")
     add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
     add_setting(parser, "--device", "target.device", "draft.device")
     add_setting(parser, "--quantization", "target.quantization")
@@ -66,12 +80,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "--threads", "target.threads", "draft.threads")
     add_setting(parser, "--tensor-parallel-size", "target.tensor_parallel_size")
     add_setting(parser, "--draft-tensor-parallel-size", "draft.tensor_parallel_size")
+    add_speculative_config(parser)
     add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
     add_setting(parser, "--host", "router.host")
     add_setting(parser, "--port", "router.port")
     add_setting(parser, "--allow-remote", "router.allow_remote")
     add_setting(parser, "--model-name", "router.model_name")
+    add_setting(parser, "--record-prompts", "router.record_prompts")
     add_section(parser, "security")
+    add_section(parser, "admission", without=("cors_origins",))
+    add_repeated(parser, "--cors-origin", "admission.cors_origins")
+    add_tracing(parser)
     for role in ("target", "draft", "router"):
         add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
     add_setting(parser, "--backend", "backend")

@@ -8,10 +8,21 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from cluster.checks import check_listen, check_model
+from cluster.checks import check_assistant, check_heads, check_listen, check_model, check_target_tokenizer
 from cluster.config import Config
 from cluster.console import CommandError, complain, say, stages
-from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_parent, add_section, add_setting, configuration
+from cluster.flags import (
+    BAD_INPUT,
+    FAILED,
+    Parser,
+    add_file,
+    add_parent,
+    add_repeated,
+    add_section,
+    add_setting,
+    add_tracing,
+    configuration,
+)
 from cluster.logs import add_flags, set_up
 from cluster.notify import READY, STOPPING, notify
 from cluster.parent import exit_with
@@ -29,6 +40,7 @@ or end, for up to drain_timeout seconds, and stop it; a second one stops it at o
 
   paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
   paceline worker draft --model ./llama-1b --listen 127.0.0.1:7002 --threads 2
+  paceline worker draft --model ./qwen-0.5b --target-tokenizer ./llama-8b
 """
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
 
@@ -41,13 +53,15 @@ def add(parser: Parser) -> None:
         worker.add_argument(
             "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
         )
-        add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels"))
+        add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels", "sources"))
         add_setting(worker, "--allow-remote", "router.allow_remote")
         add_section(worker, "security", without=("api_keys",))
         if role == "target":
             add_setting(worker, "--max-draft", "speculation.max_draft")
+            add_repeated(worker, "--source", "target.sources")
         else:
             add_setting(worker, "--lead", "speculation.lead")
+        add_tracing(worker)
         add_file(worker)
         add_flags(worker)
         add_parent(worker)
@@ -62,6 +76,12 @@ def run(args: argparse.Namespace) -> int:
     check_listen(args.listen, config)
     check_security(config, (args.role,))
     check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
+    if args.role == "target" and config.target.medusa:
+        check_heads(config.target.medusa, "--medusa")
+    if args.role == "draft":
+        check_assistant(config.draft, "--assistant")
+        if config.draft.target_tokenizer:
+            check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")
     return asyncio.run(_serve(args.role, config, args.listen))
 
 
@@ -106,6 +126,7 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
         from engine.model import ModelError
         from engine.parallel.group import RankError
         from engine.recorder import RecordError
+        from speculation.registry import SourceError
         from target_service.service import start_target
 
         known = identity(config, role)
@@ -113,7 +134,7 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
             if role == "target":
                 return await start_target(target_settings(config), listen, report, RankProcesses(), known)
             return await start_draft(draft_settings(config), listen, report, RankProcesses(), known)
-        except (ModelError, RecordError) as error:
+        except (ModelError, RecordError, SourceError) as error:
             raise CommandError(str(error), BAD_INPUT) from error
         except RankError as error:
             raise CommandError(str(error), FAILED) from error

@@ -16,17 +16,22 @@ import ray
 from ray import serve
 
 from cluster.autoscaling.serve_policy import figures
-from cluster.config import CHECKOUT, Config, Pool, chosen_threads, from_mapping, most
+from cluster.config import Config, from_mapping, most
 from cluster.discovery import ENDPOINT, Handles, serve_directory
-from cluster.placement import Need, need, router_need
+from cluster.parts import known, options
+from cluster.placement import ROUTER, need
+from cluster.pools import Pool
 from cluster.ray_metrics import RayExporter
 from cluster.ray_ranks import RayRanks
 from cluster.security import check_worker_exposure, identity
 from cluster.serving import draft_settings, router_settings, target_settings
+from cluster.vocabularies import worker_config
 from router.api import build_app
-from router.dispatch import Dispatcher
+from router.prompt_recorder import PromptRecorder
+from router.service import dispatcher
 from router.tokenizers import Tokenizers
 from speculation.events import Role
+from transport.tracing import Tracing
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -34,9 +39,6 @@ if TYPE_CHECKING:
     from transport.worker import Worker
 
 log = logging.getLogger(__name__)
-
-STOP_SECONDS = 5.0
-"""What a replica needs to end once it has drained."""
 
 _OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
@@ -46,10 +48,6 @@ _OPTIONS: dict[str, Any] = {
     # 5 by default; the router does admission, so this must never bite.
     "max_ongoing_requests": 100_000,
 }
-
-
-LOCAL_DRAIN_SECONDS = 10.0
-"""How long the requests of a router on this machine may go on when it is to end."""
 
 
 class _WorkerReplica:
@@ -91,24 +89,26 @@ class _WorkerReplica:
 class TargetWorker(_WorkerReplica):
     """A target worker."""
 
-    async def __init__(self, config: Config, pool: Pool) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
         from target_service.service import start_target
 
-        settings, known = target_settings(config.of_worker(pool)), identity(config, "target")
-        worker = await start_target(settings, _listen(config), ranks=_ranks(config, pool), identity=known)
+        config, pool = _settings(config, deployment)
+        settings, certified = target_settings(config.of_worker(pool)), identity(config, "target")
+        worker = await start_target(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
         await self._begin(worker, config.drain_timeout)
 
 
 class DraftWorker(_WorkerReplica):
     """A draft worker."""
 
-    async def __init__(self, config: Config, pool: Pool) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
         from draft_service.service import start_draft
 
-        settings, known = draft_settings(config.of_worker(pool)), identity(config, "draft")
-        worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=known)
+        config, pool = _settings(config, deployment)
+        settings, certified = draft_settings(worker_config(config, pool)), identity(config, "draft")
+        worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
         await self._begin(worker, config.drain_timeout)
 
 
@@ -118,12 +118,15 @@ class Router:
 
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
         """Read the tokenizers and begin to look for workers."""
+        config = known(config)
         settings = router_settings(config)
         self._settings = settings.api
         self._tokenizers = Tokenizers(config.router.tokenizer)
         for source in {config.router.tokenizer or p.settings.model for p in config.pools() if p.role is Role.TARGET}:
             await self._tokenizers.read(source)
-        self._dispatcher = Dispatcher(settings.limits, settings.identity)
+        self._tracing = Tracing.to(settings.trace, "router") if settings.trace else None
+        self._recorder = PromptRecorder(settings.record) if settings.record else None
+        self._dispatcher = dispatcher(settings.limits, settings.identity, self._tracing)
         self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
         self._directory = serve_directory(workers)
         self._directory.start(self._dispatcher.pool.set_workers)
@@ -137,7 +140,8 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """The OpenAI-compatible API."""
-        return build_app(self._dispatcher, self._tokenizers, self._settings, self._dispatcher.metrics)
+        serving = self._dispatcher
+        return build_app(serving, self._tokenizers, self._settings, serving.metrics, self._tracing, self._recorder)
 
     async def __del__(self) -> None:
         """Serve's call at a graceful end, after running requests have ended."""
@@ -146,6 +150,10 @@ class Router:
             self._directory.close()
             await self._exporter.close()
             await self._dispatcher.pool.close()
+            if self._recorder is not None:
+                await asyncio.to_thread(self._recorder.close)
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
 
 def application(args: dict[str, Any]) -> serve.Application:
@@ -158,35 +166,25 @@ def application(args: dict[str, Any]) -> serve.Application:
 
 def build(config: Config) -> serve.Application:
     """The application, ready to be deployed."""
-    local = config.ray.address == "local"
     kinds: dict[Role, Any] = {Role.TARGET: TargetWorker, Role.DRAFT: DraftWorker}
     handles = []
     for pool in config.pools():
         if most(pool.settings):
-            threads = environment(chosen_threads(pool.settings), local=local)
-            workers = _deployment(kinds[pool.role], need(pool, config), threads, config.drain_timeout + STOP_SECONDS)
-            handles.append((pool.role, workers.bind(config, pool)))
-    # Its requests are streams of minutes, which a replacement must not cut.
-    drain = LOCAL_DRAIN_SECONDS if local else config.router.drain_timeout
-    return _deployment(Router, router_need(config), environment(1, local=local), drain).bind(config, handles)
+            workers = _deployment(kinds[pool.role], pool.deployment, options(config, pool))
+            handles.append((pool.role, workers.bind(config, pool.deployment)))
+    return _deployment(Router, ROUTER, options(config, None)).bind(config, handles)
 
 
-def environment(threads: int, *, local: bool) -> dict[str, str]:
-    """Environment of a replica: how many threads compute and, on this machine, where Paceline lies.
-
-    The nodes of a cluster have Paceline installed.
-    """
-    found = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    return found | ({"PYTHONPATH": str(CHECKOUT)} if local else {})
-
-
-def _deployment(kind: type[object], need: Need, environment: dict[str, str], drain: float) -> serve.Deployment:
-    """``drain``: seconds in which a replica may end what it does."""
-    options = need.deployment_options(environment)
-    options["graceful_shutdown_timeout_s"] = drain
-    decorate = serve.deployment(name=need.deployment, **options, **_OPTIONS)
+def _deployment(kind: type[object], name: str, options: dict[str, Any]) -> serve.Deployment:
+    decorate = serve.deployment(name=name, **options, **_OPTIONS)
     made: serve.Deployment = decorate(kind)
     return made
+
+
+def _settings(config: Config, deployment: str) -> tuple[Config, Pool]:
+    """Of the worker that calls this, and the pool it belongs to."""
+    config = known(config)
+    return config, next(pool for pool in config.pools() if pool.deployment == deployment)
 
 
 def _ranks(config: Config, pool: Pool) -> RayRanks | None:

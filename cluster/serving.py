@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config import Config, DraftConfig, TargetConfig, chosen_threads
+from cluster.config import AdmissionConfig, Config, RouterConfig
+from cluster.pools import DraftConfig, TargetConfig, chosen_threads
 from cluster.security import api_keys, identity
+from speculation.local_sources import LookupBounds
+from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
-from speculation.messages import Schedule, Source, Speculation
 
 if TYPE_CHECKING:  # they bring torch
     from draft_service.service import DraftSettings
     from engine.build import EngineSettings
+    from router.admission import AdmissionSettings
+    from router.prompt_recorder import RecordSettings
     from router.service import RouterSettings
     from target_service.service import TargetSettings
+    from transport.tracing import TraceSettings
 
 READY_SECONDS = 25.0
 """How long a router waits for its first target worker before it gives up with a reason."""
@@ -21,6 +27,7 @@ READY_SECONDS = 25.0
 
 def target_settings(config: Config) -> TargetSettings:
     """A target worker."""
+    from target_service.outputs import SuffixScope, SuffixSettings
     from target_service.scheduler import Budget
     from target_service.service import TargetSettings
     from target_service.verify_loop import TargetLimits
@@ -29,9 +36,18 @@ def target_settings(config: Config) -> TargetSettings:
         tokens=config.target.step_tokens,
         drafts_per_session=config.speculation.max_draft,
         seconds=config.target.step_ms / 1000,
+        alone=config.target.prompt_tokens,
     )
-    limits = TargetLimits(running=config.target.max_running, waiting=config.target.max_waiting, budget=budget)
-    return TargetSettings(_engine(config.target), limits, config.target.record, config.target.step_timeout)
+    limits = TargetLimits(
+        running=config.target.max_running,
+        waiting=config.target.max_waiting,
+        budget=budget,
+        lookup=LookupBounds(config.speculation.lookup_min, config.speculation.lookup_max),
+        suffix=SuffixSettings(config.target.suffix_tokens, SuffixScope(config.target.suffix_scope)),
+    )
+    settings = _engine(config.target), limits, config.target.record, config.target.step_timeout
+    sources = tuple(name.strip() for name in config.target.sources.split(",") if name.strip())
+    return TargetSettings(*settings, trace_settings(config), sources)
 
 
 def draft_settings(config: Config) -> DraftSettings:
@@ -49,7 +65,16 @@ def draft_settings(config: Config) -> DraftSettings:
         bytes_a_token=speculation.push_bytes,
     )
     limits = LookaheadLimits(sessions=config.draft.max_sessions, draft=draft)
-    return DraftSettings(_engine(config.draft), limits, config.draft.record, config.draft.step_timeout)
+    return DraftSettings(
+        engine=_engine(config.draft),
+        limits=limits,
+        record=config.draft.record,
+        step_timeout=config.draft.step_timeout,
+        trace=trace_settings(config),
+        target_tokenizer=config.draft.target_tokenizer,
+        lookup=config.draft.second_level == "lookup",
+        assistant=config.draft.assistant,
+    )
 
 
 def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tuple[str, ...] = ()) -> RouterSettings:
@@ -70,21 +95,55 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
             model_name=config.router.model_name or None,
             speculation=speculation(config),
             api_keys=api_keys(config),
+            admission=_admission(config.admission),
         ),
         limits=DispatchLimits(sessions=config.router.max_sessions),
         identity=identity(config, "router"),
+        trace=trace_settings(config),
+        record=_record(config.router),
+    )
+
+
+def _record(chosen: RouterConfig) -> RecordSettings | None:
+    from router.prompt_recorder import RecordSettings
+
+    folder = chosen.record_prompts
+    return RecordSettings(Path(folder), chosen.record_megabytes << 20) if folder else None
+
+
+def trace_settings(config: Config) -> TraceSettings | None:
+    """Where spans go; None: tracing is off."""
+    from transport.tracing import TraceSettings
+
+    chosen = config.tracing
+    on = chosen.enabled or chosen.otlp_endpoint
+    return TraceSettings(chosen.otlp_endpoint, chosen.sample) if on else None
+
+
+def _admission(chosen: AdmissionConfig) -> AdmissionSettings:
+    from router.admission import AdmissionSettings
+    from router.limits import Allowance
+
+    return AdmissionSettings(
+        allowance=Allowance(chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests),
+        timeout=chosen.request_timeout,
+        max_timeout=chosen.max_request_timeout,
+        cors_origins=tuple(origin.strip() for origin in chosen.cors_origins.split(",") if origin.strip()),
     )
 
 
 def speculation(config: Config) -> Speculation:
-    """What requests get that do not say otherwise."""
+    """What requests get that do not say otherwise. Where it is off, one that asks for it gets drafters, if any."""
     chosen = config.speculation
+    unwanted: set[SourceName] = set() if chosen.lookup else {Source.LOOKUP}
+    unwanted |= set() if chosen.drafters else {Source.DRAFT}
+    sources: Sources = AllBut(frozenset(unwanted)) if chosen.enabled else frozenset({Source.DRAFT})
     return Speculation(
         enabled=chosen.enabled,
         max_depth=chosen.max_depth,
         rule=AcceptanceRule(chosen.rule),
         schedule=Schedule(chosen.schedule),
-        sources=frozenset(Source) if chosen.enabled and chosen.lookup else frozenset({Source.DRAFT}),
+        sources=sources,
     )
 
 
@@ -99,6 +158,7 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         plain_cuda=worker.plain_cuda,
         threads=chosen_threads(worker),
         cache_tokens=worker.cache_tokens,
+        medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
         tensor_parallel_size=worker.tensor_parallel_size,
         join_timeout=worker.join_timeout,
         name=worker.name,

@@ -1,7 +1,7 @@
 """What a setting is: a field with a rule, and the checks that every value passes, wherever it comes from.
 
-Knows no setting by name: :mod:`cluster.config` declares them. Errors are one line that names where the value stands,
-the setting, the value and what would be right.
+Knows no setting by name: :mod:`cluster.config` and :mod:`cluster.pools` declare them. Errors are one line that names
+where the value stands, the setting, the value and what would be right.
 """
 
 from __future__ import annotations

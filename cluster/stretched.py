@@ -12,7 +12,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.config import BUNDLED, Config
+from cluster.checkout import BUNDLED
+from cluster.config import Config
 from cluster.console import CommandError, Stages
 from cluster.flags import BAD_INPUT, FAILED
 

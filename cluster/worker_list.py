@@ -19,6 +19,7 @@ from pathlib import Path
 from cluster.discovery import Changed
 from speculation.events import Role
 from transport.address import AddressError, parse
+from transport.files import stamp
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class FileDirectory:
     def __init__(self, file: Path, poll_seconds: float = POLL_SECONDS) -> None:
         """Reads the file; raises :class:`WorkerListError`."""
         self._file, self._poll_seconds = file, poll_seconds
-        self._stamp = _stamp(file)
+        self._seen = stamp(file)
         self.workers = read_list(file)
         self._task: asyncio.Task[None] | None = None
 
@@ -56,9 +57,9 @@ class FileDirectory:
     async def _watch(self, changed: Changed) -> None:
         while True:
             await asyncio.sleep(self._poll_seconds)
-            stamp = _stamp(self._file)
-            if stamp != self._stamp:
-                self._stamp = stamp
+            seen = stamp(self._file)
+            if seen != self._seen:
+                self._seen = seen
                 self._read_again(changed)
 
     def _read_again(self, changed: Changed) -> None:
@@ -105,12 +106,3 @@ def _worker(where: str, words: Sequence[str]) -> tuple[Role, str]:
     except AddressError as error:
         raise WorkerListError(f"{where}: {error}") from error
     return roles[words[0]], words[1]
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Changes when the file does, also when another takes its place; None while there is none."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

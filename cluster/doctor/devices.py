@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import NO_QUANTIZATION, Config, DraftConfig, Pool, TargetConfig
+from cluster.config import Config
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
+from cluster.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig
 from engine.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
 from engine.loader import DTYPES, ModelError, choose_dtype, read_config
 from engine.memory import GIB, available_bytes

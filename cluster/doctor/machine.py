@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import Config, chosen_threads
+from cluster.config import Config
 from cluster.doctor.finding import Finding, ok, problem, warning
+from cluster.pools import chosen_threads
 from engine.memory import GIB
 from transport.address import AddressError, check_free, join
 

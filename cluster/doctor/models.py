@@ -1,4 +1,4 @@
-"""Model folders: complete, fit for their tensor-parallel size, and of one vocabulary."""
+"""Model folders: complete, fit for their tensor-parallel size, and of which vocabulary."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.checks import CheckError, check_model, check_tokenizer, check_vocabularies
-from cluster.config import Config, DraftConfig, TargetConfig
+from cluster.checks import CheckError, check_model, check_tokenizer
+from cluster.config import Config
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
+from cluster.pools import DraftConfig, TargetConfig
+from cluster.vocabularies import difference
 from engine.loader import ModelError, read_config
 from speculation.events import Role
 
@@ -65,9 +67,13 @@ def check_ranks(subject: str, text_config: Any, ranks: int) -> Iterator[Finding]
 def check_pair(subject: str, target: str, draft: str) -> Iterator[Finding]:
     """Whether both number the same tokens the same way."""
     try:
-        check_vocabularies(target, draft)
+        found = difference(target, draft)
     except CheckError as error:
-        yield problem(subject, str(error), "drafts of another vocabulary are of no use")
+        yield problem(subject, str(error), COPY_AGAIN)
+        return
+    if found:
+        text = f"another than the target's ({found}), so its workers translate"
+        yield warning(subject, text, "a draft model with the target's tokenizer has more of its drafts accepted")
     else:
         yield ok(subject, "that of the target")
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cluster.config import CHECKOUT
+from cluster.checkout import CHECKOUT
 from cluster.doctor.finding import Finding, ok, problem, warning
 
 SUBJECT = "versions"

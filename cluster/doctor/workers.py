@@ -103,7 +103,9 @@ def judge(met: Sequence[Met]) -> Iterator[Finding]:
     for worker, welcome in known:
         if worker.role is Role.DRAFT and targets and not any(_same_tokens(welcome, target) for target in targets):
             text = f"the tokenizer of {welcome.model} is that of no target"
-            yield problem(worker.subject, text, "choose a draft model with the target's tokenizer")
+            yield problem(
+                worker.subject, text, "start it with --target-tokenizer, or choose a draft model with that tokenizer"
+            )
     for plain in sorted({welcome.model for welcome in targets if not welcome.speculates}):
         yield warning("targets", f"{plain} cannot speculate", "drafters are of no use to it; leave them out")
 
