@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from cluster.config import BUNDLED, Config, from_mapping
+from cluster.checkout import BUNDLED
+from cluster.config import Config, from_mapping
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import Need, Node, lacking, needs
 from cluster.security import SecurityError, check_worker_exposure
