@@ -64,7 +64,7 @@ class Transformers:
 
         async def run(batch: Batch) -> Run:
             assert len(batch.prompts) == 1 and batch.temperature == 0.0
-            request = {"prompt": batch.prompts[0], "tokens": batch.tokens, "mode": asdict(mode)}
+            request = {"prompt": batch.prompts[0], "tokens": batch.wanted[0], "mode": asdict(mode)}
             answer = json.loads(await self._ask(json.dumps(request)))
             commits = tuple(Commit(at, tokens) for at, tokens in answer["commits"])
             return Run((Decoded(tuple(answer["tokens"]), commits),))

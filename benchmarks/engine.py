@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks import engine_report as report
 from benchmarks.bandwidth import TRIES, in_turn, pinned, reads
 from benchmarks.contenders import PLAIN
-from benchmarks.engine_figures import ALONE, TOGETHER, Measured, Repeated
+from benchmarks.engine_figures import ALONE, MIXED, TOGETHER, Measured, Repeated
 from benchmarks.engine_loop import Loop
 from benchmarks.engine_memory import Memory, memory_of
 from benchmarks.engine_model import SEED, parameters, random_prompts, write_model
@@ -43,6 +43,7 @@ from benchmarks.engine_settings import (
 )
 from benchmarks.engine_steps import StepParts, Steps, measure_parts
 from benchmarks.engine_stock import PREFIX, Stock
+from benchmarks.engine_traffic import mixed_batch
 from benchmarks.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.workers import WorkerPlan, connected, running
 from engine.build import EngineSettings, build
@@ -124,14 +125,20 @@ def time_steps(
 async def decode_batches(
     loop: Loop, stock: Stock, options: Options, generator: torch.Generator
 ) -> dict[str, list[Run]]:
-    """One request and 16, ours and transformers'. No two requests share a prompt, or a cached one would win."""
+    """One request, 16 alike and 16 of mixed lengths, ours and transformers'.
+
+    No two requests share a prompt, or a cached one would win.
+    """
     runners = {
         ALONE: _alone(loop.run),
         TOGETHER: _together(loop.run),
         PREFIX + ALONE: _alone(stock.run),
         PREFIX + TOGETHER: _together(stock.run),
     }
-    return await _take_turns(runners, options.turns, NEW, generator)
+    mixed = {MIXED: loop.run, PREFIX + MIXED: stock.run}
+    batches = [mixed_batch(CONCURRENT, generator) for _ in range(options.mixed_turns)]
+    alike = await _take_turns(runners, options.turns, NEW, generator)
+    return alike | await take_turns(mixed, batches, 0, lambda: None)
 
 
 async def decode_exactly(settings: EngineSettings, generator: torch.Generator) -> dict[str, list[Run]]:

@@ -17,7 +17,8 @@ from benchmarks.engine_stock import PREFIX
 from benchmarks.measure import Run
 
 ALONE, TOGETHER = "1 request", f"{CONCURRENT} requests"
-
+MIXED = f"{CONCURRENT} requests of mixed lengths"
+"""See :mod:`benchmarks.engine_traffic`."""
 
 Seconds = Mapping[str, Sequence[float]]
 """By name of what was timed, then by round."""
@@ -114,8 +115,8 @@ def _batch_over_one(owner: str) -> Callable[[Measured], float]:
     return lambda measured: ratio(rates(measured.runs[owner + TOGETHER]), rates(measured.runs[owner + ALONE]))
 
 
-def _over_transformers(measured: Measured) -> float:
-    return ratio(whole_rates(measured.runs[TOGETHER]), whole_rates(measured.runs[PREFIX + TOGETHER]))
+def _over_transformers(name: str) -> Callable[[Measured], float]:
+    return lambda measured: ratio(whole_rates(measured.runs[name]), whole_rates(measured.runs[PREFIX + name]))
 
 
 def _repeated_prefix(measured: Measured) -> float:
@@ -130,7 +131,14 @@ GOALS = (
     Goal("step_over_floor", "decode step over its floor", 1.4, True, _step_over_floor(""), _step_over_floor(PREFIX)),
     Goal("verify8_over_step1", "verify 8 over step of 1", 1.5, True, _verify_over_step(""), _verify_over_step(PREFIX)),
     Goal("batch16_over_batch1", "tokens/s, 16 over 1", 5.0, False, _batch_over_one(""), _batch_over_one(PREFIX)),
-    Goal("over_transformers_batch16", "tokens/s over transformers, 16", 2.0, False, _over_transformers),
+    Goal("over_transformers_batch16", "tokens/s over transformers, 16", 2.0, False, _over_transformers(TOGETHER)),
+    Goal(
+        "over_transformers_batch16_mixed",
+        "the same, of mixed lengths",
+        2.0,
+        False,
+        _over_transformers(MIXED),
+    ),
     Goal("prefix_hit_ttft_ratio", "first token, repeated prefix over cold", 0.1, True, _repeated_prefix),
     Goal("memory_overhead_mb", "worker's memory beyond need, MB", 600.0, True, _overhead),
 )

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from benchmarks.contenders import PLAIN
 from benchmarks.measure import Batch, Commit, Decoded, Run
+from cluster.config import Config
+from cluster.serving import target_settings
 from engine.build import EngineSettings, welcome
 from engine.step import Engine
 from router.generation import GenerationError
@@ -20,7 +22,7 @@ LINK = "benchmark"
 
 
 class Loop:
-    """A target worker without its server. Every request decodes plainly and ends by length only.
+    """A target worker without its server, with its usual limits. Every request decodes plainly and ends by length only.
 
     What the worker refuses raises :class:`router.generation.GenerationError`.
     """
@@ -28,14 +30,16 @@ class Loop:
     def __init__(self, engine: Engine, settings: EngineSettings) -> None:
         """``settings``: what ``engine`` was built from."""
         self.engine = engine
-        self._loop = VerifyLoop(engine, welcome(settings, engine.model, "target"))
+        self._loop = VerifyLoop(engine, welcome(settings, engine.model, "target"), target_settings(Config()).limits)
         self._numbers = itertools.count(1)
 
     async def run(self, batch: Batch) -> Run:
         """Decode all prompts of a batch at the same time; a :data:`benchmarks.measure.Runner`."""
         asked = time.perf_counter()
         sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
-        sessions = [self._open(prompt, batch.tokens, sampling) for prompt in batch.prompts]
+        sessions = [
+            self._open(prompt, tokens, sampling) for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)
+        ]
         tokens: dict[SessionId, list[Token]] = {session: [] for session in sessions}
         commits: dict[SessionId, list[Commit]] = {session: [] for session in sessions}
         unfinished = set(sessions)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.engine_model import activations, cached_values, parameters
 from benchmarks.engine_settings import Shape
-from target_service.scheduler import Budget
+from cluster.config import Config
 
 MEGABYTE = 1e6
 
@@ -46,7 +46,7 @@ def memory_of(process: int, shape: Shape, item: int, slots: int, rows: int) -> M
         private=fields["Private_Clean"] + fields["Private_Dirty"],
         weights=item * parameters(shape),
         cache=item * cached_values(shape) * slots,
-        activations=item * activations(shape, Budget().tokens, rows),
+        activations=item * activations(shape, Config().target.prompt_tokens, rows),
     )
 
 

@@ -11,17 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.engine_figures import ALONE, GOALS, TOGETHER, Measured, agreement, rates, ratio, summary, whole_rates
+from benchmarks.engine_figures import (
+    ALONE,
+    GOALS,
+    TOGETHER,
+    Measured,
+    agreement,
+    rates,
+    ratio,
+    summary,
+    whole_rates,
+)
 from benchmarks.engine_memory import MEGABYTE
 from benchmarks.engine_model import parameters
-from benchmarks.engine_settings import Options
+from benchmarks.engine_settings import CONCURRENT, Options
 from benchmarks.engine_steps import TREE, Part, chain, many
 from benchmarks.engine_stock import PREFIX
+from benchmarks.engine_traffic import lengths
 from benchmarks.measure import Run
 from benchmarks.report import Table, describe_machine
 
@@ -120,6 +131,7 @@ def notes(result: Result) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
     measured, shape, threads = result.measured, result.options.shape, result.options.threads
     bandwidths = measured.bandwidths
+    prompts, answers = zip(*lengths(CONCURRENT), strict=True)
 
     def over_transformers(name: str) -> float:
         return ratio(rates(measured.runs[name]), rates(measured.runs[PREFIX + name]))
@@ -135,6 +147,9 @@ def notes(result: Result) -> list[str]:
         f"{result.dtype}, where rounding decides between close tokens.",
         "Over transformers: from the requests to the last token, prompts included. While all decode it is "
         f"{over_transformers(TOGETHER):.2f}, for a request alone {over_transformers(ALONE):.2f}.",
+        f"Of mixed lengths: prompts of {_range(prompts)} tokens, answers of {_range(answers)}, log-normal in "
+        "ShareGPT's proportions, the same for both. transformers pads prompts on the left and goes on until the "
+        "longest answer is done; only what was asked for counts.",
     ]
     if measured.memory is not None:
         held = {name: value / MEGABYTE for name, value in asdict(measured.memory).items()}
@@ -149,6 +164,10 @@ def notes(result: Result) -> list[str]:
 def _agreement(runs: Mapping[str, Sequence[Run]]) -> str:
     found = agreement(runs[TOGETHER], runs[PREFIX + TOGETHER])
     return f"{found.same} of {found.texts} equal, in the median for {found.tokens:g} tokens"
+
+
+def _range(tokens: Sequence[int]) -> str:
+    return f"{min(tokens)} to {max(tokens)} (mean {mean(tokens):.0f})"
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:

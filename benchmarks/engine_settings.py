@@ -67,6 +67,11 @@ class Options:
         return 3 if self.quick else 7
 
     @property
+    def mixed_turns(self) -> int:
+        """Times both decode requests of mixed lengths: as many seconds each as all others together."""
+        return 2 if self.quick else 5
+
+    @property
     def command(self) -> str:
         """What measures the same again."""
         quick = " --quick" if self.quick else ""

@@ -32,12 +32,20 @@ class Stock:
         self._model.generation_config.eos_token_id = None
 
     async def run(self, batch: Batch) -> Run:
-        """Continue prompts of equal length together; a :data:`benchmarks.measure.Runner`."""
+        """Continue prompts together, the shorter ones padded; a :data:`benchmarks.measure.Runner`.
+
+        All go on until the longest text is done. What a shorter one would go on with is no part of the run.
+        """
         assert batch.temperature == 0.0
         asked = time.perf_counter()
-        new_BT, noted = continue_greedily(self._model, torch.tensor(batch.prompts), batch.tokens)
-        commits = tuple(Commit(at, tokens) for at, tokens in noted)
-        return Run(tuple(Decoded(tuple(row), commits) for row in new_BT.tolist()), asked=asked)
+        longest = max(len(prompt) for prompt in batch.prompts)
+        padding = [longest - len(prompt) for prompt in batch.prompts]
+        prompts_BT = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, batch.prompts, strict=True)])
+        mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
+        new_BT, noted = continue_greedily(self._model, prompts_BT, batch.tokens, mask_BT)
+        commits = tuple(Commit(at, tokens) for at, tokens in noted)  # a token of every text each
+        texts = zip(new_BT.tolist(), batch.wanted, strict=True)
+        return Run(tuple(Decoded(tuple(row[:tokens]), commits[:tokens]) for row, tokens in texts), asked=asked)
 
     def works(self, context: Sequence[int], sizes: Sequence[int]) -> dict[str, Work]:
         """Steps over a cached context that can be timed, by the names ours have, prefixed."""

@@ -18,7 +18,7 @@ from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
 from router.pool import Traffic
 from speculation.events import Role
-from speculation.messages import Sampling, Speculation, Token
+from speculation.messages import Extras, Sampling, Speculation, Token
 
 SETTLE_SECONDS = 0.05
 """Pause between two runs, for the end of one to reach all workers."""
@@ -37,6 +37,16 @@ class Batch:
     """New tokens a prompt; text ends there and nowhere else."""
     temperature: float = 0.0
     seed: int = 0
+    each: tuple[int, ...] = ()
+    """New tokens of every prompt, where they differ; ``tokens`` is the most then."""
+
+    def __post_init__(self) -> None:
+        assert not self.each or (len(self.each) == len(self.prompts) and max(self.each) == self.tokens)
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """New tokens of every prompt."""
+        return self.each or (self.tokens,) * len(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +126,7 @@ Runner = Callable[[Batch], Awaitable[Run]]
 """A contender at work."""
 
 
-def served(dispatcher: Dispatcher, speculation: Speculation) -> Runner:
+def served(dispatcher: Dispatcher, speculation: Speculation, extras: Extras = Extras()) -> Runner:
     """A contender that is a request to our workers."""
 
     async def run(batch: Batch) -> Run:
@@ -125,9 +135,12 @@ def served(dispatcher: Dispatcher, speculation: Speculation) -> Runner:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
-                    decode(dispatcher, Generation(prompt, sampling, batch.tokens, speculation=speculation))
+                    decode(
+                        dispatcher,
+                        Generation(prompt, sampling, tokens, speculation=speculation, extras=extras),
+                    )
                 )
-                for prompt in batch.prompts
+                for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)
             ]
         used = dispatcher.pool.traffic(Role.TARGET) - before
         return Run(tuple(task.result() for task in tasks), used, asked)
@@ -146,6 +159,12 @@ async def decode(dispatcher: Dispatcher, generation: Generation) -> Decoded:
     return Decoded(tuple(tokens), tuple(commits))
 
 
+def order(names: Sequence[Name], number: int) -> list[Name]:
+    """Who begins in a round, and who follows."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
 async def take_turns(
     runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, advance: Callable[[], None]
 ) -> dict[Name, list[Run]]:
@@ -158,8 +177,7 @@ async def take_turns(
     runs: dict[Name, list[Run]] = {name: [] for name in names}
     rounds = [*itertools.islice(itertools.cycle(batches), warm_up), *batches]
     for number, batch in enumerate(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in order(names, number):
             await asyncio.sleep(SETTLE_SECONDS)
             async with asyncio.timeout(RUN_SECONDS):
                 run = await runners[name](batch)

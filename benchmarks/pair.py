@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from engine.medusa import read, save
 from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer
-from models.stretch import calibrate_noise, calibration_prompts, stretch
+from models.stretch import calibrate_noise, calibration_prompts, stretch, stretch_heads
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "models" / "target"
+HEADS = ROOT / "models" / "medusa"
 CACHE = ROOT / "benchmarks" / ".cache"
 SEED = 0
 
@@ -68,6 +70,26 @@ def stretched_pair(shape: Shape) -> Pair:
         "The cost is real, the agreement is set."
     )
     return Pair(f"stretched {shape.acceptance:g}", folder, BUNDLED, known["parameters"], about)
+
+
+def slow_draft(hidden: int = 1024, layers: int = 6) -> Path:
+    """A draft that says what the bundled target says, at several times its cost: as a step of 8B is to one of 1B."""
+    folder = CACHE / f"{_checkpoint(BUNDLED)}-h{hidden}-l{layers}-silent"
+
+    def build(fresh: Path) -> None:
+        stretch(load(BUNDLED, torch.bfloat16), hidden_size=hidden, layers=layers, seed=SEED).save_pretrained(fresh)
+        save_tokenizer(load_tokenizer(BUNDLED), fresh)
+
+    _once(folder, build)
+    return folder
+
+
+def stretched_heads(shape: Shape) -> Path:
+    """The bundled Medusa heads for the stretched target of this shape; they compute what they do for the bundled."""
+    made = sha256((HEADS / "medusa_lm_head.pt").read_bytes()).hexdigest()[:8]
+    folder = CACHE / f"{made}-medusa-h{shape.hidden}"
+    _once(folder, lambda fresh: save(stretch_heads(read(HEADS), shape.hidden), fresh, "stretched target"))
+    return folder
 
 
 def wrong_draft(pair: Pair) -> Path:

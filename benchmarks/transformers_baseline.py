@@ -77,13 +77,16 @@ class Pair:
 
 @torch.inference_mode()
 def continue_greedily(
-    model: Any, prompts_BT: Tensor, tokens: int, **options: Any
+    model: Any, prompts_BT: Tensor, tokens: int, mask_BT: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, list[tuple[float, int]]]:
-    """``generate``: the new tokens of every prompt, ``[B, tokens]``, and when how many of them were decided."""
+    """``generate``: the new tokens of every prompt, ``[B, tokens]``, and when how many of them were decided.
+
+    ``mask_BT``: 0 where a prompt is padded, on its left; by default none is.
+    """
     clock = Clock(prompts_BT.shape[1])
     continued_BT = model.generate(
         prompts_BT,
-        attention_mask=torch.ones_like(prompts_BT),
+        attention_mask=torch.ones_like(prompts_BT) if mask_BT is None else mask_BT,
         max_new_tokens=tokens,
         do_sample=False,
         stopping_criteria=StoppingCriteriaList([clock]),

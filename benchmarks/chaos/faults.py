@@ -28,7 +28,7 @@ def kill_replica(role: Role) -> Fault:
     """Kill -9 of a worker's replica, which is its rank 0."""
 
     async def inject(stage: Stage, rng: Random) -> None:
-        await _kill((await _victim(stage, role, rng)).replica)
+        await kill((await _victim(stage, role, rng)).replica)
 
     return inject
 
@@ -38,7 +38,7 @@ async def kill_rank(stage: Stage, rng: Random) -> None:
     worker = await _victim(stage, Role.TARGET, rng)
     if not worker.ranks:
         raise StageError(f"the target on {worker.node} has no rank 1")
-    await _kill(worker.ranks[0])
+    await kill(worker.ranks[0])
 
 
 def kill_all(role: Role) -> Fault:
@@ -46,7 +46,7 @@ def kill_all(role: Role) -> Fault:
 
     async def inject(stage: Stage, rng: Random) -> None:
         del rng
-        await _kill(*(worker.replica for worker in await stage.workers(role)))
+        await kill(*(worker.replica for worker in await stage.workers(role)))
 
     return inject
 
@@ -81,13 +81,13 @@ async def kill_controller(stage: Stage, rng: Random) -> None:
     """Kill -9 of Serve's controller; returns when Ray has started another."""
     del rng
     before = await asyncio.to_thread(stage.processes.found, CONTROLLER)
-    await _kill(*before)
+    await kill(*before)
     async with asyncio.timeout(CONTROLLER_SECONDS):
         while not {p.pid for p in await asyncio.to_thread(stage.processes.found, CONTROLLER)} - {p.pid for p in before}:
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def _kill(*victims: Process) -> None:
+async def kill(*victims: Process) -> None:
     """Kill -9 of all at once; returns when none runs, so that nobody takes the dead for the healed."""
     for process in victims:
         process.send(signal.SIGKILL)

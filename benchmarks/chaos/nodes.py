@@ -22,6 +22,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from ray.cluster_utils import Cluster
 
+from cluster.niceness import NICENESS
 from cluster.placement import GPU_CLASS
 
 HEAD = "127.0.0.2"
@@ -33,6 +34,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
+    **NICENESS,
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 """What the nodes and who joins them have to be started with."""

@@ -98,6 +98,7 @@ async def ramp(stage: Stage, options: Options) -> Outcome:
     requests = options.requests(RAMP_TOKENS)
     sizes = Sizes()
     await stage.update(FOLLOW)
+    await stage.shrunk(HEAL_SECONDS)
     await stage.whole(HEAL_SECONDS)
 
     async def sample() -> None:

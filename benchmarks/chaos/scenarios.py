@@ -15,18 +15,14 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.outcome import Outcome, Wanted
 from benchmarks.chaos.pressure import overload, ramp
 from benchmarks.chaos.records import tally
-from benchmarks.chaos.settings import FINISH_SECONDS, HEAL_SECONDS, Options
+from benchmarks.chaos.routers import kill_router
+from benchmarks.chaos.settings import AFTER_SECONDS, BEGIN_SECONDS, FINISH_SECONDS, FRESH, HEAL_SECONDS, Options
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import Workload
 from speculation.events import Role
 
-BEGIN_SECONDS = 60.0
-AFTER_SECONDS = 2.0
-"""For which the streams go on when all is well again."""
 BETWEEN_SECONDS = 3.0
 """From the loss of one to the loss of both."""
-FRESH = 10_000
-"""Requests kept ready for a row; more than are ever asked for."""
 REOPENED = 3.0
 """Seconds in which a session is to go on at another target: the loss is known at once, prefill is computed again."""
 MAX_RUNNING = (24, 16)
@@ -61,6 +57,8 @@ def scenarios(options: Options) -> list[Scenario]:
         _row("kill-controller", "Serve controller killed", under[1.0], faults.kill_controller),
         _row("replace-targets", "target pool drained and replaced", under[1.0], _replace_targets),
     ]
+    again = Wanted("only its streams break; asked again, the same text", 1.0)
+    rows.append(Scenario("kill-router", "kill -9 of one of two routers", again, kill_router))
     follow = Wanted("pools follow, no flapping")
     bounded = Wanted("429s before acceptance only, bounded queue")
     rows.append(Scenario("ramp", "load ramp 1 to 32 to 0 streams", follow, ramp))

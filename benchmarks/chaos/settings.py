@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.workload import Body, body
-from cluster.config import BUNDLED
+from cluster.checkout import BUNDLED
 
 TARGETS, DRAFTS, ROUTERS, RANKS = 2, 2, 1, 2
 SEED, TEMPERATURE = 100, 0.8
@@ -18,6 +18,12 @@ MAX_SESSIONS = 40
 OVERLOAD = 4
 """How many times as many are offered to show that."""
 RAMP_STREAMS = 32
+FRESH = 10_000
+"""Requests kept ready for a row; more than are ever asked for."""
+BEGIN_SECONDS = 60.0
+"""In which all streams must be under way."""
+AFTER_SECONDS = 2.0
+"""For which the streams go on when all is well again."""
 HEAL_SECONDS = 180.0
 """In which all workers must be back."""
 FINISH_SECONDS = 180.0

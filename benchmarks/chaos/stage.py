@@ -25,7 +25,7 @@ from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, Worker
 from benchmarks.chaos.records import Reply
 from benchmarks.chaos.workload import Body, client, plain_text
-from cluster.config import CHECKOUT
+from cluster.checkout import CHECKOUT
 from speculation.events import Role
 
 NODES_SECONDS = 90.0
@@ -128,7 +128,10 @@ class Stage:
                 wanted = f"{least}" if least == most else f"{least} to {most}"
                 return f"{len(well)} {role} workers are well of {len(workers)}, wanted {wanted}"
             addresses += [worker.address for worker in well]
-        for router in await asyncio.to_thread(self.processes.routers):
+        routers = await asyncio.to_thread(self.processes.routers)
+        if len(routers) != (count := self.setting("router", "replicas")):
+            return f"{len(routers)} routers run, wanted {count}"
+        for router in routers:
             unknown = set(addresses) - set(await asyncio.to_thread(router.peers))
             if unknown:
                 return f"router {router.pid} is not connected to {', '.join(sorted(unknown))}"
@@ -145,6 +148,14 @@ class Stage:
                 raise StageError(f"not whole again within {seconds:.0f} s: {missing}")
             await asyncio.sleep(POLL_SECONDS)
         return time.monotonic() - began
+
+    async def shrunk(self, seconds: float) -> None:
+        """Wait until every pool has as few workers as it may have. Raises :class:`StageError`."""
+        deadline = time.monotonic() + seconds
+        while more := [role.value for role in Role if len(await self.workers(role)) > self.wanted(role)[0]]:
+            if time.monotonic() > deadline:
+                raise StageError(f"more {' and '.join(more)} workers than needed without load after {seconds:.0f} s")
+            await asyncio.sleep(POLL_SECONDS)
 
     async def left(self) -> str:
         """What is left of sessions on the workers although nothing is asked for; empty if nothing is."""

@@ -1,0 +1,121 @@
+"""How far each way to draft would have followed the target's text: counted from every place, by depth and by kind.
+
+A draft is what a source says first, and then first again, as long as it is right, without the branches that stand
+beside it. Of several sources at a place the one that gets furthest counts, as in the trie. Earlier outputs are those of
+the passages before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.fit.settings import DEPTH, SUFFIX_TOKENS, Way
+from benchmarks.records import Depth
+from speculation.agreement import Passage, Passages, Request
+from speculation.local_sources import LocalSource, Suggestion, local_sources
+from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
+from speculation.simulated_sources import OwnSources
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A draft from one place of the text."""
+
+    offered: int
+    """Tokens drafted, none beyond the end of the text."""
+    right: int
+    """Tokens that agree, from the first on."""
+    among: bool = False
+    """Whether the first token is among what is proposed, first or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A way's drafts over many places."""
+
+    runs: tuple[Run, ...]
+    among: float
+    """Share of the places at which the target's token is among what is proposed, first or not."""
+
+    @property
+    def first(self) -> float:
+        """Share of the places at which the first token is right; the textbook's acceptance. None proposed is wrong."""
+        return sum(run.right > 0 for run in self.runs) / len(self.runs)
+
+    @property
+    def rights(self) -> list[int]:
+        """Tokens that agree, by place."""
+        return [run.right for run in self.runs]
+
+    @property
+    def depths(self) -> tuple[Depth, ...]:
+        """Of drafts that were right so far and went on: how many were right at the next depth too."""
+        found = []
+        for depth in range(1, DEPTH + 1):
+            tried = sum(run.offered >= depth and run.right >= depth - 1 for run in self.runs)
+            kept = sum(run.right >= depth for run in self.runs)
+            if tried:
+                found.append(Depth(depth, tried, kept))
+        return tuple(found)
+
+
+def agreement(way: Way, passages: Sequence[Passage]) -> Agreement:
+    """Count; the passages hold what the way's draft model says, if it has one."""
+    runs: list[Run] = []
+    among = 0
+    sources = OwnSources(way.local, SUFFIX_TOKENS)
+    requests = Passages(passages, vocabulary=1)
+    for number, passage in enumerate(passages):
+        request = requests.request(number, seed=0)
+        offers = [_drafted(passage)] if way.draft is not None else []
+        offers += [_followed(source, passage) for source in _local(way, request, sources)]
+        sources.keep(request, passage.prompt + passage.tokens)
+        among += sum(any(run.among for run in at) for at in zip(*offers, strict=True))
+        runs += [max(at, key=lambda run: (run.right, run.offered)) for at in zip(*offers, strict=True)]
+    return Agreement(tuple(runs), among / len(runs))
+
+
+def _drafted(passage: Passage) -> list[Run]:
+    """What comes of following the draft model's first choice."""
+    found: list[Run] = []
+    right = 0
+    for place in range(len(passage.tokens) - 1, -1, -1):
+        said = passage.places[place]
+        right = right + 1 if said and said[0].token == passage.tokens[place] else 0
+        among = any(candidate.token == passage.tokens[place] for candidate in said)
+        found.append(Run(min(len(passage.tokens) - place, DEPTH) if said else 0, min(right, DEPTH), among))
+    return found[::-1]
+
+
+def _local(way: Way, request: Request, sources: OwnSources) -> list[LocalSource]:
+    """The way's sources at the target."""
+    opened = Open(SessionId(1), 1, request.prompt, Sampling(), Limits(request.end))
+    found = (*local_sources(opened), sources.heads(request), sources.outputs(request))
+    return [one for one in found if one is not None and one.source in way.local]
+
+
+def _followed(source: LocalSource, passage: Passage) -> list[Run]:
+    """What comes of following a source at the target."""
+    source.extend(passage.prompt)
+    runs = []
+    for place, token in enumerate(passage.tokens):
+        ahead = passage.tokens[place:]
+        said = source.propose(min(source.depth, len(ahead)))
+        chain = _chain(said)
+        right = next((i for i, (a, b) in enumerate(zip(chain, ahead, strict=False)) if a != b), len(chain))
+        among = any(one == token for one, parent in zip(said.tokens, said.parents, strict=True) if parent == ANCHOR)
+        runs.append(Run(len(chain), right, among))
+        source.extend([token])
+    return runs
+
+
+def _chain(said: Suggestion) -> list[Token]:
+    """The first of what is said, what is said first after it, and so on."""
+    chain: list[Token] = []
+    end = ANCHOR
+    for index, (token, parent) in enumerate(zip(said.tokens, said.parents, strict=True)):
+        if parent == end:
+            chain.append(token)
+            end = index
+    return chain

@@ -1,0 +1,96 @@
+"""A fit from beginning to end: watch workers that serve, ask each draft about the text, simulate, say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.fit import heads, plots, report, teacher
+from benchmarks.fit.predict import DEPTHS, FINE, ROUGH, Forecast, Known, Load, Predictor, forecast, loads, recommended
+from benchmarks.fit.serving import Decoded, Watched, spread, watch
+from benchmarks.fit.settings import Options
+from benchmarks.fit.validate import validate
+from benchmarks.report import describe_machine
+from cluster.console import say, stages
+from router.tokenizer import Tokenizer
+from speculation.agreement import Passage
+
+
+def main(options: Options) -> int:
+    """Fit and report. Raises FitError, PromptError, TokenizerError and what :mod:`benchmarks.workers` raises."""
+    result = fit(options)
+    report.show(result)
+    if options.out is not None:
+        options.out.mkdir(exist_ok=True)
+        write(result, options.out)
+    return 0
+
+
+def write(result: report.Result, folder: Path) -> None:
+    """Figures, configuration and plot."""
+    for file in (*report.write(result, folder), plots.draw(result, folder)):
+        say(f"wrote {file}")
+
+
+def fit(options: Options) -> report.Result:
+    """Measure, predict, choose and, if asked to, check."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("router.pool").setLevel(logging.ERROR)  # that workers come and go is part of the plan
+    tokenizer = Tokenizer.load(options.target)
+    prompts = [prompt.tokens(tokenizer) for prompt in options.prompts]
+    with stages() as progress, tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
+        progress("comparing tokenizers")
+        translated = teacher.translated(options)
+        if options.medusa:
+            heads.check(options)
+        watched = asyncio.run(watch(options, prompts, Path(name), progress))
+        texts = spread(watched.texts, len(watched.texts))
+        known = replace(learned(options, watched, texts, progress), translated=translated)
+        result = _predict(options, known, progress)
+        if options.validate:
+            shown = result.shown
+            checking = validate(options, shown.way, shown.depth, known, texts, Path(name), progress)
+            result = replace(result, validation=asyncio.run(checking))
+    return result
+
+
+def learned(options: Options, watched: Watched, texts: Sequence[Decoded], progress: Callable[[str], None]) -> Known:
+    """Costs from the records, and what each draft model, and Medusa heads, say along the texts."""
+    passages: dict[str | None, list[Passage]] = {None: [Passage(text.prompt, text.tokens) for text in texts]}
+    for draft in options.drafts:
+        progress(f"what {draft} says along the text")
+        passages[draft] = teacher.passages(options, draft, texts)
+    if options.medusa:
+        progress(f"what the heads of {options.medusa} say along the text")
+        guesses = heads.guesses(options, texts)
+        passages = {
+            draft: [replace(one, guesses=said) for one, said in zip(found, guesses, strict=True)]
+            for draft, found in passages.items()
+        }
+    costs = {draft: watched.costs(draft) for draft in passages}
+    return Known(costs, passages, [text.kind for text in texts], watched.vocabulary, heads=watched.heads)
+
+
+def _predict(options: Options, known: Known, progress: Callable[[str], None]) -> report.Result:
+    rough, fine = Predictor(known, options.seed, ROUGH), Predictor(known, options.seed, FINE)
+    forecasts: list[Forecast] = []
+    for way in options.ways:
+        progress(f"simulating {way}")
+        forecasts.append(forecast(rough, way, options.round_trips))
+    chosen = recommended(forecasts)
+    if chosen is None:
+        return report.Result(options, describe_machine(), known, tuple(forecasts), None)
+    progress(f"simulating {chosen.way} at every depth and load")
+    chosen = forecast(fine, chosen.way, options.round_trips, DEPTHS)
+    found = loads(rough, chosen, options.round_trips[0], options.sessions)
+    least = rough.least_acceptance(chosen.way, 1)
+    near = Load(rtt=options.round_trips[0])
+    forgetful = fine.forgetful(chosen.way, near, chosen.depth) if chosen.way.remembers else None
+    everything = options, describe_machine(), known, tuple(forecasts), chosen, tuple(found), least
+    return report.Result(*everything, forgetful=forgetful)

@@ -1,0 +1,286 @@
+"""What to expect of each way to draft: the simulator, fed with measured costs and the target's own text.
+
+Decided here: what the best depth is, how many drafters are enough, and from where on drafting is not worth its
+machines. The speed of a request hardly changes with the depth allowed once that is large enough, since the budget
+decides how much is verified; so the best depth is the smallest whose speed is within
+:data:`~speculation.simulate.WITHIN` of the best, in what is predicted and in what is measured alike.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from random import Random
+
+from benchmarks.fit.agreement import Agreement, agreement
+from benchmarks.fit.settings import DEPTH, PLAIN, Way
+from speculation.agreement import Passage, Passages, made_up
+from speculation.budget import rising
+from speculation.costs import Costs, Curve
+from speculation.messages import Schedule, Source
+from speculation.simulate import WITHIN, Report, Setting, simulate, simulate_texts
+
+PAYS = 1.05
+"""Below this speed-up drafting is not worth its machines."""
+DEPTHS = (*range(1, 13), DEPTH)
+DRAFTERS = (1, 2, 4, 8)
+"""For one target."""
+ENOUGH = 0.1
+"""Drafters this close to the speed of the most are enough: the last tenth is not worth twice the machines."""
+ROUGH, FINE = 600, 3000
+"""Tokens simulated to compare ways, and to know one well: a core simulates about a thousand a second."""
+WARM_UP = 1 / 2
+"""As many tokens again before anything counts: a service has been running for long."""
+MOST_REMEMBERED = 8000
+"""Tokens of texts, each of which can know those before it: a simulation of earlier outputs goes through all of them."""
+LEAST_TOKENS, LEAST_WARM_UP = 40, 16
+"""Of a session, where there are many: what one learns helps all."""
+ROUGH_DEPTHS = (1, 2, 3, 4, 6, 8, 12, DEPTH)
+ACCEPTANCES = tuple(percent / 100 for percent in range(10, 100, 10))
+
+
+def best_depth(speeds: Mapping[int, float]) -> int:
+    """The smallest depth that is as good as the best; ``speeds`` by depth.
+
+    That a greater depth is slower is taken for chance: the speeds are those of the closest curve that never falls.
+    """
+    depths = sorted(speeds)
+    smooth = rising([speeds[depth] for depth in depths], [1.0] * len(depths))
+    return min(depth for depth, speed in zip(depths, smooth, strict=True) if speed >= (1 - WITHIN) * smooth[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was measured."""
+
+    costs: Mapping[str | None, Costs]
+    """By draft model; under None, those of the target alone."""
+    passages: Mapping[str | None, Sequence[Passage]]
+    """The same texts in the same order, with what each draft model says along them."""
+    kinds: Sequence[str]
+    """Of each text."""
+    vocabulary: int
+    translated: frozenset[str] = frozenset()
+    """Draft models with another tokenizer than the target."""
+    heads: Mapping[int, Curve] = field(default_factory=dict)
+    """A step of the target in which its Medusa heads guess, by sessions and tokens; empty: it has none."""
+
+    def of(self, way: Way, kind: str | None = None) -> list[Passage]:
+        """The texts as a way meets them; of one kind, or all."""
+        pairs = zip(self.passages[way.draft], self.kinds, strict=True)
+        return [passage for passage, its in pairs if kind in (None, its)]
+
+    def costs_of(self, way: Way) -> Costs:
+        """What things cost under a way."""
+        return replace(self.costs[way.draft], heads=self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one target has to do, and who drafts for it."""
+
+    sessions: int = 1
+    rtt: float = 0.0
+    """Seconds."""
+    drafters: int = 1
+
+
+@dataclass(slots=True)
+class Predictor:
+    """Simulates one target under all ways; the same case is computed once."""
+
+    known: Known
+    seed: int
+    tokens: int
+    """Simulated of all requests together, round and round the texts, besides those before anything counts."""
+    _reports: dict[tuple[Way, Load, int, str | None], Report] = field(default_factory=dict)
+
+    def report(self, way: Way, load: Load = Load(), depth: int = DEPTH, kind: str | None = None) -> Report:
+        """Of the way's requests; ``kind``: for texts of that kind only."""
+        key = (way, load, depth, kind)
+        if key not in self._reports:
+            passages = self.known.of(way, kind)
+            if way.remembers:
+                passages = _first_of(passages)
+            tokens = math.ceil(self._tokens(way, passages) / load.sessions)
+            self._reports[key] = simulate_texts(
+                self._setting(way, load, depth),
+                self.known.costs_of(way),
+                Passages(passages, self.known.vocabulary),
+                Random(self.seed),
+                tokens=max(tokens, LEAST_TOKENS),
+                warm_up=max(math.ceil(WARM_UP * self.tokens / load.sessions), LEAST_WARM_UP),
+            )
+        return self._reports[key]
+
+    def _tokens(self, way: Way, passages: Sequence[Passage]) -> int:
+        """How many are simulated; where answers are remembered, all of them as often: the later, the more is known."""
+        if not way.remembers:
+            return self.tokens
+        once = sum(len(passage.tokens) for passage in passages)
+        return once * math.ceil(self.tokens / once)
+
+    def plain(self, way: Way, sessions: int) -> float:
+        """Tokens a second of all requests that nobody drafts for, by the costs that the way is measured against."""
+        costs = self.known.costs[way.draft]
+        return sessions / (costs.verify_seconds(sessions, sessions) + costs.verify_pause)
+
+    def speedup(self, way: Way, load: Load = Load(), depth: int = DEPTH, kind: str | None = None) -> float:
+        """Over plain decoding of as many requests."""
+        return self.report(way, load, depth, kind).rate / self.plain(way, load.sessions)
+
+    def forgetful(self, way: Way, load: Load = Load(), depth: int = DEPTH) -> float:
+        """The speed-up of a way if nothing of earlier answers were known."""
+        without = replace(way, local=way.local - {Source.SUFFIX})
+        return self.speedup(without, load, depth) if without != PLAIN else 1.0
+
+    def drafters(self, way: Way, sessions: int, rtt: float, depth: int) -> int:
+        """The fewest drafters that are enough; none for a way without a draft model."""
+        if way.draft is None:
+            return 0
+        counts = [count for count in DRAFTERS if count <= sessions]
+        rates = {count: self.report(way, Load(sessions, rtt, count), depth).rate for count in counts}
+        return min(count for count, rate in rates.items() if rate >= (1 - ENOUGH) * max(rates.values()))
+
+    def least_acceptance(self, way: Way, sessions: int) -> float | None:
+        """The acceptance, in tenths, from which on drafting would pay at these costs; None: at none below 1."""
+        if way.draft is None:
+            return None
+        costs, plain = self.known.costs[way.draft], self.plain(way, sessions)
+        setting = self._setting(Way(way.draft), Load(sessions), DEPTH)
+
+        def pays(acceptance: float) -> bool:
+            outcomes = made_up(Random(self.seed), acceptance, length=self.tokens)
+            return simulate(setting, costs, outcomes, Random(self.seed), tokens=self.tokens).rate >= PAYS * plain
+
+        found = bisect_left(ACCEPTANCES, True, key=pays)
+        return ACCEPTANCES[found] if found < len(ACCEPTANCES) else None
+
+    def _setting(self, way: Way, load: Load, depth: int) -> Setting:
+        """With the second level of draft workers as they are started unless told otherwise."""
+        return Setting(
+            Schedule.TRIE if way != PLAIN else None,
+            rtt=load.rtt,
+            sessions=load.sessions,
+            drafters=load.drafters if way.draft is not None else 0,
+            max_depth=depth,
+            sources=way.sources,
+            guesses=way.draft not in self.known.translated,
+        )
+
+
+def _first_of(passages: list[Passage]) -> list[Passage]:
+    """As many as are gone through; at least one."""
+    ends = accumulate(len(passage.tokens) for passage in passages)
+    return passages[: max(sum(end <= MOST_REMEMBERED for end in ends), 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What to expect of one way, for one request at a time unless it says otherwise."""
+
+    way: Way
+    agreement: Agreement
+    by_kind: Mapping[str, Agreement]
+    depths: Mapping[int, float]
+    """Speed-up by depth, at the first round trip."""
+    trips: Mapping[float, float]
+    """Speed-up by round trip, in seconds, at the best depth."""
+    kinds: Mapping[str, float]
+    """Speed-up by kind of text, there too."""
+    rate: float
+    """Tokens a second at the best depth and the first round trip."""
+
+    @property
+    def depth(self) -> int:
+        """The best one."""
+        return best_depth(self.depths)
+
+    @property
+    def speedup(self) -> float:
+        """At the best depth."""
+        return self.depths[self.depth]
+
+    @property
+    def workers(self) -> int:
+        """Of one target and its drafter, if it has one."""
+        return 1 + (self.way.draft is not None)
+
+
+def forecast(
+    predictor: Predictor, way: Way, round_trips: Sequence[float], tried: Sequence[int] = ROUGH_DEPTHS
+) -> Forecast:
+    """Simulate a way at the depths ``tried``, then at the best of them for every distance and kind of text."""
+    known, near = predictor.known, Load(rtt=round_trips[0])
+    depths = {depth: predictor.speedup(way, near, depth) for depth in tried}
+    depth = best_depth(depths)
+    kinds = list(dict.fromkeys(known.kinds))
+    return Forecast(
+        way,
+        agreement(way, known.of(way)),
+        {kind: agreement(way, known.of(way, kind)) for kind in kinds},
+        depths,
+        {rtt: predictor.speedup(way, Load(rtt=rtt), depth) for rtt in round_trips},
+        {kind: predictor.speedup(way, near, depth, kind) for kind in kinds},
+        predictor.report(way, near, depth).rate,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A way with many requests at a time."""
+
+    sessions: int
+    drafters: int
+    """As many as are enough for one target."""
+    delivered: float
+    """Share of the lead that the target asks for which they have ready; autoscaling goes by it."""
+    rate: float
+    """Tokens a second of all requests."""
+    plain: float
+    """The same without drafts."""
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding."""
+        return self.rate / self.plain
+
+    @property
+    def rate_per_worker(self) -> float:
+        """Tokens a second for each machine that takes part."""
+        return self.rate / (1 + self.drafters)
+
+
+def loads(predictor: Predictor, chosen: Forecast, rtt: float, sessions: Sequence[int]) -> list[Loaded]:
+    """The way of a forecast at its best depth, with so many requests at a time as steps were measured with."""
+    way, depth = chosen.way, chosen.depth
+    found = []
+    for count in sessions:
+        drafters = predictor.drafters(way, count, rtt, depth)
+        report = predictor.report(way, Load(count, rtt, max(drafters, 1)), depth)
+        delivered = report.lead_delivered / report.lead_asked if report.lead_asked else 1.0
+        found.append(Loaded(count, drafters, delivered, report.rate, predictor.plain(way, count)))
+    return found
+
+
+def pays_until(found: Sequence[Loaded]) -> int | None:
+    """How many requests at a time drafting pays up to; None: it does for as many as were looked at.
+
+    Between two numbers looked at, the speed-up is taken to fall with the logarithm of the number.
+    """
+    for before, after in pairwise(found):
+        if after.speedup < PAYS <= before.speedup:
+            share = (before.speedup - PAYS) / (before.speedup - after.speedup)
+            return round(before.sessions * math.pow(after.sessions / before.sessions, share))
+    return None if found[0].speedup >= PAYS else 0
+
+
+def recommended(forecasts: Sequence[Forecast]) -> Forecast | None:
+    """The fastest; of those about as fast, the one with the fewest parts, as they are ordered. None: none pays."""
+    fastest = max((one.speedup for one in forecasts), default=0.0)
+    if fastest < PAYS:
+        return None
+    return next(one for one in forecasts if one.speedup >= (1 - WITHIN) * fastest)

@@ -1,0 +1,128 @@
+"""Which prompts are measured: those that come with Paceline, by kind of text, or the user's own.
+
+A file holds JSON lines, objects with ``prompt`` (a string) or ``messages`` (as in a chat request) and perhaps
+``kind``, or else plain text with a prompt a line. What it is shows in its first line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router.chat_template import TemplateError
+from router.tokenizer import Tokenizer
+from speculation.messages import Token
+
+BUNDLED = Path(__file__).parent.parent / "prompts"
+KINDS = ("code", "json", "prose", "creative")
+"""Kinds of text that prompts are bundled for, a file each."""
+MOST_PROMPTS = 2000
+"""In one file; measuring takes seconds a prompt."""
+MOST_BYTES = 64 << 20
+"""Of one file."""
+LONGEST_KIND = 40
+"""Characters."""
+
+
+class PromptError(Exception):
+    """A file of prompts is of no use. One line that names file and line, and says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as it was given."""
+
+    kind: str
+    """Kind of text, for the tables: as its line says, else the file's name without its ending."""
+    where: str
+    """File and line, for messages."""
+    text: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Of a chat; then there is no ``text``."""
+
+    def tokens(self, tokenizer: Tokenizer) -> tuple[Token, ...]:
+        """As the API would encode it. Raises :class:`PromptError`."""
+        if not self.messages:
+            return tokenizer.encode(self.text, special=True)
+        if tokenizer.chat_template is None:
+            raise PromptError(f"{self.where}: the model has no chat template; give a prompt instead of messages")
+        try:
+            return tokenizer.encode(tokenizer.chat_template.render(self.messages), special=False)
+        except TemplateError as error:
+            raise PromptError(f"{self.where}: the chat template does not take the messages: {error}") from error
+
+
+def bundled() -> list[Prompt]:
+    """All prompts that come with Paceline."""
+    return [prompt for kind in KINDS for prompt in read(BUNDLED / f"{kind}.jsonl")]
+
+
+def read(file: Path) -> list[Prompt]:
+    """The prompts of a file; raises :class:`PromptError`."""
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            size = f"{file.stat().st_size >> 20} MB"
+            raise PromptError(f"{file}: is {size}; give a sample of your traffic, at most {MOST_BYTES >> 20} MB")
+        text = file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise PromptError(f"{file}: {error.strerror}; give a text file with prompts") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise PromptError(f"{file}: line {line} is not UTF-8 text; give a text file with prompts") from error
+    if "\0" in text:
+        line = text[: text.index("\0")].count("\n") + 1
+        raise PromptError(f"{file}: line {line} holds a zero byte; give a text file with prompts")
+    found = list(_prompts(file, text))
+    if not found:
+        raise PromptError(f"{file}: holds no prompts; give one a line, or JSON lines with prompt or messages")
+    if len(found) > MOST_PROMPTS:
+        raise PromptError(f"{file}: holds {len(found)} prompts; give a sample of at most {MOST_PROMPTS}")
+    return found
+
+
+def _prompts(file: Path, text: str) -> Iterator[Prompt]:
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    structured = bool(lines) and lines[0][1].lstrip().startswith("{")
+    for number, line in lines:
+        where = f"{file}: line {number}"
+        yield _structured(where, line, file.stem) if structured else Prompt(file.stem, where, line.rstrip("\r"))
+
+
+def _structured(where: str, line: str, kind: str) -> Prompt:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise PromptError(f"{where} is no JSON object, although the first is one; give JSON in every line")
+    kind = given.get("kind", kind)
+    if not isinstance(kind, str) or not 0 < len(kind) <= LONGEST_KIND or not kind.isprintable():
+        raise PromptError(f"{where}: kind is {_short(kind)}; it must be a name of 1 to {LONGEST_KIND} characters")
+    if ("prompt" in given) == ("messages" in given):
+        raise PromptError(f"{where}: must have either prompt or messages, has {', '.join(given) or 'neither'}")
+    if "prompt" in given:
+        text = given["prompt"]
+        if not isinstance(text, str) or not text:
+            raise PromptError(f"{where}: prompt is {_short(text)}; it must be a string that is not empty")
+        return Prompt(kind, where, text)
+    messages = given["messages"]
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise PromptError(f"{where}: messages must be a list of objects with role and content, such as a chat has")
+    return Prompt(kind, where, messages=tuple(messages))
+
+
+def _is_message(given: object) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("role"), str) and "content" in given
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST_KIND else f"{text[:LONGEST_KIND]}..."
+
+
+def kinds(prompts: Sequence[Prompt]) -> list[str]:
+    """Their kinds of text, in the order in which they come."""
+    return list(dict.fromkeys(prompt.kind for prompt in prompts))

@@ -1,0 +1,337 @@
+"""The tables of a fit, and the same as JSON. Nothing is decided here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fit.advice import advice, configuration
+from benchmarks.fit.agreement import Agreement
+from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
+from benchmarks.fit.settings import Options, short
+from benchmarks.fit.validate import Validation
+from speculation import estimates
+from speculation.costs import Costs
+
+SHOWN = (1, 2, 4, 8, 12)
+"""Depths, and draft tokens a request, in tables."""
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All that a fit has found."""
+
+    options: Options
+    machine: dict[str, Any]
+    known: Known
+    forecasts: tuple[Forecast, ...]
+    chosen: Forecast | None
+    """Known better than as one of ``forecasts``: at every depth, along more text."""
+    loaded: tuple[Loaded, ...] = ()
+    least_acceptance: float | None = None
+    validation: Validation | None = None
+    forgetful: float | None = None
+    """Speed-up of the way shown if it knew no earlier answers; None: it asks for none."""
+
+    @property
+    def configuration(self) -> str:
+        """To paste."""
+        return configuration(self.options, self.chosen, self.loaded, self.known.translated)
+
+    @property
+    def shown(self) -> Forecast:
+        """The chosen way, or the fastest where none pays."""
+        return self.chosen or max(self.forecasts, key=lambda one: one.speedup)
+
+
+def show(result: Result) -> None:
+    """Print everything."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    for table in tables(result):
+        console.print(table)
+    for line in (*_sentences(result), "", advice(result.chosen, result.forecasts, result.loaded)):
+        console.print(line, soft_wrap=True)
+    console.print("\npaceline.yaml, for `paceline up --config paceline.yaml`:\n")
+    console.print(result.configuration, soft_wrap=True)
+
+
+def tables(result: Result) -> Iterator[Table]:
+    """In the order in which they explain each other."""
+    yield _acceptance(result)
+    yield _costs(result)
+    yield _speeds(result)
+    yield _depths(result)
+    if result.loaded:
+        yield _loads(result)
+    if result.validation is not None:
+        yield _validation(result.validation)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def _acceptance(result: Result) -> Table:
+    kinds = list(result.shown.kinds)
+    depths = [f"depth {depth}" for depth in SHOWN]
+    table = _table("Share of drafts that are right", "way", *kinds, "all", "any choice", *depths)
+    for one in result.forecasts:
+        at = {depth.depth: depth.kept / depth.tried for depth in one.agreement.depths}
+        table.add_row(
+            str(one.way),
+            *(f"{one.by_kind[kind].first:.2f}" for kind in kinds),
+            f"{one.agreement.first:.2f}",
+            f"{one.agreement.among:.2f}",
+            *(f"{at[depth]:.2f}" if depth in at else "" for depth in SHOWN),
+        )
+    return table
+
+
+def _costs(result: Result) -> Table:
+    table = _table("Milliseconds of a step", "worker", "at a time", *(f"{1 + drafts} tokens" for drafts in (0, *SHOWN)))
+    alone = result.known.costs[None]
+    for sessions in result.options.sessions:
+        times = [alone.verify_seconds(sessions, sessions * (1 + drafts)) for drafts in (0, *SHOWN)]
+        table.add_row(f"{short(result.options.target)} verifies, each", str(sessions), *map(_ms, times))
+    if result.known.heads:
+        guessing = replace(alone, verify=result.known.heads)
+        for sessions in result.options.sessions:
+            times = [guessing.verify_seconds(sessions, sessions * (1 + drafts)) for drafts in (0, *SHOWN)]
+            table.add_row(f"{short(result.options.target)} with heads, each", str(sessions), *map(_ms, times))
+    for draft in result.options.drafts:
+        curve = result.known.costs[draft].draft
+        table.add_row(f"{short(draft)} drafts", "", *(_ms(curve(1 + drafts)) for drafts in (0, *SHOWN)))
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"
+
+
+def _speeds(result: Result) -> Table:
+    shown = result.shown
+    trips = [f"{1000 * rtt:g} ms" for rtt in result.options.round_trips]
+    columns = ("way", "tokens/s", "a worker", "best depth", *trips, *shown.kinds)
+    table = _table("Predicted, one request at a time: speed-up over plain decoding by round trip and kind", *columns)
+    for one in result.forecasts:
+        row = shown if one.way == shown.way else one
+        table.add_row(
+            str(row.way),
+            f"{row.rate:.1f}",
+            f"{row.rate / row.workers:.1f}",
+            str(row.depth),
+            *(f"{speedup:.2f}" for speedup in row.trips.values()),
+            *(f"{speedup:.2f}" for speedup in row.kinds.values()),
+        )
+    return table
+
+
+def _depths(result: Result) -> Table:
+    shown = result.shown
+    title = f"{shown.way} by depth: tokens a step and speed-up of the textbook (in turn), and predicted (ahead)"
+    table = _table(
+        title, "depth K", "E = (1-a^(K+1))/(1-a)", "E on this text", "textbook speed-up", "predicted speed-up"
+    )
+    for depth in shown.depths:
+        row = textbook(shown.agreement, _cost(result), depth)
+        table.add_row(
+            str(depth),
+            f"{row['committed']:.2f}",
+            f"{row['committed_along']:.2f}",
+            f"{row['speedup']:.2f}",
+            f"{shown.depths[depth]:.2f}",
+        )
+    return table
+
+
+def textbook(found: Agreement, cost: float, depth: int) -> dict[str, float]:
+    """The closed forms for a way, and what of them can be counted."""
+    return {
+        "committed": estimates.committed(found.first, depth),
+        "committed_along": estimates.committed_along(found.rights, depth),
+        "speedup": estimates.speedup(found.first, depth, cost),
+    }
+
+
+def textbook_speedups(result: Result) -> dict[int, float]:
+    """The textbook's speed-up of the way shown, by depth."""
+    cost = _cost(result)
+    return {depth: estimates.speedup(result.shown.agreement.first, depth, cost) for depth in result.shown.depths}
+
+
+def _cost(result: Result) -> float:
+    """Seconds of a draft token over those of a plain step, of the way shown; a source at the target takes none."""
+    draft = result.shown.way.draft
+    costs = result.known.costs[draft]
+    return 0.0 if draft is None else costs.draft(1) / costs.verify_seconds(1, 1)
+
+
+def _loads(result: Result) -> Table:
+    columns = (
+        "at a time",
+        "plain tokens/s",
+        "tokens/s",
+        "a request",
+        "a worker",
+        "speed-up",
+        "drafters",
+        "lead delivered",
+    )
+    table = _table(f"{result.shown.way} under load, predicted, one target", *columns)
+    for one in result.loaded:
+        table.add_row(
+            str(one.sessions),
+            f"{one.plain:.1f}",
+            f"{one.rate:.1f}",
+            f"{one.rate / one.sessions:.1f}",
+            f"{one.rate_per_worker:.1f}",
+            f"{one.speedup:.2f}",
+            str(one.drafters),
+            f"{one.delivered:.2f}" if one.drafters else "",
+        )
+    return table
+
+
+def _validation(found: Validation) -> Table:
+    columns = ("depth", "speed-up", "measured", "error", "tokens a step", "measured")
+    table = _table(f"{found.way}, predicted and measured", *columns)
+    for one in found.depths:
+        speeds = f"{one.predicted:.2f}", f"{one.measured:.2f}", f"{100 * one.error:+.0f} %"
+        table.add_row(str(one.depth), *speeds, f"{one.predicted_step:.2f}", f"{one.measured_step:.2f}")
+    return table
+
+
+def _sentences(result: Result) -> Iterator[str]:
+    """What tables do not say."""
+    shown, found = result.shown, result.validation
+    cost, first = _cost(result), shown.agreement.first
+    if shown.way.draft is not None:
+        longest = estimates.best_length(first, cost, DEPTHS[-1])
+        speedup = estimates.speedup(first, longest, cost)
+        yield f"The textbook's best for {shown.way} (a = {first:.2f}, c = {cost:.3f}): K = {longest}, {speedup:.2f} x."
+        least = result.least_acceptance
+        below = "at no acceptance below 1" if least is None else f"from an acceptance of about {least:g} on"
+        yield f"At these costs drafting gains {100 * (PAYS - 1):.0f} % {below}."
+    if result.forgetful is not None:
+        gain = shown.speedup - 1
+        share = f", {(shown.speedup - result.forgetful) / gain:.0%} of its gain" if gain > 0 else ""
+        yield (
+            f"Earlier answers to these prompts, in their order, make {shown.way} {shown.speedup:.2f} x as fast as "
+            f"plain decoding instead of {result.forgetful:.2f} x{share}; the first to come know none."
+        )
+    if found is not None:
+        predicted, measured = found.best
+        yield (
+            f"Best depth: {predicted} predicted, {measured} measured, which makes a difference of "
+            f"{100 * found.lost:.0f} % at most. Largest error of a speed-up: {100 * found.worst:.0f} %."
+        )
+        yield (
+            f"Plain: {found.predicted_plain:.1f} tokens/s predicted, {found.plain:.1f} measured. "
+            f"Texts as without drafts: {100 * found.same_text:.0f} %."
+        )
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Everything, in seconds and shares."""
+    options = result.options
+    drafts: Sequence[str | None] = (None, *options.drafts)
+    chosen = result.chosen
+    return {
+        "machine": result.machine,
+        "options": {
+            "target": options.target,
+            "drafts": options.drafts,
+            "medusa": options.medusa,
+            "prompts": len(options.prompts),
+            **{
+                name: getattr(options, name) for name in ("tokens", "temperature", "seed", "dtype", "device", "threads")
+            },
+        },
+        "costs": {draft or "": _costs_json(result.known.costs[draft], options.sessions) for draft in drafts},
+        "heads": _verify_json(replace(result.known.costs[None], verify=result.known.heads), options.sessions)
+        if result.known.heads
+        else None,
+        "ways": [_forecast_json(one) for one in result.forecasts],
+        "chosen": _forecast_json(chosen) if chosen else None,
+        "textbook": {
+            str(depth): textbook(result.shown.agreement, _cost(result), depth) for depth in result.shown.depths
+        },
+        "loads": [asdict(one) for one in result.loaded],
+        "least_acceptance": result.least_acceptance,
+        "speedup_without_earlier_answers": result.forgetful,
+        "validation": _validation_json(result.validation) if result.validation else None,
+        "advice": advice(chosen, result.forecasts, result.loaded),
+    }
+
+
+def _costs_json(costs: Costs, sessions: Sequence[int]) -> dict[str, Any]:
+    return {
+        "verify": _verify_json(costs, sessions),
+        "draft": {str(tokens): costs.draft(tokens) for tokens in (1, *SHOWN)},
+        "to_target": costs.to_target,
+        "to_draft": costs.to_draft,
+    }
+
+
+def _verify_json(costs: Costs, sessions: Sequence[int]) -> dict[str, Any]:
+    return {str(n): {str(d): costs.verify_seconds(n, n * (1 + d)) for d in (0, *SHOWN)} for n in sessions}
+
+
+def _forecast_json(one: Forecast) -> dict[str, Any]:
+    return {
+        "way": str(one.way),
+        "draft": one.way.draft,
+        "sources": sorted(one.way.sources),
+        "acceptance": one.agreement.first,
+        "any_choice": one.agreement.among,
+        "acceptance_by_kind": {kind: found.first for kind, found in one.by_kind.items()},
+        "by_depth": [asdict(depth) for depth in one.agreement.depths],
+        "speedup_by_depth": {str(depth): speedup for depth, speedup in one.depths.items()},
+        "speedup_by_round_trip": {str(rtt): speedup for rtt, speedup in one.trips.items()},
+        "speedup_by_kind": dict(one.kinds),
+        "best_depth": one.depth,
+        "tokens_per_second": one.rate,
+        "tokens_per_second_per_worker": one.rate / one.workers,
+    }
+
+
+def _validation_json(found: Validation) -> dict[str, Any]:
+    predicted, measured = found.best
+    return {
+        "way": str(found.way),
+        "depths": [asdict(one) | {"error": one.error} for one in found.depths],
+        "best_depth_predicted": predicted,
+        "best_depth_measured": measured,
+        "lost_by_predicted_depth": found.lost,
+        "largest_error": found.worst,
+        "same_text": found.same_text,
+        "plain_tokens_per_second": found.plain,
+        "plain_tokens_per_second_predicted": found.predicted_plain,
+    }
+
+
+def write(result: Result, folder: Path) -> list[Path]:
+    """``fit.json`` and ``paceline.yaml``; returns the files."""
+    files = {
+        folder / "fit.json": json.dumps(as_json(result), indent=1) + "\n",
+        folder / "paceline.yaml": result.configuration,
+    }
+    for file, text in files.items():
+        file.write_text(text, encoding="utf-8")
+    return list(files)

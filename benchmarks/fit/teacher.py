@@ -1,0 +1,126 @@
+"""What a draft model says along the target's text: one forward over prompt and text, at every place at once.
+
+The model, the shape of its candidates and the noise are those of a draft worker, so what it says at a place is what it
+would say there while serving, whatever was drafted before.
+
+One with another tokenizer is asked place by place, since how it reads the text depends on its drafts: a token that it
+drafted stays as it is, and where the text leaves its drafts the end is cut anew (:mod:`draft_service.own_text`). Its
+first choice is taken to have been read ahead, as by a worker that is not late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from benchmarks.fit.serving import Decoded
+from benchmarks.fit.settings import FitError, Options
+from draft_service.reading import Reader
+from draft_service.translation import Vocabularies, read_vocabularies, translator
+from engine.build import EngineSettings, build
+from engine.kv_cache import CachedSequence
+from engine.sampling import Draw, candidates
+from engine.step import Chunk, Engine
+from speculation.agreement import Passage
+from speculation.draft_session import Candidate, DraftLimits
+from speculation.messages import Sampling, Token
+
+FED = 512
+"""Tokens of one forward."""
+
+
+def translated(options: Options) -> frozenset[str]:
+    """Those of the drafts that have another tokenizer than the target.
+
+    Raises :class:`engine.model.ModelError` as their workers would, where the two have too little in common.
+    """
+    found = {draft: known for draft in options.drafts if (known := read_vocabularies(draft, options.target))}
+    for draft, known in found.items():
+        engine = build(_settings(options, draft, 0), invariant=False)
+        try:
+            translator(engine, known)
+        finally:
+            engine.close()
+    return frozenset(found)
+
+
+def passages(options: Options, draft: str, texts: Sequence[Decoded]) -> list[Passage]:
+    """``texts`` with what ``draft`` says at every place. Raises FitError or :class:`engine.model.ModelError`."""
+    known = read_vocabularies(draft, options.target)
+    longest = max(_length(text, known) for text in texts)
+    engine = build(_settings(options, draft, longest), invariant=False)
+    try:
+        if longest > engine.model.context:
+            holds = f"its context holds {engine.model.context} tokens, prompt and text have up to {longest}"
+            raise FitError(f"--draft {draft}: {holds}; give shorter prompts or fewer --tokens")
+        if known is None:
+            return [_passage(engine, text, options.sampling) for text in texts]
+        reader = translator(engine, known)
+        return [_translated(engine, reader, text, options.sampling) for text in texts]
+    finally:
+        engine.close()
+
+
+def _settings(options: Options, draft: str, longest: int) -> EngineSettings:
+    return EngineSettings(
+        draft, dtype=options.dtype, device=options.device, threads=options.threads, cache_tokens=longest + FED
+    )
+
+
+def _length(text: Decoded, known: Vocabularies | None) -> int:
+    """Tokens of the draft model; at most, where it translates, since of drafts it keeps the target's."""
+    words = text.prompt + text.tokens
+    if known is None:
+        return len(words)
+    own = known.own.beginning + known.own.encode(known.target.decode(words))[0]
+    return len(own) + len(text.tokens)
+
+
+def _passage(engine: Engine, text: Decoded, sampling: Sampling) -> Passage:
+    words = text.prompt + text.tokens
+    first = len(text.prompt)
+    sequence = engine.cache.sequence()
+    places: list[tuple[Candidate, ...]] = []
+    for start in range(0, len(words) - 1, FED):
+        fed = words[start : min(start + FED, len(words) - 1)]
+        # The row of a token says what follows it.
+        rows = range(max(first - 1 - start, 0), len(fed))
+        logits_RV = engine.run([Chunk(sequence, fed, rows=rows)])
+        draws = [Draw(sampling, start + row + 1) for row in rows]
+        places += map(tuple, candidates(logits_RV, draws, DraftLimits().children))
+    sequence.rollback()
+    sequence.free()
+    return Passage(text.prompt, text.tokens, tuple(places))
+
+
+def _translated(engine: Engine, reader: Reader, text: Decoded, sampling: Sampling) -> Passage:
+    """The same, place by place. Nothing is said where the draft model has no token for where the text ends."""
+    committed = list(text.prompt)
+    own = reader.text(committed)
+    cached = engine.cache.sequence()
+    places: list[tuple[Candidate, ...]] = []
+    for token in text.tokens:
+        said: tuple[Candidate, ...] = ()
+        if own.complete:
+            cached.truncate(min(cached.length, len(own.tokens) - 1))
+            logits_RV = reader.read(_fed(engine, cached, own.tokens))
+            said = tuple(candidates(logits_RV, [Draw(sampling, len(committed))], DraftLimits().children)[0])
+        places.append(said)
+        committed.append(token)
+        if said and said[0].token == token:
+            own.follow(1)
+        else:
+            cached.truncate(min(cached.length, own.settle()))
+    cached.free()
+    return Passage(text.prompt, text.tokens, tuple(places))
+
+
+def _fed(engine: Engine, cached: CachedSequence, tokens: Sequence[Token]) -> Tensor:
+    """Feed what is not cached; returns the logits behind the last token, ``[1, V]``."""
+    while True:
+        fed = tokens[cached.length : cached.length + FED]
+        logits_RV = engine.run([Chunk(cached, fed, rows=[len(fed) - 1])])
+        cached.advance(range(len(fed)))
+        if cached.length == len(tokens):
+            return logits_RV

@@ -1,0 +1,96 @@
+"""Output that repeats (JSON rows, code edits), drafted for without a model: tokens a second against plain decoding.
+
+    python -m benchmarks.repetition --rounds 6
+
+One stretched target, no drafter. Every kind is several similar requests in turn (:mod:`benchmarks.repetition_texts`);
+contenders take turns request by request. Each has a scope of its own for what is remembered, so that it never drafts
+from another contender's answer to the same request; the first requests, which nothing was remembered for, are asked but
+not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pair import Shape, stretched_pair
+from benchmarks.repetition_texts import KINDS, Request
+from benchmarks.turns import WARM_UP, Tally, rows, take_turns
+from benchmarks.workers import WorkerPlan, connected, running
+from router.generation import Generation
+from router.tokenizer import Tokenizer
+from speculation.events import Role
+from speculation.messages import Extras, Sampling, Source, Speculation
+
+CONTENDERS = {
+    "plain": Speculation(enabled=False, remember=False),
+    "lookup": Speculation(sources=frozenset({Source.LOOKUP}), remember=False),
+    "suffix": Speculation(sources=frozenset({Source.SUFFIX})),
+    "both": Speculation(sources=frozenset({Source.LOOKUP, Source.SUFFIX})),
+}
+TEMPERATURES = (0.0, 0.7)
+MOST_TOKENS = 200
+
+
+def rounds_of(
+    tokenizer: Tokenizer, requests: Sequence[Request], temperature: float, about: str
+) -> list[dict[str, Generation]]:
+    """What contenders are asked. ``about`` is for the scopes: what was remembered under another name is not found."""
+    rounds: list[dict[str, Generation]] = []
+    for number, request in enumerate(requests):
+        prompt = tokenizer.encode(request.prompt, special=False)
+        sampling = Sampling(temperature=temperature, seed=number)
+        extras = {name: Extras(grammar=request.grammar, scope=f"{about}, {name}") for name in CONTENDERS}
+        rounds.append(
+            {
+                name: Generation(prompt, sampling, MOST_TOKENS, extras=extras[name], speculation=speculation)
+                for name, speculation in CONTENDERS.items()
+            }
+        )
+    return rounds
+
+
+def accepted_a_step(tally: Tally) -> dict[str, Any]:
+    """Drafts of each source."""
+    return {"accepted_per_step": {name: round(count / tally.steps, 2) for name, count in tally.sources.items()}}
+
+
+async def main(rounds: int, kinds: Sequence[str], temperatures: Sequence[float]) -> None:
+    """Measure and print, a line of JSON for each contender."""
+    pair = stretched_pair(Shape())
+    sys.stdout.write(f"{pair.about}\n")
+    tokenizer = Tokenizer.load(str(pair.target))
+    with tempfile.TemporaryDirectory() as folder:
+        plan = WorkerPlan(Role.TARGET, pair.target, 0, Path(folder) / "target.jsonl", ("--dtype", "bfloat16"))
+        async with running(plan) as target, connected(target) as dispatcher:
+            for kind in kinds:
+                requests = KINDS[kind]()[: rounds + WARM_UP]
+                for temperature in temperatures:
+                    about = f"{kind} at {temperature}"
+                    asked = rounds_of(tokenizer, requests, temperature, about)
+                    for row in rows(await take_turns(dispatcher, asked), accepted_a_step):
+                        sys.stdout.write(json.dumps({"kind": kind, "temperature": temperature, **row}) + "\n")
+                    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="output that repeats, drafted for without a model")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="requests of a kind that count (default: 6, which is all)"
+    )
+    parser.add_argument("--kind", choices=list(KINDS), help="default: one after the other")
+    parser.add_argument("--temperature", type=float, help="default: 0, then 0.7")
+    chosen = parser.parse_args()
+    asyncio.run(
+        main(
+            chosen.rounds,
+            [chosen.kind] if chosen.kind else list(KINDS),
+            TEMPERATURES if chosen.temperature is None else [chosen.temperature],
+        )
+    )

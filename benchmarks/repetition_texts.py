@@ -1,0 +1,103 @@
+"""Requests whose answers repeat, for :mod:`benchmarks.repetition`: of several kinds, several alike of each.
+
+A small model asked for rows, or for a file with an edit, falls into a loop or drifts away, and either would flatter or
+belie the figures. So a grammar holds its answers to what a model that follows instructions would say: the rows of the
+table that it was given, the file but for the names that the edit is about. What is left open, a remark in each row and
+those names, the model says itself. No contender drafts from the grammar: forced text is decoded, and drafted, like any
+other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from router.fields import Fields
+from router.structured import text_grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked, and the grammar of the answer; empty: none."""
+
+    prompt: str
+    grammar: str = ""
+
+
+_TABLES = ("sensors", "books", "stations", "rooms", "boats", "trees", "parcels", "machines")
+_WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "lagoon", "maple", "oriel")
+ROWS = 5
+_SUBJECTS = ("account", "invoice", "student", "vehicle", "recipe", "ticket", "player", "garden")
+_FILE = '''\
+class {Name}Store:
+    """Keeps every {name} by its number."""
+
+    def __init__(self, path):
+        self.path = path
+        self.{name}s = {{}}
+
+    def add_{name}(self, number, {name}):
+        if number in self.{name}s:
+            raise KeyError(number)
+        self.{name}s[number] = {name}
+        return {name}
+
+    def remove_{name}(self, number):
+        if number not in self.{name}s:
+            raise KeyError(number)
+        return self.{name}s.pop(number)
+
+    def find_{name}(self, number, default=None):
+        return self.{name}s.get(number, default)
+'''
+_HOLE = "[a-z]{3,8}"
+_FUNCTIONS = ("flatten", "median", "is_prime", "slugify", "transpose", "chunked", "gcd", "word_count")
+
+
+def rows() -> list[Request]:
+    """A table of its own each, and the same as JSON."""
+    return [_table(name, Random(number)) for number, name in enumerate(_TABLES)]
+
+
+def _table(name: str, rng: Random) -> Request:
+    lines, pattern = ["identifier,label,amount,available"], []
+    for _ in range(ROWS):
+        values = rng.randint(100, 999), "-".join(rng.sample(_WORDS, 2)), rng.randint(10, 99), rng.random() < 0.5
+        lines.append(",".join(map(str, values)))
+        row = dict(zip(lines[0].split(","), values, strict=True)) | {"remark": "?"}
+        pattern.append(re.escape(json.dumps(row)).replace(r"\?", "[a-z ]{4,12}"))
+    table = "\n".join(lines)
+    prompt = f"# Our {name}, a remark for each:\n{table}\n\n# The same as JSON:\n"
+    return Request(prompt, _grammar(regex=_plain_escapes("\n".join(pattern))))
+
+
+def edits() -> list[Request]:
+    """A file, and the same with other names in it."""
+    found = []
+    for subject in _SUBJECTS:
+        file = _FILE.format(name=subject, Name=subject.capitalize())
+        pattern = re.escape(file).replace(f"add_{subject}", f"add_{_HOLE}").replace(f"find_{subject}", f"find_{_HOLE}")
+        pattern = pattern.replace(f"remove_{subject}", f"remove_{_HOLE}")
+        prompt = f"# Before:\n{file}\n\n# The same, with shorter names of the methods:\n"
+        found.append(Request(prompt, _grammar(regex=_plain_escapes(pattern))))
+    return found
+
+
+def functions() -> list[Request]:
+    """Code as it comes, in no form: for comparison."""
+    return [Request(f'def {name}(values):\n    """') for name in _FUNCTIONS]
+
+
+KINDS: dict[str, Callable[[], Sequence[Request]]] = {"rows": rows, "edits": edits, "free code": functions}
+
+
+def _plain_escapes(pattern: str) -> str:
+    """Of what ``re.escape`` escapes, spaces and line ends need none anywhere else."""
+    return pattern.replace("\\ ", " ").replace("\\\n", "\n")
+
+
+def _grammar(**form: object) -> str:
+    return text_grammar(Fields({"structured_outputs": form}))

@@ -1,0 +1,300 @@
+"""From requests to figures: percentiles, goodput, what became of drafts, and ratios with their uncertainty.
+
+Of a request with chunks at ``t_1 .. t_n``, due at ``t_0``, over at ``t_e``, with ``k_i`` tokens in chunk ``i``:
+
+* time to first token: ``t_1 - t_0``; end to end: ``t_e - t_0``;
+* inter-token latency: ``(t_i - t_(i-1)) / k_i``, counted ``k_i`` times, for ``i > 1``; where a server does not say how
+  many tokens a chunk has, ``t_i - t_(i-1)``, once: latency by chunk, which is another thing;
+* time per output token: ``(t_n - t_1) / (k_2 + .. + k_n)``; with unknown ``k``, over all tokens but one.
+
+Requests that failed are in no latency; they are counted by kind, and goodput counts them as missed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.serve.client import Heard
+from benchmarks.serve.counters import Counts
+from benchmarks.serve.rounds import Log, Turn
+from benchmarks.serve.settings import Make, Objective, Options, Variant
+
+RESAMPLES = 2000
+MOST_DRAWS = 4_000_000
+"""Of all resamples of one ratio together: long runs are resampled less often."""
+LEVEL = 0.95
+"""Of the intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread | None:
+        """None if there are none."""
+        if not seconds:
+            return None
+        values = sorted(1e3 * value for value in seconds)
+        return cls(fmean(values), *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Of sorted values, interpolated between neighbours."""
+    at = share * (len(values) - 1)
+    low = int(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (at - low) * (values[high] - values[low])
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one variant, all rounds together."""
+
+    requests: int
+    ok: int
+    empty: int
+    """Went well and had no text."""
+    unfinished: int
+    """Under way when the run was interrupted; in no other figure."""
+    errors: Mapping[str, int]
+    """By kind."""
+    details: Mapping[str, str]
+    """By kind: what the server said first."""
+    seconds: float
+    """Of its turns together."""
+    tokens: int
+    guessed: bool
+    """``tokens`` are chunks."""
+    by_token: bool
+    """``itl`` is by token, not by chunk."""
+    ttft: Spread | None
+    itl: Spread | None
+    tpot: Spread | None
+    e2e: Spread | None
+    late: Spread | None
+    """How late this process sent requests that were due; None: nothing was due at a time of its own."""
+    request_rate: float
+    """Requests that went well, a second."""
+    token_rate: float
+    good: int | None
+    """Requests that met all objectives; None: there are none."""
+    accepted: int | None
+    """Draft tokens kept, as answers say; None: they do not."""
+    offered: int | None
+    acceptance_length: float | None
+    """Tokens of a verification with drafts, its own included: 1 + accepted / verifications; None: not said."""
+    counts: Counts | None
+    """As the server counts; None: it does not say."""
+    client_share: float
+    """Of a core, that this process used."""
+
+    @property
+    def goodput(self) -> float | None:
+        """Good requests a second."""
+        return None if self.good is None else _over(self.good, self.seconds)
+
+
+def figures(log: Log, variant: Variant, options: Options) -> Figures:
+    """Of what is in the log so far."""
+    turns = [turn for turn in log.turns if turn.variant == variant]
+    heard = [one for turn in turns for one in turn.heard]
+    ok = [one for one in heard if not one.error]
+    seconds = sum(turn.seconds for turn in turns)
+    tokens = sum(one.tokens for one in ok)
+    told = [one.drafts for one in ok if one.drafts is not None]
+    stepped = [drafts for drafts in told if drafts.steps]
+    counted = [turn.counts for turn in turns if turn.counts is not None]
+    details: dict[str, str] = {}
+    for one in heard:
+        if one.error:
+            details.setdefault(one.error, one.detail)
+    return Figures(
+        requests=len(heard),
+        ok=len(ok),
+        empty=sum(not one.times for one in ok),
+        unfinished=sum(turn.running for turn in turns),
+        errors=dict(Counter(one.error for one in heard if one.error).most_common()),
+        details=details,
+        seconds=seconds,
+        tokens=tokens,
+        guessed=any(one.guessed for one in ok),
+        by_token=all(one.sizes is not None for one in ok),
+        ttft=Spread.of([value for one in ok if (value := ttft(one)) is not None]),
+        itl=Spread.of([gap for one in ok for gap in gaps(one)]),
+        tpot=Spread.of([value for one in ok if (value := tpot(one)) is not None]),
+        e2e=Spread.of([e2e(one) for one in ok]),
+        late=Spread.of([one.sent - one.due for one in heard]) if variant.pace.rate is not None else None,
+        request_rate=_over(len(ok), seconds),
+        token_rate=_over(tokens, seconds),
+        good=sum(meets(one, options.objectives) for one in heard) if options.objectives else None,
+        accepted=sum(drafts.accepted for drafts in told) if told else None,
+        offered=sum(drafts.offered for drafts in told) if told else None,
+        acceptance_length=1 + sum(drafts.accepted for drafts in stepped) / sum(drafts.steps or 0 for drafts in stepped)
+        if stepped
+        else None,
+        counts=sum(counted, Counts()) if counted else None,
+        client_share=_over(sum(turn.client_cpu for turn in turns), seconds),
+    )
+
+
+def ttft(one: Heard) -> float | None:
+    """Seconds; None: no text came."""
+    return one.times[0] - one.due if one.times else None
+
+
+def e2e(one: Heard) -> float:
+    """Seconds."""
+    return one.ended - one.due
+
+
+def tpot(one: Heard) -> float | None:
+    """Seconds; None: nothing came after the first chunk."""
+    later = sum(one.sizes[1:]) if one.sizes is not None else one.tokens - 1
+    return (one.times[-1] - one.times[0]) / later if len(one.times) > 1 and later > 0 else None
+
+
+def gaps(one: Heard) -> list[float]:
+    """Inter-token latencies in seconds: by token if the server says how many a chunk has, else by chunk."""
+    between = [later - earlier for earlier, later in zip(one.times, one.times[1:], strict=False)]
+    if one.sizes is None:
+        return between
+    return [gap / size for gap, size in zip(between, one.sizes[1:], strict=True) for _ in range(size)]
+
+
+def meets(one: Heard, objectives: Mapping[Objective, float]) -> bool:
+    """Whether a request went well within all objectives; of its inter-token latencies, 99 of 100 have to."""
+    if one.error:
+        return False
+    for objective, limit in objectives.items():
+        match objective:
+            case Objective.TTFT:
+                value = ttft(one)
+                if value is None:
+                    return False
+            case Objective.TPOT:
+                value = tpot(one)
+            case Objective.ITL:
+                value = percentile(sorted(between), 0.99) if (between := gaps(one)) else None
+            case Objective.E2E:
+                value = e2e(one)
+        if value is not None and 1e3 * value > limit:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times faster a variant is than its baseline, with the bounds of a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    """Requests, or rounds, that were compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A variant beside its baseline, request by request and round by round. Above 1: faster."""
+
+    variant: str
+    baseline: str
+    ttft: Ratio | None
+    tpot: Ratio | None
+    e2e: Ratio | None
+    token_rate: Ratio | None
+    """By rounds, the others by requests; None where the rate of requests was given, which decides it."""
+    same: int | None
+    """Texts that are the same; None: they need not be (another server, and a temperature)."""
+    compared: int
+
+
+def baselines(log: Log) -> list[tuple[Variant, Variant]]:
+    """Each variant with what it is compared with: the plain contender if there is one, else the first named.
+
+    At the same value of the sweep, where it makes a difference; a sweep of the only contender is compared with its
+    first value.
+    """
+    plain = [contender for contender in log.contenders if contender.plain]
+    base = (plain or list(log.contenders))[0] if log.contenders else None
+    of_base = [variant for variant in log.variants if variant.contender == base]
+    pairs = []
+    for variant in log.variants:
+        same = [one for one in of_base if one.value in (variant.value, None)]
+        against = (same or of_base)[0]
+        if variant.contender == base and len(log.contenders) == 1:
+            against = of_base[0]
+        if variant != against:
+            pairs.append((variant, against))
+    return pairs
+
+
+def compare(log: Log, variant: Variant, baseline: Variant, options: Options) -> Comparison:
+    """Over requests that both answered well."""
+    ours, theirs = _by_number(log.turns, variant), _by_number(log.turns, baseline)
+    both = sorted(ours.keys() & theirs.keys())
+    pairs = [(ours[number], theirs[number]) for number in both]
+    makes = {log.servers[one.contender.name].make for one in (variant, baseline)}
+    exact = options.temperature == 0 or makes == {Make.PACELINE}
+    rates, base_rates = _rates(log.turns, variant), _rates(log.turns, baseline)
+    rounds = [(base_rates[turn], rates[turn]) for turn in sorted(rates.keys() & base_rates.keys())]
+    given = variant.pace.rate is not None
+    return Comparison(
+        variant=variant.name,
+        baseline=baseline.name,
+        ttft=_ratio(pairs, ttft, options.seed),
+        tpot=_ratio(pairs, tpot, options.seed),
+        e2e=_ratio(pairs, e2e, options.seed),
+        token_rate=None if given else bootstrap([(rate, base) for base, rate in rounds], options.seed),
+        same=sum(one.digest == other.digest for one, other in pairs) if exact else None,
+        compared=len(pairs),
+    )
+
+
+def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> Ratio | None:
+    """Mean of the first over mean of the second, resampling pairs (Efron's percentile interval); None: no pairs."""
+    if not pairs or not all(sum(column) > 0 for column in zip(*pairs, strict=True)):
+        return None
+    source = random.Random(f"bootstrap {seed}")
+    drawn = []
+    for _ in range(min(RESAMPLES, max(MOST_DRAWS // len(pairs), 100))):
+        sample = source.choices(pairs, k=len(pairs))
+        below = sum(second for _, second in sample)
+        if below > 0:
+            drawn.append(sum(first for first, _ in sample) / below)
+    drawn.sort()
+    value = sum(first for first, _ in pairs) / sum(second for _, second in pairs)
+    outside = (1 - LEVEL) / 2
+    return Ratio(value, percentile(drawn, outside), percentile(drawn, 1 - outside), len(pairs))
+
+
+def _ratio(pairs: Sequence[tuple[Heard, Heard]], measure: Callable[[Heard], float | None], seed: int) -> Ratio | None:
+    """Of times: the baseline's over the variant's."""
+    values = [(measure(baseline), measure(variant)) for variant, baseline in pairs]
+    return bootstrap([(base, own) for base, own in values if base is not None and own is not None], seed)
+
+
+def _by_number(turns: Sequence[Turn], variant: Variant) -> dict[int, Heard]:
+    return {one.number: one for turn in turns if turn.variant == variant for one in turn.heard if not one.error}
+
+
+def _rates(turns: Sequence[Turn], variant: Variant) -> dict[int, float]:
+    return {
+        turn.round: _over(sum(one.tokens for one in turn.heard if not one.error), turn.seconds)
+        for turn in turns
+        if turn.variant == variant and turn.heard
+    }
+
+
+def _over(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0

@@ -1,0 +1,171 @@
+"""Contenders take turns, round by round, with the same requests; what each heard is noted as it comes.
+
+In a round every variant has its turn, one after the other, and the order is turned around in the next: what else the
+machine does, and what a first turn leaves warm, falls on all. Round ``r`` of ``R`` has the requests ``r``, ``r + R``,
+``r + 2 R`` and so on, the same for all; number ``n`` has prompt ``n`` (modulo their number) and a seed of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import httpx
+
+from benchmarks.serve.arrivals import at_once, at_rate, offsets
+from benchmarks.serve.bodies import body
+from benchmarks.serve.client import NOT_SENT, Heard, ask, connect
+from benchmarks.serve.counters import COUNTING, Counts, fetch
+from benchmarks.serve.probe import Server, ServerError, identify
+from benchmarks.serve.prompts import Prompt
+from benchmarks.serve.settings import PLAIN_SUFFIX, Contender, Make, Options, Variant, variants
+
+Report = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Turn:
+    """One variant in one round."""
+
+    variant: Variant
+    round: int
+    began: float
+    """When its first request was due, or sent."""
+    heard: list[Heard] = field(default_factory=list)
+    """Of requests that are over, in the order in which they ended."""
+    running: int = 0
+    """Requests under way: above 0 in the end only if the run was interrupted."""
+    client_cpu: float = 0.0
+    """Processor seconds of this process."""
+    counts: Counts | None = None
+    """What the server counted meanwhile; None: it does not say."""
+
+    @property
+    def seconds(self) -> float:
+        """Until the last request was over."""
+        return max((one.ended for one in self.heard), default=self.began) - self.began
+
+
+@dataclass(slots=True)
+class Log:
+    """All that was measured so far; it stays if the run is interrupted."""
+
+    servers: dict[str, Server] = field(default_factory=dict)
+    """By contender."""
+    contenders: tuple[Contender, ...] = ()
+    """With those that only differ in being plain."""
+    variants: list[Variant] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+
+async def measure(options: Options, prompts: list[Prompt], log: Log, report: Report = lambda _: None) -> None:
+    """Fill ``log``. Raises :class:`benchmarks.serve.probe.ServerError` before any load."""
+    async with AsyncExitStack() as stack:
+        clients: dict[str, httpx.AsyncClient] = {}
+        for contender in options.contenders:
+            report(f"asking {contender.url}")
+            client = await stack.enter_async_context(connect(contender, options))
+            log.servers[contender.name] = await identify(client, contender, options, prompts[0])
+            clients[contender.name] = client
+        log.contenders = with_plain(options, log.servers)
+        log.variants = variants(log.contenders, options)
+        runner = _Runner(options, prompts, log.servers, clients)
+        for variant in log.variants:
+            report(f"warming up {variant.name}")
+            await runner.warm_up(variant)
+        for number in range(options.rounds):
+            for variant in order(log.variants, number):
+                report(f"round {number + 1} of {options.rounds}: {variant.name}")
+                await runner.take(variant, number, log)
+
+
+def order(everyone: list[Variant], number: int) -> list[Variant]:
+    """Who comes after whom in a round: forth, then back."""
+    return everyone if number % 2 == 0 else everyone[::-1]
+
+
+def numbers(options: Options, turn: int) -> Iterator[int]:
+    """Of the requests of a round; without end if the run is limited by time."""
+    if options.requests is None:
+        return count(turn, options.rounds)
+    return iter(range(turn, options.requests, options.rounds))
+
+
+def with_plain(options: Options, servers: dict[str, Server]) -> tuple[Contender, ...]:
+    """Each contender, followed by the same without speculation if that is wanted. Raises :class:`ServerError`."""
+    if not options.against_plain:
+        return options.contenders
+    found = []
+    for contender in options.contenders:
+        found.append(contender)
+        if servers[contender.name].make is Make.PACELINE:
+            name = contender.name + PLAIN_SUFFIX
+            found.append(replace(contender, name=name, plain=True))
+            servers[name] = servers[contender.name]
+    if len(found) == len(options.contenders):
+        raise ServerError("--against-plain: only Paceline can be asked not to speculate, and no --url is one")
+    return tuple(found)
+
+
+class _Runner:
+    """Sends the requests of one variant after the other."""
+
+    def __init__(
+        self,
+        options: Options,
+        prompts: list[Prompt],
+        servers: dict[str, Server],
+        clients: dict[str, httpx.AsyncClient],
+    ) -> None:
+        """``servers``, ``clients``: by contender."""
+        self._options = options
+        self._prompts = prompts
+        self._servers = servers
+        self._clients = clients | {name + PLAIN_SUFFIX: client for name, client in clients.items()}
+
+    async def warm_up(self, variant: Variant) -> None:
+        """With the last prompts, counted from behind, so that as few as possible are measured again."""
+        for number in range(1, self._options.warmup + 1):
+            await self._ask(variant, -number, time.perf_counter())
+
+    async def take(self, variant: Variant, number: int, log: Log) -> None:
+        """One turn, into ``log`` from its beginning."""
+        options, pace = self._options, variant.pace
+        client = self._clients[variant.contender.name]
+        counting = self._servers[variant.contender.name].make in COUNTING
+        before = await fetch(client) if counting else None
+        turn = Turn(variant, number, time.perf_counter())
+        log.turns.append(turn)
+        used = time.process_time()
+        seconds = None if options.seconds is None else options.seconds / options.rounds
+
+        async def send(request: int, due: float) -> float:
+            turn.running += 1
+            heard = await self._ask(variant, request, due)
+            turn.running -= 1
+            turn.heard.append(heard)
+            return heard.pause
+
+        def skip(request: int, due: float) -> None:
+            turn.heard.append(Heard(request, due, due, due, error=NOT_SENT))
+
+        try:
+            if pace.rate is not None:
+                due = offsets(pace.rate, options.arrivals, options.seed, number)
+                await at_rate(numbers(options, number), due, send, skip, seconds)
+            else:
+                assert pace.concurrency is not None
+                await at_once(numbers(options, number), pace.concurrency, send, seconds)
+        finally:
+            turn.client_cpu = time.process_time() - used
+        after = await fetch(client) if counting else None
+        turn.counts = after - before if before is not None and after is not None else None
+
+    async def _ask(self, variant: Variant, number: int, due: float) -> Heard:
+        client = self._clients[variant.contender.name]
+        server, prompt = self._servers[variant.contender.name], self._prompts[number % len(self._prompts)]
+        asked = body(self._options, variant, server.make, server.model, prompt, number)
+        return await ask(client, asked, self._options, number, due)

@@ -1,0 +1,155 @@
+"""What a run is: who takes part, what is sent, how, and how long. Checks nothing beyond its own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+MOST_OPEN = 4096
+"""Requests under way at once; those beyond are not sent, and counted."""
+BUNDLED_PROMPTS = "bundled"
+PLAIN_SUFFIX = " plain"
+"""What is added to the name of a contender whose speculation is off."""
+
+
+class Make(StrEnum):
+    """Whose server it is, as far as it says so in its list of models; what it offers depends on it."""
+
+    PACELINE = "Paceline"
+    VLLM = "vLLM"
+    LLAMA_CPP = "llama.cpp"
+    OTHER = "not known"
+
+
+class Swept(StrEnum):
+    """What a sweep varies."""
+
+    DEPTH = "depth"
+    CONCURRENCY = "concurrency"
+    RATE = "rate"
+
+
+class Objective(StrEnum):
+    """What goodput may be asked about, of each request."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    ITL = "itl"
+    E2E = "e2e"
+
+
+class Arrivals(StrEnum):
+    """How requests of a given rate are spread."""
+
+    POISSON = "poisson"
+    EVEN = "even"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A server, and how it is asked."""
+
+    name: str
+    url: str
+    """Without the path ``/v1`` and a slash at the end."""
+    model: str = ""
+    """Empty: the only one that the server has."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields over those of the body; None takes a field away."""
+    api_key: str = field(default="", repr=False)
+    plain: bool = False
+    """Speculation is switched off, request by request; Paceline only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Requests a second, whatever becomes of them, or so many at any time. Exactly one is set."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.rate is None) != (self.concurrency is None)
+
+    def __str__(self) -> str:
+        if self.rate is not None:
+            return f"{self.rate:g} requests/s"
+        return f"{self.concurrency} at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One setting, and the values it takes in turn."""
+
+    what: Swept
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One run."""
+
+    contenders: tuple[Contender, ...]
+    prompts: str
+    """A file, or ``bundled``."""
+    pace: Pace
+    requests: int | None = None
+    """Of each contender in all its rounds together; None: as many as fit into ``seconds``."""
+    seconds: float | None = None
+    arrivals: Arrivals = Arrivals.POISSON
+    rounds: int = 5
+    warmup: int = 2
+    """Requests of each contender that do not count."""
+    chat: bool = False
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    """Of the requests, the arrivals and the resampling."""
+    timeout: float = 120.0
+    """Seconds after which a request counts as failed."""
+    objectives: Mapping[Objective, float] = field(default_factory=dict)
+    """Milliseconds that a good request stays within."""
+    sweep: Sweep | None = None
+    against_plain: bool = False
+    out: Path | None = None
+    json: Path | None = None
+    command: str = "paceline bench serve"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A contender at one value of the sweep."""
+
+    contender: Contender
+    pace: Pace
+    depth: int | None = None
+    value: float | None = None
+    """Of what is swept; None without a sweep, and where it makes no difference."""
+
+    @property
+    def name(self) -> str:
+        """Tells it from all others of a run."""
+        return self.contender.name if self.value is None else f"{self.contender.name} @ {self.value:g}"
+
+
+def variants(contenders: tuple[Contender, ...], options: Options) -> list[Variant]:
+    """Every contender at every value; one whose speculation is off has no depth, and is measured once."""
+    found = []
+    for contender in contenders:
+        sweep = options.sweep
+        if sweep is None or (sweep.what is Swept.DEPTH and contender.plain):
+            found.append(Variant(contender, options.pace))
+            continue
+        for value in sweep.values:
+            match sweep.what:
+                case Swept.DEPTH:
+                    found.append(Variant(contender, options.pace, int(value), value))
+                case Swept.CONCURRENCY:
+                    found.append(Variant(contender, Pace(concurrency=int(value)), value=value))
+                case Swept.RATE:
+                    found.append(Variant(contender, Pace(rate=value), value=value))
+    return found

@@ -1,0 +1,96 @@
+"""Contenders that say the same in turn, prompt by prompt: what comes of each is one :class:`Tally`.
+
+Pace is taken from a run's first tokens to its last, as in :mod:`benchmarks.measure`. A contender is a way to speculate;
+the first one is what the others are compared with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.measure import SETTLE_SECONDS, Commit, order
+from router.dispatch import Dispatcher
+from router.generation import Committed, Generation
+from speculation.messages import Source, SourceName, Token
+
+WARM_UP = 2
+"""Rounds before those that count."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of one contender's runs."""
+
+    rates: list[float] = field(default_factory=list)
+    """Tokens a second of each run, after its first tokens."""
+    commits: list[Commit] = field(default_factory=list)
+    """Those after the first of each run."""
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    """From the beginnings of the runs to their ends."""
+    sources: Counter[SourceName] = field(default_factory=Counter)
+    """Whose drafts were accepted, and how many."""
+
+
+async def decode(dispatcher: Dispatcher, generation: Generation, tally: Tally | None) -> list[Token]:
+    """One run, noted in ``tally``."""
+    tokens: list[Token] = []
+    commits: list[Commit] = []
+    sources: Counter[SourceName] = Counter()
+    asked = time.perf_counter()
+    async for item in dispatcher.generate(generation):
+        if isinstance(item, Committed):
+            commits.append(Commit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
+            tokens += item.tokens
+            sources.update(item.told.sources or (Source.DRAFT,) * item.accepted)
+    if tally is not None:
+        tally.tokens += len(tokens)
+        tally.steps += len(commits)
+        tally.seconds += commits[-1].at - asked
+        tally.sources.update(sources)
+        tally.commits += commits[1:]
+        if len(commits) > 1:
+            tally.rates.append((len(tokens) - commits[0].tokens) / (commits[-1].at - commits[0].at))
+    return tokens
+
+
+async def take_turns(dispatcher: Dispatcher, rounds: Sequence[Mapping[str, Generation]]) -> dict[str, Tally]:
+    """Let all contenders say the same in every round, the first :data:`WARM_UP` uncounted.
+
+    ``rounds`` hold what each contender is asked. Raises AssertionError if they do not say the same.
+    """
+    tallies = {name: Tally() for name in rounds[0]}
+    for number, asked in enumerate(rounds):
+        said: list[list[Token]] = []
+        for name in order(list(asked), number):
+            await asyncio.sleep(SETTLE_SECONDS)
+            said.append(await decode(dispatcher, asked[name], tallies[name] if number >= WARM_UP else None))
+        assert all(one == said[0] for one in said), "the text depends on how it was drafted"
+    return tallies
+
+
+def accepted(tally: Tally) -> dict[str, Any]:
+    """How many drafts of each source were accepted."""
+    return {"accepted": dict(tally.sources)}
+
+
+def rows(tallies: Mapping[str, Tally], more: Callable[[Tally], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of each contender, and ``more`` of them."""
+    plain = next(iter(tallies.values())).rates
+    return [
+        {
+            "contender": name,
+            "tokens_per_second": round(statistics.median(tally.rates), 1),
+            "ratio_to_plain": round(statistics.median(a / b for a, b in zip(tally.rates, plain, strict=True)), 2),
+            "tokens_per_step": round(tally.tokens / tally.steps, 2),
+            **more(tally),
+        }
+        for name, tally in tallies.items()
+    ]
