@@ -6,10 +6,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from models.pair import load, load_tokenizer, save_tokenizer
 from models.stretch import stretch
 from tests.stack import MODELS
+
+CLUSTERS = "tests/cluster/"
+
+torch.set_num_threads(1)  # Small models gain nothing from more, and other processes need the cores.
+
+
+class ByFile(LoadScopeScheduling):
+    """The tests of a file share a process, and so do all that start clusters."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return CLUSTERS if file.startswith(CLUSTERS) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    """Where tests run in several processes."""
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -11,7 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.tokenizer import Tokenizer
 from router.tokenizers import Tokenizers
-from speculation.messages import FinishReason
+from speculation.events import Told
+from speculation.messages import FinishReason, Token, TokenLogprobs
 
 Script = Callable[[Generation], Iterable[Committed]]
 """What a generation commits, in order."""
@@ -53,6 +56,7 @@ class FakeGenerator:
             for commit in self._script(generation):
                 await asyncio.sleep(0)
                 kept, stopped = _cut(commit, left, generation)
+                kept = replace(kept, told=told_of(kept, generation, first=left == generation.max_tokens))
                 left -= len(kept.tokens)
                 yield kept
                 if stopped or not left:
@@ -73,7 +77,25 @@ def _cut(commit: Committed, left: int, generation: Generation) -> tuple[Committe
     if stop is not None:
         tokens = tokens[: stop + 1]
     accepted = min(commit.accepted, len(tokens))
-    return Committed(tokens, accepted, max(commit.offered, accepted), commit.cached), stop is not None
+    return replace(commit, tokens=tokens, accepted=accepted, offered=max(commit.offered, accepted)), stop is not None
+
+
+def told_of(commit: Committed, generation: Generation, *, first: bool) -> Told:
+    """What a target would tell of a commit: log-probabilities, if they are asked for."""
+    extras = generation.extras
+    prompt = generation.prompt[1:] if first and extras.prompt_logprobs is not None else ()
+    return replace(
+        commit.told,
+        logprobs=tuple(logprobs_of(token, extras.logprobs) for token in commit.tokens if extras.logprobs is not None),
+        prompt_logprobs=tuple(logprobs_of(token, extras.prompt_logprobs or 0) for token in prompt),
+    )
+
+
+def logprobs_of(token: Token, most: int) -> TokenLogprobs:
+    """Made up: every third token is not among the ``most`` likeliest, and every sixth is not likely at all."""
+    rare = token % 3 == 0
+    own = (-math.inf if token % 2 == 0 else -9.0) if rare else -0.25
+    return TokenLogprobs(own, tuple(token + rare + n for n in range(most)), tuple(-(n + 1) / 4 for n in range(most)))
 
 
 def commits(tokens: Iterable[int], sizes: Iterable[int]) -> list[Committed]:

@@ -56,7 +56,7 @@ class Running:
 
     async def quiescent(self) -> None:
         """Wait until nothing is left of any session, and check the cache's accounts."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.machine.load().sessions or self.engine.cache.free_tokens != self.engine.cache.capacity:
                 await asyncio.sleep(0.01)
         self.engine.cache.check()
@@ -115,7 +115,7 @@ async def dispatcher(
     serving.pool.set_workers(Role.TARGET, targets)
     serving.pool.set_workers(Role.DRAFT, drafts)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while sum(peer.welcome is not None for peer in serving.pool.peers.values()) < len(targets) + len(drafts):
                 await asyncio.sleep(0.01)
         yield serving

@@ -15,9 +15,14 @@ import psutil
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "cluster.cli"]
+PATIENCE = 120.0
+"""Seconds that anything may take on a machine with too much to do. Tests that wait go on as soon as it has come."""
+
+STARTS = 240.0
+"""Seconds that all parts on a Ray of their own may take to start."""
 
 
-def run(*arguments: str, timeout: float = 30.0, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = PATIENCE, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """A command that is expected to end by itself."""
     return subprocess.run(
         [*COMMAND, *arguments], cwd=CHECKOUT, input=stdin or "", capture_output=True, text=True, timeout=timeout
@@ -32,6 +37,7 @@ class Paceline:
         self._family: dict[int, psutil.Process] = {}
         self.lines: list[str] = []
         self._said = threading.Condition()
+        self._all_said = False
         self.process = subprocess.Popen(
             [*COMMAND, *arguments],
             cwd=CHECKOUT,
@@ -62,23 +68,28 @@ class Paceline:
         """All it printed so far."""
         return "\n".join(self.lines)
 
-    def expect(self, pattern: str, timeout: float = 30.0) -> str:
+    def expect(self, pattern: str, timeout: float = PATIENCE) -> str:
         """Wait for a line that matches; its first group, or the line."""
         deadline = time.monotonic() + timeout
         with self._said:
             while True:
+                ended = self._all_said
                 for line in self.lines:
                     if match := re.search(pattern, line):
                         return match[1] if match.groups() else line
-                assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output}"
+                assert not ended, f"ended without {pattern!r}:\n{self.output}"
                 assert time.monotonic() < deadline, f"no {pattern!r} within {timeout} s:\n{self.output}"
                 self._said.wait(0.1)
 
-    def stop(self, number: signal.Signals, timeout: float = 30.0) -> int:
+    def stop(self, number: signal.Signals, timeout: float = PATIENCE) -> int:
         """Send a signal; the exit code."""
         self.descendants()
         if self.process.poll() is None:
             self.process.send_signal(number)
+        return self.ended(timeout)
+
+    def ended(self, timeout: float = PATIENCE) -> int:
+        """Wait until it has ended and all that it printed is here; the exit code."""
         code = self.process.wait(timeout)
         self._reader.join(5)
         return code
@@ -92,6 +103,16 @@ class Paceline:
         self._family |= {process.pid: process for process in found}
         return sorted((p for p in found if words in _command_line(p)), key=lambda process: process.create_time())
 
+    def successor(self, ended: psutil.Process, words: str, timeout: float = PATIENCE) -> psutil.Process:
+        """Wait for a process whose command line contains ``words`` and that is not the one that ended."""
+        deadline = time.monotonic() + timeout
+        while True:
+            found = [process for process in self.descendants(words) if process.pid != ended.pid]
+            if found:
+                return found[0]
+            assert time.monotonic() < deadline, f"nothing with {words!r} came after {ended.pid}:\n{self.output}"
+            time.sleep(0.05)
+
     def _left(self) -> list[psutil.Process]:
         # `is_running` compares start times, so a reused id is not taken for ours.
         _, alive = psutil.wait_procs([p for p in self._family.values() if p.is_running()], timeout=10)
@@ -103,6 +124,9 @@ class Paceline:
             with self._said:
                 self.lines.append(line.rstrip("\n"))
                 self._said.notify_all()
+        with self._said:
+            self._all_said = True
+            self._said.notify_all()
 
 
 def _command_line(process: psutil.Process) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.local import free_port
-from tests.cluster.processes import Paceline
+from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import body, plain, prompts, streamed
 
 pytestmark = pytest.mark.slow
@@ -31,9 +31,9 @@ def paceline(slow_target, tmp_path_factory):
     file = tmp_path_factory.mktemp("autoscaling") / "paceline.yaml"
     file.write_text(SETTINGS)
     with Paceline("up", "--config", str(file), "--target", str(slow_target), "--port", str(free_port())) as up:
-        up.expect("Ctrl-C stops it", 240)
+        up.expect("Ctrl-C stops it", STARTS)
         yield up
-        assert up.stop(signal.SIGINT, 60) == 0
+        assert up.stop(signal.SIGINT) == 0
 
 
 def count(paceline, kind: str) -> int:
@@ -74,7 +74,7 @@ async def test_pools_follow_the_load_up_and_down_and_no_text_changes(paceline):
     async def load() -> list[str]:
         """Requests without a pause until both pools have grown, then once more."""
         texts: list[str] = []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         grown = False
         while not grown and time.monotonic() < deadline:
             grown = most["TargetWorker"] == 2 and most["DraftWorker"] >= 1
@@ -97,7 +97,7 @@ async def test_pools_follow_the_load_up_and_down_and_no_text_changes(paceline):
     watching.cancel()
     assert most["TargetWorker"] == 2 and most["DraftWorker"] >= 1, (most, decisions(paceline))
     assert texts == expected * (len(texts) // 2)
-    await until(paceline, targets=1, drafts=0, seconds=60)
+    await until(paceline, targets=1, drafts=0, seconds=PATIENCE)
     said = decisions(paceline)
     assert any(re.match(r"TargetWorker: 1 -> 2 replicas; (sessions|work|queue|cache): .*\d", line) for line in said), (
         said

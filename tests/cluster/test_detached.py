@@ -8,7 +8,7 @@ import pytest
 
 from cluster.local import free_port
 from tests.cluster.pretend_nodes import ENVIRONMENT, LARGE, SMALL
-from tests.cluster.processes import run
+from tests.cluster.processes import PATIENCE, STARTS, run
 from tests.cluster.test_serve_ranks import Nodes
 from tests.ranks import needs_no_gpu
 
@@ -35,11 +35,11 @@ def test_up_stays_until_down(nodes, tmp_path):
     url, where = f"http://127.0.0.1:{port}", ["--address", nodes.address]
     up = ["up", "--config", str(file), *where, "--port", str(port)]
 
-    started = run(*up, "--detach", timeout=90)
+    started = run(*up, "--detach", timeout=STARTS)
     assert started.returncode == 0, started.stderr
     assert f"`paceline down --address {nodes.address}` ends it." in started.stdout
 
-    looked = run("doctor", "--config", str(file), *where, "--url", url, "--json", timeout=60)
+    looked = run("doctor", "--config", str(file), *where, "--url", url, "--json")
     found = {finding["subject"].split(":")[0]: finding for finding in json.loads(looked.stdout)}
     assert looked.returncode == 0, looked.stdout
     assert "round trip" in found[f"target {LARGE}"]["text"]
@@ -50,13 +50,15 @@ def test_up_stays_until_down(nodes, tmp_path):
         ([], "is deployed at .* already"),
         (["--detach", "--set", "target.gpus=9"], "no room for"),
     ):
-        refused = run(*up, *arguments, timeout=60)
+        refused = run(*up, *arguments)
         assert refused.returncode == 1
         assert re.search(words, refused.stderr)
-        assert httpx.get(f"{url}/v1/models", trust_env=False).json()["data"], "what serves must be left alone"
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE, trust_env=False).json()["data"], (
+            "what serves must be left alone"
+        )
 
-    assert run("down", *where, timeout=60).returncode == 0
+    assert run("down", *where).returncode == 0
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/v1/models", trust_env=False)
-    again = run("down", *where, timeout=60)
+        httpx.get(f"{url}/v1/models", timeout=PATIENCE, trust_env=False)
+    again = run("down", *where)
     assert (again.returncode, again.stderr) == (1, f"paceline: no Paceline is deployed at {nodes.address}\n")

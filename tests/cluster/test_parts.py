@@ -1,9 +1,11 @@
 """Pieces of the Ray side that need no Ray: room for replicas, reasons in tracebacks, directories."""
 
 import asyncio
+import copy
 import json
 import re
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from ray.serve.schema import ServeDeploySchema
@@ -12,8 +14,11 @@ from cluster.checks import CheckError, check_ranks
 from cluster.config import Override, from_mapping, load
 from cluster.declaration import declaration
 from cluster.discovery import ServeDirectory, StaticDirectory
+from cluster.parts import SETTINGS, known, outline
 from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
 from cluster.ray_cluster import reason_in
+from cluster.serve_app import build
+from cluster.vocabularies import target_of
 from speculation.events import Role
 
 
@@ -85,11 +90,87 @@ def test_what_is_deployed_is_the_configuration_and_replicas_stand_apart():
     more = {"models": MODELS["models"] | {"a": {"target": MODELS["models"]["a"]["target"] | {"replicas": 7}}}}
     changed = declaration(from_mapping(MODELS | more, "args"))
     assert changed["args"] == described["args"]
-    assert {"name": "TargetWorker-a", "num_replicas": 7} in changed["deployments"]
+    assert [entry["num_replicas"] for entry in changed["deployments"]] == [7, 1, 2, 2, 3]
+    assert replaced(described, changed) == set()
     again = from_mapping(described["args"], "args")
     assert [need.deployment for need in needs(again)] == [need.deployment for need in needs(config)]
-    assert [pool.settings.labels for pool in again.pools()] == [pool.settings.labels for pool in config.pools()]
     ServeDeploySchema.model_validate({"applications": [described]})
+
+
+def replaced(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The deployments whose replicas Serve replaces, by the rules of its DeploymentVersion."""
+    kinds = [{entry["name"]: entry for entry in described["deployments"]} for described in (before, after)]
+    if any(before[key] != after[key] for key in ("import_path", "args", "runtime_env")):
+        return {*kinds[0], *kinds[1]}
+
+    def restarts(name: str) -> bool:
+        told = ("ray_actor_options", *(key for key in kinds[1][name] if key.startswith("placement_group")))
+        return any(kinds[0][name].get(key) != kinds[1][name].get(key) for key in told)
+
+    return {name for name in kinds[0] if restarts(name)}
+
+
+WORKERS_A, WORKERS_B = {"TargetWorker-a", "DraftWorker-a.draft"}, {"TargetWorker-b", "DraftWorker-b.one"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("models.a.target.max_running", 7, {"TargetWorker-a"}),
+        ("models.a.target.tensor_parallel_size", 2, {"TargetWorker-a"}),
+        ("models.a.target.model", "/models/other", WORKERS_A | {"Router"}),
+        ("models.b.drafts.one.model", "/models/other", {"DraftWorker-b.one"}),
+        ("target.step_tokens", 64, {"TargetWorker-a", "TargetWorker-b"}),
+        ("router.max_sessions", 9, {"Router"}),
+        ("admission.concurrent_requests", 9, {"Router"}),
+        ("start_timeout", 99, set()),
+        ("autoscaling.load", 0.5, set()),
+        ("drain_timeout", 9, WORKERS_A | WORKERS_B | {"Router"}),
+        ("speculation.drafters", False, WORKERS_A | WORKERS_B | {"Router"}),
+    ],
+)
+def test_a_change_replaces_only_whom_it_concerns(path, value, expected):
+    """Where there are drafters and where there are none are two applications."""
+    *sections, name = path.split(".")
+    changed = copy.deepcopy(MODELS)
+    within = changed
+    for section in sections:
+        within = within.setdefault(section, {})
+    within[name] = value
+    before, after = (declaration(from_mapping(document, "args")) for document in (MODELS, changed))
+    assert replaced(before, after) == expected
+
+
+@pytest.mark.parametrize("document", [{"target": {"max_running": 7}, "draft": {"replicas": 0}}, MODELS])
+def test_every_replica_finds_what_it_is_told_in_its_environment(monkeypatch, document):
+    """And without that, as in a RayService, in what Serve was given for all."""
+    config = from_mapping(document, "args")
+    pools = {pool.deployment: pool for pool in config.pools()}
+    for entry in declaration(config)["deployments"]:
+        monkeypatch.setenv(SETTINGS, entry["ray_actor_options"]["runtime_env"]["env_vars"][SETTINGS])
+        own = known(outline(config))
+        (pool,) = [pool for pool in own.pools() if pool.deployment == entry["name"]] or [None]
+        if pool is None:
+            assert replace(own.router, replicas=config.router.replicas) == config.router
+            told, right = own.pools(), config.pools()
+            assert [(p.deployment, p.settings.name) for p in told] == [(p.deployment, p.settings.name) for p in right]
+        else:
+            original = pools[entry["name"]]
+            assert replace(pool.settings, replicas=original.settings.replicas) == original.settings
+            assert target_of(own, pool) == target_of(config, original)
+    monkeypatch.delenv(SETTINGS)
+    assert known(config) is config
+
+
+def test_a_replacement_leaves_no_gap_of_routers_and_does_not_come_before_what_serves():
+    """On a cluster that was started by others, a replica's own environment has to say so."""
+    router = build(from_mapping({"ray": {"address": "auto"}}, "args"))._bound_deployment
+    worker = router.init_args[1][0][1]._bound_deployment
+    assert [one.name for one in (router, worker)] == ["Router", "TargetWorker"]
+    assert router._deployment_config.max_surge_percent > 0
+    assert worker._deployment_config.max_surge_percent == 0, "its successor needs its GPUs"
+    for one in (router, worker):
+        assert one.ray_actor_options["runtime_env"]["env_vars"]["RAY_worker_niceness"] == "0"
 
 
 @pytest.mark.parametrize(

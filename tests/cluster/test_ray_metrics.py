@@ -36,7 +36,7 @@ def samples(text: str) -> Samples:
 def test_ray_tells_what_the_router_tells() -> None:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     command = [sys.executable, "-m", "tests.cluster.ray_scrape"]
-    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     told, scraped, later = (samples(text) for text in done.stdout.split("---\n"))
     ours = {(name, labels): value for (name, labels), value in scraped.items() if name.startswith("paceline_")}

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from cluster.local import free_port
 from speculation.messages import Sampling
 from tests.cluster.pretend_nodes import ENVIRONMENT, LARGE, SMALL
-from tests.cluster.processes import CHECKOUT, Paceline, run
+from tests.cluster.processes import CHECKOUT, PATIENCE, STARTS, Paceline, run
 from tests.cluster.streams import TIMEOUT, body, prompts, streamed
 from tests.ranks import needs_no_gpu
 from tests.stack import MODELS, decode, dispatcher, held_out_prompts, target_worker
@@ -63,7 +63,7 @@ class Nodes:
         everything = psutil.Process(self.process.pid).children(recursive=True)
         assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
-        assert self.process.wait(30) == 0
+        assert self.process.wait(PATIENCE) == 0
         self.process.stdout.close()
         assert not running(everything, 10)
 
@@ -96,9 +96,9 @@ def settings(nodes, tmp_path_factory):
 @pytest.fixture(scope="module")
 def url(settings):
     with Paceline("up", *settings) as up:
-        up.expect("Ctrl-C stops it", 90)
+        up.expect("Ctrl-C stops it", STARTS)
         yield up.expect(r"Paceline serves at (\S+)")
-        assert up.stop(signal.SIGINT, 60) == 0
+        assert up.stop(signal.SIGINT) == 0
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ async def test_a_rank_killed_mid_stream_takes_its_group_along_and_the_text_goes_
     results = await streamed(url, [body(prompt, TOKENS, temperature=0.8) for prompt in prompts(2)], kill)
     assert [result.text for result in results] == one_rank
     assert sum(result.accepted for result in results) > 0
-    assert not await asyncio.to_thread(running, before, 10)
+    assert not await asyncio.to_thread(running, before, PATIENCE)
 
 
 async def test_a_rank_killed_while_nothing_is_computed_ends_its_replica(nodes, url, one_rank):
@@ -143,7 +143,7 @@ async def test_a_rank_killed_while_nothing_is_computed_ends_its_replica(nodes, u
     assert text.text == one_rank[0]
     replica, rank = nodes.group("target")
     rank.kill()
-    assert not await asyncio.to_thread(running, [replica], 5)
+    assert not await asyncio.to_thread(running, [replica], PATIENCE)
 
 
 MODELS_SETTINGS = """\
@@ -159,12 +159,12 @@ async def test_starting_again_with_another_configuration_updates_what_runs(nodes
     """The last test here: nothing is left of the model that served before."""
     file = tmp_path / "paceline.yaml"
     file.write_text(MODELS_SETTINGS % (MODELS / "draft"))
-    again = await asyncio.to_thread(run, "up", *settings, "--config", str(file), "--detach", timeout=180)
+    again = await asyncio.to_thread(run, "up", *settings, "--config", str(file), "--detach", timeout=STARTS)
     assert again.returncode == 0, again.stderr
     assert "1 x target of org/one" in again.stdout
     assert "It is left running" in again.stdout
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while [entry["id"] for entry in (await client.get("/v1/models")).json()["data"]] != ["org/one", "two"]:
                 await asyncio.sleep(0.2)
         texts = []

@@ -13,7 +13,8 @@ from router import auth
 from router.api import ApiSettings, build_app
 from router.auth import OPEN_PATHS, ApiKeys
 from tests.fakes import FakeTokenizers
-from tests.integration.test_http_api import TEXT, fake, in_memory, served, shared
+from tests.http_server import serve
+from tests.integration.test_http_api import TEXT, fake, in_memory, shared
 
 KEY, OTHER = "sk-paceline-0123456789", "sk-paceline-9876543210"
 
@@ -82,7 +83,7 @@ async def test_with_the_key_its_name_is_known(path, scheme):
 
 def test_keys_come_and_go_under_openais_client(path, monkeypatch):
     monkeypatch.setattr(auth, "LOOK_SECONDS", 0.0)
-    with served(fake(), guarded(path)) as url:
+    with serve(fake(), shared(), guarded(path)) as url:
         with (
             openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as alice,
             openai.OpenAI(base_url=f"{url}/v1", api_key=OTHER, max_retries=0) as bob,

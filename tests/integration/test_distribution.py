@@ -15,22 +15,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from random import Random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 from torch import Tensor
 
 from draft_service.lookahead import Lookahead
+from draft_service.reading import OtherVocabulary
+from draft_service.tokenizer import Tokenizer
+from draft_service.vocabulary import SharedVocabulary
 from engine.forward import StepInput
 from engine.kv_cache import KVCache
+from engine.model import Model
 from engine.step import Engine
 from speculation import planner
+from speculation.lookup import Continuation
 from speculation.messages import (
+    AllBut,
+    Extras,
     Limits,
     Open,
     Proposal,
@@ -43,6 +52,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
+from speculation.registry import register, unregister
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 
@@ -59,14 +69,33 @@ LINK = "router"
 WELCOME = Welcome("target", "table", VOCABULARY, 10_000)
 
 
+def other_vocabulary() -> SharedVocabulary:
+    """Of the target's tokens a to h, the drafter has all but d, numbered otherwise, and one for a and b together."""
+    target = {chr(ord("a") + token): token for token in range(VOCABULARY)}
+    own = {piece: token for token, piece in enumerate(("c", "a", "b", "ab", "e", "h", "g", "f"))}
+    backends = [tokenizers.Tokenizer(BPE(target, [])), tokenizers.Tokenizer(BPE(own, [("a", "b")]))]
+    for backend in backends:
+        backend.decoder = ByteLevel()
+    one, other = (Tokenizer("letters", backend) for backend in backends)
+    return SharedVocabulary(one, other, target_size=VOCABULARY, own_size=VOCABULARY)
+
+
 class TableEngine(Engine):
     """An engine whose model knows the last token only: ``p(next | last) = base[(next - last) % V]``."""
 
     def __init__(self, base: Sequence[float], seed: int = 0, blur: float = 0.0) -> None:
-        model: Any = SimpleNamespace(
-            module=torch.nn.Module(), vocabulary=VOCABULARY, context=10_000, dtype=torch.float64, layers=0,
+        model = Model(
+            name="table",
+            module=torch.nn.Module(),
+            config=None,
+            vocabulary=VOCABULARY,
+            context=10_000,
+            stop_tokens=frozenset(),
+            tokenizer_digest=0,
+            dtype=torch.float64,
             device=torch.device("cpu"),
-        )  # fmt: skip
+            layers=0,
+        )
         super().__init__(model, KVCache(0, 200_000, dtype=torch.float64, device="cpu"))
         table = torch.tensor(
             [[base[(token - last) % VOCABULARY] for token in range(VOCABULARY)] for last in range(VOCABULARY)]
@@ -91,6 +120,10 @@ class Path:
     delivered: float = 1.0
     """Chance that a proposal arrives in time; the others come a step late."""
     random_budgets: bool = False
+    vocabulary: SharedVocabulary | None = None
+    """What the drafter shares with the target, if not all."""
+    prediction: Callable[[int], tuple[int, ...]] | None = None
+    """What the caller of a session, named by its number, expects."""
 
 
 @dataclass
@@ -114,7 +147,8 @@ def run(path: Path, sessions: int, seed: int = SEED) -> Count:
     draft_engine = path.drafter() if path.drafter else None
     target = VerifyLoop(engine, WELCOME, path.limits)
     for first in range(0, sessions, BATCH):
-        drafter = Lookahead(draft_engine, WELCOME) if draft_engine else None
+        reader = OtherVocabulary(draft_engine.model, path.vocabulary) if draft_engine and path.vocabulary else None
+        drafter = Lookahead(draft_engine, WELCOME, reader=reader) if draft_engine else None
         _serve(path, rng, target, drafter, range(first, first + BATCH), seed, count)
         target.forget(LINK)
         if drafter:
@@ -140,7 +174,11 @@ def _serve(
     def opening(number: int) -> Open:
         sampling = Sampling(_temperature(path, number), seed=seed * SESSIONS + number)
         tokens = (0, *texts.setdefault(number, []))
-        return Open(SessionId(number), epochs[number], tokens, sampling, Limits(1 + TOKENS), path.speculation)
+        extras = Extras(prediction=path.prediction(number)) if path.prediction else Extras()
+        limits = Limits(1 + TOKENS)
+        return Open(
+            SessionId(number), epochs[number], tokens, sampling, limits, path.speculation, prompt=1, extras=extras
+        )
 
     for number in numbers:
         for worker in (target, drafter):
@@ -188,6 +226,56 @@ def deviations(differences: Counter[int], temperature: float) -> list[float]:
     return [(differences[i] / total - p) / math.sqrt(p * (1 - p) / total) for i, p in enumerate(law)]
 
 
+@cache
+def plain_texts(first: int) -> dict[int, list[int]]:
+    """Of a batch of sessions."""
+    count = Count({1.0: Counter()})
+    target = VerifyLoop(targets_engine(), WELCOME, Path().limits)
+    _serve(Path(PLAIN), Random(0), target, None, range(first, first + BATCH), SEED, count)
+    return count.texts
+
+
+def told_before(number: int) -> tuple[int, ...]:
+    """The text of a session at temperature 1."""
+    return tuple(plain_texts(number - number % BATCH)[number])
+
+
+def foretold(number: int) -> tuple[int, ...]:
+    """Nearly the text: with a token replaced, one left out, one too many, by turns."""
+    text = told_before(number)
+    at = 1 + number % (TOKENS - 2)
+    return text[:at] + ((7,), (), (text[at], 3), (text[at],))[number % 4] + text[at + 1 :]
+
+
+def mistaken(number: int) -> tuple[int, ...]:
+    """Any text but this session's, drawn without its noise."""
+    return tuple(Random(number).randrange(VOCABULARY) for _ in range(TOKENS))
+
+
+CERTAINLY = 16
+"""Equal tokens after which a continuation is drafted even where chains come from a draft worker."""
+
+
+class Certain:
+    """A source of somebody's own that is sure of one token, and mostly wrong; every other session has it."""
+
+    source = "certain"
+    depth = 1
+
+    def __init__(self, opened: Open) -> None:
+        self._last = opened.tokens[-1]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._last = tokens[-1] if tokens else self._last
+
+    def propose(self, depth: int) -> Continuation:
+        return Continuation(((self._last + 2) % VOCABULARY,)[:depth], matched=CERTAINLY)
+
+    @classmethod
+    def for_some(cls, opened: Open) -> Certain | None:
+        return None if opened.sampling.seed % 2 else cls(opened)
+
+
 def alike() -> TableEngine:
     return TableEngine(BASE, seed=3, blur=0.5)
 
@@ -198,6 +286,7 @@ def unlike() -> TableEngine:
 
 DRAFTED = Speculation(sources=frozenset({Source.DRAFT}))
 REJECTION = replace(DRAFTED, rule=Rule.REJECTION)
+AT_TARGET = AllBut(frozenset({Source.DRAFT}))
 PLAIN = replace(DRAFTED, enabled=False)
 ADAPTIVE = TargetLimits(budget=Budget(drafts_per_session=4, verify=1000))
 COUPLED_PATHS = {
@@ -205,6 +294,9 @@ COUPLED_PATHS = {
     "miss": Path(drafter=unlike),
     "partial": Path(drafter=alike),
     "lookup": Path(Speculation(), drafter=alike),
+    "right prediction": Path(Speculation(), prediction=told_before),
+    "half right prediction, drafts, failover": Path(Speculation(), alike, prediction=foretold, failovers=0.2),
+    "wrong prediction": Path(Speculation(sources=frozenset({Source.PREDICTION})), prediction=mistaken),
     "late": Path(drafter=alike, delivered=0.5),
     "failover": Path(drafter=alike, failovers=0.2),
     "zero budget": Path(drafter=alike, limits=TargetLimits(budget=Budget(drafts_per_session=0))),
@@ -216,7 +308,9 @@ COUPLED_PATHS = {
 }
 REJECTION_PATHS = {
     "hit": Path(REJECTION, drafter=targets_engine),
-    "miss, and lookup": Path(replace(REJECTION, sources=frozenset(Source)), drafter=unlike),
+    "miss, late, sources at the target": Path(
+        replace(REJECTION, sources=AllBut()), unlike, prediction=mistaken, delivered=0.3
+    ),
     "late, failover, random budgets": Path(REJECTION, drafter=alike, delivered=0.5, failovers=0.2, random_budgets=True),
     "adaptive, mixed temperatures": Path(REJECTION, drafter=alike, limits=ADAPTIVE, temperatures=(0.7, 1.3)),
 }
@@ -226,6 +320,13 @@ def check(count: Count) -> None:
     for temperature, differences in count.differences.items():
         found = deviations(differences, temperature)
         assert max(map(abs, found)) < BOUND, f"seed {SEED}, temperature {temperature}: {found} standard errors"
+
+
+@pytest.fixture(autouse=True)
+def own_source() -> Iterator[None]:
+    register(Certain.source, Certain.for_some)
+    yield
+    unregister(Certain.source)
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +348,8 @@ def test_coupled_text_is_that_of_plain_decoding_on_every_path(name):
         path = replace(COUPLED_PATHS[name], temperatures=temperatures)
         drafted, plain = run(path, 5 * BATCH), run(Path(PLAIN, temperatures=temperatures), 5 * BATCH)
         assert drafted.texts == plain.texts
-        assert (drafted.accepted > 0) is (path.drafter is not None and name != "zero budget")
+        drafts = path.drafter is not None or path.prediction is not None
+        assert (drafted.accepted > 0) is (drafts and name != "zero budget")
 
 
 @pytest.mark.parametrize("name", REJECTION_PATHS)
@@ -255,6 +357,20 @@ def test_text_under_the_rejection_rule_has_the_targets_law_on_every_path(name):
     count = run(REJECTION_PATHS[name], SESSIONS)
     assert count.accepted > 0
     assert (count.accepted < count.offered) is (name != "hit")
+    check(count)
+
+
+QUARTERS = {
+    "a drafter of another vocabulary": Path(REJECTION, targets_engine, vocabulary=other_vocabulary()),
+    "sources at the target alone": Path(replace(REJECTION, sources=AT_TARGET), prediction=mistaken),
+}
+
+
+@pytest.mark.parametrize("name", QUARTERS)
+def test_text_under_the_rejection_rule_has_the_targets_law_whoever_drafts(name):
+    """A quarter of the tokens: a bias of 0.02 would be found."""
+    count = run(QUARTERS[name], SESSIONS // 4 // BATCH * BATCH)
+    assert 0 < count.accepted < count.offered
     check(count)
 
 

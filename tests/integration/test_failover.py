@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.local import free_port
 from router.dispatch import Dispatcher
 from router.generation import Committed, Ended, Generation
 from speculation.messages import Sampling, Speculation, Token
@@ -22,7 +22,7 @@ DRAFT = MODELS / "draft"
 SAMPLING = Sampling(temperature=0.8, seed=2024)
 NEW_TOKENS = 160
 STRIKE_AFTER = 40
-READY_SECONDS = 60
+READY_SECONDS = 120
 
 
 @dataclass
@@ -62,9 +62,7 @@ async def workers(**models: list[Path]):
     async with AsyncExitStack() as stack:
         started = []
         for role, model in [(role, model) for role, folders in models.items() for model in folders]:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                process = Process(role, model, f"127.0.0.1:{probe.getsockname()[1]}")
+            process = Process(role, model, f"127.0.0.1:{free_port()}")
             stack.push_async_callback(process.end)
             started.append(process)
         await asyncio.gather(*(process.start() for process in started))
@@ -142,6 +140,6 @@ async def test_the_only_target_is_killed_and_replaced_in_mid_stream(slow_target)
 async def test_a_worker_ends_on_sigterm_and_leaves_its_port():
     async with workers(draft=[DRAFT]) as (draft,):
         os.kill(draft.child.pid, signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(READY_SECONDS):
             assert await draft.child.wait() == 0
         await draft.start()

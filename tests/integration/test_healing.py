@@ -181,7 +181,7 @@ async def test_a_worker_that_drains_refuses_and_says_so_and_waits_no_longer_than
         )
         connection.send(OPEN)
         assert isinstance(await heard.next(), Verification)
-        draining = asyncio.create_task(worker.drain(1.0))
+        draining = asyncio.create_task(worker.drain(3.0))
         async with asyncio.timeout(10):
             while not (loads and loads[-1].draining):
                 await asyncio.sleep(0.005)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,7 +13,6 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-import uvicorn
 from starlette.types import Message
 
 from router.api import ApiSettings, build_app
@@ -24,6 +20,7 @@ from router.errors import CODES
 from router.generation import Committed, Generation, GenerationError, ServedModel
 from router.tokenizer import Tokenizer
 from tests.fakes import EOS, FakeGenerator, FakeTokenizers, Script, commits, tiny_tokenizer
+from tests.http_server import serve
 
 TEXT = "hello wörld, 世界 🎉 the fox says\n"
 CONTEXT = 256
@@ -84,6 +81,16 @@ def events(response: httpx.Response) -> list[Any]:
 # Answers
 
 
+async def test_a_grammar_arrives_and_a_bad_one_is_refused_with_its_field() -> None:
+    generator = fake()
+    assert (await post(generator, response_format={"type": "json_object"})).status_code == 200
+    assert "json_schema" in generator.generations[0].extras.grammar
+    response = await post(generator, "/v1/chat/completions", structured_outputs={"regex": "("})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "structured_outputs.regex"
+    assert len(generator.generations) == 1
+
+
 async def test_a_completion() -> None:
     generator = fake()
     response = await post(generator)
@@ -100,7 +107,12 @@ async def test_a_completion() -> None:
         "completion_tokens": tokens,
         "total_tokens": len(generator.generations[0].prompt) + tokens,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"accepted_draft_tokens": accepted, "rejected_draft_tokens": offered - accepted},
+        "completion_tokens_details": {
+            "accepted_draft_tokens": accepted,
+            "rejected_draft_tokens": offered - accepted,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 
@@ -184,6 +196,8 @@ async def test_speculation_of_every_commit_on_demand() -> None:
     assert usage["completion_tokens_details"] == {
         "accepted_draft_tokens": accepted,
         "rejected_draft_tokens": offered - accepted,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
     }
 
 
@@ -340,7 +354,7 @@ async def leave_while_running(generator: FakeGenerator, body: dict[str, Any], *,
         "query_string": b"",
         "headers": [],
     }
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await build_app(generator, FakeTokenizers(shared()))(scope, receive, send)
 
 
@@ -363,33 +377,19 @@ async def test_a_client_that_stops_reading_and_leaves_stops_its_generation() -> 
 # Over a socket
 
 
-@contextmanager
-def served(generator: FakeGenerator, settings: ApiSettings | None = None) -> Iterator[str]:
-    """A real server in a thread; yields its address. Its end waits until every request is over."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(build_app(generator, FakeTokenizers(shared()), settings), log_level="critical")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(timeout=10)
-        listener.close()
-    assert not thread.is_alive()
-    assert generator.running == 0
+def opened(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with served(fake()) as url:
+    with serve(fake(), shared()) as url:
         yield url
 
 
 @pytest.fixture
 def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as openai_client:
+    with opened(address) as openai_client:
         yield openai_client
 
 
@@ -448,7 +448,10 @@ def test_openai_client_errors(client: openai.OpenAI) -> None:
 )
 def test_openai_client_errors_of_workers(code: str, raised: type[openai.APIStatusError]) -> None:
     generator = FakeGenerator(lambda _: [], model=model(), error=GenerationError(code, "because"))
-    with served(generator) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as openai_client:
+    with (
+        serve(generator, shared()) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as openai_client,
+    ):
         with pytest.raises(raised) as caught:
             openai_client.completions.create(model="tiny/model", prompt="hi")
         assert caught.value.code == code
@@ -456,7 +459,10 @@ def test_openai_client_errors_of_workers(code: str, raised: type[openai.APIStatu
 
 def test_openai_client_error_within_a_stream() -> None:
     generator = FakeGenerator(unfinished, model=model(), error=GenerationError("faulty", "because"))
-    with served(generator) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as openai_client:
+    with (
+        serve(generator, shared()) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as openai_client,
+    ):
         stream = openai_client.completions.create(model="tiny/model", prompt="hi", stream=True)
         with pytest.raises(openai.APIError, match="because"):
             list(stream)
@@ -464,7 +470,7 @@ def test_openai_client_error_within_a_stream() -> None:
 
 def test_a_client_that_closes_its_socket_stops_the_generation() -> None:
     generator = FakeGenerator(unfinished, model=model(), hang=True)
-    with served(generator) as url, httpx.Client(base_url=url) as http:
+    with serve(generator, shared()) as url, httpx.Client(base_url=url) as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "hi", "stream": True}) as response:
             assert next(response.iter_lines()).startswith("data: ")
         assert http.get("/health").status_code == 200
@@ -483,7 +489,7 @@ def test_a_body_of_50_megabytes_is_cut_off_early(chunked: bool) -> None:
 
     headers = {} if chunked else {"content-length": str(800 << 16)}
     generator = fake()
-    with served(generator, ApiSettings(max_body_bytes=1 << 20)) as url, httpx.Client(base_url=url) as http:
+    with serve(generator, shared(), ApiSettings(max_body_bytes=1 << 20)) as url, httpx.Client(base_url=url) as http:
         response = http.post("/v1/completions", content=body(), headers=headers)
         assert error_of(response)["code"] == "body_too_large"
         assert sent < 40 << 20

@@ -57,7 +57,7 @@ def values(text: str) -> dict[str, float]:
 
 async def heartbeat(router: Router, committed: int) -> None:
     """Wait until the target's own account has reached the router."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             loads = [worker.load for worker in router.dispatcher.snapshot().workers]
             if any(load.counters.get("committed", 0) >= committed and not load.sessions for load in loads):

@@ -112,7 +112,7 @@ async def test_the_api_chooses_by_the_name_in_the_request(cluster):
     router = Router(RouterSettings(targets, (cluster.drafter.worker.address,), port=0))
     await router.start()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(router.dispatcher.models) < 2:
                 await asyncio.sleep(0.01)
         async with httpx.AsyncClient(base_url=router.address, trust_env=False) as client:
@@ -146,14 +146,14 @@ async def test_a_text_is_not_continued_by_another_revision(cluster):
 
             async def list_only(address: str) -> None:
                 serving.pool.set_workers(Role.TARGET, [address])
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while serving.pool.peers[PeerId(f"target@{address}")].welcome is None:
                         await asyncio.sleep(0.005)
 
             async def begun(tokens: int) -> asyncio.Task[Result]:
                 before = serving.totals.committed
                 task = asyncio.create_task(generated(serving, "large", tokens))
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while serving.totals.committed == before:
                         await asyncio.sleep(0.001)
                 return task
@@ -177,13 +177,13 @@ async def test_a_text_is_not_continued_by_another_revision(cluster):
 
 async def test_the_router_measures_how_far_its_workers_are(cluster):
     async with serving_both(cluster) as serving:
-        serving.pool.delays[Role.DRAFT] = 0.03
-        async with asyncio.timeout(15):
+        serving.pool.delays[Role.DRAFT] = 0.15
+        async with asyncio.timeout(60):
             peers = {peer.role: peer for peer in serving.pool.peers.values()}
-            while not (peers[Role.DRAFT].connection.round_trip or 0) > 0.05:
+            while not (peers[Role.DRAFT].connection.round_trip or 0) > 0.25:
                 await asyncio.sleep(0.02)
-        assert peers[Role.TARGET].connection.round_trip < 0.05
-        assert peers[Role.DRAFT].connection.round_trip < 0.3
+        assert peers[Role.TARGET].connection.round_trip < 0.25
+        assert peers[Role.DRAFT].connection.round_trip < 2
 
 
 async def test_a_revision_is_that_of_the_files_and_the_number_format(tmp_path):

@@ -32,7 +32,7 @@ async def test_a_router_follows_its_list_and_tells_systemd(tmp_path, monkeypatch
                 assert not second.worker._links
 
                 listed.write_text(f"target {second.worker.address}\ndraft {draft.worker.address}\n")
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while target.worker._links or not second.worker._links:
                         await asyncio.sleep(0.01)
 

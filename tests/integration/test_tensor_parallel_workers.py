@@ -13,7 +13,7 @@ from router.dispatch import Dispatcher
 from router.generation import Committed, Ended, Generation
 from speculation.events import Role
 from speculation.messages import Sampling, Speculation, Token
-from tests.cluster.processes import Paceline, run
+from tests.cluster.processes import PATIENCE, Paceline, run
 from tests.ranks import needs_no_gpu
 from tests.stack import dispatcher, held_out_prompts
 
@@ -29,7 +29,7 @@ def worker(role: str, *flags: str) -> Paceline:
 
 
 def address(process: Paceline) -> str:
-    return process.expect(r"worker ready on (\S+) ", 60)
+    return process.expect(r"worker ready on (\S+) ")
 
 
 def rank_of(process: Paceline) -> psutil.Process:
@@ -75,7 +75,7 @@ async def test_a_group_that_loses_a_rank_ends_and_its_sessions_move():
 
             tokens, _, reopened = await stream(serving, lose_a_rank)
             assert (tokens, reopened) == (plain, 1)
-            assert await asyncio.to_thread(group.process.wait, 10) == 1
+            assert await asyncio.to_thread(group.ended) == 1
             assert "rank 1 of 2: was killed by signal 9" in group.lines[-1]
 
             rank = rank_of(drafter)
@@ -86,7 +86,7 @@ async def test_a_group_that_loses_a_rank_ends_and_its_sessions_move():
 
             tokens, _, reopened = await stream(serving, lose_the_worker)
             assert (tokens, reopened) == (plain, 0)
-            rank.wait(10)
+            rank.wait(PATIENCE)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_group_ends_on_sigterm():
         address(drafter)
         rank = rank_of(drafter)
         assert drafter.stop(signal.SIGTERM) == 0
-        assert not rank.is_running()
+        rank.wait(PATIENCE)
         assert "draft worker ready on" in drafter.lines[-1], drafter.output
 
 

@@ -100,7 +100,7 @@ class Heard:
         self.events.put_nowait(why)
 
     async def next(self) -> object:
-        return await asyncio.wait_for(self.events.get(), 10)
+        return await asyncio.wait_for(self.events.get(), 30)
 
 
 @asynccontextmanager
@@ -134,7 +134,7 @@ async def test_a_router_is_greeted_heard_and_forgotten():
             answer = await heard.next()
             assert isinstance(answer, Verification)
             assert len(machine.held) == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while machine.held:
                 await asyncio.sleep(0.01)
 
@@ -162,7 +162,7 @@ async def test_a_malformed_message_fails_its_session_and_no_other():
         call = rpc.TargetStub(channel).Run()
         await call.write(frame)
         messages: list[FromWorker] = []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(messages) < 3:
                 entries = (await call.read()).messages
                 messages += [m for m in map(decode_from_worker, entries) if not isinstance(m, Load)]
@@ -294,7 +294,7 @@ async def test_a_router_that_falls_silent_is_forgotten(monkeypatch):
     async with echo_worker(machine) as worker, grpc.aio.insecure_channel(worker.address) as channel:
         call = rpc.TargetStub(channel).Run()
         await call.write(pb.Frame(messages=[encode_to_worker(OPEN)]))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not machine.held:
                 await asyncio.sleep(0.01)
             while machine.held:
@@ -307,7 +307,7 @@ async def test_a_machine_that_fails_ends_its_worker():
         async with connected(worker.address) as (connection, _):
             connection.send(OPEN)
             with pytest.raises(RuntimeError, match="planted"):
-                await asyncio.wait_for(worker.wait(), 5)
+                await asyncio.wait_for(worker.wait(), 30)
 
 
 async def test_a_taken_port_is_one_clear_line():
@@ -328,7 +328,7 @@ async def pooled():
 
     pool = WorkerPool(PoolEvents(available=note, lost=note, draining=note, received=note, malformed=note))
     try:
-        yield pool, lambda: asyncio.wait_for(heard.get(), 10)
+        yield pool, lambda: asyncio.wait_for(heard.get(), 30)
     finally:
         await pool.close()
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,8 @@ u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 sessions = u64.map(m.SessionId)
 token_lists = st.lists(u32, max_size=20).map(tuple)
+few_tokens = st.lists(u32, max_size=4).map(tuple)
+shifts = st.floats(-1e4, 1e4)
 samplings = st.builds(
     m.Sampling,
     temperature=st.floats(0, 100),
@@ -28,13 +32,29 @@ samplings = st.builds(
     top_p=st.floats(0.001, 1.0),
     min_p=st.floats(0, 1),
     seed=u64,
+    presence_penalty=shifts,
+    frequency_penalty=shifts,
+    repetition_penalty=st.floats(1e-4, 1e4),
+    bias=st.lists(st.tuples(u32, shifts), max_size=4).map(tuple),
+    allowed=few_tokens,
+    banned=st.lists(st.lists(u32, min_size=1, max_size=4).map(tuple), max_size=3).map(tuple),
+)
+extras = st.builds(
+    m.Extras,
+    grammar=st.text(max_size=20),
+    prediction=token_lists,
+    logprobs=st.none() | st.integers(0, 128),
+    prompt_logprobs=st.none() | st.integers(0, 128),
+    request=st.text(max_size=20),
+    trace=st.text(max_size=20),
 )
 
 
 @st.composite
 def opens(draw: st.DrawFn) -> m.Open:
     tokens = draw(st.lists(u32, min_size=1, max_size=20).map(tuple))
-    limits = m.Limits(draw(st.integers(len(tokens) + 1, 2**32 - 1)), frozenset(draw(st.lists(u32, max_size=4))))
+    stop_tokens = frozenset(draw(st.lists(u32, max_size=4)))
+    limits = m.Limits(draw(st.integers(len(tokens) + 1, 2**32 - 1)), stop_tokens, draw(u32))
     speculation = m.Speculation(
         draw(st.booleans()),
         draw(u32),
@@ -43,7 +63,10 @@ def opens(draw: st.DrawFn) -> m.Open:
         draw(st.frozensets(st.sampled_from(m.Source), min_size=1)),
     )
     priority = draw(st.integers(-m.MAX_PRIORITY, m.MAX_PRIORITY))
-    return m.Open(draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation, priority, draw(u32))
+    return m.Open(
+        draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation, priority,
+        age_ms=draw(u32), prompt=draw(st.integers(0, len(tokens))), extras=draw(extras),
+    )  # fmt: skip
 
 
 @st.composite
@@ -62,7 +85,15 @@ def proposals(draw: st.DrawFn) -> m.Proposal:
     confidence = tuple(draw(st.integers(0, 255)) / 255 for _ in parents) if draw(st.booleans()) else ()
     source = draw(st.sampled_from(m.Source))
     q = tuple(draw(supports(token)) for token in tokens) if draw(st.booleans()) else ()
-    return m.Proposal(draw(sessions), draw(u32), draw(u32), draw(u64), tokens, parents, confidence, source, q)
+    took = draw(u32)
+    return m.Proposal(draw(sessions), draw(u32), draw(u32), draw(u64), tokens, parents, confidence, source, q, took)
+
+
+@st.composite
+def thoughts(draw: st.DrawFn) -> m.TokenLogprobs:
+    logprobs = st.floats(max_value=0, width=32)
+    tokens = draw(few_tokens)
+    return m.TokenLogprobs(draw(logprobs), tokens, tuple(draw(logprobs) for _ in tokens))
 
 
 @st.composite
@@ -75,8 +106,11 @@ def verifications(draw: st.DrawFn) -> m.Verification:
     position = draw(u32)
     cached = draw(st.integers(0, position))
     return m.Verification(
-        draw(sessions), draw(u32), position, tokens, draw(u64), accepted, offered, finish, lead, cached
-    )
+        draw(sessions), draw(u32), position, tokens, draw(u64), accepted, offered, finish, lead, cached,
+        sources=tuple(draw(st.sampled_from(m.Source)) for _ in range(accepted)) if draw(st.booleans()) else (),
+        logprobs=tuple(draw(thoughts()) for _ in tokens) if draw(st.booleans()) else (),
+        prompt_logprobs=tuple(draw(st.lists(thoughts(), max_size=3))), took_us=draw(u32), waited_us=draw(u32),
+    )  # fmt: skip
 
 
 to_worker = st.one_of(opens(), proposals(), verifications(), st.builds(m.Close, sessions, u32))
@@ -142,6 +176,13 @@ def test_garbage_is_refused_or_read_but_never_breaks_the_reader(entry):
             decode(entry)
 
 
+def opening(besides: dict[str, Any] | None = None, **sampling: Any) -> pb.Open:
+    """Nothing wrong but what is given."""
+    sampling = {"top_p": 1, **sampling}
+    how = pb.Sampling(**sampling)
+    return pb.Open(session=3, epoch=2, tokens=[1], limits=pb.Limits(end=9), sampling=how, **(besides or {}))
+
+
 @pytest.mark.parametrize(
     ("wire", "what"),
     [
@@ -161,6 +202,21 @@ def test_garbage_is_refused_or_read_but_never_breaks_the_reader(entry):
             pb.Open(session=3, epoch=2, tokens=[1], limits=pb.Limits(end=9), sampling=pb.Sampling(temperature=-1)),
             "temperature must be",
         ),
+        (opening(presence_penalty=float("nan")), "presence_penalty must be from -10000 to 10000, got nan"),
+        (opening(frequency_penalty=1e300), "frequency_penalty must be from -10000 to 10000, got 1e"),
+        (opening(repetition_penalty=-1), "repetition_penalty must be from 0.0001 to 10000"),
+        (opening(bias_tokens=[7], bias_values=[float("inf")]), "the bias of token 7 must be from -10000 to 10000"),
+        (opening(bias_tokens=[7, 8], bias_values=[1]), "bias has 1 values for 2 tokens"),
+        (opening(banned=[pb.TokenList(tokens=[1]), pb.TokenList()]), "banned has an empty sequence"),
+        (
+            opening(allowed=range(40_000), banned=[pb.TokenList(tokens=range(30_000))]),
+            "has 70000 entries; at most 65536",
+        ),
+        (opening({"prompt": 2}), "prompt is 2; it must be at most the 1 tokens sent"),
+        (opening({"logprobs": 129}), "logprobs has 129 entries; at most 128"),
+        (opening({"prompt_logprobs": 1000}), "logprobs has 1000 entries; at most 128"),
+        (opening({"grammar": "x" * (1 << 20) + "y"}), "grammar has 1048577 entries; at most 1048576"),
+        (opening({"prediction": [1] * ((1 << 20) + 1)}), "prediction has 1048577 entries"),
     ],
 )
 def test_a_malformed_opening_names_the_field_and_its_session(wire, what):
@@ -192,6 +248,26 @@ def test_a_verification_cannot_accept_more_than_it_offered():
         decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
 
 
+@pytest.mark.parametrize(
+    ("wire", "what"),
+    [
+        (pb.Verification(session=3, tokens=[1, 2], logprobs=[pb.Logprobs()]), "logprobs has 1 entries for 2 tokens"),
+        (
+            pb.Verification(session=3, tokens=[1], prompt_logprobs=[pb.Logprobs(tokens=[5, 6], logprobs=[-1.0])]),
+            "logprobs has 1 entries for 2 tokens",
+        ),
+        (
+            pb.Verification(session=3, tokens=[1, 2], accepted=1, offered=1, sources=[1, 1]),
+            "sources has 2 entries for 1 accepted tokens",
+        ),
+    ],
+)
+def test_what_is_told_of_tokens_fits_them(wire, what):
+    with pytest.raises(MalformedMessage, match=what) as error:
+        decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())
+    assert error.value.session == 3
+
+
 def test_no_more_tokens_can_be_cached_than_there_are():
     wire = pb.Verification(session=3, position=4, tokens=[1], cached=5)
     with pytest.raises(MalformedMessage, match=r"cached is 5; it must be at most position \(4\)"):
@@ -202,3 +278,24 @@ def test_fields_of_a_later_version_are_ignored():
     close = encode_to_worker(m.Close(m.SessionId(5), 2))
     later = close + bytes([0xFA, 0x07, 0x01, 0x00])  # field 127, one byte
     assert decode_to_worker(later) == m.Close(m.SessionId(5), 2)
+
+
+@given(verifications(), st.data())
+def test_where_tokens_came_from_survives(verification, data):
+    def of(count: int) -> tuple[m.Source, ...]:
+        named = st.lists(st.sampled_from(m.Source), min_size=count, max_size=count).map(tuple)
+        return data.draw(st.just(()) | named)
+
+    attributed = replace(
+        verification,
+        sources=of(verification.accepted),
+        refused=of(verification.offered - verification.accepted),
+        recovered=data.draw(st.booleans()),
+    )
+    assert decode_from_worker(encode_from_worker(attributed)) == attributed
+
+
+def test_refused_drafts_have_one_source_each():
+    wire = pb.Verification(session=3, tokens=[1], offered=2, refused=[pb.SOURCE_LOOKUP])
+    with pytest.raises(MalformedMessage, match="refused has 1 entries for 2 refused tokens"):
+        decode_from_worker(pb.FromWorker(verified=wire).SerializeToString())

@@ -118,7 +118,7 @@ class Machine:
         for life in {first: None} | dict.fromkeys(self.rng.sample(self.lives, min(2, len(self.lives)))):
             before = len(life.nodes)
             self.choose(life)
-            fits = life.sequence.can_append(len(life.nodes) - before)
+            fits = life.sequence.blocks_needed(len(life.nodes) - before) <= self.cache.ledger.free
             try:
                 slots = life.sequence.append([parent for _, parent in life.nodes[before:]])
             except CacheFull:

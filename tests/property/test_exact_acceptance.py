@@ -21,6 +21,7 @@ from speculation import acceptance
 from speculation.acceptance import Chosen, Draft, Sampled, Walk, keep_chain, residual, walk
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Support, Token
 from speculation.noise import Stream
+from speculation.prediction import Prediction
 
 Text = tuple[Token, ...]
 Model = Callable[[Text], tuple[int, ...]]
@@ -218,6 +219,18 @@ class Mixed(Rejection):
         return Chosen(likeliest(self.drafter(text))) if (len(text) + sum(text)) % 2 else drawn
 
 
+class Predicted(Rejection):
+    """A caller's prediction where the text follows or has rejoined it, drawn tokens elsewhere."""
+
+    prediction = (1, 0, 2, 1, 0, 0)
+
+    def draft(self, text: Text, noise: Noise) -> Draft:
+        source = Prediction(self.prediction, 0)
+        source.extend(text)
+        found = source.propose(1).tokens
+        return Chosen(found[0]) if found else super().draft(text, noise)
+
+
 class EndsAfterAToken(Rejection):
     """What is offered depends on the drafts offered, as after a stop token."""
 
@@ -250,6 +263,7 @@ REJECTION = [
     Rejection,
     SurvivingTail,
     AllChosen,
+    Predicted,
     Mixed,
     EndsAfterAToken,
     EndsByConfidence,

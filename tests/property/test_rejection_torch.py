@@ -202,8 +202,8 @@ def deviation(texts: Tensor, joint: Tensor) -> float:
         return math.inf
     seen = torch.cat([counts.flatten(), counts.sum(0), counts.sum(1)])
     p = torch.cat([joint.flatten(), joint.sum(0), joint.sum(1)])
-    usual = (p * SESSIONS > 25) & (p < 1)  # a rarer cell is not normally distributed
-    distance = (seen - SESSIONS * p).abs() / (SESSIONS * p * (1 - p)).sqrt()
+    usual = (p * len(texts) > 25) & (p < 1)  # a rarer cell is not normally distributed
+    distance = (seen - len(texts) * p).abs() / (len(texts) * p * (1 - p)).sqrt()
     return float(distance[usual].max())
 
 

@@ -1,10 +1,12 @@
 """Whatever is proposed, in whatever order, the target's own sequence comes out."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculation import digest as digests
-from speculation.messages import ANCHOR, Limits, Open, Proposal, Sampling, SessionId, Token
+from speculation.messages import ANCHOR, Extras, Limits, Open, Proposal, Sampling, SessionId, Token
 from speculation.target_session import TargetSession
 from speculation.trie import SpeculationTrie, TrieLimits
 
@@ -56,6 +58,49 @@ def test_the_output_does_not_depend_on_the_proposals(script):
     while not session.finished:
         step(4)
     assert (*prompt, *emitted) == tuple(session.tokens) == tuple(truth)
+
+
+def true_text(prompt: tuple[Token, ...]) -> list[Token]:
+    truth = list(prompt)
+    while len(truth) < END:
+        truth.append(target_draw(tuple(truth)))
+    return truth
+
+
+edits = st.lists(
+    st.tuples(st.integers(0, END), st.sampled_from(["replace", "insert", "leave out"]), tokens), max_size=4
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.tuples(st.integers(0, 3), st.integers(0, 3)), edits, st.booleans(), st.lists(st.integers(0, 6)), st.data())
+def test_the_output_does_not_depend_on_the_prediction(prompt, changes, right, budgets, data):
+    """However the text differs from it, and wherever the session is opened again."""
+    truth = true_text(prompt)
+    predicted = truth[len(prompt) :] if right else [token % VOCABULARY for token in range(END)]
+    for at, change, token in changes:
+        predicted[at : at + (change != "insert")] = [] if change == "leave out" else [abs(token) % VOCABULARY]
+    opened = Open(
+        SessionId(1), 1, prompt, Sampling(), Limits(END), prompt=len(prompt), extras=Extras(prediction=tuple(predicted))
+    )
+    limits = TrieLimits(nodes=16, depth=6, children=3)
+    session = TargetSession(opened, vocabulary=VOCABULARY, trie_limits=limits)
+    for step in range(END):
+        if session.finished:
+            break
+        if data.draw(st.booleans()):
+            opened = replace(opened, epoch=opened.epoch + 1, tokens=tuple(session.tokens))
+            session = TargetSession(opened, vocabulary=VOCABULARY, trie_limits=limits)
+        offer = session.offer(session.candidates(budgets[step] if step < len(budgets) else 4))
+        contexts = [tuple(session.tokens)]
+        for node in offer.nodes:
+            contexts.append((*session.tokens, *(above.token for above in node.path_from(session.trie.root))))
+        verification = session.commit([target_draw(context) for context in contexts]).verification
+        assert len(verification.sources) in (0, verification.accepted)
+        assert len(verification.refused) in (0, verification.offered - verification.accepted)
+        check_trie(session.trie)
+    assert session.finished
+    assert session.tokens == truth
 
 
 def check_trie(trie: SpeculationTrie) -> None:

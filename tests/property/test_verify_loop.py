@@ -6,6 +6,7 @@ they are preempted all the time. Ten thousand run on a model that is a table; so
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from engine.sampling import Draw, sample
 from engine.step import Chunk, Engine
 from engine.threads import set_threads
 from speculation import digest as digests
+from speculation import planner
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -31,6 +33,7 @@ from speculation.messages import (
     Refused,
     Rule,
     Sampling,
+    Schedule,
     SessionId,
     Source,
     Speculation,
@@ -58,6 +61,7 @@ class TableEngine:
 
     def __init__(self, capacity: int) -> None:
         self.speculates = True
+        self.heads = None
         self.cache = KVCache(0, capacity, dtype=torch.float32, device="cpu")
         self.forward_seconds = 0.0
         self._stored: dict[int, Token] = {}
@@ -361,3 +365,20 @@ def test_a_request_that_cannot_be_is_refused_and_bothers_nobody():
     while (sent := loop.step()) is not None:
         text += [token for _, message in sent for token in message.tokens]
     assert tuple(text) == request.text
+
+
+def test_a_verification_tells_how_long_its_step_and_the_wait_before_it_took(monkeypatch):
+    monkeypatch.setattr(planner, "DEAF_AFTER", 0.02)
+    loop = VerifyLoop(cast(Engine, TableEngine(capacity=64)), WELCOME)
+    speculation = Speculation(schedule=Schedule.SEQUENTIAL, max_depth=3)
+    loop.receive("one", Open(SessionId(1), 1, (1,), Sampling(), Limits(9), speculation))
+    started = time.perf_counter()
+    said: list[Verification] = []
+    while len(said) < 2:
+        said += [message for _, message in loop.step() or [] if isinstance(message, Verification)]
+    spent = (time.perf_counter() - started) * 1e6
+    first, second = said
+    assert 0 < first.took_us < spent
+    assert 19_000 < first.waited_us < spent
+    assert second.waited_us == 0, "it waited in vain, and waits no more"
+    loop.forget("one")

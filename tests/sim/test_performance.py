@@ -67,6 +67,16 @@ def test_a_perfect_drafter_in_parallel_hides_its_own_time():
     assert 0.99 * 6 / (VERIFY + DRAFT) < report.rate <= 1.01 * 6 / VERIFY, "at most one draft step is not hidden"
 
 
+def test_steps_beside_a_working_drafter_take_as_much_longer_as_was_measured():
+    crowded, outcomes = replace(FREE, contention=1.25), made_up(Random(SEED), 1.0)
+    rate, slower = (
+        simulate(Setting(request_tokens=ENDLESS), costs, outcomes, Random(SEED), tokens=300).rate
+        for costs in (FREE, crowded)
+    )
+    assert slower == pytest.approx(rate / 1.25, rel=0.03)
+    assert simulate(Setting(None), crowded, outcomes, Random(SEED)).rate == pytest.approx(1 / VERIFY)
+
+
 def test_a_perfect_drafter_ahead_of_the_target_is_bounded_by_what_a_step_verifies():
     report = speed(Setting(request_tokens=ENDLESS), acceptance=1.0, costs="free")
     most = (1 + Bounds().drafts_per_session) / VERIFY

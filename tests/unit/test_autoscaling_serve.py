@@ -153,12 +153,14 @@ def test_what_is_declared_is_what_serve_takes():
 
 
 def test_bounds_and_settings_may_change_without_replacing_replicas():
-    """``args`` decide whether Serve replaces them."""
+    """``args`` and the options of actors decide whether Serve replaces them."""
     changed = {**CONFIG, "autoscaling": {"load": 0.5}}
     changed["models"] = {**CONFIG["models"], "a": {"target": {"max_replicas": 5}, "drafts": {"small": {"replicas": 1}}}}
     before, after = (declaration(from_mapping(one, "test")) for one in (CONFIG, changed))
     assert before["args"] == after["args"]
     assert before["deployments"] != after["deployments"]
+    started = [[entry["ray_actor_options"] for entry in described["deployments"]] for described in (before, after)]
+    assert started[0] == started[1]
     again = from_mapping(before["args"], "args")
     assert {need.deployment for need in needs(again)} == {entry["name"] for entry in before["deployments"]}
 
@@ -166,7 +168,7 @@ def test_bounds_and_settings_may_change_without_replacing_replicas():
 def test_fixed_pools_are_declared_as_before():
     described = declaration(from_mapping({}, "test"))
     assert "autoscaling_policy" not in described
-    assert described["deployments"][0] == {"name": "TargetWorker", "num_replicas": 1}
+    assert (described["deployments"][0]["name"], described["deployments"][0]["num_replicas"]) == ("TargetWorker", 1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speculation
+from benchmarks import drafting, speculation
 from cluster.cli import main
 
 
@@ -41,6 +41,23 @@ def test_unknown_flags_and_benchmarks_are_refused(started, capsys):
         assert ended.value.code == 2
     assert "did you mean --prompts?" in capsys.readouterr().err
     assert not started
+
+
+def test_a_flag_of_another_benchmark_is_not_suggested_to_who_gave_it(started, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "drafting", "--json", "x"])
+    assert "unknown argument '--json'" in (said := capsys.readouterr().err)
+    assert "did you mean --json" not in said
+
+
+def test_a_quick_run_of_the_ways_to_draft_writes_where_it_is_told(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(drafting, "main", lambda options: asked.append(options) or 0)
+    assert main(["bench", "drafting", "--quick", "--out", str(tmp_path)]) == 0
+    assert main(["bench", "drafting", "--quick"]) == 0
+    told, untold = asked
+    assert (told.out, told.quick) == (tmp_path, True)
+    assert not untold.out.exists(), "it was for the time of the run"
 
 
 def test_the_quick_run_is_smaller_unless_told_otherwise(started, tmp_path):

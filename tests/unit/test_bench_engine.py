@@ -6,27 +6,32 @@ import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import engine, engine_report, engine_steps
+from benchmarks import engine, engine_report, engine_steps, engine_traffic
 from benchmarks.bandwidth import in_turn, reads
-from benchmarks.engine_figures import ALONE, GOALS, TOGETHER, Agreement, Measured, Repeated, agreement, summary
+from benchmarks.engine_figures import ALONE, GOALS, MIXED, TOGETHER, Agreement, Measured, Repeated, agreement, summary
+from benchmarks.engine_loop import Loop
 from benchmarks.engine_memory import Memory, memory_of, read_rollup
-from benchmarks.engine_model import config, parameters
+from benchmarks.engine_model import config, parameters, random_prompts, write_model
 from benchmarks.engine_settings import READ_BYTES, Options, Shape
 from benchmarks.engine_steps import TREE, Part, StepParts, chain, hooks, many
-from benchmarks.engine_stock import PREFIX
-from benchmarks.measure import Commit, Decoded, Run
+from benchmarks.engine_stock import PREFIX, Stock
+from benchmarks.engine_traffic import MEAN_ANSWER, MEAN_PROMPT, SHORTENED, lengths
+from benchmarks.measure import Batch, Commit, Decoded, Run
 from cluster.cli import main
+from engine.build import EngineSettings, build
 
 KEYS = {
     "step_over_floor",
     "verify8_over_step1",
     "batch16_over_batch1",
     "over_transformers_batch16",
+    "over_transformers_batch16_mixed",
     "prefix_hit_ttft_ratio",
     "memory_overhead_mb",
 }
@@ -55,6 +60,8 @@ def measured() -> Measured:
             TOGETHER: [run(16, 40, 1.0 * x, 2.0 * x) for x in slow],
             PREFIX + ALONE: [run(1, 40, 0.1, 2.0 * x) for x in slow],
             PREFIX + TOGETHER: [run(16, 40, 1.5 * x, 6.0 * x) for x in slow],
+            MIXED: [run(16, 40, 1.0 * x, 1.0 * x) for x in slow],
+            PREFIX + MIXED: [run(16, 40, 1.0 * x, 5.0 * x) for x in slow],
         },
         prefixes=[Repeated(2.0, 0.1), Repeated(4.0, 0.8), Repeated(2.0, 0.16)],
         memory=Memory(1_100_000_000, 900_000_000, 500_000_000, 90_000_000, 10_000_000),
@@ -78,6 +85,7 @@ def test_every_figure_is_a_median_of_ratios_within_a_round(measured):
             "verify8_over_step1": 30 / 26,
             "batch16_over_batch1": 8.0,
             "over_transformers_batch16": 2.5,
+            "over_transformers_batch16_mixed": 3.0,
             "prefix_hit_ttft_ratio": 0.08,
             "memory_overhead_mb": 500.0,
         }
@@ -92,6 +100,30 @@ def test_the_floor_is_that_of_the_fastest_way_to_read(measured):
 def test_over_transformers_counts_the_prompts(measured):
     early = {**measured.runs, TOGETHER: [run(16, 40, 0.5, 2.0)] * 3, PREFIX + TOGETHER: [run(16, 40, 0.5, 4.5)] * 3}
     assert summary(replace(measured, runs=early))["over_transformers_batch16"] == pytest.approx(2.0)
+
+
+def test_mixed_requests_spread_widely_and_are_the_same_in_every_run():
+    drawn = lengths(1000)
+    assert drawn == lengths(1000)
+    for column, expected in ((0, MEAN_PROMPT / SHORTENED), (1, MEAN_ANSWER / SHORTENED)):
+        tokens = [one[column] for one in drawn]
+        assert min(tokens) >= 1 and max(tokens) == 256
+        assert mean(tokens) == pytest.approx(expected, rel=0.1)
+        assert stdev(tokens) > 0.7 * mean(tokens)
+
+
+async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
+    """In float32, with a tiny model: the padding of one contender and the retiring of the other change no token."""
+    write_model(Shape(256, 1), tmp_path / "model")
+    settings = EngineSettings(str(tmp_path / "model"), device="cpu", dtype="float32", cache_tokens=4096)
+    generator = torch.Generator().manual_seed(0)
+    prompts = tuple(random_prompts(1, tokens, generator)[0] for tokens in (3, 11, 7))
+    batch = Batch(prompts, 6, each=(6, 1, 4))
+    ours = await Loop(build(settings), settings).run(batch)
+    theirs = await Stock(tmp_path / "model", torch.float32).run(batch)
+    assert [len(one.tokens) for one in ours.decoded] == [6, 1, 4]
+    assert [one.tokens for one in ours.decoded] == [one.tokens for one in theirs.decoded]
+    assert [sum(commit.tokens for commit in one.commits) for one in theirs.decoded] == [6, 1, 4]
 
 
 def test_goals_say_what_is_reached_and_what_transformers_does(result):
@@ -264,6 +296,7 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
     """The real thing with a tiny model: a worker process, transformers, and every figure."""
     for name, value in SMALL.items():
         monkeypatch.setattr(engine, name, value)
+    monkeypatch.setattr(engine_traffic, "SHORTENED", 40)
     file, cores = tmp_path / "figures.json", os.sched_getaffinity(0)
     assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "1", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -272,7 +305,14 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
     assert found["agreement"]["float32"] == {"texts": 16, "same": 16, "tokens": 4}
     assert os.sched_getaffinity(0) == cores
     shown = capsys.readouterr().out
-    for words in ("Must reach", "A step, by its tokens", "linear layers", "transformers"):
+    assert found["summary"]["over_transformers_batch16"] != found["summary"]["over_transformers_batch16_mixed"]
+    for words in (
+        "Must reach",
+        "16 requests of mixed lengths",
+        "A step, by its tokens",
+        "linear layers",
+        "transformers",
+    ):
         assert words in shown
 
 

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import baseline, contenders, measure
 from benchmarks.contenders import best, pace
 from benchmarks.measure import Batch, Commit, Decoded, Run, take_turns
-from speculation.messages import Schedule, Source
+from speculation.messages import AllBut, Schedule, Source
 
 
 def request(*commits: tuple[float, int]) -> Decoded:
@@ -60,7 +60,7 @@ async def test_contenders_take_turns_and_take_turns_in_beginning(monkeypatch):
 def test_contenders_ask_for_what_their_names_say():
     assert not contenders.PLAIN.speculation.enabled
     assert contenders.OURS.speculation.sources == {Source.DRAFT}
-    assert contenders.OURS_AND_LOOKUP.speculation.sources == set(Source)
+    assert contenders.OURS_AND_LOOKUP.speculation.sources == AllBut()
     assert contenders.LOOKUP.speculation.sources == {Source.LOOKUP}
     for make, schedule in ((contenders.sequential, Schedule.SEQUENTIAL), (contenders.parallel, Schedule.PARALLEL)):
         asked = make(5).speculation

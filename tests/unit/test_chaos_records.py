@@ -8,6 +8,7 @@ import pytest
 from benchmarks.chaos.outcome import Outcome, Wanted
 from benchmarks.chaos.pressure import Sizes
 from benchmarks.chaos.records import Reply, tally
+from benchmarks.chaos.routers import BREAK_SECONDS, objections
 from benchmarks.chaos.soak import Footprint, against_growth, schedule
 from benchmarks.chaos.workload import Workload, body
 from cluster.cli import main
@@ -221,3 +222,27 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, capsys):
 def test_the_faults_are_listed(capsys):
     assert main(["bench", "chaos", "--list", "--hang", "5"]) == 0
     assert "stop-draft       SIGSTOP of a drafter for 5 s" in capsys.readouterr().out
+
+
+def reply(*parts: str, sent: float, ended: float, error: str = "") -> Reply:
+    return Reply(0, sent, 200, parts=list(parts), done=not error, error=error, ended=ended)
+
+
+BROKEN, WELL = reply("one ", sent=1.0, ended=10.1, error="cut"), reply(RIGHT, sent=2.0, ended=12.0)
+
+
+@pytest.mark.parametrize(
+    ("replies", "words"),
+    [
+        ([BROKEN, WELL], None),
+        ([WELL], "no stream broke"),
+        ([BROKEN], "every stream broke"),
+        ([BROKEN, WELL, reply(sent=10.2, ended=10.3, error="status 503")], None),
+        ([BROKEN, WELL, reply("one", sent=11.0, ended=10.5 + BREAK_SECONDS, error="cut")], "5.5 s after the router"),
+        ([BROKEN, WELL, reply("one", sent=1.0, ended=9.0, error="cut")], "-1.0 s after the router"),
+        ([BROKEN, WELL, reply("two", sent=1.0, ended=10.1, error="cut")], "from character 0 on"),
+    ],
+)
+def test_only_the_streams_of_a_killed_router_may_break(replies, words):
+    found = objections(replies, 10.0, {0: RIGHT})
+    assert [words in line for line in found] == ([True] if words else [])

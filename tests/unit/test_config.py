@@ -3,9 +3,13 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from cluster.config import SECTIONS, Config, Override, chosen_threads, default_of, load, rule_of
+from cluster.config import SECTIONS, Config, Override, default_of, load, rule_of
+from cluster.flags import Parser, add_file, add_repeated, add_section, add_tracing, configuration
+from cluster.pools import chosen_threads
+from cluster.serving import router_settings, trace_settings
 from cluster.settings import ConfigError
 from speculation.events import Role
+from transport.tracing import TraceSettings
 
 
 def written(tmp_path, text: str):
@@ -109,9 +113,10 @@ def test_a_file_that_cannot_be_read(tmp_path):
 
 def test_folders_are_meant_relative_to_what_names_them(tmp_path, monkeypatch):
     (tmp_path / "m").mkdir()
-    file = written(tmp_path, "target: {model: m}\ndraft: {model: Org/Name}\n")
+    file = written(tmp_path, "target: {model: m}\ndraft: {model: Org/Name, assistant: m}\n")
     config = load(file)
     assert (config.target.model, config.draft.model) == (str(tmp_path / "m"), "Org/Name")
+    assert config.draft.assistant == str(tmp_path / "m")
     monkeypatch.chdir(tmp_path)
     assert load(None, [Override("draft.model", "./m", "--draft")]).draft.model == str(tmp_path / "m")
 
@@ -227,3 +232,33 @@ def test_a_flag_for_a_pool_that_is_not_there_is_refused(tmp_path, key, words):
     with pytest.raises(ConfigError, match=r"^--set: ") as caught:
         load(written(tmp_path, MODELS), [Override(key, "1", "--set")])
     assert words in str(caught.value)
+
+
+def test_origins_are_gathered_from_flags_and_checked(tmp_path):
+    parser = Parser()
+    add_repeated(parser, "--cors-origin", "admission.cors_origins")
+    add_section(parser, "admission", without=("cors_origins",))
+    add_tracing(parser)
+    add_file(parser)
+    path = written(tmp_path, "admission: {cors_origins: 'https://old.example', request_timeout: 5}\n")
+    one, two = "--cors-origin", "https://a.example"
+    given = parser.parse_args(
+        ["--config", str(path), one, two, "--max-request-timeout", "9", one, "http://b.example:80"]
+    )
+    settings = router_settings(configuration(given)).api.admission
+    assert settings.cors_origins == ("https://a.example", "http://b.example:80")
+    assert (settings.timeout, settings.max_timeout) == (5.0, 9.0)
+    assert router_settings(configuration(parser.parse_args([one, "*"]))).api.admission.cors_origins == ("*",)
+    assert router_settings(configuration(parser.parse_args([]))).api.admission.cors_origins == ()
+    for bad in ("app.example", "https://a.example/path", "https://a.example, *"):
+        with pytest.raises(ConfigError, match=r"admission\.cors_origins must be \* or origins such as"):
+            configuration(parser.parse_args([one, bad]))
+
+
+def test_tracing_is_off_unless_asked_for():
+    assert trace_settings(load()) is None
+    assert trace_settings(load(None, [Override("tracing.enabled", "true", "--tracing")])) == TraceSettings()
+    there = load(None, [Override("tracing.otlp_endpoint", "http://localhost:4317", "--otlp-endpoint")])
+    assert trace_settings(there) == TraceSettings("http://localhost:4317")
+    with pytest.raises(ConfigError, match=r"tracing\.otlp_endpoint must be an address such as http"):
+        load(None, [Override("tracing.otlp_endpoint", "localhost:4317", "--otlp-endpoint")])

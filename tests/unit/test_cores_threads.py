@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from cluster import core_cache, threads
-from cluster.config import CHECKOUT, Config, Override, chosen_threads, load
+from cluster.checkout import CHECKOUT
+from cluster.config import Config, Override, load
 from cluster.core_cache import CoreCache, default_cache, key_of
 from cluster.cores import DRAFTS, StepTimes, decoded, encoded
+from cluster.pools import chosen_threads
 from cluster.threads import Unmeasured, divisible, measuring, output_of, settled, usable_cores
 from tests.stack import MODELS
 

@@ -11,11 +11,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from cluster.completion import Tally
-from cluster.config import Config, DraftConfig, ModelConfig, RouterConfig, TargetConfig
+from cluster.config import Config, RouterConfig
 from cluster.doctor import certificates, devices, distance, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
 from cluster.doctor.weights import WeightsError, read_weights
 from cluster.placement import GPU_CLASS, Node
+from cluster.pools import DraftConfig, ModelConfig, TargetConfig
 from engine.memory import GIB
 from speculation.events import Role
 from speculation.messages import Welcome
@@ -169,7 +170,9 @@ def test_vocabularies_that_differ(model):
     one, other = list(vocabulary)[300:302]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "different vocabularies" in only(models.check_pair("vocabulary", TARGET, str(model)))
+    assert "4000 and 4000 tokens, 2 ids mean something else" in only(
+        models.check_pair("vocabulary", TARGET, str(model))
+    )
     assert only(models.check_pair("vocabulary", TARGET, DRAFT)).startswith("ok ")
 
 

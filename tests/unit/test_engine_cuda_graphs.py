@@ -13,6 +13,7 @@ from engine.cuda.graphs import SIZES, Record
 from engine.kv_cache import KVCache
 from engine.kv_store import KVStore
 from engine.loader import Model
+from engine.medusa import MedusaHeads
 from engine.step import Chunk, Engine
 from tests.paged import Twins, plain_kernel
 from tests.unit.engine_models import load_tiny, random_tokens, slot_engine
@@ -52,11 +53,13 @@ class Recorder:
         return replay
 
 
-def recording_engine(model: Model, record: Record, capacity: int = 400, spare: int = BLOCK) -> Engine:
+def recording_engine(
+    model: Model, record: Record, capacity: int = 400, spare: int = BLOCK, heads: MedusaHeads | None = None
+) -> Engine:
     kernel, _ = plain_kernel(BLOCK)
     cache = KVCache(model.layers, capacity, block=BLOCK, dtype=model.dtype, device=model.device)
     cache.store = KVStore(model.layers, cache.capacity, dtype=model.dtype, device=model.device, spare=spare)
-    return Engine(replace(model, paged=kernel), cache, record=record)
+    return Engine(replace(model, paged=kernel), cache, record=record, heads=heads)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -148,3 +151,20 @@ def test_a_model_with_other_layers_is_not_replayed(
     found_RV, expected_RV = (e.run([Chunk(e.cache.sequence(), tokens, rows=range(5))]) for e in (engine, plain))
     torch.testing.assert_close(found_RV, expected_RV, atol=1e-4, rtol=1e-4)
     assert not record.recorded and "a layer of a recorded step cannot be computed over pages" in caplog.text
+
+
+def test_hidden_states_of_replayed_steps_are_those_of_the_step(llama: Model) -> None:
+    record = Recorder()
+    heads = MedusaHeads(64, 256, 1, 0)
+    replaying, computing = recording_engine(llama, record, heads=heads), slot_engine(llama)
+    engines = (replaying, Engine(llama, computing.cache, heads=heads))
+    sequences = [engine.cache.sequence() for engine in engines]
+    tokens = random_tokens(15, seed=8)
+    for start in range(0, 15, 3):
+        for engine, sequence in zip(engines, sequences, strict=True):
+            engine.run([Chunk(sequence, tokens[start : start + 3], rows=(0, 2))])
+            sequence.advance(range(3))
+        found_RD, expected_RD = (engine.hidden for engine in engines)
+        assert found_RD is not None and found_RD.shape == (2, 64)
+        torch.testing.assert_close(found_RD, expected_RD, atol=1e-4, rtol=1e-4)
+    assert record.replayed >= 4

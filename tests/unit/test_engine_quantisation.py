@@ -12,7 +12,7 @@ from torch import nn
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from cluster.config import QUANTIZATIONS
+from cluster.pools import QUANTIZATIONS
 from engine import quantisation, self_test
 from engine.build import EngineSettings, build, welcome
 from engine.int8_linear import Int8Linear, has_kernel

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.logs import JsonFormatter, TextFormatter, add_flags, set_up
-from router.session_log import SessionLog
 from speculation.messages import SessionId
+from transport.session_log import SessionLog
 
 log = logging.getLogger("router.test")
 

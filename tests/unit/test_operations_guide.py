@@ -6,8 +6,9 @@ import shlex
 import pytest
 import yaml
 
+from cluster.checkout import CHECKOUT
 from cluster.cli import COMMANDS, _parsers
-from cluster.config import CHECKOUT, default_of
+from cluster.config import default_of
 
 GUIDE = (CHECKOUT / "docs" / "operations.md").read_text(encoding="utf-8")
 ALERTS = CHECKOUT / "deploy" / "monitoring" / "alerts.yaml"

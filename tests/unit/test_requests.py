@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.errors import CODES, ApiError, code_of
+from router.field_table import known, refusals
 from router.generation import ServedModel
-from router.openai_fields import CHAT_FIELDS, CHAT_NEUTRAL, COMPLETION_FIELDS, COMPLETION_NEUTRAL
 from router.requests import ApiRequest, Offer, parse_chat, parse_completion, parse_object
 from speculation.events import FailureCode
 from speculation.messages import RefusalCode, Sampling, Speculation
@@ -93,23 +93,22 @@ def test_every_field_arrives() -> None:
 
 
 def test_null_stands_for_every_absent_field() -> None:
-    fields = dict.fromkeys((COMPLETION_FIELDS | COMPLETION_NEUTRAL.keys()) - {"prompt"})
+    fields = dict.fromkeys((known("completion") | refusals("completion").keys()) - {"prompt"})
     assert completion(**fields).generations[0].max_tokens == 16
-    fields = dict.fromkeys((CHAT_FIELDS | CHAT_NEUTRAL.keys()) - {"messages"})
+    fields = dict.fromkeys((known("chat") | refusals("chat").keys()) - {"messages"})
     assert chat(**fields).kind == "chat"
 
 
 @pytest.mark.parametrize("parse", [completion, chat])
-def test_neutral_values_of_unsupported_fields_are_taken_and_others_refused(parse: Any) -> None:
-    table = COMPLETION_NEUTRAL if parse is completion else CHAT_NEUTRAL
-    for name, values in table.items():
-        for value in values:
+def test_refused_fields_give_their_reason_and_take_values_that_ask_for_nothing(parse: Any) -> None:
+    for name, (reason, neutral) in refusals("completion" if parse is completion else "chat").items():
+        for value in neutral:
             parse(**{name: value})
         error = refusal(parse, **{name: "something else"})
         assert (error.code.name, error.param) == ("unsupported_parameter", name)
-        assert "not supported yet" in error.message
-    assert refusal(parse, presence_penalty=False).param == "presence_penalty"
-    parse(presence_penalty=0.0)
+        assert reason in error.message
+    assert refusal(parse, length_penalty=True).param == "length_penalty"
+    parse(length_penalty=1.0)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +244,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["hi"]}, "invalid_type", "messages[0]"),
     ({"prompt": "hi"}, "unknown_parameter", "prompt"),
     (message(role=None), "missing_required_parameter", "messages[0].role"),
-    (message(role="tool"), "invalid_value", "messages[0].role"),
+    (message(role="robot"), "invalid_value", "messages[0].role"),
+    (message(role="tool"), "missing_required_parameter", "messages[0].tool_call_id"),
+    (message(role="tool", tool_call_id="1"), "unsupported_parameter", "messages[0].role"),
     (message(content=None), "missing_required_parameter", "messages[0].content"),
     (message(content=3), "invalid_type", "messages[0].content"),
     (message(content=[]), "invalid_type", "messages[0].content"),
@@ -253,7 +254,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (message(content=[IMAGE]), "unsupported_parameter", "messages[0].content[0].type"),
     (message(content=[{"type": "text"}]), "missing_required_parameter", "messages[0].content[0].text"),
     (message(contents="x"), "unknown_parameter", "messages[0].contents"),
-    (message(tool_calls=[{}]), "unsupported_parameter", "messages[0].tool_calls"),
+    (message(tool_calls=[{}]), "missing_required_parameter", "messages[0].tool_calls[0].function"),
     (message(content="zqj" * 100), "context_length_exceeded", "messages"),
 ]
 
@@ -311,7 +312,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(st.dictionaries(st.sampled_from(sorted(COMPLETION_FIELDS | CHAT_FIELDS)), JSON, max_size=4))
+@given(st.dictionaries(st.sampled_from(sorted(known("completion") | known("chat"))), JSON, max_size=4))
 def test_anything_is_either_a_request_that_fits_or_a_refusal(fields: dict[str, Any]) -> None:
     for parse, base in ((parse_completion, {"prompt": "hi"}), (parse_chat, CHAT)):
         try:

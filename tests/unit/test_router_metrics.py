@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 from prometheus_client.parser import text_string_to_metric_families
 
-from draft_service.lookahead import Counters as DraftCounters
+from draft_service.counters import Counters as DraftCounters
 from router.acceptance_watch import AcceptanceWatch, WatchLimits
 from router.certificates import UNREADABLE
-from router.choices import Chunk
+from router.choice_reader import Chunk
 from router.errors import code_of
 from router.generation import GenerationError
 from router.metrics import RouterMetrics

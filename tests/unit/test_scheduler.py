@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -73,6 +73,15 @@ def test_all_together_keep_to_the_budget():
             total = sum(one.feed for one in division.shares) + division.drafts
             assert total <= BUDGET.tokens
             assert total == BUDGET.tokens or decoding + sum(prompts) < 200
+
+
+def test_prompts_have_a_budget_of_their_own_where_nothing_decodes():
+    budget = replace(BUDGET, alone=700)
+    prompts = [Demand(300), Demand(300), Demand(300)]
+    assert sum(one.feed for one in shares(prompts, budget)) == 700
+    beside_text = share([DECODES, *prompts], budget, unbounded)
+    assert sum(one.feed for one in beside_text.shares) + beside_text.drafts == BUDGET.tokens
+    assert sum(one.feed for one in shares(prompts, replace(BUDGET, alone=50))) == BUDGET.tokens
 
 
 def test_more_sessions_than_tokens_take_turns():

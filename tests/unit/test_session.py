@@ -28,7 +28,9 @@ from speculation.events import (
 )
 from speculation.messages import (
     ANCHOR,
+    MAX_PRIORITY,
     Close,
+    Extras,
     FinishReason,
     Limits,
     Open,
@@ -42,6 +44,7 @@ from speculation.messages import (
     Source,
     Speculation,
     Support,
+    TokenLogprobs,
     Verification,
 )
 from speculation.session import Phase, Session, SessionLimits
@@ -92,6 +95,49 @@ def test_a_verification_is_emitted_and_relayed_under_the_drafters_epoch():
     effects = session.handle(0.1, Received(T0, message))
     assert effects == [Emit((4, 5), 1, 1), Send(D0, replace(message, epoch=2))]
     assert session.output == (4, 5)
+
+
+def test_a_drafter_is_not_told_what_only_clients_want_to_know():
+    session = running()
+    message = replace(
+        verified(session, 4, 5, accepted=1),
+        offered=2,
+        sources=(Source.PREDICTION,),
+        refused=(Source.LOOKUP,),
+        recovered=True,
+        logprobs=(TokenLogprobs(-1.0), TokenLogprobs(-2.0)),
+        took_us=30,
+        waited_us=5,
+    )
+    emit, relayed = session.handle(0.1, Received(T0, message))
+    told = emit.told
+    assert (told.sources, told.refused, told.recovered) == (message.sources, message.refused, True)
+    assert (told.took_us, told.waited_us, told.logprobs) == (30, 5, message.logprobs)
+    plain = replace(verified(new(), 4, 5, epoch=2, accepted=1), offered=2)
+    assert relayed == Send(D0, plain)
+
+
+def test_a_prediction_goes_to_every_target_and_to_no_drafter():
+    extras = Extras(prediction=(4, 5, 6), grammar="g", request="r")
+    session = Session(ID, PROMPT, Sampling(), Limits(20), extras=extras)
+    session.handle(0.0, Start())
+    openings = sent(session.handle(0.0, Placed(Role.TARGET, T0)), Open)
+    openings += sent(session.handle(0.0, Placed(Role.DRAFT, D0)), Open)
+    session.handle(0.1, Received(T0, verified(session, 4)))
+    session.handle(0.2, Lost(T0))
+    openings += sent(session.handle(0.2, Placed(Role.TARGET, T1)), Open)
+    assert [opening.message.extras for opening in openings] == [extras, replace(extras, prediction=()), extras]
+    assert (openings[-1].message.prompt, openings[-1].message.generated) == (3, (4,))
+
+
+def test_drafts_that_were_committed_before_count_once():
+    session = running()
+    session.handle(0.1, Received(T0, verified(session, 4)))
+    late = Verification(ID, 1, 3, (4, 5, 6), digests.of((*PROMPT, 4, 5, 6)), accepted=2, offered=4)
+    late = replace(late, sources=(Source.DRAFT, Source.LOOKUP), refused=(Source.LOOKUP, Source.DRAFT))
+    (emit, _) = session.handle(0.2, Received(T0, late))
+    assert (emit.tokens, emit.accepted, emit.offered) == ((5, 6), 1, 3)
+    assert (emit.told.sources, emit.told.refused) == ((Source.LOOKUP,), (Source.LOOKUP, Source.DRAFT))
 
 
 def test_what_was_cached_counts_for_the_prompt_only():
@@ -276,9 +322,9 @@ def test_losses_alone_never_fail_a_session_but_a_verdict_does():
     assert "2 target workers" in effects[-1].message
 
 
-def leaving() -> Session:
+def leaving(priority: int = 0) -> Session:
     """A session open at t0, which drains, and warming up at t1 (epoch 3)."""
-    session = running()
+    session = running(Session(ID, PROMPT, Sampling(), Limits(20), priority=priority))
     session.handle(0.1, Received(T0, verified(session, 4)))
     assert session.handle(0.2, Draining(T0)) == [Place(Role.TARGET, frozenset({T0}))]
     effects = session.handle(0.2, Placed(Role.TARGET, T1))
@@ -313,6 +359,17 @@ def test_an_heir_that_is_far_behind_computes_more_before_the_session_moves():
     (moved,) = sent(session.handle(0.7, Received(T1, nearly)), Open)
     assert (moved.peer, moved.message.epoch) == (T1, 5)
     assert session.moved == 1
+
+
+@pytest.mark.parametrize(("own", "warming"), [(0, 1), (-3, -2), (MAX_PRIORITY, MAX_PRIORITY)])
+def test_an_heir_warms_up_behind_those_whose_clients_wait(own, warming):
+    """Each time; where it takes over, its client waits as well."""
+    session = leaving(own)
+    warm = replace(verified(session, 9), epoch=3)
+    session.handle(0.3, Received(T0, verified(session, *range(5, 25))))
+    (again,) = sent(session.handle(0.4, Received(T1, warm)), Open)
+    (moved,) = sent(session.handle(0.5, Received(T1, replace(verified(session, 9), epoch=4))), Open)
+    assert (again.message.priority, moved.message.priority) == (warming, own)
 
 
 def test_an_heir_that_never_catches_up_takes_over_at_last():

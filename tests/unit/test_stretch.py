@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.stretch import bisect_noise, calibrate_noise, greedy_acceptance, stretch
+from engine.medusa import MedusaHeads
+from models.stretch import bisect_noise, calibrate_noise, greedy_acceptance, stretch, stretch_heads
 
 SIZES = [
     {"hidden_size": 128},
@@ -144,3 +145,18 @@ IMPOSSIBLE = [{"hidden_size": 32}, {"hidden_size": 80}, {"layers": 2}, {"interme
 def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must"):
         stretch(tiny_model(), **sizes)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_stretched_heads_say_the_same(model: LlamaForCausalLM, shared: bool) -> None:
+    heads = MedusaHeads(64, 97, 3, 2, shared=shared)
+    with torch.no_grad():
+        for number, parameter in enumerate(heads.parameters()):
+            parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(number))
+    with torch.inference_mode():
+        hidden_BTD = model.model(tokens(), use_cache=False).last_hidden_state
+        grown_BTD = stretch(model, **BOTH).model(tokens(), use_cache=False).last_hidden_state
+        expected, found = heads(hidden_BTD), stretch_heads(heads, BOTH["hidden_size"])(grown_BTD)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    with pytest.raises(ValueError, match="at least the old one, 64, got 32"):
+        stretch_heads(heads, 32)

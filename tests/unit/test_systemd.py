@@ -11,8 +11,8 @@ import subprocess
 import pytest
 
 from cluster import notify
+from cluster.checkout import CHECKOUT
 from cluster.cli import _parsers
-from cluster.config import CHECKOUT
 from cluster.flags import configuration
 from cluster.worker_list import read_list
 from speculation.events import Role

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from router.chat_template import ChatTemplate, TemplateError
-from router.text import WINDOW, Delta, Detokenizer, StopMatcher, TextStream
+from router.text import WINDOW, Delta, Detokenizer, StopMatcher, TextRules, TextStream
 from router.tokenizer import Tokenizer, TokenizerError
+from speculation.messages import Source
+from speculation.origin import Origin, Own
 from tests.fakes import BOS, EOS, TURN, tiny_tokenizer
 
 BUNDLED = Path(__file__).parents[2] / "models" / "target"
@@ -166,12 +168,17 @@ def test_of_two_stop_strings_the_first_completed_wins() -> None:
 def run(stream: TextStream, parts: list[tuple[int, ...]]) -> tuple[str, int, bool]:
     text, tokens = "", 0
     for part in parts:
-        delta = stream.push(part, accepted=max(len(part) - 1, 0))
+        delta = stream.push(part, origins(len(part), len(part) - 1))
         text, tokens = text + joined(delta), tokens + delta.tokens
         if delta.stopped:
             return text, tokens, True
     rest = stream.finish()
     return text + joined(rest), tokens, rest.stopped
+
+
+def origins(tokens: int, drafted: int) -> list[Origin]:
+    """The first ``drafted`` by prompt lookup, the others the target's own."""
+    return [Source.LOOKUP if i < drafted else Own.RECOVERED for i in range(tokens)]
 
 
 def joined(delta: Delta) -> str:
@@ -182,8 +189,8 @@ def joined(delta: Delta) -> str:
 @given(SIZES, st.sampled_from([(), ("世界",), ("fox", "the fox"), ("🎉 ", "nowhere"), ("\n",), ("lo w", "o")]))
 def test_text_and_count_do_not_depend_on_the_commits(sizes: list[int], stops: tuple[str, ...]) -> None:
     tokens = ids(TEXT)
-    got = run(TextStream(shared(), stops, frozenset()), split(tokens, sizes))
-    assert got == run(TextStream(shared(), stops, frozenset()), [(token,) for token in tokens])
+    got = run(TextStream(shared(), TextRules(tuple(stops), frozenset())), split(tokens, sizes))
+    assert got == run(TextStream(shared(), TextRules(tuple(stops), frozenset())), [(token,) for token in tokens])
     text, count, stopped = got
     assert (text, stopped) == cut(TEXT, list(stops))
     # The count goes up to the token that completed the stop string, and no further.
@@ -193,24 +200,25 @@ def test_text_and_count_do_not_depend_on_the_commits(sizes: list[int], stops: tu
 
 
 def test_pieces_say_who_proposed_the_text_also_when_it_was_held_back() -> None:
-    stream = TextStream(shared(), ["xyz"], frozenset())
-    first = stream.push(ids("a") + ids("x") + ids("y"), accepted=2)
-    assert [(piece.text, piece.drafted) for piece in first.pieces] == [("a", True)]
-    second = stream.push(ids("b"), accepted=0)
-    assert [(piece.text, piece.drafted) for piece in second.pieces] == [("x", True), ("y", False), ("b", False)]
+    stream = TextStream(shared(), TextRules(("xyz",)))
+    first = stream.push(ids("a") + ids("x") + ids("y"), origins(3, 2))
+    assert [(piece.text, piece.origin) for piece in first.pieces] == [("a", "lookup")]
+    second = stream.push(ids("b"), origins(1, 0))
+    assert [(p.text, p.origin) for p in second.pieces] == [("x", "lookup"), ("y", "recovered"), ("b", "recovered")]
+    assert [piece.drafted for piece in second.pieces] == [True, False, False]
 
 
 def test_stop_tokens_and_special_tokens_have_no_text() -> None:
     letter = ids("q")[0]
-    stream = TextStream(shared(), [], frozenset({letter}))
-    delta = stream.push((*ids("hello"), TURN, BOS, letter), accepted=0)
+    stream = TextStream(shared(), TextRules(stop_tokens=frozenset({letter})))
+    delta = stream.push(said := (*ids("hello"), TURN, BOS, letter), origins(len(said), 0))
     assert joined(delta) == "hello"
     assert delta.tokens == len(ids("hello")) + 3
 
 
 def test_a_stop_string_may_be_completed_by_what_is_flushed_at_the_end() -> None:
-    stream = TextStream(shared(), ["\ufffd"], frozenset())
-    assert joined(stream.push((*ids("a"), ids("🎉")[0]), accepted=0)) == "a"
+    stream = TextStream(shared(), TextRules(("\ufffd",)))
+    assert joined(stream.push((*ids("a"), ids("🎉")[0]), origins(2, 0))) == "a"
     rest = stream.finish()
     assert (joined(rest), rest.stopped) == ("", True)
 

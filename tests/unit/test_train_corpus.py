@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import models
+from alignment.batches import Batches
+from alignment.losses import next_token_loss
+from alignment.training import Plan, Trainer
 from models.card import write_card
 from models.corpus import (
     END_OF_TEXT,
@@ -28,7 +31,6 @@ from models.corpus import (
     write_prompts,
 )
 from models.pair import Shape, build, load, load_tokenizer, publish
-from models.training import Batches, Plan, Trainer, next_token_loss
 
 MODELS = Path(models.__file__).parent
 TEXTS = [
@@ -176,14 +178,14 @@ PLAN = Plan(
 )
 
 
-def trainer(checkpoint: Path) -> Trainer:
+def trainer(checkpoint: Path) -> Trainer[LlamaForCausalLM]:
     return Trainer(build(TINY, 16, end_of_text=0, seed=1), PLAN, checkpoint)
 
 
 def test_interrupted_training_ends_where_uninterrupted_training_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.training.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("alignment.training.CHECKPOINT_SECONDS", 0.0)
     batches = Batches(np.arange(400, dtype=np.uint16), seed=0)
     whole = trainer(tmp_path / "whole.pt").run(batches, next_token_loss, "whole")
 

@@ -1,0 +1,315 @@
+"""What the HTTP door lets in: limits of callers, deadlines, sizes, pages of other origins."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from router import asgi, auth
+from router.admission import AdmissionSettings
+from router.api import ApiSettings
+from router.asgi import MOST_HEAD_BYTES, BoundedHttp
+from router.auth import ApiKeys
+from router.bounds import ALWAYS_READ
+from router.field_bounds import MOST_MESSAGES
+from router.limits import Allowance
+from router.tokenizer import Tokenizer
+from tests.fakes import FakeGenerator, commits
+from tests.http_server import serve
+from tests.integration.test_http_api import CONTEXT, TEXT, events, fake, in_memory, length, model, shared
+from tests.integration.test_http_api import no_task_left as no_task_left
+from tests.integration.test_metrics import values
+
+KEY, OTHER = "sk-paceline-0123456789", "sk-paceline-9876543210"
+ASKED = {"prompt": "hi", "max_tokens": 200}
+
+
+def limited(**limits: int) -> ApiSettings:
+    return ApiSettings(admission=AdmissionSettings(Allowance(**limits)))
+
+
+async def ask(client: httpx.AsyncClient, key: str = "", **fields: object) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return await client.post("/v1/completions", json=ASKED | fields, headers=headers)
+
+
+# Limits
+
+
+async def test_requests_beyond_the_limit_are_told_when_to_come_again() -> None:
+    generator = fake()
+    async with in_memory(generator, limited(requests_per_minute=2)) as client:
+        first, second, third = [await ask(client) for _ in range(3)]
+        assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
+        assert [r.headers["x-ratelimit-remaining-requests"] for r in (first, second, third)] == ["1", "0", "0"]
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert first.headers["x-ratelimit-reset-requests"] in ("30s", "29.9s")
+        assert "x-ratelimit-limit-tokens" not in first.headers
+        error = third.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert "2 requests a minute are allowed" in error["message"]
+        assert 28 <= int(third.headers["retry-after"]) <= 30
+        assert third.headers["x-should-retry"] == "true"
+        assert third.headers["x-request-id"]
+        assert (await client.get("/v1/models")).status_code == 200
+        told = (await client.get("/metrics")).text
+    assert len(generator.generations) == 2
+    assert 'paceline_requests_refused_total{code="rate_limit_exceeded"} 1.0' in told
+
+
+async def test_tokens_of_prompts_and_answers_count() -> None:
+    used = len(shared().encode("hi", special=True)) + length(TEXT) + 1
+    async with in_memory(fake(), limited(tokens_per_minute=used + 3)) as client:
+        first = await ask(client)
+        assert first.json()["usage"]["total_tokens"] == used
+        assert first.headers["x-ratelimit-remaining-tokens"] == "3"
+        streamed = await ask(client, stream=True)
+        assert events(streamed)[-1] == "[DONE]"  # let in with what was left, and not cut short
+        refused = await ask(client)
+        assert refused.status_code == 429
+        assert "tokens a minute" in refused.json()["error"]["message"]
+        found = values((await client.get("/metrics")).text)
+    assert found["paceline_api_key_tokens_total"] == 2 * used
+
+
+async def test_each_key_has_its_own_limits_and_its_name_is_in_the_metrics(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(auth, "LOOK_SECONDS", 0.0)
+    path = tmp_path / "keys"
+    path.write_text(f"alice: {KEY} requests_per_minute=1\n{OTHER}\n")
+    settings = ApiSettings(api_keys=ApiKeys(path), admission=AdmissionSettings(Allowance(requests_per_minute=2)))
+    async with in_memory(fake(), settings) as client:
+        assert [(await ask(client, KEY)).status_code for _ in range(2)] == [200, 429]
+        assert [(await ask(client, OTHER)).status_code for _ in range(3)] == [200, 200, 429]
+        told = (await client.get("/metrics")).text
+        assert 'paceline_api_key_requests_total{api_key="alice"} 1.0' in told
+        assert 'paceline_api_key_refusals_total{api_key="line 2",limit="requests"} 1.0' in told
+        assert 'paceline_api_key_requests_running{api_key="alice"} 0.0' in told
+        assert KEY not in told
+        path.write_text(f"alice: {KEY} requests_per_minute=0\n")
+        assert {(await ask(client, KEY)).status_code for _ in range(5)} == {200}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_places_are_free_again_however_a_request_ends(stream: bool) -> None:
+    script = commits(shared().encode("hello", special=False), (1,))
+    generator = FakeGenerator(lambda _: script, model=model(), hang=True)
+    settings = ApiSettings(admission=AdmissionSettings(Allowance(concurrent_requests=1), timeout=1.0))
+    async with in_memory(generator, settings) as client:
+        for fields in ({"prompt": 5}, {"prompt": ""}, {}):
+            running = asyncio.create_task(ask(client, stream=stream, **fields))
+            if not fields:
+                await asyncio.wait_for(generator.started.wait(), 5)
+                refused = await ask(client)
+                assert refused.status_code == 429
+                assert "1 requests at once" in refused.json()["error"]["message"]
+            await running
+        for turns in range(40):  # cancelled at each of its first steps, whatever it does then
+            left = asyncio.create_task(ask(client, stream=stream))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+            assert generator.running == 0, turns
+        assert (await ask(client, prompt=5)).status_code == 400
+    assert generator.running == 0
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "headers", "said"),
+    [
+        (AdmissionSettings(), {"timeout": 0.05}, {}, "0.05"),
+        (AdmissionSettings(), {}, {"x-request-timeout": "0.05"}, "0.05"),
+        (AdmissionSettings(), {"timeout": 60}, {"x-request-timeout": "0.05"}, "0.05"),
+        (AdmissionSettings(timeout=0.05), {}, {}, "0.05"),
+        (AdmissionSettings(timeout=60, max_timeout=0.05), {}, {}, "0.05"),
+        (AdmissionSettings(max_timeout=0.05), {}, {"x-request-timeout": "60"}, "0.05"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_before_the_first_token_the_end_of_its_time_is_a_504(settings, fields, headers, said, stream) -> None:
+    generator = FakeGenerator(lambda _: [], model=model(), hang=True)
+    async with in_memory(generator, ApiSettings(admission=settings)) as client:
+        answer = await client.post("/v1/completions", json=ASKED | fields | {"stream": stream}, headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (504, "timeout", "server_error")
+    assert error["message"] == f"the {said} seconds of this request are over"
+    assert answer.headers["x-should-retry"] == "false"
+    assert generator.running == 0
+
+
+async def test_in_a_stream_the_end_of_its_time_is_an_event() -> None:
+    script = commits(shared().encode("hello", special=False), (1,))
+    generator = FakeGenerator(lambda _: script, model=model(), hang=True)
+    async with in_memory(generator) as client:
+        *chunks, last = events(await ask(client, stream=True, timeout=0.5, n=2))
+    assert {chunk["choices"][0]["text"] for chunk in chunks}
+    assert last["error"]["code"] == "timeout"
+    assert generator.running == 0
+
+
+async def test_a_request_in_time_is_not_disturbed() -> None:
+    async with in_memory(fake(), ApiSettings(admission=AdmissionSettings(timeout=30, max_timeout=60))) as client:
+        assert (await ask(client, timeout=60)).json()["choices"][0]["text"] == TEXT
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "param", "words"),
+    [
+        ({"timeout": 0}, {}, "timeout", "timeout must be a number from 0.001 to 86400, got 0"),
+        ({"timeout": -1}, {}, "timeout", "timeout must be a number from 0.001"),
+        ({"timeout": "5"}, {}, "timeout", 'timeout must be a number from 0.001 to 86400, got "5"'),
+        ({"timeout": 61}, {}, "timeout", "timeout must be at most 60 seconds here, got 61"),
+        ({}, {"x-request-timeout": "soon"}, "x-request-timeout", "must be seconds from 0.001 to 86400, got 'soon'"),
+        ({}, {"x-request-timeout": "nan"}, "x-request-timeout", "must be seconds"),
+        ({}, {"x-request-timeout": "9" * 999}, "x-request-timeout", "must be seconds"),
+    ],
+)
+async def test_a_time_that_makes_no_sense_is_refused(fields, headers, param, words) -> None:
+    generator = fake()
+    async with in_memory(generator, ApiSettings(admission=AdmissionSettings(max_timeout=60))) as client:
+        answer = await client.post("/v1/completions", json=ASKED | fields, headers=headers)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert words in error["message"]
+    assert not generator.generations
+
+
+# Sizes
+
+
+async def test_megabytes_are_refused_without_being_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a" * (4 << 20)
+    encode = Tokenizer.encode
+
+    def only_short_ones(self: Tokenizer, text: str, **how: bool) -> tuple[int, ...]:
+        assert len(text) < 1 << 16
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", only_short_ones)
+    many = [{"role": "user", "content": [{"type": "text", "text": "b" * 40_000}] * 3}] * 2
+
+    async with in_memory(fake(), ApiSettings(max_body_bytes=8 << 20)) as client:
+        for path, body, param in (
+            ("/v1/completions", {"prompt": text}, "prompt"),
+            ("/v1/completions", {"prompt": ["hi", text]}, "prompt"),
+            ("/v1/chat/completions", {"messages": many}, "messages"),
+        ):
+            answer = await client.post(path, json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+            assert "characters" in error["message"]
+
+
+async def test_what_may_fit_is_tokenised() -> None:
+    assert CONTEXT * shared().longest < ALWAYS_READ
+    async with in_memory(fake()) as client:
+        error = (await ask(client, prompt="a" * ALWAYS_READ)).json()["error"]
+        assert f"{ALWAYS_READ + 1} tokens" in error["message"]
+        messages = [{"role": "user", "content": "x"}] * (MOST_MESSAGES + 1)
+        error = (await client.post("/v1/chat/completions", json={"messages": messages})).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "messages")
+        assert f"messages has {MOST_MESSAGES + 1} entries" in error["message"]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(asgi, "BODY_SECONDS", 0.05)
+
+    async def never():
+        yield b'{"prompt": '
+        await asyncio.get_running_loop().create_future()
+
+    async with in_memory(fake()) as client:
+        answer = await client.post("/v1/completions", content=never())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+    assert answer.headers["connection"] == "close"
+
+
+@pytest.fixture
+def bounded() -> Iterator[tuple[str, int]]:
+    """Host and port of a server as the router runs it."""
+    with serve(fake(), shared(), http=BoundedHttp) as url:
+        host, port = url.removeprefix("http://").split(":")
+        yield host, int(port)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 4 * MOST_HEAD_BYTES,
+        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-many: aaaaaaaaaa\r\n" * (MOST_HEAD_BYTES // 5),
+        b"GET /" + b"a" * 4 * MOST_HEAD_BYTES,
+    ],
+)
+def test_a_head_without_end_is_refused(bounded: tuple[str, int], head: bytes) -> None:
+    with socket.create_connection(bounded, timeout=10) as connection:
+        answer = b""
+        try:
+            for start in range(0, len(head), 16 << 10):
+                connection.sendall(head[start : start + (16 << 10)])
+            while data := connection.recv(4096):
+                answer += data
+        except ConnectionError:  # refused while we were still sending
+            pass
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    with socket.create_connection(bounded, timeout=10) as connection:
+        for _ in range(3):  # several requests over one connection, each with a long head and a body
+            connection.sendall(
+                b"POST /nowhere HTTP/1.1\r\nhost: x\r\nx-long: "
+                + b"a" * (MOST_HEAD_BYTES // 2)
+                + b"\r\ncontent-length: 4\r\n\r\nbody"
+            )
+            assert connection.recv(4096).startswith(b"HTTP/1.1 404 ")
+
+
+# Pages of other origins
+
+ORIGIN = "https://app.example.org"
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+def open_to(tmp_path, *origins: str) -> ApiSettings:
+    path = tmp_path / "keys"
+    path.write_text(f"alice: {KEY}\n")
+    return ApiSettings(api_keys=ApiKeys(path), admission=AdmissionSettings(cors_origins=origins))
+
+
+async def test_a_page_may_ask_from_its_origin_with_a_key(tmp_path) -> None:
+    async with in_memory(fake(), open_to(tmp_path, "http://localhost:3000", ORIGIN)) as client:
+        preflight = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == ORIGIN
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        for key, status in ((KEY, 200), (OTHER, 401)):
+            headers = {"origin": ORIGIN, "authorization": f"Bearer {key}"}
+            answer = await client.post("/v1/completions", json=ASKED, headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == ORIGIN
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            assert "access-control-allow-credentials" not in answer.headers
+
+
+async def test_pages_of_other_origins_may_not(tmp_path) -> None:
+    async with in_memory(fake(), open_to(tmp_path, ORIGIN)) as client:
+        preflight = await client.options("/v1/completions", headers=PREFLIGHT | {"origin": "https://evil.example"})
+        assert preflight.status_code == 400
+        assert "access-control-allow-origin" not in preflight.headers
+
+
+async def test_without_origins_there_is_no_cors(tmp_path) -> None:
+    async with in_memory(fake(), open_to(tmp_path)) as client:
+        assert (await client.options("/v1/completions", headers=PREFLIGHT)).status_code == 401
+        headers = {"origin": ORIGIN, "authorization": f"Bearer {KEY}"}
+        answer = await client.post("/v1/completions", json=ASKED, headers=headers)
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith("access-control")]

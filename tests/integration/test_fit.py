@@ -1,0 +1,333 @@
+"""A fit on real workers: what they serve is what is counted, and what a draft is said to say, it says serving."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fit import heads, main, report, serving, teacher, validate
+from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
+from benchmarks.fit.prompts import Prompt, PromptError
+from benchmarks.fit.settings import FitError, Options, Way
+from benchmarks.workers import RunningWorker, connected
+from draft_service.lookahead import Lookahead
+from draft_service.translation import read_vocabularies, translator
+from engine.build import build, build_target, welcome
+from engine.medusa import MedusaHeads, save
+from engine.recorder import Recorder
+from engine.step import Chunk
+from router.tokenizer import Tokenizer
+from speculation import digest as digests
+from speculation.agreement import Passage
+from speculation.costs import Costs, Curve
+from speculation.events import Role
+from speculation.medusa import MedusaDrafts
+from speculation.messages import Limits, Open, SessionId, Source, Verification
+from target_service.outputs import SuffixSettings
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.bundled import MODELS, held_out_prompts
+from tests.stack import settings
+from transport.worker import Worker
+
+TOKENS = 16
+TARGET, DRAFT, OTHER, HEADS = (str(MODELS / name) for name in ("target", "draft", "draft_other", "medusa"))
+PROMPTS = (
+    Prompt("code", "code: line 1", "import re\nimport functools\n\n\ndef "),
+    Prompt("json", "json: line 1", '{"a": 1, "b": 2}\n{"a": 1, "b": 2}\n{"a": 1, '),
+)
+OPTIONS = Options(TARGET, (DRAFT,), ("none", "lookup"), PROMPTS, tokens=TOKENS, sessions=(1, 2), dtype="float32")
+DRAFTED = Way(DRAFT)
+COSTS = Costs({1: Curve.straight(0.03, 0.01)}, Curve.straight(0.0, 0.0), 0.0, 0.0)
+
+
+def tokens_of(options: Options) -> list[tuple[int, ...]]:
+    tokenizer = Tokenizer.load(options.target)
+    return [prompt.tokens(tokenizer) for prompt in options.prompts]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return {
+        Role.TARGET: build_target(replace(settings("target", 2048), medusa=HEADS)),
+        Role.DRAFT: build(settings("draft", 2048), invariant=False),
+    }
+
+
+@pytest.fixture
+def in_process(monkeypatch, engines):
+    """Workers in this process, on engines that are loaded once; ``changed``: what they say of themselves."""
+    changed: dict[Role, dict] = {}
+
+    @asynccontextmanager
+    async def serve(options, role, model, record):
+        engine = engines[role]
+        hello = replace(welcome(settings(role.value), engine.model, role.value), **changed.get(role, {}))
+        recorder = Recorder(record)
+        if role is Role.TARGET:
+            limits = TargetLimits(adaptive=False, suffix=SuffixSettings(serving.kept(options)))
+            loop = VerifyLoop(engine, hello, limits, recorder)
+        else:
+            loop = Lookahead(engine, hello, recorder=recorder)
+        worker = Worker(loop, role.value)
+        await worker.start("127.0.0.1:0")
+        try:
+            yield RunningWorker(worker.address, None)
+        finally:
+            await worker.stop()
+            recorder.flush()
+
+    monkeypatch.setattr(serving, "serving", serve)
+    monkeypatch.setattr(validate, "serving", serve)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[serving.Decoded]:
+    """Any words do for what a draft says along them."""
+    tokenizer = Tokenizer.load(TARGET)
+    words = tokenizer.encode("def add(a, b):\n    return a + b\n\n\ndef add(a, c):\n    return a + c\n", special=False)
+    return [serving.Decoded("code", words[:first], words[first : first + 14]) for first in (5, 9)]
+
+
+@pytest.fixture(scope="module")
+def written(engines) -> serving.Decoded:
+    """What the target says itself, in which a draft that the other tokenizer would cut elsewhere is right."""
+    engine, prompt = engines[Role.TARGET], held_out_prompts()[6]
+    sequence, words = engine.cache.sequence(), list(prompt)
+    for _ in range(TOKENS):
+        fed = words[sequence.length :]
+        logits_RV = engine.run([Chunk(sequence, fed, rows=[len(fed) - 1])])
+        sequence.advance(range(len(fed)))
+        words.append(int(logits_RV.argmax()))
+    sequence.free()
+    return serving.Decoded("code", prompt, tuple(words[len(prompt) :]))
+
+
+async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process, tmp_path, monkeypatch):
+    """Costs from the records, the draft's words, a forecast, the tables, and the same text when it is served."""
+    for name in ("TIMED", "DRAFTED"):
+        monkeypatch.setattr(serving, name, 1)
+    options = replace(OPTIONS, medusa=HEADS)
+    watched = await serving.watch(options, tokens_of(options), tmp_path, lambda _: None)
+    assert [text.kind for text in watched.texts] == ["code", "json"]
+    known = main.learned(options, watched, watched.texts, lambda _: None)
+    assert set(known.costs[None].verify) == set(known.heads) == {1, 2}
+    assert all(len(passage.guesses) == TOKENS for passage in (*known.passages[None], *known.passages[DRAFT]))
+    alone, drafted = known.costs[None], known.costs[DRAFT]
+    assert alone.verify_seconds(2, 6) == drafted.verify_seconds(2, 6) >= alone.verify_seconds(2, 2) > 0
+    assert 0 < drafted.draft(1) < 1
+    predictor = Predictor(known, 0, 40)
+    forecasts = tuple(forecast(predictor, way, (0.0,), (1, 4)) for way in OPTIONS.ways[:2])
+    assert [str(one.way) for one in forecasts] == ["lookup", "draft"]
+    monkeypatch.setattr(validate, "TEXTS", 2)
+    monkeypatch.setattr(validate, "WARM_UP", 0)
+    monkeypatch.setattr(validate, "FINE", 60)
+    found = await validate.validate(OPTIONS, DRAFTED, 2, known, watched.texts, tmp_path, lambda _: None)
+    assert found.same_text == 1
+    assert [one.depth for one in found.depths] == [1, 2, 3, 16]
+    assert all(one.measured > 0 and one.predicted > 0 for one in found.depths)
+    assert all(1 <= one.measured_step <= 1 + one.depth and one.predicted_step >= 1 for one in found.depths)
+    loaded = (Loaded(1, 1, 0.5, 20.0, 10.0),)
+    result = report.Result(OPTIONS, {}, known, forecasts, forecasts[1], loaded, None, found)
+    assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1
+    assert sum(table.row_count for table in report.tables(result)) > 10
+    pytest.importorskip("matplotlib")
+    main.write(result, tmp_path)
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", [DRAFT, OTHER])
+def test_what_a_draft_is_said_to_say_is_what_it_says_while_it_serves(written, lookahead, draft, tmp_path, temperature):
+    """Asked along the text, against a draft worker that is led along it, token by token."""
+    options = replace(OPTIONS, temperature=temperature, seed=3)
+    (passage,) = teacher.passages(options, draft, [written])
+    recorder = Recorder(tmp_path / "served.jsonl")
+    led_along(lookahead(draft, recorder), written, options)
+    recorder.flush()
+    learned = learned_in(tmp_path / "served.jsonl")
+    assert len(learned) == len(written.tokens)
+    for place, token, (confidences, right) in zip(passage.places, written.tokens, learned, strict=True):
+        assert [candidate.confidence for candidate in place] == pytest.approx(confidences, abs=2e-3)
+        assert right == next((i for i, candidate in enumerate(place) if candidate.token == token), -1)
+
+
+@pytest.fixture
+def lookahead(engines):
+    """A draft worker, which translates if it has to."""
+
+    def start(draft: str, recorder: Recorder) -> Lookahead:
+        known = read_vocabularies(draft, TARGET)
+        if known is None:
+            engine, reader = engines[Role.DRAFT], None
+        else:
+            engine = build(settings(draft, 2048), invariant=False)
+            reader = translator(engine, known)
+        hello = replace(
+            welcome(settings(draft), engine.model, "draft"), vocabulary=engines[Role.TARGET].model.vocabulary
+        )
+        return Lookahead(engine, hello, recorder=recorder, reader=reader)
+
+    return start
+
+
+def led_along(worker: Lookahead, text: serving.Decoded, options: Options) -> None:
+    """Let a draft worker follow a text, one token at a time, as one that is always in time."""
+    words = list(text.prompt)
+    end = Limits(len(words) + len(text.tokens) + 64)
+    worker.receive("router", Open(SessionId(1), 1, text.prompt, options.sampling, end))
+    for token in text.tokens:
+        worker.step()  # expands the end of the text first,
+        worker.step()  # and reads its own first choice before it hears of the target's
+        words.append(token)
+        worker.receive("router", Verification(SessionId(1), 1, len(words) - 1, (token,), digests.of(words)))
+    worker.step()
+    worker.step()
+    worker.forget("router")
+
+
+def learned_in(record) -> list:
+    """What a draft worker has learned about its candidates at every place of a text."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return [one for line in lines for session in line["learned"] for one in session["outcomes"]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, monkeypatch, temperature):
+    """Asked along the text, against a target worker that drafts with them and writes it."""
+    said = {}
+    monkeypatch.setattr(MedusaDrafts, "guess", lambda _, position, places: said.update({position: places}))
+    options = replace(OPTIONS, temperature=temperature, seed=3, medusa=HEADS, sources=("medusa",))
+    prompt = tokens_of(options)[0]
+    text = serving.Decoded("code", prompt, written_with_heads(engines[Role.TARGET], prompt, options))
+    (guesses,) = heads.guesses(options, [text])
+    assert sorted(said) == [len(prompt) + place for place in range(1, TOKENS)], "at each step but that of the prompt"
+    assert guesses[0] == ()
+    for position, places in said.items():
+        expected = guesses[position - len(prompt)]
+        assert [[one.token for one in place] for place in places] == [
+            [one.token for one in place] for place in expected
+        ]
+        for place, other in zip(places, expected, strict=True):
+            assert [one.confidence for one in place] == pytest.approx([one.confidence for one in other], abs=2e-3)
+
+
+def written_with_heads(engine, prompt, options: Options) -> tuple[int, ...]:
+    """A text as a target worker writes it; whatever its heads say goes unused here, so every place has a step."""
+    loop = VerifyLoop(engine, welcome(settings("target"), engine.model, "target"))
+    alone = Way(None, frozenset({Source.MEDUSA})).speculation()
+    end = Limits(len(prompt) + TOKENS)
+    loop.receive("router", Open(SessionId(1), 1, prompt, options.sampling, end, speculation=alone))
+    found = []
+    while (sent := loop.step()) is not None:
+        found += [token for _, message in sent if isinstance(message, Verification) for token in message.tokens]
+    return tuple(found)
+
+
+def test_heads_of_another_size_are_refused_in_one_line(tmp_path):
+    save(MedusaHeads(8, 4000, 2, 1), tmp_path, "some target")
+    with pytest.raises(
+        FitError, match=r"these heads read hidden states of 8 numbers, .* has \d+; give heads that were"
+    ):
+        heads.check(replace(OPTIONS, medusa=str(tmp_path)))
+
+
+async def test_contenders_of_a_check_learn_nothing_from_each_other(in_process, texts, tmp_path, monkeypatch):
+    """All decode the same one text, and none of them has an answer of its own before."""
+    monkeypatch.setattr(validate, "TEXTS", 1)
+    monkeypatch.setattr(validate, "FINE", 60)
+    options = replace(OPTIONS, sources=("suffix",))
+    way = Way(None, frozenset({Source.SUFFIX}))
+    text = await plainly_decoded(options, tmp_path)
+    known = Known({None: COSTS}, {None: [Passage(text.prompt, text.tokens)]}, ["code"], 4000)
+    found = await validate.validate(options, way, 2, known, [text], tmp_path, lambda _: None)
+    assert [one.measured_step for one in found.depths] == [1.0] * len(found.depths)
+    assert [one.predicted_step for one in found.depths] == [1.0] * len(found.depths)
+    twice = [text, replace(text, kind="again")]
+    known = Known({None: COSTS}, {None: [Passage(text.prompt, text.tokens)] * 2}, ["code", "again"], 4000)
+    monkeypatch.setattr(validate, "TEXTS", 2)
+    found = await validate.validate(options, way, 2, known, twice, tmp_path, lambda _: None)
+    assert all(one.measured_step > 1.2 and one.predicted_step > 1.2 for one in found.depths)
+
+
+async def plainly_decoded(options: Options, folder) -> serving.Decoded:
+    """The target's own text for the first prompt."""
+    async with (
+        serving.serving(options, Role.TARGET, TARGET, folder / "plain.jsonl") as target,
+        connected(target) as dispatcher,
+    ):
+        prompt = tokens_of(options)[0]
+        run = await serving.Requests(dispatcher, options).ask([prompt], frozenset())
+    return serving.Decoded("code", prompt, run.decoded[0].tokens)
+
+
+def test_the_pieces_of_a_long_text_are_put_together_as_one(texts, monkeypatch):
+    whole = teacher.passages(OPTIONS, DRAFT, texts)
+    monkeypatch.setattr(teacher, "FED", 7)
+    assert said(teacher.passages(OPTIONS, DRAFT, texts)) == said(whole)
+    assert [len(passage.places) for passage in whole] == [14, 14]
+
+
+def said(passages) -> list:
+    return [[candidate.token for candidate in place] for passage in passages for place in passage.places]
+
+
+def test_a_text_beyond_the_context_of_a_draft_is_refused(texts):
+    long = serving.Decoded("code", texts[0].prompt * 300, texts[0].tokens)
+    with pytest.raises(FitError, match=r"its context holds 1024 tokens, prompt and text have up to 1514"):
+        teacher.passages(OPTIONS, DRAFT, [long])
+
+
+async def test_a_target_that_cannot_speculate_is_told_at_once(in_process, tmp_path):
+    in_process[Role.TARGET] = {"speculates": False}
+    with pytest.raises(FitError, match="cannot take back a token that was drafted in vain"):
+        await serving.watch(OPTIONS, tokens_of(OPTIONS), tmp_path, lambda _: None)
+
+
+async def test_a_prompt_beyond_the_context_is_named(in_process, tmp_path):
+    in_process[Role.TARGET] = {"context": 32}
+    with pytest.raises(PromptError, match=r"json: line 1: the prompt has \d+ tokens; it must have 1 to 16, as the"):
+        await serving.watch(OPTIONS, tokens_of(OPTIONS), tmp_path, lambda _: None)
+
+
+def test_no_costs_without_steps_of_the_drafter():
+    target = {"role": "target", "start": 0.0, "end": 0.03, "tokens": 1, "sessions": [{"session": 1, "feed": 1}]}
+    found = serving.Watched(4000, [], {None: [target], DRAFT: []})
+    with pytest.raises(FitError, match="it drafted nothing that could be timed"):
+        found.costs(DRAFT)
+    assert found.costs(None).verify_seconds(1, 1) == pytest.approx(0.03)
+    assert found.heads == {}
+    found.lines[None].append(target | {"start": 1.0, "end": 1.04})
+    found.guessing.append((1.0, 2.0))
+    assert found.heads[1](1) == pytest.approx(0.04)
+    assert found.costs(None).verify_seconds(1, 1) == pytest.approx(0.03), "without heads"
+
+
+def step(start: float, seconds: float, role: str = "target") -> dict:
+    return {"role": role, "start": start, "end": start + seconds, "tokens": 1, "sessions": [{"session": 1, "feed": 1}]}
+
+
+def test_what_a_working_drafter_costs_the_target_is_told_apart_from_a_machine_that_has_slowed_down():
+    alone = [step(float(at), 0.030) for at in range(10)]
+    later = [step(20.0 + at, 0.033) for at in range(5)] + [step(30.0 + at, 0.0396) for at in range(5)]
+    drafter = [step(30.0 + at, 0.002, "draft") for at in range(5)]
+    found = serving.Watched(4000, [], {None: alone, DRAFT: later + drafter}, {DRAFT: [(20, 25)]}, {DRAFT: [(30, 35)]})
+    costs = found.costs(DRAFT)
+    assert costs.contention == pytest.approx(0.0396 / 0.033)
+    assert costs.verify_seconds(1, 1) == pytest.approx(0.031), "of all steps beside which nobody drafted"
+    assert found.costs(None).contention == 1
+
+
+def test_texts_are_spread_over_kinds():
+    texts = [serving.Decoded(kind, (1,), (number,)) for number, kind in enumerate("aaabbc")]
+    assert "".join(text.kind for text in serving.spread(texts, 9)) == "abcaba"
+    assert [text.tokens for text in serving.repeated(texts[:2], 3)] == [(0,), (1,), (0,)]
+
+
+def test_known_texts_can_be_told_by_kind():
+    known = Known({}, {None: ["first", "second", "third"]}, ["x", "y", "x"], 9)
+    assert known.of(Way(), "x") == ["first", "third"]
+    assert known.of(Way()) == ["first", "second", "third"]

@@ -1,0 +1,183 @@
+"""What a constraint says depends on the text alone, however often and along whatever drafts it was asked."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from benchmarks.random_schemas import random_schema
+from engine.compiling import Compiling
+from engine.grammar import COMPILE_SECONDS, KEPT, Compiled, Constraint, GrammarError, Grammars, Vocabulary
+from engine.model import Model
+from speculation.constraint import MAX_GRAMMAR_BYTES
+from speculation.messages import Extras, Limits, Open, Sampling, SessionId, Token
+from tests.grammars import STOP, json_grammar, regex, save_tokenizer
+
+PATTERNS = ("(foo|foobar|fo)+ ba{2,5}z( the quick brown fox)?", "[ab]{1,9}", "x*y*é?z", "yes|no|no way")
+SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Model:
+    """As much of a model as grammars need."""
+    folder = tmp_path_factory.mktemp("model")
+    size = save_tokenizer(folder).get_vocab_size()
+    return cast(Model, SimpleNamespace(name=str(folder), vocabulary=size, stop_tokens=frozenset({STOP})))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model) -> Vocabulary:
+    return Vocabulary(model)
+
+
+def tokens_of(bits_W: torch.Tensor) -> list[Token]:
+    return [32 * w + i for w, word in enumerate(bits_W.tolist()) for i in range(32) if word >> i & 1]
+
+
+def constraint(vocabulary: Vocabulary, grammar: str, stop_tokens: frozenset[Token] = frozenset({STOP})) -> Constraint:
+    return Constraint(Compiled(grammar, vocabulary), stop_tokens)
+
+
+def wander(asked: Constraint, rng: Random) -> None:
+    """Ask this and that along drafts of all kinds: right, wrong, beyond the end."""
+    for _ in range(rng.randint(0, 3)):
+        path: list[Token] = []
+        for _ in range(rng.randint(0, 6)):
+            bits_W = asked.bits(path)
+            open_ = tokens_of(bits_W) if bits_W is not None else []
+            path.append(rng.choice(open_) if open_ and rng.random() < 0.9 else rng.randrange(300))
+            if rng.random() < 0.3:
+                path += asked.forced(path)
+            if rng.random() < 0.3:
+                asked.ending(path)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_asking_changes_nothing(vocabulary, seed):
+    rng = Random(seed)
+    grammar = (
+        regex(rng.choice(PATTERNS)) if rng.random() < 0.4 else json_grammar(random_schema(rng), rng.random() < 0.5)
+    )
+    plain, asked = constraint(vocabulary, grammar), constraint(vocabulary, grammar)
+    text: list[Token] = []
+    for _ in range(60):
+        wander(asked, rng)
+        bits_W, same_W = plain.bits(()), asked.bits(())
+        assert bits_W is not None and same_W is not None and torch.equal(bits_W, same_W), (seed, text)
+        token = rng.choice(tokens_of(bits_W))
+        if token == STOP:
+            return
+        over = plain.ending((token, rng.randrange(300)))
+        assert over == asked.ending((token, rng.randrange(300)))
+        text.append(token)
+        plain.advance((token,))
+        asked.advance((token,))
+        assert not plain.error and not asked.error
+        if over:
+            anew = constraint(vocabulary, grammar)
+            assert anew.ending(text) == len(text)
+            assert tokens_of(plain.bits(())) == [STOP]
+            return
+
+
+def test_forced_text_is_open_all_along(vocabulary):
+    held = constraint(vocabulary, 'start: "once upon a time" | "once upon a tree"')
+    forced = held.forced(())
+    assert vocabulary.tokenizer.decode_str(list(forced)).startswith("once upon a")
+    for count, token in enumerate(forced):
+        assert token in tokens_of(held.bits(forced[:count]))
+    assert held.forced((1, 2, 3)) == ()
+
+
+def test_behind_an_end_or_a_break_nothing_matters(vocabulary):
+    held = constraint(vocabulary, regex("a{2}"))
+    (a,) = vocabulary.tokenizer.tokenize_str("a")
+    assert held.bits((STOP,)) is None
+    assert held.bits((a, a + 1)) is None
+    assert held.bits((a, a, a)) is None
+    assert held.ending((a, a, a)) == 2
+    assert held.ending((a,)) is None
+    assert constraint(vocabulary, regex("a{2}"), frozenset()).bits((a, a)) is None
+    held.advance((a + 1,))
+    assert "none of the grammar's" in held.error
+    assert held.bits(()) is None
+
+
+def test_a_stop_token_is_open_only_where_the_text_may_end(vocabulary):
+    (a,) = vocabulary.tokenizer.tokenize_str("a")
+    for stops in (frozenset({STOP}), frozenset({STOP, 7}), frozenset({7}), frozenset()):
+        held = constraint(vocabulary, regex("ba*"), stops)
+        assert not stops & set(tokens_of(held.bits(())))
+        (b,) = vocabulary.tokenizer.tokenize_str("b")
+        assert set(tokens_of(held.bits((b,)))) & {STOP, 7} == stops
+        assert a in tokens_of(held.bits((b,)))
+
+
+def test_grammars_are_compiled_once(model):
+    grammars = Grammars(model)
+    first = grammars.compiled(regex("a"))
+    assert first.result(SECONDS) is grammars.compiled(regex("a")).result(SECONDS)
+    for number in range(KEPT):
+        grammars.compiled(regex(f"a{number}")).result(SECONDS)
+    assert grammars.compiled(regex("a")) is not first
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("start: (", "cannot be used"),
+        ('{"x": 1}', "missing field"),
+        ("start: X\nX: /a/ & /b/", "allows no text at all"),
+        ('start: ""', "allows no text at all"),
+        ("x" * (MAX_GRAMMAR_BYTES + 1), f"at most {MAX_GRAMMAR_BYTES}"),
+    ],
+)
+def test_a_bad_grammar_fails_with_one_line(model, grammar, words):
+    with pytest.raises(GrammarError, match=words) as caught:
+        Grammars(model).compiled(grammar).result(SECONDS)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model: Any = SimpleNamespace(name=str(tmp_path), vocabulary=300, stop_tokens=frozenset())
+    with pytest.raises(GrammarError, match="no grammars"):
+        Grammars(model).compiled(regex("a")).result(SECONDS)
+
+
+def test_nobody_waits_for_ever(model):
+    """Neither a session whose grammar takes too long, nor the others of its worker."""
+    compiling: Compiling[str] = Compiling(lambda: Grammars(model))
+    for name, grammar in (
+        ("hostile", json_grammar({"type": "integer", "multipleOf": 29_989})),
+        ("bad", "start: ("),
+        ("good", regex("a")),
+    ):
+        extras = Extras(grammar=grammar)
+        compiling.add(name, Open(SessionId(1), 1, (1,), Sampling(), Limits(9), extras=extras), now=5.0)
+        assert compiling.due == 5.0
+        if name == "hostile":
+            ((session, why),) = compiling.ready(5.0 + COMPILE_SECONDS)
+            assert session == name and "takes more than" in str(why)
+    found: dict[str, object] = {}
+    deadline = time.monotonic() + SECONDS
+    while compiling.due is not None and time.monotonic() < deadline:
+        found |= dict(compiling.ready(5.0))
+    assert len(compiling) == 0
+    assert isinstance(found["bad"], GrammarError)
+    assert isinstance(found["good"], Constraint)
+
+
+def test_who_takes_too_long_is_left_behind(model):
+    """Others get a thread of their own."""
+    grammars = Grammars(model)
+    assert grammars.compiled(regex("b")).result(SECONDS)
+    hostile = grammars.compiled(json_grammar({"type": "integer", "multipleOf": 29_989}))
+    grammars.give_up()
+    assert grammars.compiled(regex("a")).result(SECONDS)
+    assert not hostile.done()

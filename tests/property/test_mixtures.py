@@ -1,0 +1,440 @@
+"""Mixtures of draft sources: whatever drafts together, the text for a seed is plain decoding's, token for token.
+
+A *mixture* says who drafts (draft models, with a second level of their own or another tokenizer; lookup, prediction,
+suffix, Medusa heads, a source of somebody's own, a grammar) and what is asked of the text. Any two of these things meet
+in one of the mixtures, which are drawn from a seed. Each is served by real loops over real caches and a tiny random
+model in float64, in which it does not matter to a token how it is batched. Its law is not looked at here: under the
+rejection rule the text is the same at temperature 0 alone, and tests/integration/test_distribution.py counts the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+
+from draft_service.assistant import Assistant
+from draft_service.lookahead import Lookahead
+from draft_service.reading import OtherVocabulary
+from draft_service.second_level import Guesser, SecondLevel
+from draft_service.second_level import Lookup as LookupGuesses
+from draft_service.tokenizer import Tokenizer
+from draft_service.vocabulary import SharedVocabulary
+from engine.kv_cache import KVCache
+from engine.loader import load
+from engine.medusa import MedusaHeads
+from engine.model import Model
+from engine.step import Engine
+from speculation import planner
+from speculation.acceptance import Walk
+from speculation.budget import StepCost
+from speculation.guesses import Forward
+from speculation.messages import (
+    ANCHOR,
+    Extras,
+    Limits,
+    Open,
+    Proposal,
+    Refused,
+    Rule,
+    Sampling,
+    Schedule,
+    SessionId,
+    Source,
+    SourceName,
+    Speculation,
+    Token,
+    Verification,
+    Welcome,
+)
+from speculation.registry import register, unregister
+from speculation.target_session import TargetSession
+from target_service.outputs import SuffixSettings
+from target_service.scheduler import Budget
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.covering import Row, covering
+from tests.grammars import STOP, TINY, save_tokenizer
+from tests.unit.engine_models import save_model
+from transport.worker import Outgoing
+
+Text = list[Token] | str
+"""What a session said, or why it was refused."""
+
+LINK = "router"
+SEED = 20
+NEW = 14
+LETTERS = "abcdefgh"
+GRAMMAR = f"start: (/[{LETTERS[:6]}]/ /[{LETTERS[:3]}]/ {json.dumps(LETTERS[::-1][:3])})~1..3"
+OWN = "neighbours"
+PENALTIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "additive": {"presence_penalty": 0.7, "frequency_penalty": -0.4},
+    "of repetition": {"repetition_penalty": 1.3},
+}
+
+LOCAL = ("lookup", "suffix", "medusa", "own", "grammar")
+FACTORS: dict[str, Sequence[Any]] = {
+    "drafter": ("none", "alike", "of another tokenizer"),
+    "second": ("none", "lookup", "assistant"),
+    "prediction": ("none", "nearly right", "wrong"),
+    **dict.fromkeys((*LOCAL, "reopened", "adaptive"), (False, True)),
+    "temperature": (0.0, 0.7, 1.0),
+    "rule": tuple(Rule),
+    "penalties": tuple(PENALTIES),
+    "schedule": (Schedule.TRIE,),
+    "depth": (1, 3, 16),
+}
+BASELINES = FACTORS | {"schedule": (Schedule.SEQUENTIAL, Schedule.PARALLEL)} | dict.fromkeys(LOCAL, (True,))
+"""Schedules under which all sources at the target are allowed and none may do anything."""
+
+
+def possible(row: Row) -> bool:
+    """Whether there can be such a mixture, or one that has these things."""
+    guessed_for = row.get("second", "none") == "none" or row.get("drafter", "alike") == "alike"
+    the_same_text = row.get("rule") is not Rule.REJECTION or row.get("temperature", 0.0) == 0.0
+    return guessed_for and the_same_text
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Who drafts, and what is asked of the text."""
+
+    drafter: str
+    second: str
+    prediction: str
+    lookup: bool
+    suffix: bool
+    medusa: bool
+    own: bool
+    grammar: bool
+    reopened: bool
+    """All workers lose all sessions in mid-text."""
+    adaptive: bool
+    temperature: float
+    rule: Rule
+    penalties: str
+    schedule: Schedule
+    depth: int
+
+    @property
+    def sources(self) -> frozenset[SourceName]:
+        """Whom it allows to draft."""
+        chosen: dict[SourceName, bool] = {
+            Source.DRAFT: self.drafter != "none",
+            Source.LOOKUP: self.lookup,
+            Source.PREDICTION: self.prediction != "none",
+            Source.SUFFIX: self.suffix,
+            Source.MEDUSA: self.medusa,
+            Source.GRAMMAR: self.grammar,
+            OWN: self.own,
+        }
+        return frozenset(name for name, is_in in chosen.items() if is_in)
+
+
+MIXTURES = [Mixture(**row) for factors in (FACTORS, BASELINES) for row in covering(factors, possible, SEED)]
+
+
+class Neighbours:
+    """A source of somebody's own: the two letters next to the last one, in a tree of its own."""
+
+    source = OWN
+    depth = 2
+
+    def __init__(self, opened: Open) -> None:
+        self._last = opened.tokens[-1]
+
+    def extend(self, tokens: Sequence[Token]) -> None:
+        self._last = tokens[-1] if tokens else self._last
+
+    def propose(self, depth: int) -> Tree:
+        return Tree((self._last + 1, self._last - 1, self._last + 2)[: (0, 2, 3)[depth]])
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Two siblings, and a token behind the first."""
+
+    tokens: tuple[Token, ...]
+
+    @property
+    def parents(self) -> Sequence[int]:
+        return (ANCHOR, ANCHOR, 0)[: len(self.tokens)]
+
+    @property
+    def confidence(self) -> tuple[float, ...]:
+        return (0.4, 0.3, 0.4)[: len(self.tokens)]
+
+
+@dataclass
+class Bench:
+    """The models of all mixtures."""
+
+    target: Model
+    draft: Model
+    other: Model
+    shared: SharedVocabulary
+    heads: MedusaHeads
+    letters: list[Token]
+    known: dict[tuple[Open, ...], list[Text]] = field(default_factory=dict)
+    """What plain decoding says."""
+    served: dict[Mixture, Said] = field(default_factory=dict)
+
+    def plain(self, opened: Sequence[Open]) -> list[Text]:
+        """The texts of sessions without drafts."""
+        asked = tuple(replace(one, speculation=Speculation(enabled=False)) for one in opened)
+        if asked not in self.known:
+            self.known[asked] = Serving(self, None).run(asked)
+        return self.known[asked]
+
+    def serve(self, mixture: Mixture) -> Said:
+        """What comes of a mixture; it is served once."""
+        if mixture not in self.served:
+            self.served[mixture] = serve(self, mixture)
+        return self.served[mixture]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A random model that says little but a few letters, one that is much like it, and that one with other tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    backend = save_tokenizer(folder)
+    size = backend.get_vocab_size()
+    saved = save_model("llama", folder, **TINY, vocab_size=size, eos_token_id=STOP)
+    letters = [token for letter in LETTERS for token in backend.encode(letter).ids]
+    target, draft, other = (load(saved, dtype="fp64", device="cpu", self_test=False) for _ in range(3))
+    generator = torch.Generator().manual_seed(1)
+    renumbered = torch.tensor([(7 * token + 3) % size for token in range(size)])
+    heads = MedusaHeads(TINY["hidden_size"], size, 3, 1, shared=True).double()
+    with torch.no_grad():
+        for model in (target, draft, other):
+            output = model.module.get_output_embeddings().weight
+            output *= 0.02
+            output[letters] *= 220
+        for model in (draft, other):
+            for parameter in model.module.parameters():
+                parameter += 0.2 * parameter.std() * torch.randn(parameter.shape, generator=generator).double()
+        for table in (other.module.get_input_embeddings().weight, other.module.get_output_embeddings().weight):
+            table[renumbered] = table.clone()
+        heads.outputs[0].weight.copy_(target.module.get_output_embeddings().weight)
+    names = Tokenizer(saved, backend), Tokenizer("other", _renumbered(backend, renumbered.tolist()))
+    shared = SharedVocabulary(*names, target_size=size, own_size=size)
+    return Bench(target, draft, other, shared, heads, letters)
+
+
+def _renumbered(backend: tokenizers.Tokenizer, numbers: Sequence[Token]) -> tokenizers.Tokenizer:
+    """The same tokenizer with other numbers, and with one token of two letters more instead of some longer one."""
+    document = json.loads(backend.to_str())
+    model = document["model"]
+    model["vocab"] = {spelt: numbers[token] for spelt, token in model["vocab"].items()}
+    longest = max(model["vocab"], key=len)
+    model["vocab"]["ab"] = model["vocab"].pop(longest)
+    merges = [merge for merge in model["merges"] if "".join(merge) != longest]
+    model["merges"] = [["a", "b"], *merges]
+    for token in document["added_tokens"]:
+        token["id"] = numbers[token["id"]]
+    return tokenizers.Tokenizer.from_str(json.dumps(document))
+
+
+def engine_of(model: Model, heads: MedusaHeads | None = None) -> Engine:
+    return Engine(model, KVCache(model.layers, 1024, dtype=model.dtype, device=model.device), heads=heads)
+
+
+class Serving:
+    """A target and whoever drafts for it; None: nobody does."""
+
+    def __init__(self, bench: Bench, mixture: Mixture | None) -> None:
+        welcome = Welcome("target", "tiny", bench.target.vocabulary, bench.target.context)
+        budget = Budget(drafts_per_session=12, verify=48)
+        self.engines = [engine_of(bench.target, bench.heads if mixture and mixture.medusa else None)]
+        suffix = SuffixSettings(4096 if mixture and mixture.suffix else 0)
+        limits = TargetLimits(budget=budget, adaptive=mixture is not None and mixture.adaptive, suffix=suffix)
+        self.target = VerifyLoop(self.engines[0], welcome, limits)
+        self.drafter: Lookahead | None = None
+        if mixture and mixture.drafter != "none":
+            alike = mixture.drafter == "alike"
+            self.engines.append(engine_of(bench.draft if alike else bench.other))
+            reader = None if alike else OtherVocabulary(bench.other, bench.shared)
+            guessers: list[Guesser] = [LookupGuesses()] if mixture.second == "lookup" else []
+            if mixture.second == "assistant":
+                self.engines.append(engine_of(bench.draft))
+                guessers.append(Assistant(self.engines[-1]))
+            second = SecondLevel(bench.target.vocabulary, guessers)
+            self.drafter = Lookahead(self.engines[1], welcome, reader=reader, second=second)
+
+    def run(self, opened: Sequence[Open], reopened: bool = False) -> list[Text]:
+        """What the sessions say."""
+        texts: dict[int, Any] = {one.session: [] for one in opened}
+        live = {one.session: one for one in opened}
+        self._open(opened)
+        deadline = time.monotonic() + 60
+        while live:
+            assert time.monotonic() < deadline
+            for _ in range(3):
+                self._relay(self.drafter.step() if self.drafter else None)
+            for _, message in self.target.step() or []:
+                if isinstance(message, Refused):
+                    texts[message.session] = message.message
+                    del live[message.session]
+                    continue
+                assert isinstance(message, Verification)
+                texts[message.session] += message.tokens
+                if message.finish:
+                    del live[message.session]
+                self._relay(self.drafter.receive(LINK, message) if self.drafter else None)
+            if reopened and any(len(texts[number]) > NEW / 3 for number in live):
+                reopened = False
+                self._open([replace(one, epoch=2, tokens=(*one.tokens, *texts[one.session])) for one in live.values()])
+        while self.target.due() is not None:  # until all that was said is in the suffix index
+            assert not self.target.step()
+        return list(texts.values())
+
+    def _open(self, opened: Sequence[Open]) -> None:
+        for one in opened:
+            for worker in filter(None, (self.target, self.drafter)):
+                assert worker.receive(LINK, one) == []
+        while self.drafter is not None and self.drafter.due() is not None:  # else it depends on the clock who drafts
+            self._relay(self.drafter.step())
+
+    def _relay(self, drafts: Outgoing | None) -> None:
+        for _, message in drafts or []:
+            if isinstance(message, Proposal):
+                self.target.receive(LINK, message)
+
+    def close(self) -> None:
+        """Nothing is left of any session."""
+        for worker in filter(None, (self.target, self.drafter)):
+            worker.forget(LINK)
+        for engine in self.engines:
+            engine.cache.check()
+            assert engine.cache.free_tokens == engine.cache.capacity
+
+
+def openings(bench: Bench, mixture: Mixture, first: int, seeds: Sequence[int]) -> list[Open]:
+    """A session of a mixture for each seed, numbered from ``first`` on, each with a prompt of its own."""
+    opened = []
+    for number, seed in enumerate(seeds):
+        prompt = tuple(Random(number).choices(bench.letters, k=6 + 5 * number)) * 2
+        sampling = Sampling(mixture.temperature, seed=seed, **PENALTIES[mixture.penalties])
+        limits = Limits(len(prompt) + NEW, frozenset({STOP}))
+        speculation = Speculation(
+            max_depth=mixture.depth, rule=mixture.rule, schedule=mixture.schedule, sources=mixture.sources
+        )
+        extras = Extras(grammar=GRAMMAR if mixture.grammar else "")
+        opened.append(
+            Open(SessionId(first + number), 1, prompt, sampling, limits, speculation, prompt=len(prompt), extras=extras)
+        )
+    return opened
+
+
+def foretold(bench: Bench, prediction: str, text: Sequence[Token]) -> tuple[Token, ...]:
+    """What a caller expects where this is said."""
+    match prediction:
+        case "none":
+            return ()
+        case "wrong":
+            return tuple(Random(len(text)).choices(bench.letters, k=NEW))
+        case _:
+            return (*text[:4], bench.letters[0], *text[5:])
+
+
+@dataclass
+class Said:
+    """What came of a mixture: by session, the texts, and those of plain decoding; and how often a source was right."""
+
+    texts: list[Text] = field(default_factory=list)
+    plain: list[Text] = field(default_factory=list)
+    right: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+
+
+def serve(bench: Bench, mixture: Mixture) -> Said:
+    """Serve two sessions, then, to workers that may remember what was said, the first again and a similar one."""
+    said, serving = Said(), Serving(bench, mixture)
+    for first, seeds in ((1, (0, 1)), (11, (0, 2))):
+        opened = openings(bench, mixture, first, seeds)
+        plain = bench.plain(openings(bench, mixture, 1, seeds))
+        opened = [
+            replace(one, extras=replace(one.extras, prediction=foretold(bench, mixture.prediction, text)))
+            for one, text in zip(opened, plain, strict=True)
+        ]
+        said.texts += serving.run(opened, mixture.reopened)
+        said.plain += plain
+    counters = serving.target.counters
+    for source, offered in counters.offered_from.items():
+        name = f"model {mixture.drafter}" if source == Source.DRAFT else source
+        said.right[name] += counters.accepted_from[source]
+        said.wrong[name] += offered - counters.accepted_from[source]
+    if serving.drafter:
+        followed = serving.drafter.counters.followed
+        said.right[f"guesses: {mixture.second}"] += followed
+        said.wrong[f"guesses: {mixture.second}"] += serving.drafter.counters.guessed - followed
+    serving.close()
+    return said
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There is no clock here: what would be waited for has not come, and all drafts and guesses pay."""
+    monkeypatch.setattr(planner, "DEAF_AFTER", 0.0)
+    monkeypatch.setattr(StepCost, "__call__", lambda *_: 1.0)
+    monkeypatch.setattr(Forward, "pays", lambda *_: True)
+    register(OWN, Neighbours)
+    yield
+    unregister(OWN)
+
+
+@pytest.mark.parametrize("number", range(len(MIXTURES)))
+def test_the_text_is_that_of_plain_decoding(bench: Bench, number: int, request: pytest.FixtureRequest) -> None:
+    said = bench.serve(MIXTURES[number])
+    again = f"python -m pytest '{request.node.nodeid}'"
+    assert said.texts == said.plain, f"seed {SEED}, {MIXTURES[number]}; again: {again}"
+
+
+WHO = {
+    "model alike": Source.DRAFT,
+    "model of another tokenizer": Source.DRAFT,
+    **{source: source for source in Source if source is not Source.DRAFT},
+    OWN: OWN,
+}
+"""Who drafts in the mixtures, and under which name."""
+
+
+def test_every_source_is_right_and_wrong_in_some_mixture(bench: Bench) -> None:
+    """Else nothing was shown of it."""
+    right, wrong = Counter[str](), Counter[str]()
+    for mixture in MIXTURES:
+        said = bench.serve(mixture)
+        right += said.right
+        wrong += said.wrong
+    for who in (*WHO, "guesses: lookup", "guesses: assistant"):
+        assert min(right[who], wrong[who]) > 0, (
+            f"seed {SEED}: {who} was right {right[who]} and wrong {wrong[who]} times"
+        )
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_a_draft_that_was_not_drawn_would_be_found(bench: Bench, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a target commits what a source proposed and the target refused, some mixture shows it."""
+    settle = TargetSession.settle
+
+    def credulous(self: TargetSession, outcome: Walk, at: float | None = None) -> Any:
+        assert self._offer is not None
+        nodes, parents = self._offer.nodes, self._offer.parents
+        refused = (i for i, node in enumerate(nodes) if node.source == WHO[who] and i not in outcome.kept)
+        path = [next(refused, ANCHOR)]
+        while path[0] != ANCHOR:
+            path.insert(0, parents[path[0]])
+        return settle(self, Walk(tuple(path[1:]), outcome.own) if path[1:] else outcome, at)
+
+    refused_some = [mixture for mixture in MIXTURES if bench.serve(mixture).wrong[who]]
+    monkeypatch.setattr(TargetSession, "settle", credulous)
+    found = (serve(bench, mixture) for mixture in refused_some)
+    assert any(said.texts != said.plain for said in found), f"seed {SEED}"

@@ -1,0 +1,131 @@
+"""Texts in their own words: simulated as fast as made-up words are, and with what can be found in the words besides."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from speculation.agreement import Passage, Passages, made_up
+from speculation.costs import Costs, Curve
+from speculation.draft_session import Candidate, Outcome
+from speculation.medusa import Guesses
+from speculation.messages import Schedule, Source
+from speculation.simulate import Setting, simulate, simulate_texts
+
+SEED = 7
+VOCABULARY = 4000
+LENGTH = 100
+VERIFY = {1: Curve.straight(0.030, 0.01)}
+COSTS = Costs(VERIFY, Curve.straight(0.002, 0.04), to_target=0.0014, to_draft=0.0014, heads=VERIFY)
+LOOKUP, HEADS, SUFFIX = (frozenset({source}) for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX))
+
+
+def spoken(outcomes: list[Outcome], rng: Random) -> Passage:
+    """Words at random on which the models agree as in ``outcomes``."""
+    tokens = tuple(rng.randrange(VOCABULARY) for _ in outcomes)
+    places = tuple(
+        tuple(
+            Candidate(token if rank == outcome.right else (token + 1 + rank) % VOCABULARY, sure)
+            for rank, sure in enumerate(outcome.confidences)
+        )
+        for token, outcome in zip(tokens, outcomes, strict=True)
+    )
+    return Passage((1, 2, 3), tokens, places)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.TRIE, Schedule.SEQUENTIAL])
+def test_whose_words_they_are_does_not_matter_to_a_drafter(schedule):
+    outcomes = made_up(Random(SEED), 0.8, length=3 * LENGTH)
+    rng = Random(SEED)
+    passages = [spoken(outcomes[first : first + LENGTH], rng) for first in range(0, len(outcomes), LENGTH)]
+    setting = Setting(schedule, request_tokens=LENGTH)
+    replayed = simulate(setting, COSTS, outcomes, Random(SEED), tokens=300)
+    in_words = simulate_texts(setting, COSTS, Passages(passages, VOCABULARY), Random(SEED), tokens=300)
+    assert in_words.rate == pytest.approx(replayed.rate, rel=0.08), f"seed {SEED}"
+
+
+def test_sources_at_the_target_read_the_words():
+    rng = Random(SEED)
+    verse = tuple(rng.randrange(VOCABULARY) for _ in range(25))
+    song = Passages([Passage((1, 2), verse * 4)], VOCABULARY)
+    rates = {
+        sources: simulate_texts(Setting(sources=sources, drafters=0), COSTS, song, Random(SEED), tokens=200).rate
+        for sources in (LOOKUP, frozenset[Source]())
+    }
+    assert rates[LOOKUP] > 2 * rates[frozenset()]
+
+
+def words(rng: Random, length: int = LENGTH) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCABULARY) for _ in range(length))
+
+
+def guessed(tokens: tuple[int, ...], right: float, rng: Random, heads: int = 3) -> tuple[Guesses, ...]:
+    """What heads say along some tokens that are right so often, each by itself; nothing at the first place."""
+
+    def head(place: int) -> tuple[Candidate, ...]:
+        token = tokens[place] if place < len(tokens) else 0
+        return (Candidate(token if rng.random() < right else (token + 1) % VOCABULARY, 0.9), Candidate(7, 0.05))
+
+    return ((), *(tuple(head(place + ahead) for ahead in range(heads)) for place in range(1, len(tokens))))
+
+
+@pytest.mark.parametrize(("right", "depth", "expected"), [(1.0, 16, 4.0), (1.0, 2, 3.0), (0.0, 16, 1.0)])
+def test_heads_say_what_was_recorded_and_no_more_of_them_than_there_are(right, depth, expected):
+    rng = Random(SEED)
+    tokens = words(rng)
+    texts = Passages([Passage((1, 2), tokens, (), guessed(tokens, right, rng))], VOCABULARY)
+    setting = Setting(sources=HEADS, drafters=0, max_depth=depth)
+    report = simulate_texts(setting, COSTS, texts, Random(SEED), tokens=400)
+    assert report.tokens_per_verification == pytest.approx(expected, rel=0.08), f"seed {SEED}"
+    ignored = simulate_texts(Setting(sources=LOOKUP, drafters=0), COSTS, texts, Random(SEED), tokens=200)
+    assert ignored.tokens_per_verification == pytest.approx(1.0, abs=0.02), "requests that do not ask for heads"
+
+
+def test_earlier_outputs_of_a_round_are_known_and_those_of_the_round_before_are_not():
+    rng = Random(SEED)
+    different = [Passage((rng.randrange(VOCABULARY), 2), words(rng)) for _ in range(4)]
+    alike = [Passage((1, 2), different[0].tokens)] * 4
+    setting = Setting(sources=SUFFIX, drafters=0)
+    found = [
+        simulate_texts(setting, COSTS, Passages(passages, VOCABULARY), Random(SEED), tokens=8 * LENGTH, warm_up=0)
+        for passages in (different, alike)
+    ]
+    assert found[0].tokens_per_verification == pytest.approx(1.0, abs=0.02), f"seed {SEED}"
+    assert 2.0 < found[1].tokens_per_verification < 4.0, f"one answer in four comes as new; seed {SEED}"
+
+
+def test_a_step_commits_no_more_than_the_depth_allows():
+    song = Passages([Passage((1, 2), (5, 6, 7, 8) * 25)], VOCABULARY)
+    for depth in (1, 3):
+        setting = Setting(sources=LOOKUP, drafters=0, max_depth=depth)
+        report = simulate_texts(setting, COSTS, song, Random(SEED), tokens=200)
+        assert depth < report.tokens_per_verification <= depth + 1
+
+
+def test_guesses_let_a_slow_drafter_draft_several_levels_at_once_where_words_come_again():
+    rng = Random(SEED)
+    verse = tuple(rng.randrange(VOCABULARY) for _ in range(25))
+    places = tuple((Candidate(token, 0.95),) for token in verse * 4)
+    song = Passages([Passage((1, 2), verse * 4, places)], VOCABULARY)
+    slow = replace(COSTS, draft=Curve.straight(0.015, 0.01))
+    without, with_guesses = (
+        simulate_texts(Setting(guesses=guesses), slow, song, Random(SEED), tokens=300) for guesses in (False, True)
+    )
+    assert with_guesses.tokens_per_verification > 1.5 * without.tokens_per_verification
+    prose = Passages([spoken(made_up(Random(SEED), 0.8, length=LENGTH), rng)], VOCABULARY)
+    without, with_guesses = (
+        simulate_texts(Setting(guesses=guesses), slow, prose, Random(SEED), tokens=100) for guesses in (False, True)
+    )
+    assert with_guesses.rate == pytest.approx(without.rate, rel=0.1), "nothing comes again in words at random"
+
+
+def test_what_the_target_asks_for_and_finds_is_counted():
+    outcomes = made_up(Random(SEED), 0.8, length=400)
+
+    def delivered(drafters: int) -> float:
+        slow = Costs({1: Curve.straight(0.030, 0.01)}, Curve.straight(0.02, 0.9), 0.0, 0.0)
+        report = simulate(Setting(sessions=4, drafters=drafters), slow, outcomes, Random(SEED), tokens=60)
+        assert 0 < report.lead_delivered <= report.lead_asked
+        return report.lead_delivered / report.lead_asked
+
+    assert delivered(4) > delivered(1)

@@ -1,0 +1,93 @@
+"""When requests are due and how many run: seeded, and from the time that was planned."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from itertools import count, islice, pairwise
+from statistics import fmean
+
+from benchmarks.serve import arrivals
+from benchmarks.serve.arrivals import at_once, at_rate, offsets
+from benchmarks.serve.settings import Arrivals
+
+
+def gaps(rate: float, kind: Arrivals, seed: int, turn: int, n: int = 4000) -> list[float]:
+    found = list(islice(offsets(rate, kind, seed, turn), n))
+    return [later - earlier for earlier, later in zip([0.0, *found], found, strict=False)]
+
+
+def test_poisson_arrivals_are_exponential_and_seeded() -> None:
+    seed = random.randrange(1 << 30)
+    between = sorted(gaps(8.0, Arrivals.POISSON, seed, 0))
+    assert abs(fmean(between) - 1 / 8) < 0.012, seed
+    # Of an exponential law, the median is ln 2 of the mean, and 1 in e is longer than the mean.
+    assert abs(between[2000] - 0.6931 / 8) < 0.012, seed
+    assert abs(sum(gap > 1 / 8 for gap in between) / 4000 - 0.3679) < 0.04, seed
+    assert gaps(8.0, Arrivals.POISSON, seed, 0, 9) == gaps(8.0, Arrivals.POISSON, seed, 0, 9)
+    assert gaps(8.0, Arrivals.POISSON, seed, 0, 9) != gaps(8.0, Arrivals.POISSON, seed, 1, 9)
+    assert gaps(8.0, Arrivals.POISSON, seed, 0, 9) != gaps(8.0, Arrivals.POISSON, seed + 1, 0, 9)
+    assert all(abs(gap - 0.125) < 1e-9 for gap in gaps(8.0, Arrivals.EVEN, seed, 0, 9))
+
+
+async def test_a_stall_does_not_put_off_when_requests_were_due() -> None:
+    asked: dict[int, tuple[float, float]] = {}
+
+    async def ask(number: int, due: float) -> float:
+        asked[number] = (due, time.perf_counter())
+        if number == 0:
+            time.sleep(0.05)  # noqa: ASYNC251 - this process is late with all that is due meanwhile
+        return 0.0
+
+    planned = [0.0, 0.01, 0.02, 0.03, 0.06]
+    await at_rate(iter(range(5)), iter(planned), ask, lambda *_: None)
+    for number, offset in enumerate(planned):
+        assert abs(asked[number][0] - asked[0][0] - offset) < 1e-6
+    assert asked[1][1] - asked[1][0] > 0.035
+
+
+async def test_nothing_is_due_after_the_end_and_too_many_are_not_sent(monkeypatch) -> None:
+    monkeypatch.setattr(arrivals, "MOST_OPEN", 2)
+    asked, skipped, release = [], [], asyncio.Event()
+
+    async def ask(number: int, due: float) -> float:
+        asked.append(number)
+        await release.wait()
+        return 0.0
+
+    def skip(number: int, due: float) -> None:
+        skipped.append(number)
+        release.set()
+
+    await at_rate(count(), iter([0.0, 0.001, 0.002, 0.5, 0.6]), ask, skip, seconds=0.1)
+    assert (asked, skipped) == ([0, 1], [2])
+
+
+async def test_so_many_at_once_and_no_more() -> None:
+    running, most, order = 0, 0, []
+
+    async def ask(number: int, due: float) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        order.append(number)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return 0.0
+
+    await at_once(iter(range(11)), 3, ask)
+    assert (most, running) == (3, 0)
+    assert sorted(order) == list(range(11))
+
+
+async def test_senders_pause_when_told_and_stop_in_time() -> None:
+    asked: list[float] = []
+
+    async def ask(number: int, due: float) -> float:
+        asked.append(due)
+        return 0.04
+
+    await at_once(count(), 1, ask, seconds=0.1)
+    assert 2 <= len(asked) <= 3
+    assert all(later - earlier >= 0.04 for earlier, later in pairwise(asked))

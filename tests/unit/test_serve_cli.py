@@ -1,0 +1,168 @@
+"""The flags of ``paceline bench serve``: mistakes are answered in one line, and the rest arrives."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.serve import main as serve_main
+from benchmarks.serve.bodies import body
+from benchmarks.serve.prompts import Prompt, PromptError, read
+from benchmarks.serve.settings import Arrivals, Contender, Make, Objective, Options, Pace, Sweep, Swept, Variant
+from cluster.cli import main
+
+URL = ("--url", "http://127.0.0.1:8000")
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[Options]:
+    """The options of runs that would have begun."""
+    options: list[Options] = []
+    monkeypatch.setattr(serve_main, "main", lambda given: options.append(given) or 0)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--url", "localhost:8000"], "--url localhost:8000: not an address such as http://127.0.0.1:8000"),
+        (["--url", "ftp://a"], "--url ftp://a: not an address"),
+        (["--url", "http://a:99999"], "--url http://a:99999: not an address"),
+        (["--url", "http://[::1"], "--url http://[::1: not an address"),
+        (["--url", "http://a b"], "not an address"),
+        (["--url", "http://a/v1?x=1"], "not an address"),
+        (["--url", "http://me:secret@a"], "--url: must not contain a password"),
+        ([*URL, *URL], "is there twice"),
+        (["--url", "a plain=http://a"], "must not end with ' plain'"),
+        (["--requests", "0"], "--requests must be 1 to 100000, got 0"),
+        (["--seconds", "nan"], "--seconds must be 0.1 to 86400, got nan"),
+        (["--rate", "inf"], "--rate must be 0.001 to 100000, got inf"),
+        (["--concurrency", "0"], "--concurrency must be 1 to 4096, got 0"),
+        (["--rounds", "9", "--requests", "8"], "--rounds must be 1 to 8, got 9"),
+        (["--warmup", "-1"], "--warmup must be 0 to 10000, got -1"),
+        (["--max-tokens", "0"], "--max-tokens must be 1"),
+        (["--temperature", "nan"], "--temperature must be 0 to 100, got nan"),
+        (["--timeout", "0"], "--timeout must be 0.001"),
+        (["--seed", "-1"], "--seed must be 0"),
+        (["--arrivals", "even"], "--arrivals belongs to a --rate"),
+        (["--goodput", "ttft:500,latency:5"], "--goodput latency:5: must be NAME:MS with ttft, tpot, itl, e2e"),
+        (["--goodput", "ttft:-1"], "--goodput ttft:-1: must have numbers above 0, got '-1'"),
+        (["--goodput", "ttft:1,ttft:2"], "--goodput: ttft is there twice"),
+        (["--sweep", "width=1"], "--sweep width=1: must be NAME=N,... with depth, concurrency, rate"),
+        (["--sweep", "depth=1,,3"], "must have numbers above 0, got ''"),
+        (["--sweep", "depth=1,1"], "each once"),
+        (["--sweep", "depth=1.5"], "depth must be a whole number up to 64, got 1.5"),
+        (["--sweep", "depth=65"], "up to 64, got 65"),
+        (["--sweep", "rate=1", "--rate", "2"], "--sweep rate says it already"),
+        (["--extra-body", "{"], "--extra-body {: not JSON"),
+        (["--extra-body", "[]"], "must be an object"),
+        (["--extra-body", '{"a": NaN}'], "not JSON"),
+        (["--extra-body", '{"stream": false}'], "leave out stream and n"),
+        (["--extra-body", '{"n": 2}'], "leave out stream and n"),
+        (["--extra-body", "other={}"], "there is no such contender, only 127.0.0.1:8000"),
+        (["--extra-body", "{}", "--extra-body", "{}"], "given twice for 127.0.0.1:8000"),
+        (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: there is no such variable"),
+        (["--json", "/nowhere/x.json"], "no such folder"),
+        (["--out", __file__], "not a folder"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "serve", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert "secret" not in said
+    assert not started
+
+
+@pytest.mark.parametrize("both", [["--rate", "1", "--concurrency", "2"], ["--seconds", "1", "--requests", "2"]])
+def test_two_ways_to_say_one_thing_are_refused(both, started, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", *both])
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_flags_arrive(started, monkeypatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "sesame")
+    assert main(["bench", "serve"]) == 0
+    assert main(["bench", "serve", "--url", "ours=https://a:1/v1/", "--url", "http://b/x", "--model", "ours=m=1",
+                 "--extra-body", 'b={"top_p": 0.5}', "--api-key-env", "SOME_KEY", "--goodput", "ttft:500,itl:20.5",
+                 "--sweep", "rate=0.5,2", "--arrivals", "even", "--seconds", "9", "--chat"]) == 0  # fmt: skip
+    default, given = started
+    assert default.contenders == (Contender("127.0.0.1:8000", "http://127.0.0.1:8000"),)
+    assert (default.pace, default.requests, default.rounds) == (Pace(concurrency=1), 40, 6)
+    assert given.contenders == (
+        Contender("ours", "https://a:1", "m=1", {}, "sesame"),
+        Contender("b", "http://b/x", "", {"top_p": 0.5}, "sesame"),
+    )
+    assert given.objectives == {Objective.TTFT: 500.0, Objective.ITL: 20.5}
+    assert (given.sweep, given.arrivals) == (Sweep(Swept.RATE, (0.5, 2.0)), Arrivals.EVEN)
+    assert (given.seconds, given.requests, given.chat) == (9.0, None, True)
+    assert "sesame" not in repr(given)
+
+
+def test_prompts_are_read(tmp_path) -> None:
+    lines = tmp_path / "p.jsonl"
+    lines.write_text('"one"\n\n{"prompt": "two", "kind": "code"}\n{"messages": [{"role": "user", "content": "3"}]}\n')
+    assert read(str(lines), chat=True)[:2] == [Prompt("one"), Prompt("two")]
+    assert read(str(lines), chat=True)[2].messages == ({"role": "user", "content": "3"},)
+    with pytest.raises(PromptError, match=r"line 4 is a conversation; send it with --chat"):
+        read(str(lines), chat=False)
+    plain = tmp_path / "p.txt"
+    plain.write_text("one\n  two\n")
+    assert read(str(plain), chat=False) == [Prompt("one"), Prompt("two")]
+    assert len(read("bundled", chat=False)) == 40
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "no prompts in it"),
+        (b"\n \n", "no prompts in it"),
+        (b"\xff\xfe\x00", "not a text file in UTF-8"),
+        (b"{", "line 1 is not JSON"),
+        (b'"a"\n[1]', "line 2 must be a string"),
+        (b'{"text": "a"}', "line 1 must be a string, or an object with"),
+        (b'{"messages": []}', "line 1 must be a string"),
+        (b'"\\ud800"', "line 1 is not JSON in UTF-8"),
+        (b'"' + b"x" * (1 << 20) + b'"', "line 1 has more than 1048576 characters"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(content, words, tmp_path, capsys) -> None:
+    file = tmp_path / "p.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["bench", "serve", *URL, "--prompts", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert words in said and str(file) in said and said.count("\n") == 1
+
+
+def test_a_huge_file_is_read_no_further_than_needed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.serve.prompts.MOST", 5)
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"x\n" * 50_000 + b"\xff" * 100_000)
+    assert len(read(str(file), chat=False)) == 5
+
+
+def test_requests_of_a_number_differ_between_contenders_in_what_they_must() -> None:
+    options = Options((), "bundled", Pace(concurrency=1), seed=7)
+    number = random.randrange(1000)
+    bodies = [
+        body(options, Variant(contender, options.pace, depth), make, "m", Prompt("p"), number)
+        for contender, make, depth in (
+            (Contender("a", ""), Make.PACELINE, 3),
+            (Contender("a", "", plain=True), Make.PACELINE, None),
+            (Contender("b", "", extra={"speculation": {"rule": "rejection"}}), Make.PACELINE, 3),
+            (Contender("c", ""), Make.LLAMA_CPP, 3),
+        )
+    ]
+    speculation = [one.pop("speculation", None) for one in bodies]
+    assert speculation == [{"max_depth": 3}, {"enabled": False}, {"max_depth": 3, "rule": "rejection"}, None]
+    options_sent = [one.pop("stream_options") for one in bodies]
+    assert options_sent[:3] == [{"include_usage": True, "include_speculation": True}] * 3
+    assert options_sent[3] == {"include_usage": True}
+    assert all(one == bodies[0] for one in bodies)
+    assert (bodies[0]["seed"], bodies[0]["prompt"]) == (7 + number, "p")

@@ -1,0 +1,214 @@
+"""Percentiles, goodput, ratios: right on requests whose times are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import date
+
+import pytest
+
+from benchmarks.serve.answer import Drafts
+from benchmarks.serve.client import BUSY_LATER, LATE, Heard
+from benchmarks.serve.counters import Counts, parse
+from benchmarks.serve.figures import Spread, baselines, bootstrap, compare, e2e, figures, gaps, meets, tpot, ttft
+from benchmarks.serve.probe import Server
+from benchmarks.serve.report import Result, document, notes, tables
+from benchmarks.serve.rounds import Log, Turn
+from benchmarks.serve.settings import Contender, Make, Objective, Options, Pace, Sweep, Swept, variants
+
+A, B = Contender("a", "http://a.test"), Contender("b", "http://b.test")
+ONE = Heard(0, due=10.0, sent=10.1, ended=11.2, times=(10.5, 10.7, 11.1), sizes=(2, 1, 4), tokens=8, digest="x")
+FAILED = Heard(1, due=10.0, sent=10.0, ended=12.0, error=LATE, detail="not over after 2 s")
+
+
+def options(**given) -> Options:
+    return Options(**{"contenders": (A, B), "prompts": "bundled", "pace": Pace(concurrency=1), "requests": 8, **given})
+
+
+def logged(given: Options, *turns: tuple[str, list[Heard]], make: Make = Make.OTHER) -> Log:
+    """A log with a turn for each, by the name of the variant."""
+    log = Log({one.name: Server(make, "m") for one in given.contenders}, given.contenders)
+    log.variants = variants(given.contenders, given)
+    by_name = {variant.name: variant for variant in log.variants}
+    for number, (name, heard) in enumerate(turns):
+        log.turns.append(Turn(by_name[name], number // len(log.variants), 10.0, heard, client_cpu=0.2))
+    return log
+
+
+def decoded(number: int, first: float, step: float, **other) -> Heard:
+    """Three chunks of a token each."""
+    times = tuple(10.0 + first + step * place for place in range(3))
+    values = {"sizes": (1, 1, 1), "tokens": 3, "digest": str(number), **other}
+    return Heard(number, 10.0, 10.0, times[-1] + 0.01, times, **values)
+
+
+def test_latencies_count_from_when_a_request_was_due() -> None:
+    assert ttft(ONE) == pytest.approx(0.5)
+    assert e2e(ONE) == pytest.approx(1.2)
+    assert tpot(ONE) == pytest.approx(0.6 / 5)
+    assert gaps(ONE) == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.1])
+
+
+def test_without_sizes_latencies_are_between_chunks() -> None:
+    unsaid = replace(ONE, sizes=None)
+    assert gaps(unsaid) == pytest.approx([0.2, 0.4])
+    assert tpot(unsaid) == pytest.approx(0.6 / 7)
+    row = figures(logged(options(), ("a", [ONE, unsaid])), variants((A,), options())[0], options())
+    assert not row.by_token
+    nothing = replace(ONE, times=(), sizes=(), tokens=0)
+    assert (ttft(nothing), tpot(nothing), gaps(nothing)) == (None, None, [])
+    assert tpot(replace(ONE, times=(10.5,), sizes=(8,))) is None
+
+
+def test_percentiles_are_interpolated() -> None:
+    values = [number / 1000 for number in range(101)]
+    random.Random(3).shuffle(values)
+    assert Spread.of(values) == Spread(*(pytest.approx(value) for value in (50.0, 50.0, 90.0, 99.0)))
+    assert Spread.of([0.002]) == Spread(2.0, 2.0, 2.0, 2.0)
+    assert Spread.of([0.0, 0.010]) == Spread(*(pytest.approx(value) for value in (5.0, 5.0, 9.0, 9.9)))
+    assert Spread.of([]) is None
+
+
+def test_what_failed_is_counted_and_in_no_latency() -> None:
+    given = options(objectives={Objective.TTFT: 600.0})
+    busy = replace(FAILED, number=2, error=BUSY_LATER, detail="full")
+    empty = Heard(3, due=10.0, sent=10.0, ended=10.5, tokens=0)
+    log = logged(given, ("a", [ONE, FAILED, busy, replace(busy, detail="again"), empty]))
+    log.turns[0].running = 2
+    row = figures(log, log.variants[0], given)
+    assert (row.requests, row.ok, row.empty, row.unfinished, row.tokens) == (5, 2, 1, 2, 8)
+    assert row.errors == {BUSY_LATER: 2, LATE: 1}
+    assert row.details == {BUSY_LATER: "full", LATE: "not over after 2 s"}
+    assert row.ttft is not None and row.ttft.p99 == pytest.approx(500.0)
+    assert row.seconds == pytest.approx(2.0)
+    assert (row.request_rate, row.token_rate) == pytest.approx((1.0, 4.0))
+    assert (row.good, row.goodput) == (1, pytest.approx(0.5))
+    assert row.client_share == pytest.approx(0.1)
+    said = " ".join(" ".join(line) for table in tables(Result.of(log, given, date(2026, 1, 2))) for line in table.lines)
+    assert BUSY_LATER in said and "full" in said
+
+
+@pytest.mark.parametrize(
+    ("objective", "limit", "good"),
+    [
+        (Objective.TTFT, 500.1, True),
+        (Objective.TTFT, 499.9, False),
+        (Objective.TPOT, 120.1, True),
+        (Objective.TPOT, 119.9, False),
+        (Objective.ITL, 200.0, True),
+        (Objective.ITL, 190.0, False),
+        (Objective.E2E, 1200.1, True),
+        (Objective.E2E, 1199.9, False),
+    ],
+)
+def test_a_good_request_meets_each_objective(objective, limit, good) -> None:
+    assert meets(ONE, {objective: limit}) is good
+    assert meets(ONE, {objective: limit, Objective.E2E: 1.0}) is False
+    assert not meets(FAILED, {objective: 1e9})
+
+
+def test_a_request_without_text_misses_a_first_token() -> None:
+    assert not meets(replace(ONE, times=(), sizes=()), {Objective.TTFT: 1e9})
+    assert meets(replace(ONE, times=(), sizes=()), {Objective.E2E: 1e9, Objective.TPOT: 1e-9})
+
+
+def test_drafts_are_added_up() -> None:
+    given = options()
+    heard = [replace(ONE, drafts=Drafts(3, 10, 2)), replace(ONE, drafts=Drafts(1, 2, None)), ONE]
+    log = logged(given, ("a", heard))
+    log.turns[0].counts = Counts(4, 20, 5)
+    row = figures(log, log.variants[0], given)
+    assert (row.accepted, row.offered, row.acceptance_length) == (4, 12, 2.5)
+    assert row.counts == Counts(4, 20, 5)
+
+
+def test_bootstrap_intervals() -> None:
+    seed = random.randrange(1 << 30)
+    source = random.Random(seed)
+    exact = bootstrap([(2 * value, value) for value in (1.0, 5.0, 0.5)], 0)
+    assert exact is not None and (exact.value, exact.low, exact.high, exact.n) == (2.0, 2.0, 2.0, 3)
+    covered = 0
+    for trial in range(12):
+        pairs = [(source.expovariate(1.0) + 3, source.expovariate(1.0) + 1) for _ in range(30)]
+        found = bootstrap(pairs, trial)
+        assert found is not None and found.low < found.value < found.high, seed
+        assert found == bootstrap(pairs, trial)
+        covered += found.low <= 2.0 <= found.high
+    assert covered >= 7, f"{covered} of 12 intervals hold the true ratio, seed {seed}"
+    assert bootstrap([], 0) is None
+    assert bootstrap([(1.0, 0.0)], 0) is None
+
+
+def test_contenders_are_compared_request_by_request() -> None:
+    given = options()
+    slow = [decoded(number, 0.4, 0.2) for number in range(6)]
+    fast = [decoded(number, 0.2, 0.05, digest=str(number if number else 9)) for number in range(1, 8)]
+    log = logged(given, ("a", [*slow, replace(FAILED, number=7)]), ("b", [*fast, decoded(0, 0.2, 0.05, digest="9")]))
+    (variant, baseline), *others = baselines(log)
+    assert (variant.name, baseline.name, others) == ("b", "a", [])
+    one = compare(log, variant, baseline, given)
+    assert one.ttft is not None and one.ttft.value == pytest.approx(2.0) and one.ttft.n == 6
+    assert one.tpot is not None and one.tpot.value == pytest.approx(4.0)
+    assert one.token_rate is not None and one.token_rate.n == 1
+    assert (one.same, one.compared) == (5, 6)
+    warm = replace(given, temperature=0.5)
+    assert compare(log, variant, baseline, warm).same is None
+    ours = logged(warm, ("a", slow), ("b", fast), make=Make.PACELINE)
+    assert compare(ours, variant, baseline, warm).same == 5
+    at_rate = options(pace=Pace(rate=2.0))
+    rated = logged(at_rate, ("a", slow), ("b", fast))
+    assert compare(rated, *baselines(rated)[0], at_rate).token_rate is None
+
+
+def test_what_is_compared_with_what() -> None:
+    plain = replace(A, name="a plain", plain=True)
+
+    def pairs(given: Options) -> list[tuple[str, str]]:
+        return [(variant.name, baseline.name) for variant, baseline in baselines(logged(given))]
+
+    depth = Sweep(Swept.DEPTH, (1.0, 3.0))
+    assert pairs(options(contenders=(A,))) == []
+    assert pairs(options(contenders=(A, plain, B))) == [("a", "a plain"), ("b", "a plain")]
+    assert pairs(options(contenders=(A, plain), sweep=depth)) == [("a @ 1", "a plain"), ("a @ 3", "a plain")]
+    assert pairs(options(contenders=(A,), sweep=depth)) == [("a @ 3", "a @ 1")]
+    both = options(contenders=(A, plain), sweep=Sweep(Swept.CONCURRENCY, (1.0, 4.0)))
+    assert pairs(both) == [("a @ 1", "a plain @ 1"), ("a @ 4", "a plain @ 4")]
+
+
+def test_a_reader_is_told_what_limits_the_figures() -> None:
+    given = options(contenders=(A, replace(A, name="again")), pace=Pace(rate=2.0))
+    late = replace(ONE, due=9.0, sizes=None, guessed=True)
+    log = logged(given, ("a", [late]), ("again", [ONE]))
+    log.turns[0].client_cpu, log.turns[0].running = 10.0, 1
+    log.servers["a"] = Server(Make.OTHER, "m", "a answers to m, but lists n")
+    result = Result.of(log, given, date(2026, 1, 2))
+    said = " ".join(notes(result))
+    for words in (
+        "poisson arrivals (seed 0)",
+        "share its prefix cache",
+        "a: how many tokens a chunk has is not said",
+        "a: tokens are not counted",
+        "interrupted with 1 requests",
+        "of a core and may be what was measured",
+        "1100 ms late",
+        "but lists n",
+    ):
+        assert words in said
+    request = document(result)["requests"][0]
+    assert (request["contender"], request["sent"], request["chunks"]) == ("a", 1100.0, [1500.0, 1700.0, 2100.0])
+
+
+def test_counters_of_paceline_and_vllm_are_read() -> None:
+    vllm = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m {1}"} 1.5e+02
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 50
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 30.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 99.0
+"""
+    assert parse(vllm) == Counts(10, 200, 30)
+    ours = 'paceline_spec_decode_num_drafts_total{model="m"} 3.0\n'
+    assert parse(ours) == Counts(3, 0, 0)
+    assert parse("up 1\n") is None
+    assert Counts(5, 6, 7) - Counts(1, 2, 3) == Counts(4, 4, 4)
