@@ -19,8 +19,9 @@ $(READY): requirements.lock pyproject.toml
 run: setup
 	$(BIN)/paceline up --stretched --demo $(ARGS)
 
+# Two processes: one for the tests that start clusters, file by file the rest. In one: make test ARGS="-n 0"
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # Every model family that is known to work, or not to, as tiny random models; six of them are in `make test`.
 families: setup
@@ -36,10 +37,14 @@ check: setup
 sim: setup
 	$(BIN)/python -m speculation.faults --seeds 2000 $(ARGS)
 
-# Another benchmark: make bench ARGS="speculation --quick"
-bench: ARGS ?= engine --quick
+# The engine, and the ways to draft without a small sibling. Another benchmark: make bench ARGS="speculation --quick"
 bench: setup
+ifdef ARGS
 	$(BIN)/paceline bench $(ARGS)
+else
+	$(BIN)/paceline bench engine --quick
+	$(BIN)/paceline bench drafting --quick
+endif
 
 # What faults do to streams, on a Ray cluster of pretend nodes: make chaos ARGS="--only kill-target"
 chaos: setup
