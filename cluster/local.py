@@ -7,18 +7,16 @@ process is killed, the kernel ends them (see :mod:`cluster.parent`).
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from random import SystemRandom
 
 from cluster.child import Child, paceline
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
 from cluster.flags import FAILED
+from cluster.ports import HeldPort
 from cluster.vocabularies import worker_config
 
 POLL_SECONDS = 0.1
@@ -26,10 +24,6 @@ STOP_SECONDS = 8.0
 """How long children get to end by themselves."""
 DRAIN_SECONDS = 5.0
 """How long of that running requests get."""
-LOWEST_PORT = 20_000
-ATTEMPTS = 64
-GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-USUAL_FIRST_GIVEN_PORT = 32_768
 
 
 class LocalProcesses:
@@ -44,14 +38,16 @@ class LocalProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         self._report: Stages | None = None
         self._workers: list[Child] = []
+        self._ports: list[HeldPort] = []
         arguments: list[str] = []
         for pool in config.pools():
             file = self._write(f"{pool.deployment}.yaml", worker_config(config, pool))
             for index in range(pool.settings.replicas):
-                address = f"127.0.0.1:{free_port()}"
-                command = self._command(file, "worker", pool.role.value, "--listen", address)
+                port = HeldPort()
+                command = self._command(file, "worker", pool.role.value, "--listen", port.address)
                 self._workers.append(Child(f"{pool} {index}", command, self._heard))
-                arguments += [f"--{pool.role}", address]
+                self._ports.append(port)
+                arguments += [f"--{pool.role}", port.address]
         file = self._write("paceline.yaml", config)
         self._router = Child("router", self._command(file, "router", *arguments), self._heard)
 
@@ -93,6 +89,8 @@ class LocalProcesses:
         deadline = time.monotonic() + STOP_SECONDS
         for child in self.children:
             child.stop(max(deadline - time.monotonic(), 0.0))
+        for port in self._ports:
+            port.close()
         self._folder.cleanup()
 
     def _await(self, children: list[Child], deadline: float) -> None:
@@ -121,27 +119,3 @@ class LocalProcesses:
             self._report(line.removesuffix(" ..."), name)
         else:
             complain(f"[{name}] {line}")
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on at the moment.
-
-    It is listened on later, so it is none of those that the kernel gives to connections, if there are others.
-    """
-    choice = SystemRandom()
-    below = _first_given_port()
-    tried = choice.sample(range(LOWEST_PORT, below), ATTEMPTS) if below >= LOWEST_PORT + ATTEMPTS else []
-    for port in (*tried, 0):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            bound: int = probe.getsockname()[1]
-            return bound
-    raise CommandError("no port of 127.0.0.1 is free", FAILED)
-
-
-def _first_given_port() -> int:
-    """The first port that the kernel gives to whoever asks for any."""
-    try:
-        return int(GIVEN_PORTS.read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
-        return USUAL_FIRST_GIVEN_PORT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from datetime import UTC, datetime
 
 from benchmarks.chaos import report, scenarios, soak
@@ -12,7 +13,7 @@ from benchmarks.chaos.settings import Options, configuration
 from benchmarks.chaos.stage import Stage, running
 from cluster.console import say
 from cluster.flags import FAILED
-from cluster.local import free_port
+from cluster.ports import HeldPort
 
 Play = Callable[[Stage, Options], Awaitable[list[Outcome]]]
 
@@ -29,9 +30,10 @@ def random_faults(options: Options) -> int:
 
 async def _on_stage(play: Play, options: Options) -> list[Outcome]:
     say("starting the cluster")
-    async with running(configuration(free_port(), options.dtype)) as stage:
-        say(f"Paceline serves at {stage.url}")
-        return await play(stage, options)
+    with closing(HeldPort()) as port:
+        async with running(configuration(port.number, options.dtype)) as stage:
+            say(f"Paceline serves at {stage.url}")
+            return await play(stage, options)
 
 
 async def _all(stage: Stage, options: Options) -> list[Outcome]:

@@ -15,13 +15,13 @@ from contextlib import suppress
 
 import httpx
 
-from cluster.local import free_port
 from cluster.ray_metrics import RayExporter
 from router.metrics import RouterMetrics
 from router.snapshot import Snapshot, WorkerState, WorkerView
 from router.tally import Tally
 from speculation.events import PeerId, Role
 from speculation.messages import Load
+from tests.ports import free_port
 
 PATIENCE_SECONDS = 60
 FIRST, SECOND = "target@10.0.0.1:7001", "target@10.0.0.2:7001"

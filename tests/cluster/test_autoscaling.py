@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local import free_port
 from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import body, plain, prompts, streamed
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 TOKENS = 300

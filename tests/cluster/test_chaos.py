@@ -10,7 +10,7 @@ import pytest_asyncio
 from benchmarks.chaos import scenarios
 from benchmarks.chaos.settings import Options, configuration
 from benchmarks.chaos.stage import running
-from cluster.local import free_port
+from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 
 pytestmark = [pytest.mark.slow, needs_no_gpu, pytest.mark.asyncio(loop_scope="module")]

@@ -6,10 +6,10 @@ import re
 import httpx
 import pytest
 
-from cluster.local import free_port
 from tests.cluster.pretend_nodes import ENVIRONMENT, LARGE, SMALL
 from tests.cluster.processes import PATIENCE, STARTS, run
 from tests.cluster.test_serve_ranks import Nodes
+from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 
 pytestmark = [pytest.mark.slow, needs_no_gpu]

@@ -10,9 +10,9 @@ import httpx
 import psutil
 import pytest
 
-from cluster.local import free_port
 from tests.cluster.processes import PATIENCE, Paceline, run
 from tests.cluster.streams import body, plain, prompts, streamed
+from tests.ports import free_port
 from tests.stack import MODELS
 
 

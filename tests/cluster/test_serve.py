@@ -9,10 +9,10 @@ import httpx
 import psutil
 import pytest
 
-from cluster.local import free_port
 from speculation.messages import Load
 from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import TIMEOUT, body, plain, prompts, streamed
+from tests.ports import free_port
 from transport.client import WorkerConnection
 
 pytestmark = pytest.mark.slow

@@ -12,11 +12,11 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.local import free_port
 from speculation.messages import Sampling
 from tests.cluster.pretend_nodes import ENVIRONMENT, LARGE, SMALL
 from tests.cluster.processes import CHECKOUT, PATIENCE, STARTS, Paceline, run
 from tests.cluster.streams import TIMEOUT, body, prompts, streamed
+from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 from tests.stack import MODELS, decode, dispatcher, held_out_prompts, target_worker
 

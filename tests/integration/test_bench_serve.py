@@ -21,6 +21,7 @@ from router.generation import ServedModel
 from tests.fakes import FakeGenerator, commits, tiny_tokenizer
 from tests.http_server import serve as serve_ours
 from tests.openai_server import HANG, FakeServer, Reply, as_json, events, models, serving, text
+from tests.ports import free_port
 
 STREAM = events(text("ab"), text("c"), text("", "length", usage={"completion_tokens": 3}))
 MODELS = models("m")
@@ -79,9 +80,7 @@ def test_what_is_no_server_is_told_in_one_line_before_any_load(script, words, ca
 
 
 def test_an_address_where_nothing_or_something_else_listens(capsys) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert bench("--url", f"http://127.0.0.1:{port}") == 1
+    assert bench("--url", f"http://127.0.0.1:{free_port()}") == 1
     assert "nothing answers there" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

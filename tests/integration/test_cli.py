@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from cluster.config import load
-from cluster.local import free_port
 from cluster.reading import Override
 from cluster.vocabularies import worker_config
 from speculation.events import Role
 from tests.bundled import with_other_vocabulary
 from tests.cluster.processes import CHECKOUT, Paceline, run
+from tests.ports import free_port
 from tests.stack import MODELS
 
 PROMPT = "import os\n\n\ndef "

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local import free_port
 from router.dispatch import Dispatcher
 from router.generation import Committed, Ended, Generation
 from speculation.messages import Sampling, Speculation, Token
+from tests.ports import free_port
 from tests.stack import MODELS, dispatcher, held_out_prompts
 
 DRAFT = MODELS / "draft"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 
-from cluster.local import free_port
 from tests.cluster.processes import PATIENCE, Paceline
+from tests.ports import free_port
 from tests.stack import MODELS, Running, target_worker
 from transport.worker import Machine, Outgoing
 

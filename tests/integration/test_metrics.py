@@ -12,10 +12,10 @@ import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.local import free_port
 from router.service import Router, RouterSettings
 from speculation.events import Role
 from tests.monitoring import FROM_CONTROLLER, SCRAPING, expressions, needs_prometheus, rules_beside, unknown_names
+from tests.ports import free_port
 from tests.stack import draft_worker, target_worker
 
 TOKENS = 40

@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from cluster.doctor import workers
-from cluster.local import free_port
 from speculation.events import Role
 from tests.cluster.processes import Paceline, run
+from tests.ports import free_port
 from tests.stack import draft_worker, target_worker
 
 

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 from benchmarks.chaos.records import Reply
 from benchmarks.chaos.workload import body, client, plain_text, stream
-from cluster.local import free_port
 from tests.cluster.processes import PATIENCE, Paceline
+from tests.ports import free_port
 from tests.stack import draft_worker, target_worker
 
 REQUESTS = [body("def merge(left, right):", 320, seed, 0.8) for seed in (1, 2)]

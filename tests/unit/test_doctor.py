@@ -22,6 +22,7 @@ from speculation.events import Role
 from speculation.messages import Welcome
 from tests.authority import issue, make_authority, write
 from tests.bundled import MODELS
+from tests.ports import free_port
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 
@@ -405,17 +406,11 @@ def test_the_same_text_with_and_without_drafts():
 
 
 def test_nothing_serves():
-    port = machine_port()
+    port = free_port()
     assert only(endpoint.check(f"http://127.0.0.1:{port}")).startswith(
         f"problem  http http://127.0.0.1:{port}: does not"
     )
     assert only(endpoint.check("rubbish")).startswith("problem ")
-
-
-def machine_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_router_on_a_taken_port_is_told():

@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
-from cluster import local
 from cluster.child import Child
-from cluster.local import LOWEST_PORT, free_port
+from cluster.ports import HeldPort
+from transport.address import AddressError, check_free
+
+IP_LOCAL_PORT_RANGE = 51  # of Linux 6.3 and later
 
 
-def given(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
-    """Have the kernel say so of the ports that it gives."""
-    (folder / "range").write_text(text)
-    monkeypatch.setattr(local, "GIVEN_PORTS", folder / "range")
+def test_a_held_port_is_given_to_nobody_but_one_server() -> None:
+    port = HeldPort()
+    with pytest.raises(OSError, match=r"Cannot assign|in use"):
+        connected_from(port.number)
+    check_free(port.address)  # whoever sets SO_REUSEADDR may listen
+    with socket.create_server(("127.0.0.1", port.number)), pytest.raises(AddressError, match="already in use"):
+        check_free(port.address)
+    port.close()
+    assert connected_from(port.number) == port.number
 
 
-@pytest.mark.parametrize(("text", "below"), [("30000\t60999\n", 30_000), ("rubbish", 32_768), ("", 32_768)])
-def test_a_free_port_is_none_that_connections_are_given(
-    text: str, below: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    given(monkeypatch, tmp_path, text)
-    assert all(LOWEST_PORT <= free_port() < below for _ in range(50))
-
-
-def test_where_connections_may_be_given_any_port_a_free_one_is_any(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    given(monkeypatch, tmp_path, "1024\t65535\n")
-    assert free_port() > 1023
-
-
-def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(local, "LOWEST_PORT", port)
-        monkeypatch.setattr(local, "ATTEMPTS", 1)
-        given(monkeypatch, tmp_path, f"{port + 1}\t65535")
-        assert free_port() != port
+def connected_from(port: int) -> int:
+    """The port of a connection for which the kernel may choose this one only."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
+        try:
+            client.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, ((port << 16) | port).to_bytes(4, sys.byteorder))
+        except OSError:
+            pytest.skip("this kernel cannot be told which port to give a connection")
+        client.connect(server.getsockname())
+        return client.getsockname()[1]
 
 
 def test_the_last_words_of_a_process_are_waited_for() -> None:

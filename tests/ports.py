@@ -1,0 +1,13 @@
+"""Ports for servers that tests start."""
+
+from __future__ import annotations
+
+from cluster.ports import HeldPort
+
+_held: list[HeldPort] = []
+
+
+def free_port() -> int:
+    """A port that nothing but the server of this test is given, as long as the tests run."""
+    _held.append(HeldPort())
+    return _held[-1].number
