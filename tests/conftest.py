@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from cluster import console
 from models.pair import load, load_tokenizer, save_tokenizer
 from models.stretch import stretch
 from tests.stack import MODELS
@@ -29,6 +31,12 @@ class ByFile(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     """Where tests run in several processes."""
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in the process of a test tell mistakes alone: a slow machine must not add a line."""
+    monkeypatch.setattr(console, "SLOW_SECONDS", threading.TIMEOUT_MAX)
 
 
 @pytest.fixture(scope="session")

@@ -18,15 +18,20 @@ COMMAND = [sys.executable, "-m", "cluster.cli"]
 PATIENCE = 120.0
 """Seconds that anything may take on a machine with too much to do. Tests that wait go on as soon as it has come."""
 
+STAGE = re.compile(r"^(?!paceline: ).* \.\.\.\n", re.MULTILINE)
+"""A line on stderr that says what goes on."""
+
 STARTS = 240.0
 """Seconds that all parts on a Ray of their own may take to start."""
 
 
 def run(*arguments: str, timeout: float = PATIENCE, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that is expected to end by itself."""
-    return subprocess.run(
+    """A command that is expected to end by itself. Its stderr is without stages, which are told only if they last."""
+    ended = subprocess.run(
         [*COMMAND, *arguments], cwd=CHECKOUT, input=stdin or "", capture_output=True, text=True, timeout=timeout
     )
+    ended.stderr = STAGE.sub("", ended.stderr)
+    return ended
 
 
 class Paceline:
