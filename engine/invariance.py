@@ -27,11 +27,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from engine.linear import has_tiles
 from engine.sequence_state import ROOT, SequenceState
 from engine.visibility import HIDDEN, KeyView, mask_of_bits, oldest_needed
 
-GROUP = 16
-"""Consecutive positions that stand in adjacent columns."""
+GROUP = 32 if has_tiles() else 16
+"""Consecutive positions that stand in adjacent columns: as many as a kernel adds up before it adds to the whole."""
 
 KEY_BLOCK = 64
 """A segment is read in multiples of this: torch computes very small products by another kernel."""

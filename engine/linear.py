@@ -32,6 +32,12 @@ too; in bf16 all choices are equal.
 LONE_ROW_INPUTS = 1024
 """Inputs up to which a single bfloat16 row is added up in the same order as a row among others."""
 
+TILE_ROWS = 32
+"""With AMX, bfloat16 rows up to which oneDNN adds each of them up in an order that depends on the inputs only."""
+
+TILE_INPUTS = 256
+"""Inputs up to which it does so for any number of rows."""
+
 PACKABLE = (torch.float32, torch.bfloat16)
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -45,6 +51,11 @@ def can_pack(weight: Tensor) -> bool:
     return available and plain and weight.device.type == "cpu" and weight.dtype in PACKABLE
 
 
+def has_tiles() -> bool:
+    """Whether oneDNN multiplies bfloat16 in tiles here: AMX."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 class PackedLinear(nn.Module):
     """``x @ weight.T + bias`` with a packed weight; stands in for :class:`torch.nn.Linear` at inference."""
 
@@ -56,7 +67,9 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, EXPECTED_TOKENS)
         collapse(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
         self._bias_O = None if bias_O is None else bias_O.detach()
-        self._lone_row_differs = weight_OI.dtype == torch.bfloat16 and self.in_features > LONE_ROW_INPUTS
+        half = weight_OI.dtype == torch.bfloat16
+        self._lone_row_differs = half and self.in_features > LONE_ROW_INPUTS
+        self._many_rows_differ = half and self.in_features > TILE_INPUTS and has_tiles()
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self.weight = weight_OI.new_empty(0)
         """Empty, for models that ask for its dtype; the numbers are packed."""
@@ -65,13 +78,18 @@ class PackedLinear(nn.Module):
         """``[..., I] -> [..., O]``.
 
         In bfloat16 a row's result has the same bits alone and among others, as decoding and verification must agree.
-        For many inputs oneDNN multiplies a lone row by another kernel, so it is given a companion.
+        For many inputs oneDNN multiplies a lone row by another kernel, so it is given a companion; with AMX it cuts
+        the sums of many rows by their number, so they are multiplied some at a time.
         """
         if self._lone_row_differs and x_NI.numel() == self.in_features:
             shape = x_NI.shape
             pair_NI = x_NI.reshape(1, self.in_features).expand(2, -1)
             both: Tensor = self._multiply(pair_NI, self._packed, self._bias_O, "none", [], "")
             return both[:1].view(*shape[:-1], self.out_features)
+        if self._many_rows_differ and x_NI.numel() > TILE_ROWS * self.in_features:
+            pieces = x_NI.reshape(-1, self.in_features).split(TILE_ROWS)
+            parts = [self._multiply(piece, self._packed, self._bias_O, "none", [], "") for piece in pieces]
+            return torch.cat(parts).view(*x_NI.shape[:-1], self.out_features)
         product: Tensor = self._multiply(x_NI, self._packed, self._bias_O, "none", [], "")
         return product
 
