@@ -87,7 +87,8 @@ class PackedLinear(nn.Module):
             both: Tensor = self._multiply(pair_NI, self._packed, self._bias_O, "none", [], "")
             return both[:1].view(*shape[:-1], self.out_features)
         if self._many_rows_differ and x_NI.numel() > TILE_ROWS * self.in_features:
-            pieces = x_NI.reshape(-1, self.in_features).split(TILE_ROWS)
+            flat_NI = x_NI.reshape(-1, self.in_features)
+            pieces = (flat_NI[start : start + TILE_ROWS] for start in range(0, len(flat_NI), TILE_ROWS))
             parts = [self._multiply(piece, self._packed, self._bias_O, "none", [], "") for piece in pieces]
             return torch.cat(parts).view(*x_NI.shape[:-1], self.out_features)
         product: Tensor = self._multiply(x_NI, self._packed, self._bias_O, "none", [], "")
