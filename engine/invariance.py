@@ -5,8 +5,9 @@ alone, verified in a chain or in a tree, or recomputed in a prefill. Two facts a
 this; they are tested, not promised by anyone:
 
 - The softmax of a row adds up in 16 lanes, and a product over up to 512 keys (:data:`COLUMNS`) adds up key after key,
-  so *whole groups* of 16 keys of weight 0, wherever they stand, change no sum. Over more keys a product is cut where
-  its size says, so here it is cut by position instead: into segments that are summed apart.
+  so *whole groups* of 16 keys of weight 0, wherever they stand, change no sum (of 32 with AMX, which adds up 32 keys
+  before it adds them to the whole). Over more keys a product is cut where its size says, so here it is cut by position
+  instead: into segments that are summed apart.
 - A score is a sum over the head's size, whatever stands beside it.
 
 So the keys of a path stand in groups of :data:`GROUP` consecutive positions, each starting at a multiple of it, one

@@ -84,13 +84,15 @@ class PackedLinear(nn.Module):
         if self._lone_row_differs and x_NI.numel() == self.in_features:
             shape = x_NI.shape
             pair_NI = x_NI.reshape(1, self.in_features).expand(2, -1)
-            both: Tensor = self._multiply(pair_NI, self._packed, self._bias_O, "none", [], "")
-            return both[:1].view(*shape[:-1], self.out_features)
+            return self._product(pair_NI)[:1].view(*shape[:-1], self.out_features)
         if self._many_rows_differ and x_NI.numel() > TILE_ROWS * self.in_features:
             flat_NI = x_NI.reshape(-1, self.in_features)
-            pieces = (flat_NI[start : start + TILE_ROWS] for start in range(0, len(flat_NI), TILE_ROWS))
-            parts = [self._multiply(piece, self._packed, self._bias_O, "none", [], "") for piece in pieces]
+            starts = range(0, len(flat_NI), TILE_ROWS)
+            parts = [self._product(flat_NI[start : start + TILE_ROWS]) for start in starts]
             return torch.cat(parts).view(*x_NI.shape[:-1], self.out_features)
+        return self._product(x_NI)
+
+    def _product(self, x_NI: Tensor) -> Tensor:
         product: Tensor = self._multiply(x_NI, self._packed, self._bias_O, "none", [], "")
         return product
 
