@@ -3,7 +3,8 @@
 A connection is up from the worker's ``Welcome`` until the stream ends or nothing, not even a heartbeat, was heard for
 :data:`WORKER_SILENCE_SECONDS`. A worker that does not introduce itself in that time, whatever else it sends, is given
 up, and tried again. gRPC's own keepalive would not do: pings are answered by a thread that runs on when the worker's
-own loop is stuck.
+own loop is stuck. Only time in which the router itself listened counts: one that was stopped for a while, or had no
+CPU, has not read what came meanwhile.
 
 A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
 
@@ -32,8 +33,12 @@ from transport.tls import Identity
 log = logging.getLogger(__name__)
 
 WORKER_SILENCE_SECONDS = 2.0
+LISTENED = 20
+"""Times in this that a router has to have listened and heard nothing."""
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 """Pauses between attempts to connect; the last one repeats."""
+MAX_REASONS = 8
+"""Reasons told why a worker cannot be reached, until it was reached."""
 
 CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -113,6 +118,31 @@ class _Stream:
     reset: Callable[[str], None]
 
 
+class _Silence:
+    """Notices that nothing is heard. It counts how often it could have heard something, not time."""
+
+    def __init__(self, seconds: float, silent: Callable[[], None]) -> None:
+        """From now on; ``silent`` is called once, after ``seconds`` or more."""
+        self._pause = WORKER_SILENCE_SECONDS / LISTENED
+        self._left = seconds / self._pause
+        self._silent = silent
+        self._task = asyncio.create_task(self._count())
+
+    def broken(self) -> None:
+        """Something was heard: begin again."""
+        self._left = LISTENED
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._task.cancel()
+
+    async def _count(self) -> None:
+        while self._left > 0:
+            await asyncio.sleep(self._pause)
+            self._left -= 1
+        self._silent()
+
+
 class WorkerConnection:
     """Keeps a stream to one worker, for as long as ``run`` runs."""
 
@@ -131,7 +161,7 @@ class WorkerConnection:
         """
         self.address, self._role, self._listener, self._delay = address, role, listener, delay
         self._identity = identity
-        self._unreachable = ""
+        self._said: set[str] = set()
         """Why the last attempt failed, until one succeeds."""
         self.sent_bytes = 0
         """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
@@ -178,21 +208,21 @@ class WorkerConnection:
                 call.cancel()
 
             def hear(frame: pb.Frame) -> None:
-                if not patience.expired():
-                    self._measure(frame, outbox)
-                    incoming.take(frame)
-                    if incoming.up:
-                        patience.reschedule(asyncio.get_running_loop().time() + WORKER_SILENCE_SECONDS)
+                self._measure(frame, outbox)
+                incoming.take(frame)
+                if incoming.up:
+                    silence.broken()
 
             line = DelayLine(hear, self._delay)
+            silence = _Silence(
+                WORKER_SILENCE_SECONDS + self._delay(),
+                lambda: reset(f"nothing heard for {WORKER_SILENCE_SECONDS:.0f} s"),
+            )
             self._stream = _Stream(incoming, outbox, reset)
             try:
-                async with asyncio.timeout(WORKER_SILENCE_SECONDS + self._delay()) as patience:
-                    while isinstance(frame := await call.read(), pb.Frame):
-                        self.received_bytes += frame.ByteSize()
-                        line.put(frame)
-            except TimeoutError:
-                why = f"nothing heard for {WORKER_SILENCE_SECONDS:.0f} s"
+                while isinstance(frame := await call.read(), pb.Frame):
+                    self.received_bytes += frame.ByteSize()
+                    line.put(frame)
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
             except asyncio.CancelledError:
@@ -200,6 +230,7 @@ class WorkerConnection:
                     raise
             finally:
                 self._stream = None
+                silence.close()
                 line.close()
                 outbox.close()
                 call.cancel()
@@ -214,11 +245,14 @@ class WorkerConnection:
         return self._identity.channel(self.address, self._role, CHANNEL_OPTIONS)
 
     def _note(self, why: str, *, was_up: bool) -> None:
-        """Log why an attempt failed, unless the one before failed for the same reason."""
+        """Log why an attempt failed, unless one since the worker was last up failed for the same reason.
+
+        One fault has several reasons in turn: gRPC tells what it saw last, a handshake refused or its end only.
+        """
         if was_up:
-            self._unreachable = ""
-        elif why != self._unreachable:
-            self._unreachable = why
+            self._said.clear()
+        elif why not in self._said and len(self._said) < MAX_REASONS:
+            self._said.add(why)
             log.warning("cannot reach %s worker %s: %s", self._role, self.address, why)
 
     def _measure(self, frame: pb.Frame, outbox: Outbox) -> None:
