@@ -3,8 +3,15 @@
 Pure Python. Nothing here touches torch, sockets, threads, clocks or global randomness: every decision is a function of
 the messages received, so the code that serves is the code that the simulator runs and the tests enumerate.
 
-Read in this order: :mod:`messages` (the words), :mod:`noise` (the shared coin), :mod:`trie` (where drafts live),
-:mod:`acceptance` (the law), :mod:`target_session` and :mod:`draft_session` (one session at either worker),
-:mod:`budget` and :mod:`pace` (how much to verify, how far to draft), :mod:`events` and :mod:`session` (the router's
-side), :mod:`faults` (all of it under faults), :mod:`simulate` (how fast all of it is).
+Read in this order:
+
+- The law. :mod:`messages` (the words), :mod:`noise` (the shared coin), :mod:`trie` (where drafts live),
+  :mod:`acceptance` (which of them are kept).
+- One session at a worker. :mod:`target_session` verifies and commits, :mod:`draft_session` runs ahead of it;
+  :mod:`guesses` is the second level, a draft for the draft model. :mod:`sources` draft without one.
+- How much. :mod:`calibration` (what a source's confidence is worth), :mod:`arrivals` and :mod:`tempo` (whether drafts
+  come in time), :mod:`budget` and :mod:`planner` (what a step of the target verifies), :mod:`pace` (how far to draft).
+- The router's side. :mod:`events` and :mod:`session`, with :mod:`drafting` (its drafter) and :mod:`patience` (how long
+  to look for workers); :mod:`reopening` (whose request kills targets).
+- All of it at work, under faults and against the clock: :mod:`simulation`.
 """

@@ -28,7 +28,8 @@ every draft token, given the text and the drafts before it:
 2. Draft draw, coin, replacement and bonus token are independent: one noise stream each.
 3. Whether it is offered does not depend on it. A draft may end *after* any token, for any reason found in the drafts up
    to that one; but where d is left out, the target draws from p, so to leave it out when it is, say, unlikely shifts
-   the balance between tokens. Confidence is therefore a function of q alone (:attr:`Sampled.confidence`).
+   the balance between tokens. Confidence is therefore a function of q alone (:attr:`Sampled.confidence`). To come too
+   late is to be left out, and what follows d depends on d: so no token waits for those behind it.
 
 A chosen token counts as drawn from a q that is all on it: kept with p(d), else replaced from p without d. That is exact
 for every single d, so how it was picked and when it is left out is free, if only the target's noise has no part in it.

@@ -8,7 +8,8 @@ draft token that is kept. Drafts are worth adding, likeliest first, as long as t
 with ``p_i`` the probability that the i-th draft token is kept together with everything above it. Both sides are
 measured while serving: :class:`StepCost` learns ``T``, :mod:`speculation.calibration` what a drafter's word is worth.
 Zero is a candidate like any other, so verification switches itself off where it does not pay. What is known fades, so
-it is tried again later. A draft worker divides its own steps by the same rule.
+it is tried again later. A draft worker divides its own steps by the same rule, but for a few places that it always
+expands (:func:`worth_drafting`).
 
 A session that ran out of drafts may do better to wait than to compute a single token. Time has a price, the ``rate`` of
 tokens a second that the session makes while it has drafts; so of all there is to do, take what maximises

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 TOTALS = frozenset({"computed", "asked", "delivered", "busy"})
 """Names of what is counted since the start."""
+PRESENT = frozenset({"undrafted"})
+"""Names of figures that count, once there are drafters, as no more than was last told.
+
+Their averages go on asking for drafters that have come meanwhile.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 from typing import TypeVar
 
 from speculation.budget import StepCost, worth_drafting
 from speculation.calibration import Calibration
-from speculation.messages import ANCHOR, Open, Proposal, Schedule, Support, Token, Verification
+from speculation.messages import ANCHOR, Open, Proposal, Rule, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
 
 
@@ -42,7 +43,7 @@ class DraftLimits:
     """What may be pushed for every token committed, in bytes. Chains may exceed it: they are drafted to be sent."""
 
 
-PATIENCE = 3
+IGNORED_BEFORE_REPUSH = 3
 """Verifications in a row that ignore what was pushed, before it is pushed again; doubles each time."""
 
 
@@ -126,10 +127,11 @@ class DraftSession:
         self._credit = FIRST_CREDIT * limits.bytes_a_token
         self._ignored = 0
         """Verifications in a row that offered nothing although drafts stood."""
-        self._patience = PATIENCE
+        self._repush_after = IGNORED_BEFORE_REPUSH
         self.outcomes: list[Outcome] | None = None
         """What became of the places along the text, in its order, for a record; None: not kept."""
-        self._said: dict[Node, Sequence[Candidate]] = {}  # at every place that was expanded
+        self._said: dict[Node, Sequence[Candidate]] = {}
+        """What the draft model said at each expanded place, what was not worth adding yet included."""
 
     @property
     def tokens(self) -> Sequence[Token]:
@@ -216,18 +218,14 @@ class DraftSession:
 
         While the target has enough to go on with, the drafts of a few steps go out together. The likeliest go first,
         as many as the bytes allow; others may become likely later.
+
+        Under the rejection rule each token goes out with the step that drew it. How long it waited for those behind it
+        would depend on what these are, hence on itself: a stop token has none (:mod:`speculation.acceptance`).
         """
         if not self._unsent:
             return []
         self._held += 1
-        lead = self._sent_lead
-        if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
-            ready = not self.frontier()
-        else:
-            limits = self.limits
-            patience = 2 if lead < limits.hold else limits.hold if lead < limits.enough else 2 * limits.hold
-            ready = lead == 0 or self._held >= patience or not self.frontier()
-        chosen = self._affordable() if ready else []
+        chosen = self._affordable() if self._held >= self._steps_to_hold() or not self.frontier() else []
         if not chosen:
             return []
         self._held = 0
@@ -237,6 +235,19 @@ class DraftSession:
             del self._unsent[node]
         self._credit -= sum(PROPOSAL_BYTES + sum(map(_bytes, proposal.tokens)) for proposal in proposals)
         return proposals
+
+    def _steps_to_hold(self) -> float:
+        """For how many steps drafts are gathered before they go out: the more the target has, the less haste."""
+        limits, lead = self.limits, self._sent_lead
+        if self.opened.speculation.rule is Rule.REJECTION:
+            return 1
+        if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
+            return inf  # until all is drafted
+        if lead == 0:
+            return 1
+        if lead < limits.hold:
+            return 2
+        return limits.hold if lead < limits.enough else 2 * limits.hold
 
     @property
     def _sent_lead(self) -> int:
@@ -332,12 +343,12 @@ class DraftSession:
         self._unsent = {node: None for node in standing if node in self._unsent}
         self._said = {node: self._said[node] for node in (self.trie.root, *standing) if node in self._said}
         if offered:
-            self._ignored, self._patience = 0, PATIENCE
+            self._ignored, self._repush_after = 0, IGNORED_BEFORE_REPUSH
         elif len(standing) > len(self._unsent):
             self._ignored += 1
-        if self._ignored >= self._patience:
+        if self._ignored >= self._repush_after:
             # Pushed long ago and never verified: the push may have been lost. Or the target does not want them.
-            self._unsent, self._ignored, self._patience = dict.fromkeys(standing), 0, 2 * self._patience
+            self._unsent, self._ignored, self._repush_after = dict.fromkeys(standing), 0, 2 * self._repush_after
         sent = [node.end for node in standing if node not in self._unsent]
         self._sent_end = max(sent, default=self.trie.position)
         for node in self._said:

@@ -53,7 +53,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """Other answer to :class:`Place`: so many targets in a row died of this session, and it gets no other."""
+    """Other answer to :class:`Place`: so many targets in a row died of this session, and it gets no other now."""
 
     deaths: int
 
@@ -90,6 +90,13 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True)
+class Stays:
+    """A worker that was to go will not go after all."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class Available:
     """A worker of this role became usable, or may be usable by this session again."""
 
@@ -103,10 +110,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A wake-up asked for with :class:`Wake`, or any other time."""
+    """A wake-up asked for with :class:`Wake`, never before its time, or any other time."""
 
 
-Event = Start | Placed | Condemned | Received | Faulted | Lost | Draining | Available | Stop | Tick
+Event = Start | Placed | Condemned | Received | Faulted | Lost | Draining | Stays | Available | Stop | Tick
 
 # -- effects -----------------------------------------------------------------------------------------------------------
 
@@ -169,7 +176,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Send a :class:`Tick` at this time."""
+    """Send a :class:`Tick` at this time, and not when the one before it says."""
 
     at: float
 

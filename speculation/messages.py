@@ -3,8 +3,17 @@
 Everything here is immutable and knows nothing about protobuf, sockets or clocks. ``transport.codec`` turns these into
 protobuf and back; ``speculation.session`` and the simulator exchange them directly.
 
-A session id is chosen by the router and is scoped to one (router, worker) stream. Positions are indices in the full
-token sequence, prompt included. A digest names a token prefix (see :mod:`speculation.digest`).
+A session id is chosen by the router and is scoped to one (router, worker) stream. What the words mean here and
+everywhere:
+
+    committed   decided by the target; never taken back
+    position    index in the full token sequence, prompt included
+    epoch       number of an opening of a session; what comes under an older one is not heard
+    digest      64 bits that name a token prefix (:mod:`speculation.digest`)
+    anchor      the prefix that a proposal hangs from
+    offer       the drafts that are verified in one step
+    lead        how far ahead of the committed text drafting should be, or is, in tokens
+    accepted, recovered, bonus   see :mod:`speculation.acceptance`
 """
 
 from __future__ import annotations

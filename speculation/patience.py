@@ -22,24 +22,54 @@ class SessionLimits:
     draft_strikes: int = 3
     """Messages of one drafter that break the protocol, before this session is done with it."""
     placement_timeout: float = 30.0
+    """How long a target is looked for ..."""
+    begun_timeout: float = 120.0
+    """... and how long by a text that has begun: a worker that is started again may have to load its model first."""
     backoff: float = 0.2
     """First pause before a target is looked for again. It doubles each time, and is cut by up to half, by chance."""
     longest_backoff: float = 2.0
+    draft_backoff: float = 1.0
+    """First pause before drafters that were all full are asked again."""
+    longest_draft_backoff: float = 10.0
     heir_behind: int = 8
     """Tokens that a target may have to compute when a session moves to it from one that drains ..."""
     warm_ups: int = 5
     """... unless it has been asked to compute more this often."""
     stall_timeout: float = 90.0
-    """Silence after which a running session is opened again (doubles each time in a row)."""
+    """Silence after which a running session is opened again (doubles each time in a row) ..."""
+    silences: int = 5
+    """... and how many in a row end it."""
+
+
+class Pauses:
+    """Pauses that double; each is cut by up to half, by chance, so that no two sessions keep step."""
+
+    def __init__(self, first: float, longest: float, seed: int) -> None:
+        """``first``, ``longest`` in seconds; ``seed`` tells two sessions apart."""
+        self._first, self._longest, self._seed = first, longest, seed
+        self._pauses = self._draws = 0
+
+    def next(self) -> float:
+        """How long to wait this time."""
+        longest = min(self._first * 2 ** min(self._pauses, 30), self._longest)
+        self._pauses += 1
+        self._draws += 1
+        chance = noise.uniform(noise.bits(noise.key(self._seed, self._draws), 0))
+        return float(longest * (1.0 - chance / 2))
+
+    def start_over(self) -> None:
+        """The next one is the first again."""
+        self._pauses = 0
 
 
 class Patience:
     """What a session has waited for and tried since it last committed a token."""
 
     def __init__(self, bounds: SessionLimits, seed: int) -> None:
-        """``seed`` tells the pauses of two sessions apart."""
-        self._bounds, self._seed = bounds, seed
-        self._fruitless = self._pauses = self._draws = self._stalls = 0
+        """``seed``: see :class:`Pauses`."""
+        self._bounds = bounds
+        self._pauses = Pauses(bounds.backoff, bounds.longest_backoff, seed)
+        self._fruitless = self._stalls = 0
         self._give_up_at: float | None = None
         self._last_progress = 0.0
         self.crowded = False
@@ -48,38 +78,35 @@ class Patience:
     def progress(self, now: float) -> None:
         """A token was committed."""
         self._last_progress, self._stalls, self._fruitless = now, 0, 0
-        self.start_over()
+        self._pauses.start_over()
+        self.end_search()
 
-    def start_over(self) -> None:
-        """What is waited for from here on has nothing to do with what was waited for before."""
+    def end_search(self) -> None:
+        """The search for a target is over, or starts for another reason: its deadline is forgotten."""
         self._give_up_at, self.crowded = None, False
 
     def opened(self, now: float) -> None:
-        """A target was found."""
-        self._last_progress, self._pauses = now, 0
+        """A target was found; it may still refuse."""
+        self._last_progress = now
 
-    def look(self, now: float) -> None:
-        """A target is looked for."""
+    def begin_search(self, now: float, *, begun: bool) -> None:
+        """A target is looked for, by a text that has ``begun`` or not."""
         if self._give_up_at is None:
-            self.extend(now)
+            self.restart_search(now, begun=begun)
 
-    def extend(self, now: float) -> None:
+    def restart_search(self, now: float, *, begun: bool) -> None:
         """Wait as long as at first, from now."""
-        self._give_up_at = now + self._bounds.placement_timeout
+        self._give_up_at = now + (self._bounds.begun_timeout if begun else self._bounds.placement_timeout)
 
-    def over(self, now: float) -> bool:
+    def search_is_over(self, now: float) -> bool:
         """Whether a target has been looked for long enough."""
         return self._give_up_at is not None and now >= self._give_up_at
 
     def pause(self) -> float:
-        """How long to wait before a target is looked for again; no two sessions keep step."""
-        longest = min(self._bounds.backoff * 2 ** min(self._pauses, 30), self._bounds.longest_backoff)
-        self._pauses += 1
-        self._draws += 1
-        chance = noise.uniform(noise.bits(noise.key(self._seed, self._draws), 0))
-        return float(longest * (1.0 - chance / 2))
+        """How long to wait before a target is looked for again."""
+        return self._pauses.next()
 
-    def fail(self) -> int | None:
+    def count_fault(self) -> int | None:
         """An opening ended with a fault of the session's own: how many in a row, if these are too many."""
         self._fruitless += 1
         return self._fruitless if self._fruitless >= self._bounds.fruitless_openings else None
@@ -89,6 +116,7 @@ class Patience:
         """When silence has lasted too long."""
         return float(self._last_progress + self._bounds.stall_timeout * 2**self._stalls)
 
-    def stall(self) -> None:
-        """Silence has lasted too long."""
+    def stall(self) -> int:
+        """Silence has lasted too long: how often in a row."""
         self._stalls += 1
+        return self._stalls

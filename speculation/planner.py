@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from speculation.budget import StepCost, choose, worth_waiting
-from speculation.local_sources import LocalSource, LookupBounds, local_sources
 from speculation.messages import Open, Rule, Schedule, Token
+from speculation.sources.local_sources import LocalSource, LookupBounds, local_sources
 from speculation.target_session import Experience, TargetSession
 from speculation.trie import Offer
 
@@ -89,14 +89,16 @@ class Planner:
         counts = [len(offer.nodes) for offer in candidates]
         if not self._adaptive:
             return counts
-        cost, base = self.cost(len(asked)), len(asked) + prefilled
-        free = [i for i, one in enumerate(asked) if _by_marginal_gain(one.session)]
+        cost, certain = self.cost(len(asked)), len(asked) + prefilled
+        base = certain
+        by_gain = [i for i, one in enumerate(asked) if _by_marginal_gain(one.session)]
         for i, one in enumerate(asked):
-            if one.session.opened.speculation.schedule is Schedule.TRIE and i not in free:
-                counts[i] = _first_below(candidates[i].odds, _price(len(asked), base, counts[i], cost))
+            if one.session.opened.speculation.schedule is Schedule.TRIE and i not in by_gain:
+                most = min(one.drafts, one.session.deepest)
+                counts[i] = _first_below(candidates[i].odds, _price(len(asked), certain, most, cost))
                 base += counts[i]
-        left = None if room is None else room - sum(counts[i] for i in range(len(asked)) if i not in free)
-        for i, count in zip(free, choose([candidates[i].odds for i in free], base, cost, left), strict=True):
+        left = None if room is None else room - sum(counts[i] for i in range(len(asked)) if i not in by_gain)
+        for i, count in zip(by_gain, choose([candidates[i].odds for i in by_gain], base, cost, left), strict=True):
             counts[i] = count
         return counts
 
@@ -120,16 +122,15 @@ class Planner:
         """The baseline schedules verify a whole draft or nothing, and wait for it."""
         session = asked.session
         speculation = session.opened.speculation
-        wanted = min(speculation.max_depth, session.room, asked.drafts)
+        wanted = min(session.deepest, asked.drafts)
         if speculation.schedule is Schedule.TRIE or not speculation.enabled or session.in_vain or wanted <= 0:
             return None
         if len(offer.nodes) >= wanted or _ends(offer, session.opened.limits.stop_tokens):
             return None
-        if session.committed_at is None:
-            session.committed_at = now
-        if now < session.committed_at + DEAF_AFTER:
-            return session.committed_at + DEAF_AFTER
-        session.in_vain = True
+        deaf_at = session.waits_since(now) + DEAF_AFTER
+        if now < deaf_at:
+            return deaf_at
+        session.waited_in_vain()
         return None
 
 
@@ -143,9 +144,13 @@ def _by_marginal_gain(session: TargetSession) -> bool:
     return speculation.rule is Rule.COUPLED and speculation.schedule is Schedule.TRIE
 
 
-def _price(sessions: int, base: int, drafts: int, cost: Callable[[int], float]) -> float:
-    """Tokens that a draft token must promise to be worth its time, whatever the others promise."""
-    return sessions / cost(base) * (cost(base + drafts) - cost(base)) / max(drafts, 1)
+def _price(sessions: int, certain: int, most: int, cost: Callable[[int], float]) -> float:
+    """Tokens that a draft token must promise to be worth its time, where a step has ``certain`` tokens besides.
+
+    ``most``: how many drafts there is room for. Not how many there are, here or in other sessions: that depends on
+    what was drawn, so the price would, and by it whether a drawn token is offered.
+    """
+    return sessions / cost(certain) * (cost(certain + most) - cost(certain)) / max(most, 1)
 
 
 def _first_below(odds: Sequence[float], price: float) -> int:

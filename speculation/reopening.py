@@ -2,11 +2,11 @@
 
 A target that dies takes down every session on it, and nearly always none of them is to blame. Now and then one is:
 computing it ends the worker, and opened on the next it would end that too, until none is left. The one must be found
-and failed, and nobody else, ever.
+and failed, and nobody else. That fails only in a router that has just started, and rarely (docs/adr/0014).
 
 * *Suspects* of a death are the sessions that were open there and had not committed a token there, or were still near
-  the place where a target had died under them before. Whoever has gone on was computed and did no harm: a session that
-  commits a token is not under suspicion any more.
+  the place where a target had died under them before, or had left a target that has said nothing since. Whoever has
+  gone on was computed and did no harm: a session that commits a token is not under suspicion any more.
 * Suspects are on *probation*: a target tries one of them at a time (of many, an eighth at a time), and meanwhile
   nothing else is opened there. So the second death under the guilty one has exactly one suspect.
 * Two deaths in a row may still be chance, where workers die anyway. A death is *blameless* once all sessions that were
@@ -14,6 +14,14 @@ and failed, and nobody else, ever.
   lately, so many more tries it takes to prove anything, and some for deaths that others are suspected of. And a session
   that was alone with the last of enough deaths is kept out for a while first. It is condemned if by then that has not
   become more tries, and everyone else who was there is past it.
+
+    suspects    open there and unproven: one of them is tried next, alone
+    implicated  all who were open there: while any is, the death is not blameless
+
+    a, b and c run on t1, a unproven; t1 dies          implicated a, b, c; suspect a
+    b and c go 16 tokens past where they were          implicated a
+    a is tried alone on t2; t2 dies                    two deaths in a row, a the only suspect
+    ten seconds pass, and no worker died of nothing    a is condemned
 
 A worker that said it would go is not a death. The same bookkeeping bounds how many sessions are opened again on one
 target at once, so that a crowd that lost its target does not bury the next.
@@ -147,9 +155,12 @@ class Reopenings:
         if implication is not None and verification.end >= implication.position:
             self._exonerate(session)
         opening = self._open.get(peer, {}).get(session)
-        if opening is not None and opening.epoch == verification.epoch and not opening.proven:
-            self._suspicions.pop(session, None)
-            self._forget_leaving(session)
+        if opening is None or opening.epoch != verification.epoch:
+            return
+        if self._suspicions.pop(session, None):
+            self.changed = True
+        self._forget_leaving(session)
+        if not opening.proven:
             opening.proven = session not in self._implicated
             if opening.proven:
                 self._settle(session, peer)
@@ -172,6 +183,11 @@ class Reopenings:
         self._implicated.pop(session, None)
         self._reached.pop(session, None)
         if self._suspicions.pop(session, None):
+            self.changed = True
+
+    def draining(self, peer: PeerId) -> None:
+        """A target will go: nobody is tried there any more, so whoever it was kept free for looks for another."""
+        if self._reserved.pop(peer, None) is not None:
             self.changed = True
 
     def lost(self, now: float, peer: PeerId, *, expected: bool) -> None:

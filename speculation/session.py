@@ -12,9 +12,9 @@ events and their order:
   is ever retracted or doubled, and a worker believed dead that speaks again is not heard.
 * After a loss or a doubt the session is opened again from its committed tokens, under a new epoch. Since every token
   is a function of (seed, position, prefix), the text goes on as it would have.
-* Drafters are optional at every moment. Losing one never delays the target.
-* A drafter whose messages break the protocol is struck; struck often enough, it is closed and never asked again. What
-  is merely late (of an older epoch, known already) is counted and costs nobody anything.
+* Drafters are optional at every moment. Losing one delays the target by a short, bounded wait at most.
+* A drafter whose messages break the protocol is closed and never asked again (:mod:`speculation.drafting`). What is
+  merely late (of an older epoch, known already) is counted and costs nobody anything.
 * A worker that says it will go is left without haste: the session is opened on another one as well, which computes
   what is committed, and moves there once that has answered. So the text goes on without a pause, and nothing counts as
   a fault. Where there is no other, the session stays for as long as the worker does.
@@ -27,11 +27,13 @@ translated from one side's epoch to the other's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum, auto
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from speculation import digest as digests
+from speculation.drafting import Drafting, Opening
 from speculation.events import (
     Available,
     Condemned,
@@ -51,6 +53,7 @@ from speculation.events import (
     Role,
     Send,
     Start,
+    Stays,
     Stop,
     Tick,
     Told,
@@ -67,10 +70,8 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
-    Rule,
     Sampling,
     SessionId,
-    Source,
     Speculation,
     Token,
     Verification,
@@ -91,12 +92,12 @@ class Phase(Enum):
     ENDED = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """A session as opened at one worker."""
+class Workers(NamedTuple):
+    """Where a session is open."""
 
-    peer: PeerId
-    epoch: int
+    target: PeerId | None
+    """The one whose word counts, not one that it will move to."""
+    draft: PeerId | None
 
 
 class Session:
@@ -123,8 +124,6 @@ class Session:
         """How often it was opened elsewhere without one: a target went, or had no room."""
         self.stale = 0
         """Messages dropped because they came too late to matter."""
-        self.strikes: dict[PeerId, list[str]] = {}
-        """What drafters did against the protocol."""
         self._tokens = list(prompt)
         self._digest = digests.of(prompt)
         self._sampling, self._limits, self._speculation = sampling, limits, speculation
@@ -132,16 +131,16 @@ class Session:
         self._bounds = session_limits
         self._phase = Phase.NEW
         self._epoch = 0
-        self._target: _Opening | None = None
-        self._heir: _Opening | None = None
+        self._target: Opening | None = None
+        self._heir: Opening | None = None
         """Opened where the session will move, and not yet warm. What it says is not used."""
         self._warm_ups = 0
-        self._draft: _Opening | None = None
-        self._avoid: dict[Role, frozenset[PeerId]] = {Role.TARGET: frozenset(), Role.DRAFT: frozenset()}
+        self._drafting = Drafting(session, speculation, session_limits)
+        self._avoid: frozenset[PeerId] = frozenset()
+        """Targets not to be asked now."""
         self._lead: int | None = None
         self._draining: frozenset[PeerId] = frozenset()
         self._patience = Patience(session_limits, session)
-        self._draft_openings = 0
         self._wake_at: float | None = None
         self._began = self._now = 0.0
 
@@ -156,20 +155,44 @@ class Session:
         return tuple(self._tokens[self.prompt_length :])
 
     @property
+    def position(self) -> int:
+        """How many tokens it has, the prompt included."""
+        return len(self._tokens)
+
+    @property
+    def _begun(self) -> bool:
+        return len(self._tokens) > self.prompt_length
+
+    @property
+    def end(self) -> int:
+        """How many tokens it may have at last, the prompt included."""
+        return self._limits.end
+
+    @property
+    def workers(self) -> Workers:
+        """Where it is open."""
+        target, draft = self._target, self._drafting.opening
+        return Workers(target.peer if target else None, draft.peer if draft else None)
+
+    @property
+    def strikes(self) -> Mapping[PeerId, Sequence[str]]:
+        """What drafters did against the protocol."""
+        return self._drafting.strikes
+
+    @property
     def quarantined(self) -> frozenset[PeerId]:
         """Drafters this session is done with."""
-        limit = self._bounds.draft_strikes
-        return frozenset(peer for peer, whys in self.strikes.items() if len(whys) >= limit)
+        return self._drafting.quarantined
 
     @property
     def undrafted(self) -> bool:
         """Whether it is decoded without a drafter although it allows one."""
-        return self._phase is Phase.RUNNING and self._draft is None and self._wants_drafter
+        return self._phase is Phase.RUNNING and self._drafting.opening is None and self._drafting.wanted
 
     @property
     def resting(self) -> bool:
         """Whether its target has no use for its drafter at present."""
-        return self._draft is not None and self._lead == 0
+        return self._drafting.opening is not None and self._lead == 0
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """Take one event at time ``now`` (seconds, any origin) and return what to do, in order."""
@@ -185,15 +208,17 @@ class Session:
             case Placed(peer=chosen):
                 return self._open_draft(chosen)
             case Condemned(deaths=deaths):
-                return self._condemn(deaths)
+                return self._condemn(now, deaths)
             case Received(peer=peer, message=message):
                 return self._receive(now, peer, message)
             case Faulted(peer=peer, epoch=epoch, why=why):
-                return self._fault(now, _Opening(peer, epoch), why)
+                return self._fault(now, Opening(peer, epoch), why)
             case Lost(peer=peer):
                 return self._lose(now, peer)
             case Draining(peer=peer):
                 return self._prepare_to_leave(peer)
+            case Stays(peer=peer):
+                return self._stay(peer)
             case Available(role=role):
                 return self._available(role)
             case Stop():
@@ -208,9 +233,9 @@ class Session:
     def _place_target(self, now: float) -> list[Effect]:
         """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
         effects = self._close_all()
-        self._patience.look(now)
+        self._patience.begin_search(now, begun=self._begun)
         self._phase = Phase.PLACING
-        return [*effects, Place(Role.TARGET, self._avoid[Role.TARGET])]
+        return [*effects, Place(Role.TARGET, self._avoid)]
 
     def _open_target(self, now: float, peer: PeerId | None, *, queued: bool = False) -> list[Effect]:
         if self._phase is not Phase.PLACING:
@@ -219,40 +244,49 @@ class Session:
             return self._await_target(now, queued=queued)
         self._phase = Phase.RUNNING
         self._patience.opened(now)
-        self._target = _Opening(peer, self._next_epoch())
+        self._target = Opening(peer, self._next_epoch())
         opening = Send(peer, self._opening(self._target.epoch))
         return [opening, *self._wake(self._patience.stalled_at), *self._place_draft()]
 
     def _await_target(self, now: float, *, queued: bool) -> list[Effect]:
         """Nowhere to go at the moment: ask again, but not for ever. What was begun waits while targets are full."""
         if queued:
-            self._patience.extend(now)
-        elif self._patience.over(now):
+            self._patience.restart_search(now, begun=self._begun)
+            return self._ask_again(now)
+        if self._patience.crowded and self._begun and not self._avoid:
+            self._patience.end_search()  # whoever was full is gone: that is another wait
+            self._patience.begin_search(now, begun=self._begun)
+        if self._patience.search_is_over(now):
             if not self._patience.crowded:
                 return self._end(Fail(FailureCode.UNAVAILABLE, "no target worker is available"))
-            if not self.output:
+            if not self._begun:
                 return self._end(Fail(FailureCode.OVERLOADED, "all target workers are full; try again later"))
-        self._avoid[Role.TARGET] = frozenset()
+        return self._ask_again(now)
+
+    def _ask_again(self, now: float) -> list[Effect]:
+        """In a moment, for any target."""
+        self._avoid = frozenset()
         return self._wake(now + self._patience.pause())
 
-    def _condemn(self, deaths: int) -> list[Effect]:
+    def _condemn(self, now: float, deaths: int) -> list[Effect]:
+        """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
         if self._phase is not Phase.PLACING:
-            return []
+            return self._ask_again(now) if self._heirless else []
         text = f"given up after {deaths} target workers in a row died when they computed it"
         return self._end(Fail(FailureCode.FAULTY, text))
 
     def _retry_target(self, now: float, peer: PeerId, why: str) -> list[Effect]:
         """The target failed at this session alone."""
-        if openings := self._patience.fail():
+        if openings := self._patience.count_fault():
             text = f"given up after {openings} openings in a row that ended without a token; the last: {why}"
             return self._end(Fail(FailureCode.FAULTY, text))
-        self._patience.start_over()
+        self._patience.end_search()
         self.reopened += 1
         return self._move_target(now, peer)
 
     def _move_target(self, now: float, peer: PeerId) -> list[Effect]:
         """Open the session elsewhere. If there is no elsewhere, ``_open_target`` waits and takes any."""
-        self._avoid[Role.TARGET] |= {peer}
+        self._avoid |= {peer}
         return self._place_target(now)
 
     def _verified(self, now: float, verification: Verification) -> list[Effect]:
@@ -266,20 +300,22 @@ class Session:
             digest = digests.extend(digest, token)
         if known < 0 or digest != verification.digest:
             return self._retry_target(now, self._target.peer, "a verification did not connect to the committed tokens")
-        first = len(self._tokens) == self.prompt_length
+        first = not self._begun
         self._tokens.extend(fresh)
         self._digest = digest
         self._lead = verification.lead
         self._patience.progress(now)
-        self._avoid[Role.TARGET] = frozenset()
+        self._avoid = frozenset()
         accepted, cached = max(verification.accepted - known, 0), verification.cached if first else 0
         offered = verification.offered - verification.accepted + accepted
         told = _told(verification, known, first=first)
         effects: list[Effect] = [Emit(fresh, accepted, offered, cached, told)]
         if verification.finish:
             return effects + self._end(Finish(verification.finish))
-        if self._draft is not None:
-            effects.append(Send(self._draft.peer, _for_drafter(verification, self._draft.epoch)))
+        if drafter := self._drafting.opening:
+            effects.append(Send(drafter.peer, _for_drafter(verification, drafter.epoch)))
+        if first and self._heir is not None:  # chosen for a text that had not begun: perhaps of another revision
+            effects += self._drop_heir() + self._seek_heir()
         return effects
 
     # -- leaving a target that drains ----------------------------------------------------------------------------------
@@ -294,24 +330,27 @@ class Session:
         effects: list[Effect] = []
         if self._heir is not None and self._heir.peer == peer:
             effects = self._drop_heir()
-        if self._draft is not None and self._draft.peer == peer:
+        if self._drafting.at(peer):
             effects += self._place_draft()
         return effects + self._seek_heir()
 
+    def _stay(self, peer: PeerId) -> list[Effect]:
+        self._draining -= {peer}
+        return self._drop_heir() if self._target is not None and self._target.peer == peer else []
+
     def _seek_heir(self) -> list[Effect]:
-        return [Place(Role.TARGET, self._avoid[Role.TARGET] | self._draining)] if self._heirless else []
+        return [Place(Role.TARGET, self._avoid | self._draining)] if self._heirless else []
 
     def _open_heir(self, now: float, peer: PeerId | None) -> list[Effect]:
         """Let another target compute what is committed, while this one goes on."""
         if peer is None or peer in self._draining:
-            self._avoid[Role.TARGET] = frozenset()
-            return self._wake(now + self._patience.pause())
+            return self._ask_again(now)
         self._warm_ups = 0
         return self._warm(peer)
 
     def _warm(self, peer: PeerId) -> list[Effect]:
         self._warm_ups += 1
-        self._heir = _Opening(peer, self._next_epoch())
+        self._heir = Opening(peer, self._next_epoch())
         # Nobody waits for this: it comes behind those that have moved already, whose clients hear nothing meanwhile.
         behind = min(self._priority + 1, MAX_PRIORITY)
         return [Send(peer, replace(self._opening(self._heir.epoch), priority=behind))]
@@ -335,15 +374,15 @@ class Session:
     def _lose_heir(self, now: float, peer: PeerId) -> list[Effect]:
         """It will not be this one; the next is looked for in a moment."""
         self._heir = None
-        self._avoid[Role.TARGET] |= {peer}
+        self._avoid |= {peer}
         return self._wake(now + self._patience.pause())
 
     def _inherit(self, now: float) -> list[Effect]:
         """Go on at the heir, from what is committed by now: nearly all of that is in its cache."""
         assert self._heir is not None
         peer = self._heir.peer
-        effects = self._close(self._target) + self._close(self._draft)
-        self._target = self._draft = self._heir = None
+        effects = self._close(self._target) + self._close_draft()
+        self._target = self._heir = None
         self.moved += 1
         self._phase = Phase.PLACING
         return effects + self._open_target(now, peer)
@@ -352,74 +391,64 @@ class Session:
 
     @property
     def _draft_stays(self) -> bool:
-        return self._draft is not None and self._draft.peer not in self._draining
+        drafter = self._drafting.opening
+        return drafter is not None and drafter.peer not in self._draining
 
     def _place_draft(self) -> list[Effect]:
-        if self._draft_stays or self._target is None or not self._wants_drafter:
+        if self._draft_stays or self._target is None or not self._drafting.wanted:
             return []
-        return [Place(Role.DRAFT, self._unwanted_drafters)]
-
-    @property
-    def _wants_drafter(self) -> bool:
-        allowed = self._speculation.enabled and Source.DRAFT in self._speculation.sources
-        return allowed and self._draft_openings < self._bounds.draft_openings
-
-    @property
-    def _unwanted_drafters(self) -> frozenset[PeerId]:
-        return self._avoid[Role.DRAFT] | self.quarantined | self._draining
+        return [Place(Role.DRAFT, self._drafting.unwanted | self._draining)]
 
     def _open_draft(self, peer: PeerId | None) -> list[Effect]:
-        if peer is None or peer in self._unwanted_drafters or self._target is None or self._draft_stays:
+        if peer is None or self._target is None or self._draft_stays:
             return []
-        effects = self._close(self._draft)
-        self._draft_openings += 1
-        self._draft = _Opening(peer, self._next_epoch())
+        if peer in self._drafting.unwanted | self._draining:
+            return []
+        effects = self._close_draft()
+        epoch = self._next_epoch()
+        self._drafting.opened(Opening(peer, epoch))
         # Drafters go by what is said, not by what the caller expects.
-        opening = replace(self._opening(self._draft.epoch), extras=replace(self._extras, prediction=()))
+        opening = replace(self._opening(epoch), extras=replace(self._extras, prediction=()))
         return [*effects, Send(peer, opening)]
 
+    def _close_draft(self) -> list[Effect]:
+        effects = self._close(self._drafting.opening)
+        self._drafting.opening = None
+        return effects
+
     def _proposed(self, proposal: Proposal) -> list[Effect]:
-        assert self._draft is not None
-        if proposal.epoch != self._draft.epoch or self._target is None:
+        drafter = self._drafting.opening
+        if drafter is None or proposal.epoch != drafter.epoch or self._target is None:
             return self._too_late()
-        if why := self._objection(proposal):
+        if not proposal.tokens:  # no harm, and no sign that the drafter follows the text
+            return self._too_late()
+        if why := self._drafting.objection(proposal):
             return self._strike(why)
-        self._draft_openings = 0
+        self._drafting.proposed()
         return [Send(self._target.peer, replace(proposal, epoch=self._target.epoch))]
 
-    def _objection(self, proposal: Proposal) -> str | None:
-        """What a drafter that was told this session's speculation should not have sent, if so."""
-        if bool(proposal.q) is not (self._speculation.rule is Rule.REJECTION) and proposal.tokens:
-            return f"a proposal {'with' if proposal.q else 'without'} q under the rule {self._speculation.rule}"
-        if self._speculation.chains and len(set(proposal.parents)) < len(proposal.parents):
-            return "a proposal that branches where only chains are allowed"
-        return None
-
     def _strike(self, why: str) -> list[Effect]:
-        """The drafter broke the protocol; after some such strikes it is replaced for good."""
-        assert self._draft is not None
-        peer = self._draft.peer
-        self.strikes.setdefault(peer, []).append(why)
-        if peer not in self.quarantined:
-            return []
-        effects = self._close(self._draft)
-        self._draft = None
-        return effects + self._place_draft()
+        return self._close_draft() + self._place_draft() if self._drafting.struck(why) else []
+
+    def _draft_refused(self, now: float, code: RefusalCode) -> list[Effect]:
+        self._drafting.refused(now, code)
+        again = self._drafting.again_at
+        return self._place_draft() + (self._wake(again) if again is not None else [])
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _receive(self, now: float, peer: PeerId, message: FromWorker) -> list[Effect]:
         from_target = self._target is not None and self._target.peer == peer
-        from_draft = self._draft is not None and self._draft.peer == peer
+        from_draft = self._drafting.at(peer)
         match message:
-            case Verification() if self._heir == _Opening(peer, message.epoch):
+            case Verification() if self._heir == Opening(peer, message.epoch):
                 return self._warmed(now, message)
             case Verification() if from_target:
                 return self._verified(now, message)
             case Proposal() if from_draft:
                 return self._proposed(message)
             case Verification() if from_draft:
-                return self._fault(now, _Opening(peer, message.epoch), "a verification from a drafter")
+                return self._fault(now, Opening(peer, message.epoch), "a verification from a drafter")
             case Refused():
                 return self._refused(now, peer, message)
             case Verification() | Proposal():
@@ -429,8 +458,8 @@ class Session:
             case _:
                 assert_never(message)
 
-    def _fault(self, now: float, opening: _Opening, why: str) -> list[Effect]:
-        if opening == self._draft:
+    def _fault(self, now: float, opening: Opening, why: str) -> list[Effect]:
+        if opening == self._drafting.opening:
             return self._strike(why)
         if opening == self._target:
             return self._retry_target(now, opening.peer, why)
@@ -443,14 +472,11 @@ class Session:
         return []
 
     def _refused(self, now: float, peer: PeerId, refused: Refused) -> list[Effect]:
-        opening = _Opening(peer, refused.epoch)
-        if opening == self._draft:
-            self._draft = None
-            if refused.code is not RefusalCode.UNKNOWN_SESSION:
-                self._avoid[Role.DRAFT] |= {peer}
-            return self._place_draft()
+        opening = Opening(peer, refused.epoch)
+        if opening == self._drafting.opening:
+            return self._draft_refused(now, refused.code)
         if opening == self._heir:
-            return self._lose_heir(now, peer)
+            return self._close(opening) + self._lose_heir(now, peer)
         if opening != self._target:
             return self._too_late()
         match refused.code:
@@ -470,15 +496,15 @@ class Session:
         self._draining -= {peer}
         if self._heir is not None and self._heir.peer == peer:
             return self._lose_heir(now, peer)
-        if self._draft is not None and self._draft.peer == peer:
-            self._draft = None
+        if self._drafting.at(peer):
+            self._drafting.opening = None
             return self._place_draft()
         if self._target is None or self._target.peer != peer:
             return []
         self._target = None
         if self._heir is not None:
             return self._inherit(now)
-        self._patience.start_over()
+        self._patience.end_search()
         self.moved += expected
         self.reopened += not expected
         return self._move_target(now, peer)
@@ -486,10 +512,9 @@ class Session:
     def _available(self, role: Role) -> list[Effect]:
         match role:
             case Role.TARGET:
-                return [Place(role, self._avoid[role])] if self._phase is Phase.PLACING else self._seek_heir()
+                return [Place(role, self._avoid)] if self._phase is Phase.PLACING else self._seek_heir()
             case Role.DRAFT:
-                self._avoid[role] = frozenset()
-                self._draft_openings = min(self._draft_openings, self._bounds.draft_openings - 1)
+                self._drafting.came()
                 return self._place_draft()
             case _:
                 assert_never(role)
@@ -498,15 +523,24 @@ class Session:
         if self._wake_at is not None and now >= self._wake_at:
             self._wake_at = None
         if self._phase is Phase.PLACING:
-            return [Place(Role.TARGET, self._avoid[Role.TARGET])]
+            return [Place(Role.TARGET, self._avoid)]
         due = self._patience.stalled_at
         if self._phase is not Phase.RUNNING:
             return []
         if now < due:
-            return self._wake(due) + self._seek_heir()
-        self._patience.stall()
+            effects = self._place_draft() if self._drafting.due(now) else []
+            return self._wake(min(due, self._drafting.again_at or due)) + effects + self._seek_heir()
+        return self._stall(now)
+
+    def _stall(self, now: float) -> list[Effect]:
+        """The target has said nothing for too long: perhaps it computes a long prompt, but not twice in a row."""
+        assert self._target is not None
+        silences = self._patience.stall()
+        if silences >= self._bounds.silences:
+            return self._end(Fail(FailureCode.FAULTY, f"given up after targets said nothing {silences} times in a row"))
+        self._patience.end_search()
         self.reopened += 1
-        return self._place_target(now)
+        return self._place_target(now) if silences == 1 else self._move_target(now, self._target.peer)
 
     def _wake(self, at: float) -> list[Effect]:
         """Ask for a tick, unless one that comes no later is under way."""
@@ -521,11 +555,11 @@ class Session:
         return [*effects, ending]
 
     def _close_all(self) -> list[Effect]:
-        effects = self._close(self._target) + self._close(self._heir) + self._close(self._draft)
-        self._target = self._heir = self._draft = None
+        effects = self._close(self._target) + self._close(self._heir) + self._close_draft()
+        self._target = self._heir = None
         return effects
 
-    def _close(self, opening: _Opening | None) -> list[Effect]:
+    def _close(self, opening: Opening | None) -> list[Effect]:
         return [] if opening is None else [Send(opening.peer, Close(self.session, opening.epoch))]
 
     def _opening(self, epoch: int) -> Open:

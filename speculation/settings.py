@@ -15,7 +15,7 @@ MOST_SHIFT = 1e4
 
 
 SourceName = str
-"""Where a draft token came from: a :class:`Source`, or a name that was registered (:mod:`speculation.registry`)."""
+"""Where a draft token came from: a :class:`Source`, or a name that was registered (:mod:`.sources.registry`)."""
 
 
 class Source(StrEnum):
@@ -151,7 +151,7 @@ class Speculation:
     sources: Sources = AllBut()
     """Draft sources that may be used."""
     remember: bool = True
-    """Whether what is said may be kept, to draft for later sessions of the same scope (:mod:`speculation.suffix`)."""
+    """Whether what is said may be kept, to draft for later sessions of the same scope (:mod:`.sources.suffix`)."""
 
     @property
     def chains(self) -> bool:

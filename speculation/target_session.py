@@ -15,8 +15,6 @@ from speculation.acceptance import Walk, finish_at, walk
 from speculation.arrivals import Arrivals, Miss
 from speculation.calibration import Calibration
 from speculation.constraint import Constraint
-from speculation.local_sources import LocalSource, Suggestion, local_sources
-from speculation.lookup import confidence
 from speculation.messages import (
     ANCHOR,
     FinishReason,
@@ -31,7 +29,9 @@ from speculation.messages import (
     Verification,
 )
 from speculation.pace import Pace
-from speculation.registry import Guarded
+from speculation.sources.local_sources import LocalSource, Suggestion, local_sources
+from speculation.sources.lookup import confidence
+from speculation.sources.registry import Guarded
 from speculation.tempo import Tempo
 from speculation.trie import Fate, Node, Offer, Placement, SpeculationTrie, TrieLimits
 
@@ -94,7 +94,8 @@ class TargetSession:
         """A baseline schedule waited for a draft that did not come, and none has come since."""
         self.committed_at: float | None = None
         self.miss: Miss | None = None
-        """Since when, and where, no drafts are at hand, if so; not over before those that come are there and used."""
+        """The commit that left the trie empty, while its drafts are awaited; over with the first commit that could use
+        some."""
         self.constraint: Constraint | None = None
         """What its text is held to. The worker draws accordingly."""
         self._offer: Offer | None = None
@@ -125,6 +126,11 @@ class TargetSession:
         return self.opened.limits.end - self.trie.position - 1
 
     @property
+    def deepest(self) -> int:
+        """How many draft tokens may follow each other in one step."""
+        return min(self.opened.speculation.max_depth, self.room)
+
+    @property
     def expects_drafts(self) -> bool:
         """Whether a draft worker may be at work for it, and is not told to rest."""
         speculation = self.opened.speculation
@@ -134,6 +140,16 @@ class TargetSession:
     def agreement(self) -> float:
         """Chance of one draft token to be kept, no higher than what steps with drafts have really committed allows."""
         return min(self.pace.agreement, 1.0 - 1.0 / max(self.tempo.tokens, 1.0))
+
+    def waits_since(self, now: float) -> float:
+        """Since when a session that must have drafts has waited for them: since its last commit, or since ``now``."""
+        if self.committed_at is None:
+            self.committed_at = now
+        return self.committed_at
+
+    def waited_in_vain(self) -> None:
+        """It is not to wait again before a draft has come."""
+        self.in_vain = True
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
@@ -171,12 +187,18 @@ class TargetSession:
             return Offer()
         self._suggest()
         self._force()
-        return self.trie.select(budget, min(self.opened.speculation.max_depth, self.room))
+        return self.trie.select(budget, self.deepest)
 
     def offer(self, chosen: Offer) -> Offer:
         """Verify ``chosen`` in the step that ``commit`` ends; returns it in the order to compute it in."""
         assert self._offer is None and self.finished is None
         self._offer = chosen.depth_first()
+        return self._offer
+
+    def withdraw(self) -> Offer:
+        """Verify no drafts in the step that ``commit`` ends, whatever was offered; they stay at hand."""
+        assert self._offer is not None, "withdraw without offer"
+        self._offer = Offer()
         return self._offer
 
     def index(self, end: int) -> None:
@@ -278,15 +300,16 @@ class TargetSession:
 
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the pace of steps with drafts, and note whether this one left some."""
-        if offered and self.committed_at is not None and self.miss is None:
-            self.tempo.observe(count, at - self.committed_at)
-        watched, self.committed_at = self.committed_at, at
+        previous, self.committed_at = self.committed_at, at
+        if offered and previous is not None and self.miss is None:
+            self.tempo.observe(count, at - previous)
         if self.miss is not None:
             if not offered and not len(self.trie):
-                return  # still the same one
-            if self.miss.reached or watched != self.miss.at:
+                return  # nothing has come yet
+            # Drafts in the very next step and none from a drafter: a source here had them. Says nothing of drafters.
+            filled_here = not self.miss.reached and previous == self.miss.at
+            if not filled_here:
                 self.arrivals.observe(self.miss)
-            # Else prompt lookup had something for the very next step: that says nothing of drafts.
         self.miss = None if len(self.trie) else Miss(at, self.trie.position)
 
 

@@ -5,7 +5,8 @@ target step selects the part most likely to be kept, and re-roots the trie at wh
 new root survives and is verified next.
 
 A trie decides what is *worth* verifying, never what is committed. Insertion is idempotent: a proposal that arrives
-twice, late, or for a branch that was refused changes nothing. Everything is bounded by :class:`TrieLimits`.
+twice, or for a branch that was refused, changes nothing; of a late one, what is still ahead of the text is taken.
+Everything is bounded by :class:`TrieLimits`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from speculation import digest as digests
 from speculation.messages import ANCHOR, Proposal, Source, SourceName, Support, Token
@@ -23,11 +25,12 @@ DEFAULT_CONFIDENCE = 0.7
 
 
 LEAST_CONFIDENCE = 1e-6
+"""Neither the confidence nor the odds of a node are below this, so that no weight is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrieLimits:
-    """Bounds of one session's trie. A proposal beyond them is cut, and the cut tokens are counted."""
+    """Bounds of one session's trie. What lies beyond them is cut; proposals of which nothing is left are counted."""
 
     nodes: int = 256
     depth: int = 64
@@ -36,21 +39,29 @@ class TrieLimits:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A place after the committed prefix: the root itself or one draft token. Compared by identity."""
+    """A place after the committed prefix: the root itself or one draft token. Compared by identity.
+
+    A source proposes A with confidence 0.6 and then B with 0.3 after the same text::
+
+        confidence  A 0.6   B 0.3    the source's word for this token alone
+        claim       A 0.6   B 0.75   the same if its earlier siblings are wrong: 0.3 / (1 - 0.6)
+        odds        A 0.5   B 0.3    calibrated, P(kept | parent kept): A was right half the time, B in 0.6 of the rest
+        weight      the product of the odds along the path: P(kept). Re-rooting starts it again from 1.
+    """
 
     token: Token
     end: int
     """Length of the prefix that ends with this token, so ``end - 1`` is the token's position."""
     digest: int
     """Names that prefix."""
-    weight: float = 1.0
-    """Probability that the path from the root to this token is kept."""
     confidence: float = 1.0
     """The draft source's own word for this token alone, given its parent."""
     claim: float = 1.0
     """What that comes to if the siblings that its source proposed before are wrong."""
     odds: float = 1.0
     """What is made of that claim: the probability that this token is kept if its parent is."""
+    weight: float = 1.0
+    """Probability that the path from the root to this token is kept."""
     source: SourceName = Source.DRAFT
     rank: int = 0
     """How many siblings were there first. Sources propose the likeliest first."""
@@ -194,13 +205,19 @@ class SpeculationTrie:
     # -- insertion -----------------------------------------------------------------------------------------------
 
     def insert(self, proposal: Proposal) -> Placement:
-        """Add the tokens of a proposal. Never raises, whatever a drafter sends."""
-        if not all(0 <= token < self._vocabulary for token in proposal.tokens):
+        """Add the tokens of a proposal. Never raises, whatever a drafter sends.
+
+        A q that reaches beyond the vocabulary is as bad as such a token: to refuse it only where one was drawn would be
+        to leave drafts out by their value.
+        """
+        named = chain(proposal.tokens, *(support.tokens for support in proposal.q))
+        if not all(0 <= token < self._vocabulary for token in named):
             return Placement(Fate.INVALID_TOKEN)
         anchor = self._locate(proposal.anchor_position, proposal.anchor_digest)
         if isinstance(anchor, Fate):
             return Placement(anchor)
         added, cut = 0, False
+        # Of each token: the draft it is, its place inside the committed text (where it ends), or nowhere.
         places: list[Node | int | None] = []
         for i, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
             above = anchor if parent == ANCHOR else places[parent]

@@ -7,9 +7,9 @@ the clock of the world.
 from __future__ import annotations
 
 from speculation.events import FailureCode
-from speculation.fault_world import World
 from speculation.messages import SessionId
 from speculation.reopening import ReopeningLimits
+from speculation.simulation.fault_world import World
 
 
 def check(world: World, *, quiet: bool, lossless: bool, roomy: bool) -> None:
@@ -44,6 +44,8 @@ def _check_end(world: World, number: SessionId, *, roomy: bool) -> None:
     code = world.failed.get(number)
     if code is FailureCode.OVERLOADED:
         assert not roomy and not emitted, f"session {number} was begun, and then refused for want of room"
+    elif code is FailureCode.UNAVAILABLE and world.upgraded and emitted and not world.revisions[number]:
+        assert emitted == world.truth[number][: len(emitted)]  # no target of its revision was left
     elif number not in world.poison:
         assert code is None, f"session {number} is innocent, and was failed: {code}"
         assert number in world.stopped or emitted == world.truth[number], f"session {number} ended early"

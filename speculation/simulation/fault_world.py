@@ -5,7 +5,7 @@ One heap, one seeded generator, virtual time. The machines are the ones that ser
 :class:`speculation.target_session.TargetSession` and :class:`speculation.draft_session.DraftSession`. Only the models
 are toys (a hash of the context) and the network is a list. The cut is at the stream between router and worker.
 
-What can happen to a worker are methods here; when it happens, :mod:`speculation.faults` decides.
+What can happen to a worker are methods here; when it happens, :mod:`speculation.simulation.faults` decides.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from speculation.messages import (
 )
 from speculation.reopening import ReopeningLimits, Reopenings
 from speculation.session import Phase, Session, SessionLimits
-from speculation.toy_workers import VOCABULARY, DraftWorker, TargetWorker, target_only
+from speculation.simulation.toy_workers import VOCABULARY, DraftWorker, LyingDraftWorker, TargetWorker, target_only
 
 OUTPUT = 32
 HORIZON = 400.0
@@ -90,6 +90,10 @@ class Peer:
     link: int = 0
     """The stream that the router uses; what comes on an earlier one is not heard."""
     up: bool = True
+    revision: int = 0
+    """Of its model; another says something else."""
+    becomes: int = 0
+    """The revision that the next process in its place has."""
     stopped_until: float = 0.0
     unread: list[tuple[int, ToWorker]] = field(default_factory=list)
     """What has arrived, by stream, since the process was stopped."""
@@ -100,6 +104,8 @@ class Peer:
     """Whether the router believes its stream to be up."""
     leaving: bool = False
     """Whether the router has heard that it drains."""
+    lies: bool = False
+    """A drafter that says what only targets say."""
     arrivals: dict[str, float] = field(default_factory=dict)
 
 
@@ -107,11 +113,21 @@ class World:
     """Clock, network, workers and router shell of one run."""
 
     def __init__(
-        self, rng: Random, *, delay: float, loss: float, doubling: float, agreement: float, capacity: int, tries: int
+        self,
+        rng: Random,
+        *,
+        delay: float,
+        loss: float,
+        doubling: float,
+        agreement: float,
+        capacity: int,
+        tries: int,
+        upgrades: bool = False,
     ) -> None:
         """Two targets and three drafters, all up, and no sessions.
 
-        ``delay``: mean seconds one way; ``tries``: see :class:`speculation.reopening.ReopeningLimits`.
+        ``delay``: mean seconds one way; ``tries``: see :class:`speculation.reopening.ReopeningLimits`; ``upgrades``:
+        whether targets of another revision may come.
         """
         self.rng = rng
         self.now = 0.0
@@ -128,13 +144,19 @@ class World:
         self.limits = SessionLimits(
             fruitless_openings=30 if loss else 3,
             draft_openings=50,
-            placement_timeout=20.0 if capacity < len(names) else HORIZON,
+            placement_timeout=20.0 if capacity < len(names) or upgrades else HORIZON,
+            begun_timeout=20.0 if upgrades else HORIZON,
             stall_timeout=2.0,
+            silences=30 if loss else 5,
         )
         self._reopening = ReopeningLimits(tries=tries)
         self.reopenings = Reopenings(self._reopening)
         self.sessions: dict[SessionId, Session] = {}
         self.truth: dict[SessionId, tuple[Token, ...]] = {}
+        """What each must say: with the first token that it says, of the revision that said it."""
+        self.revisions: dict[SessionId, int] = {}
+        """Which one that was."""
+        self.upgraded = False
         self.emitted: dict[SessionId, list[Token]] = {}
         self.failed: dict[SessionId, FailureCode] = {}
         self.stopped: set[SessionId] = set()
@@ -144,6 +166,8 @@ class World:
         self.unexpected = 0
         """Losses of workers that the router had not been told of."""
         self._spoke: dict[SessionId, float] = {}
+        self._wakes: dict[SessionId, float] = {}
+        """When each is to be woken; what was asked for before does not count."""
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -192,6 +216,7 @@ class World:
         end = len(prompt) + OUTPUT
         self.sessions[number] = Session(number, prompt, Sampling(seed=seed), Limits(end), session_limits=self.limits)
         self.truth[number] = target_only(prompt, seed, end)
+        self.revisions.pop(number, None)
         self.emitted[number] = []
 
     def client_stops(self, number: SessionId) -> None:
@@ -203,6 +228,8 @@ class World:
         """Let a session handle an event."""
         session = self.sessions[number]
         for effect in session.handle(self.now, event):
+            if isinstance(effect, Emit) and isinstance(event, Received):
+                self._learn(number, event.peer)
             self._perform(number, effect)
         if session.phase is Phase.ENDED:
             self.reopenings.ended(number, finished=number not in self.stopped and number not in self.failed)
@@ -229,22 +256,38 @@ class World:
                 self._emit(number, tokens)
                 self.accepted += accepted
             case Wake(at=when):
+                self._wakes[number] = when
                 session = self.sessions[number]
-                self.at(when, lambda: self.deliver(number, Tick()) if self.sessions[number] is session else None)
+                self.at(when, lambda: self._wake(number, session, when))
             case Fail(code=code):
                 self.failed[number] = code
             case Finish():
                 pass
 
+    def _wake(self, number: SessionId, session: Session, when: float) -> None:
+        if self.sessions[number] is session and self._wakes[number] == when:
+            self.deliver(number, Tick())
+
     def _placed(self, number: SessionId, role: Role, avoid: frozenset[PeerId]) -> Placed | Condemned:
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
-            usable = [p.name for p in self.peers.values() if p.known and not p.leaving and p.role is role]
-            usable = [name for name in usable if name not in avoid]
-            return self.rng.choice(usable) if usable else None
+            usable = [p for p in self.peers.values() if p.known and not p.leaving and p.role is role]
+            usable = [peer for peer in usable if peer.name not in avoid]
+            if role is Role.TARGET and usable:
+                newest = max(peer.revision for peer in usable)
+                usable = [peer for peer in usable if peer.revision == self.revisions.get(number, newest)]
+            return self.rng.choice(usable).name if usable else None
 
         if role is Role.TARGET:
             return self.reopenings.place(self.now, number, avoid, choose)
         return Placed(role, choose(avoid))
+
+    def _learn(self, number: SessionId, peer: PeerId) -> None:
+        """A text belongs to the revision that began it."""
+        if number not in self.revisions:
+            session, revision = self.sessions[number], self.peers[peer].revision
+            prompt, end = session._tokens[: session.prompt_length], session.end
+            self.revisions[number] = revision
+            self.truth[number] = target_only(prompt, session._sampling.seed, end, revision)
 
     def _note(self, peer: Peer, message: ToWorker) -> None:
         if peer.role is Role.TARGET and isinstance(message, Open):
@@ -312,7 +355,8 @@ class World:
             message = Close(message.session, message.epoch)
         if link not in peer.links:
             target = peer.role is Role.TARGET
-            peer.links[link] = TargetWorker(self._capacity) if target else DraftWorker(self._agreement)
+            drafter = LyingDraftWorker if peer.lies else DraftWorker
+            peer.links[link] = TargetWorker(self._capacity, peer.revision) if target else drafter(self._agreement)
         for reply in peer.links[link].receive(message):
             self._to_router(peer, link, reply)
         self._schedule_step(peer)
@@ -426,9 +470,19 @@ class World:
         self._carry(peer, "from", lambda: self._hear_draining(peer, link))
         self._await_drained(peer, self.now + DRAIN, back_in)
 
+    def upgrade(self, peer: Peer, back_in: float) -> None:
+        """Replace a target by one of the next revision."""
+        self.upgraded = True
+        peer.becomes = 1
+        if peer.up:
+            self.drain(peer, back_in)
+        else:
+            self.come_back(peer)
+
     def _hear_draining(self, peer: Peer, link: int) -> None:
         if peer.known and peer.link == link and not peer.leaving:
             peer.leaving = True
+            self.reopenings.draining(peer.name)
             self.broadcast(Draining(peer.name))
 
     def _await_drained(self, peer: Peer, until: float, back_in: float | None) -> None:
@@ -468,7 +522,7 @@ class World:
         if peer.up:
             return
         self.notice(peer)
-        peer.up = True
+        peer.up, peer.revision = True, peer.becomes
         self._connect(peer)
 
     def _connect(self, peer: Peer) -> None:

@@ -23,20 +23,20 @@ PATIENCE = 32
 REST = 8
 """Steps between two tries of heads that rest, which show whether they have become good."""
 
-Guesses = Sequence[Sequence[Candidate]]
+HeadGuesses = Sequence[Sequence[Candidate]]
 """For each place, what it may hold, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuessTree:
-    """A :class:`speculation.local_sources.Suggestion`."""
+    """A :class:`speculation.sources.local_sources.Suggestion`."""
 
     tokens: tuple[Token, ...] = ()
     parents: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()
 
 
-def likeliest(places: Guesses, most: int) -> GuessTree:
+def likeliest(places: HeadGuesses, most: int) -> GuessTree:
     """The ``most`` likeliest paths through the guesses: those of the highest product of confidences."""
     tokens: list[Token] = []
     parents: list[int] = []
@@ -60,7 +60,7 @@ def likeliest(places: Guesses, most: int) -> GuessTree:
 
 
 class MedusaDrafts:
-    """What the heads have guessed for one session. A :class:`speculation.local_sources.LocalSource`."""
+    """What the heads have guessed for one session. A :class:`speculation.sources.local_sources.LocalSource`."""
 
     source = Source.MEDUSA
 
@@ -69,7 +69,7 @@ class MedusaDrafts:
         self.depth = heads
         self._end = 0
         self._position = -1
-        self._places: Guesses = ()
+        self._places: HeadGuesses = ()
         self._unused = 0
         """Steps since a guess was verified last."""
 
@@ -78,7 +78,7 @@ class MedusaDrafts:
         """Whether the heads need not be asked at this place."""
         return self._unused >= PATIENCE and (self._unused - PATIENCE) % REST != 0
 
-    def guess(self, position: int, places: Guesses) -> None:
+    def guess(self, position: int, places: HeadGuesses) -> None:
         """Take in what the heads say of ``position`` and the places after it."""
         self._position, self._places = position, places
 

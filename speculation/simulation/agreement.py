@@ -19,8 +19,8 @@ from typing import Protocol
 from speculation import digest as digests
 from speculation import noise
 from speculation.draft_session import NONE_RIGHT, Candidate, Outcome
-from speculation.medusa import Guesses
 from speculation.messages import Token
+from speculation.sources.medusa import HeadGuesses
 
 VOCABULARY = 4096
 CANDIDATES = 3
@@ -135,7 +135,7 @@ class Passage:
     tokens: tuple[Token, ...]
     places: tuple[tuple[Candidate, ...], ...] = ()
     """Best first; ``places[i]`` stands for ``tokens[i]``. Empty: no drafter was asked."""
-    guesses: tuple[Guesses, ...] = ()
+    guesses: tuple[HeadGuesses, ...] = ()
     """What the target's Medusa heads say of ``tokens[i]`` and those after it. Empty: it has none."""
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class Request:
     prompt: tuple[Token, ...]
     end: int
     """A position."""
-    guesses: tuple[Guesses, ...] = ()
+    guesses: tuple[HeadGuesses, ...] = ()
     """Of Medusa heads, for each position from the end of the prompt on."""
     scope: str = ""
     """Requests of one scope may draft from each other's outputs."""

@@ -23,8 +23,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 
-from speculation.lookup import COUNTED, Continuation, common_end
 from speculation.messages import Source, Token
+from speculation.sources.lookup import COUNTED, Continuation, common_end
 
 TRUSTED = 16
 """Equal tokens that the caller's word for the beginning counts for."""
@@ -39,7 +39,7 @@ INDEXED = 64
 
 
 class Prediction:
-    """Where in its prediction a session's text is. A :class:`speculation.local_sources.LocalSource`."""
+    """Where in its prediction a session's text is. A :class:`speculation.sources.local_sources.LocalSource`."""
 
     source = Source.PREDICTION
     depth = 48

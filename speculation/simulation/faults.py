@@ -1,10 +1,10 @@
-"""A deterministic simulation of router, drafters and targets under faults; see :mod:`speculation.fault_world`.
+"""A deterministic simulation of router, drafters and targets under faults; see :mod:`fault_world`.
 
 The weather of a run says which faults it has and how often. Messages are delayed, lost and doubled, streams break for
 one end or both, workers are killed, stopped, stuck, drained and replaced, alone or many at once, the router itself is
-lost, and some requests are poison. After that, the promises: :mod:`speculation.fault_promises`.
+lost, a drafter lies, and some requests are poison. After that, the promises: :mod:`fault_promises`.
 
-    python -m speculation.faults --seeds 2000
+    python -m speculation.simulation.faults --seeds 2000
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from random import Random
 from time import perf_counter
 
 from speculation.events import PeerId, Role
-from speculation.fault_promises import check
-from speculation.fault_world import HEALED, OUTPUT, Peer, Poison, World
 from speculation.messages import SessionId
 from speculation.reopening import ReopeningLimits
+from speculation.simulation.fault_promises import check
+from speculation.simulation.fault_world import HEALED, OUTPUT, Peer, Poison, World
 
 SESSIONS = 6
 ROOMY = 1 << 20
@@ -58,8 +58,12 @@ class Weather:
     """All drafters drained, to come back later."""
     scale_every: float = 0.0
     """A third target comes, or goes."""
+    upgrade_after: float = 0.0
+    """Mean seconds until all targets are replaced, one after another, by those of another revision; 0: never."""
     router_every: float = 0.0
     """The router lost, and everything begun again at another."""
+    lies: bool = False
+    """Whether a drafter says what only targets say."""
     capacity: int = ROOMY
     """Sessions that a target takes from one router."""
     poison: str = ""
@@ -78,8 +82,9 @@ class Weather:
             capacity=rng.choice([ROOMY, ROOMY, ROOMY, 2]),
             poison=rng.choice(["", "", "", "dies", "dies", "hangs", "refuses"]),
             poisonous=rng.choice([1, 1, 2]),
+            lies=rng.choice([False, False, True]),
         )
-        match rng.randrange(4):
+        match rng.randrange(6):
             case 0:
                 return calm
             case 1:  # planned changes only
@@ -88,6 +93,10 @@ class Weather:
                     drain_every=rng.choice([0.0, 1.0, 3.0]),
                     drafts_away_every=rng.choice([0.0, 1.0]),
                     scale_every=rng.choice([0.0, 1.0]),
+                )
+            case 2:  # and a new revision
+                return replace(
+                    calm, poison="", upgrade_after=rng.choice([0.3, 1.0]), drain_every=rng.choice([0.0, 1.0])
                 )
             case _:
                 # Poison that computes on where the router believes it gone cannot be told from chance.
@@ -128,7 +137,9 @@ class Run:
             agreement=weather.agreement,
             capacity=weather.capacity,
             tries=LIMITS.tries if weather.quiet else STORMY_TRIES,
+            upgrades=weather.upgrade_after > 0,
         )
+        self.world.peers[PeerId("d2")].lies = weather.lies
 
     def run(self) -> World:
         """Serve all requests to their end, then check the promises."""
@@ -160,6 +171,11 @@ class Run:
         self._repeat(weather.node_every, self._remove_node)
         self._repeat(weather.drafts_away_every, self._send_drafters_away)
         self._repeat(weather.scale_every, lambda: world.drain(spare, None) if spare.up else world.come_back(spare))
+        if weather.upgrade_after:
+            when = rng.expovariate(1 / weather.upgrade_after)
+            for name in ("t2", "t0", "t1"):
+                world.at(when, lambda peer=world.peers[PeerId(name)]: world.upgrade(peer, rng.uniform(0.01, 1.0)))  # type: ignore[misc]
+                when += rng.choice([0.0, 0.02, 0.5]) * rng.random()
         # A router that knows nothing yet, and sees workers die just before the storm ends, must think it was a request.
         self._repeat(weather.router_every, world.replace_router, until=HEALED / 2)
 
@@ -215,7 +231,7 @@ def run_seed(seed: int) -> Totals | str:
     try:
         world = Run(seed).run()
     except AssertionError as error:
-        return f"seed {seed}: {error}\nreplay: python -m speculation.faults --first {seed} --seeds 1\n"
+        return f"seed {seed}: {error}\nreplay: python -m speculation.simulation.faults --first {seed} --seeds 1\n"
     sessions = world.sessions.values()
     moved = sum(session.moved for session in sessions)
     return Totals(world.events, world.accepted, sum(s.reopened for s in sessions), moved, len(world.harmed))
@@ -224,7 +240,7 @@ def run_seed(seed: int) -> Totals | str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run many seeds; on the first failure say how to replay it."""
     parser = argparse.ArgumentParser(
-        prog="python -m speculation.faults", description=__doc__.split("\n")[0] if __doc__ else None
+        prog="python -m speculation.simulation.faults", description=__doc__.split("\n")[0] if __doc__ else None
     )
     parser.add_argument("--seeds", type=int, default=500, help="number of runs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")

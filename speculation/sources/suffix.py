@@ -1,7 +1,7 @@
 """Suffix decoding: drafts copied from earlier outputs of the same target (Oliaro et al. 2024, arXiv:2411.04975).
 
 Agents, pipelines and editors ask for nearly the same again and again. Where the last few tokens of a text stood in an
-earlier output, what followed there is likely to follow here. Prompt lookup (:mod:`speculation.lookup`) finds the same
+earlier output, what followed there is likely to follow here. Prompt lookup (:mod:`lookup`) finds the same
 within one text, and needs no memory.
 
 Decided here: what is kept (the latest used, within a number of tokens, apart for every *scope*), which earlier places
@@ -23,8 +23,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from speculation.lookup import common_end, confidence
 from speculation.messages import ANCHOR, Source, Token
+from speculation.sources.lookup import common_end, confidence
 
 CONTEXTS = (8, 3)
 """Numbers of tokens that places are looked for by, the surest first."""
@@ -259,7 +259,7 @@ class SuffixStore:
 
 
 class SuffixLookup:
-    """One session's view of earlier outputs. A :class:`speculation.local_sources.LocalSource`."""
+    """One session's view of earlier outputs. A :class:`speculation.sources.local_sources.LocalSource`."""
 
     source = Source.SUFFIX
     depth = 16

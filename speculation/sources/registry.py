@@ -1,12 +1,12 @@
 """Draft sources that are not built in: each a name, and what makes one for a session.
 
-A source of your own is one module, which targets are started with (``--source my_drafts``)::
+A source of your own is one module, which targets are started with (``target.sources: my_drafts``)::
 
     from collections.abc import Sequence
 
-    from speculation.lookup import Continuation
+    from speculation.sources.lookup import Continuation
     from speculation.messages import Open, Token
-    from speculation.registry import register
+    from speculation.sources.registry import register
 
     class Again:
         '''Whatever was said last is said again.'''
@@ -38,12 +38,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from speculation.lookup import Continuation
 from speculation.messages import ANCHOR, Open, Source, SourceName, Token
 from speculation.origin import Own
+from speculation.sources.lookup import Continuation
 
 if TYPE_CHECKING:
-    from speculation.local_sources import LocalSource, Suggestion
+    from speculation.sources.local_sources import LocalSource, Suggestion
 
 MOST_SOURCES = 32
 """That can be registered in one process."""
@@ -92,7 +92,7 @@ def made_for(opened: Open) -> list[Guarded]:
 class Guarded:
     """A source of someone else's, whose faults cost its drafts and nothing else.
 
-    A :class:`speculation.local_sources.LocalSource`.
+    A :class:`speculation.sources.local_sources.LocalSource`.
     """
 
     def __init__(self, name: SourceName, maker: Maker, opened: Open) -> None:

@@ -1,6 +1,6 @@
 """Draft sources at a simulated target that need more than the text of their session.
 
-A part of :mod:`speculation.simulate`. What Medusa heads say was recorded along the text; earlier outputs are those of
+A part of :mod:`simulate`. What Medusa heads say was recorded along the text; earlier outputs are those of
 the requests that this target has ended, in the very store that serves. What indexing takes is left out: an output can
 be found as soon as its request has ended.
 """
@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculation.agreement import Request
-from speculation.medusa import Guesses, GuessTree, MedusaDrafts
 from speculation.messages import Source, Sources, Token
-from speculation.suffix import SuffixLookup, SuffixStore
+from speculation.simulation.agreement import Request
+from speculation.sources.medusa import GuessTree, HeadGuesses, MedusaDrafts
+from speculation.sources.suffix import SuffixLookup, SuffixStore
 
 
 class RecordedHeads:
-    """Heads that say at each place what was recorded there. A :class:`speculation.local_sources.LocalSource`."""
+    """Heads that say at each place what was recorded there. A :class:`.local_sources.LocalSource`."""
 
     source = Source.MEDUSA
 
-    def __init__(self, first: int, guesses: Sequence[Guesses]) -> None:
+    def __init__(self, first: int, guesses: Sequence[HeadGuesses]) -> None:
         """``guesses[i]`` are those for position ``first + i``; none for a place where the heads had nothing to read."""
         self.depth = max(map(len, guesses), default=0)
         self._drafts = MedusaDrafts(self.depth)

@@ -18,8 +18,8 @@ from itertools import pairwise
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from speculation.costs import Costs, Curve
 from speculation.draft_session import NONE_RIGHT, Outcome
+from speculation.simulation.costs import Costs, Curve
 
 BACK_TO_BACK = 0.002
 """Seconds; a worker that takes longer to begin its next step had nothing to do. Sending takes half a millisecond."""

@@ -1,6 +1,6 @@
 """What all simulated workers share: what is simulated, the clock, and the sums of what has happened.
 
-A part of :mod:`speculation.simulate`.
+A part of :mod:`speculation.simulation.simulate`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from random import Random
 
-from speculation.costs import Costs
 from speculation.draft_session import DraftLimits
 from speculation.messages import Schedule, Source, Speculation, Verification
+from speculation.simulation.costs import Costs
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of the workers, as in :mod:`target_service.scheduler` and :mod:`draft_service.lookahead`."""
+    """Limits of the workers as they are served by default (:mod:`cluster.config`)."""
 
     drafts_per_session: int = 12
     verify: int = 64

@@ -1,6 +1,6 @@
 """A simulated drafter: what its model has read of each session, what it would say, and when it does.
 
-A part of :mod:`speculation.simulate`.
+A part of :mod:`speculation.simulation.simulate`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from speculation import digest as digests
-from speculation.agreement import Text
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.draft_session import DraftSession, Sync, best_places
 from speculation.guesses import MOST_GUESSES, MOST_SESSIONS, Forward, Guesses, draft_along
-from speculation.lookup import PromptLookup
 from speculation.messages import Open, Proposal, SessionId, Source, Verification
-from speculation.simulated_world import World
+from speculation.simulation.agreement import Text
+from speculation.simulation.simulated_world import World
+from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
 
 

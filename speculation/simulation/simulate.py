@@ -4,11 +4,11 @@ One heap, one seeded generator, virtual time. All decisions are taken by the cod
 :class:`speculation.planner.Planner`, sessions are :class:`speculation.target_session.TargetSession` and
 :class:`speculation.draft_session.DraftSession`, drafters fill their steps by
 :func:`speculation.draft_session.best_places`.
-Given from outside are what steps and messages take (:mod:`speculation.costs`) and how the models agree
-(:mod:`speculation.agreement`), either recorded from a real run or made up.
+Given from outside are what steps and messages take (:mod:`speculation.simulation.costs`) and how the models agree
+(:mod:`speculation.simulation.agreement`), either recorded from a real run or made up.
 
 Left out: what prompts take, caches, the router's own work beyond the delay of a message, faults (for these see
-:mod:`speculation.faults`). A request's first step stands for its prompt: it verifies no drafts while the
+:mod:`speculation.simulation.faults`). A request's first step stands for its prompt: it verifies no drafts while the
 drafter gets ahead, and the pace of a request counts from its end. Messages reach a worker between its steps, as they do
 in :mod:`transport.worker`.
 
@@ -21,16 +21,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from speculation.agreement import Replays, Request, Texts
-from speculation.costs import Costs
 from speculation.draft_session import Outcome
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Verification
 from speculation.planner import Asked, Planner
-from speculation.simulated_draft import Drafter
-from speculation.simulated_sources import OwnSources, RecordedHeads
-from speculation.simulated_world import Bounds as Bounds
-from speculation.simulated_world import Setting as Setting
-from speculation.simulated_world import World
+from speculation.simulation.agreement import Replays, Request, Texts
+from speculation.simulation.costs import Costs
+from speculation.simulation.simulated_draft import Drafter
+from speculation.simulation.simulated_sources import OwnSources, RecordedHeads
+from speculation.simulation.simulated_world import Bounds as Bounds
+from speculation.simulation.simulated_world import Setting as Setting
+from speculation.simulation.simulated_world import World
 from speculation.target_session import TargetSession
 from speculation.trie import Offer
 
@@ -109,7 +109,7 @@ def simulate_texts(
     bounds: Bounds = Bounds(),
 ) -> Report:
     """As :func:`simulate`, with requests for ``texts``, one after another, after ``warm_up`` tokens a session."""
-    return _World(setting, costs, texts, rng, bounds).run(tokens, warm_up)
+    return _Run(setting, costs, texts, rng, bounds).run(tokens, warm_up)
 
 
 def enough(rates: Mapping[int, float], goal: float | None = None) -> int | None:
@@ -118,7 +118,7 @@ def enough(rates: Mapping[int, float], goal: float | None = None) -> int | None:
     return min((count for count, rate in rates.items() if rate >= (1 - WITHIN) * goal), default=None)
 
 
-class _World(World):
+class _Run(World):
     """Requests and workers of one run, too."""
 
     def __init__(self, setting: Setting, costs: Costs, texts: Texts, rng: Random, bounds: Bounds) -> None:
@@ -183,7 +183,7 @@ class _Verified:
 class _Target:
     """The verify loop over sessions whose prompts are in the cache."""
 
-    def __init__(self, world: _World) -> None:
+    def __init__(self, world: _Run) -> None:
         self._world = world
         self._planner = Planner()
         self._sources = OwnSources(world.setting.sources, world.bounds.suffix_tokens)

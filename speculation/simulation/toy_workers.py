@@ -1,4 +1,4 @@
-"""Workers with toy models, for the simulator: the sessions that serve, without engines.
+"""Workers with toy models, for the simulation of faults: the sessions that serve, without engines.
 
 The language model is a hash of the last few tokens; the drafter's differs from the target's as often as it is told to.
 """
@@ -6,7 +6,9 @@ The language model is a hash of the last few tokens; the drafter's differs from 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from speculation import digest as digests
 from speculation import noise
 from speculation.draft_session import Candidate, DraftLimits, DraftSession, Sync
 from speculation.messages import (
@@ -35,11 +37,11 @@ def toy_model(context: Sequence[Token], seed: int, position: int, agreement: flo
     return token
 
 
-def target_only(prompt: Sequence[Token], seed: int, end: int) -> tuple[Token, ...]:
+def target_only(prompt: Sequence[Token], seed: int, end: int, revision: int = 0) -> tuple[Token, ...]:
     """What the session must produce: the target alone, one token after another."""
     tokens = list(prompt)
     while len(tokens) < end:
-        tokens.append(toy_model(tokens, seed, len(tokens)))
+        tokens.append(toy_model(tokens, seed + revision, len(tokens)))
     return tuple(tokens[len(prompt) :])
 
 
@@ -48,9 +50,9 @@ class TargetWorker:
 
     step_seconds = 0.02
 
-    def __init__(self, capacity: int = 1 << 30) -> None:
-        """``capacity``: sessions at once; more are refused."""
-        self.capacity = capacity
+    def __init__(self, capacity: int = 1 << 30, revision: int = 0) -> None:
+        """``capacity``: sessions at once; more are refused. Each ``revision`` of the model says something else."""
+        self.capacity, self.revision = capacity, revision
         self.sessions: dict[SessionId, TargetSession] = {}
 
     def receive(self, message: ToWorker) -> list[FromWorker]:
@@ -85,7 +87,7 @@ class TargetWorker:
                 path = [above.token for above in node.path_from(session.trie.root)]
                 contexts.append([*session.tokens, *path])
             seed = session.opened.sampling.seed
-            drawn = [toy_model(context, seed, len(context)) for context in contexts]
+            drawn = [toy_model(context, seed + self.revision, len(context)) for context in contexts]
             sent.append(session.commit(drawn).verification)
             if session.finished:
                 del self.sessions[session.opened.session]
@@ -141,3 +143,30 @@ class DraftWorker:
                 session.expand(node, [Candidate(first, 0.8), *others])
             sent += session.pushes()
         return None if idle and not sent else sent
+
+
+class LyingDraftWorker(DraftWorker):
+    """A drafter that also says what only targets say, as if it were its session's target or ahead of it, or nothing."""
+
+    def __init__(self, agreement: float) -> None:
+        super().__init__(agreement)
+        self._lies = 0
+
+    def step(self) -> list[FromWorker] | None:
+        """One forward over all sessions, and a lie about each; None if there is nothing to do."""
+        sent = super().step()
+        return None if sent is None else sent + [self._lie(session) for session in self.sessions.values()]
+
+    def _lie(self, session: DraftSession) -> FromWorker:
+        opened, end, digest = session.opened, session.trie.position, session.trie.digest
+        self._lies += 1
+        lie = Verification(opened.session, opened.epoch, end, (0,), digests.extend(digest, 0), accepted=0, offered=0)
+        match self._lies % 4:
+            case 0:
+                return lie
+            case 3:
+                return Proposal(opened.session, opened.epoch, end, digest, (), ())
+            case 1:
+                return replace(lie, epoch=opened.epoch - 1)  # mostly the target's
+            case _:
+                return replace(lie, position=end + 10**6)

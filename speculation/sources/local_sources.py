@@ -6,7 +6,7 @@ target keeps, under its name; how much of it is verified is for the budget. Like
 draft source it can make decoding faster, never different.
 
 A new one is a class with the members of :class:`LocalSource`, in a module of its own that registers it
-(:mod:`speculation.registry`). One that needs more than the text (a grammar's state, hidden states of the model) is made
+(:mod:`registry`). One that needs more than the text (a grammar's state, hidden states of the model) is made
 by the worker and handed to the session beside these.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from speculation.lookup import LONGEST, SHORTEST, PromptLookup
 from speculation.messages import Open, SourceName, Token
-from speculation.prediction import Prediction
-from speculation.registry import made_for
+from speculation.sources.lookup import LONGEST, SHORTEST, PromptLookup
+from speculation.sources.prediction import Prediction
+from speculation.sources.registry import made_for
 
 
 class Suggestion(Protocol):
