@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 
@@ -12,8 +13,8 @@ class AddressError(Exception):
 
 def parse(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT``; IPv6 hosts stand in brackets."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or int(port) > 65535:
+    host, _, port = address.rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise AddressError(f"address {address!r} is not HOST:PORT, for instance 127.0.0.1:7001")
     return host.strip("[]"), int(port)
 
@@ -46,3 +47,5 @@ def check_free(address: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from error
+        except (TypeError, UnicodeError) as error:  # as bind refuses names in letters beyond ASCII
+            raise AddressError(f"cannot listen on {address}: {host!r} cannot be a host's name") from error

@@ -37,7 +37,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.registry import MOST_SOURCES, NAME
+from speculation.sources.registry import MOST_SOURCES, NAME
 from transport.codec_open import decode_open, encode_open
 from transport.wire import MAX_TEXT, MAX_TOKENS, SOURCE, SOURCE_OUT, at_most, names_in, numbers, read_names, sources_of
 

@@ -112,6 +112,11 @@ class Outbox:
         self._line.close()
         self._ready.set()
 
+    def abandon(self) -> None:
+        """Close it, and lose all that was queued."""
+        self._entries.clear()
+        self.close()
+
     async def next_frame(self) -> pb.Frame | None:
         """Everything that waits, up to the frame size; an empty frame after a heartbeat's silence; None at the end."""
         while not self._entries and not self._closed and not self._probe:

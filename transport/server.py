@@ -1,7 +1,8 @@
 """A worker's end of the wire: accepts streams of routers and keeps each apart.
 
 The worker sees a :class:`Link` per stream. A malformed message is refused for its session alone; a router that falls
-silent, or reads too slowly, loses its link, and with it its sessions. With TLS, who is no router gets none.
+silent, or reads too slowly, loses its link, and with it its sessions, even while a frame waits to be written. With TLS,
+who is no router gets none.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
@@ -38,10 +39,11 @@ SERVER_OPTIONS = [
 class Link:
     """One router's stream, as a worker sees it. Compared by identity; used from the event loop only."""
 
-    def __init__(self, peer: str) -> None:
-        """``peer`` is for logs."""
+    def __init__(self, peer: str, lost: Callable[[], None]) -> None:
+        """``peer`` is for logs; ``lost`` is called when the router turns out to be none any more."""
         self.peer = peer
         self.alive = True
+        self._lost = lost
         self.outbox = Outbox()
         self._counter_names: tuple[str, ...] = ()
 
@@ -55,7 +57,13 @@ class Link:
                 self._counter_names = tuple(message.counters)
         except PeerTooSlow as error:
             log.warning("router %s does not read: %s", self.peer, error)
-            self.close()
+            self.cut()
+
+    def cut(self) -> None:
+        """Give the router up. Nobody waits until it has read what is queued: that is lost."""
+        self.close()
+        self.outbox.abandon()
+        self._lost()
 
     def close(self) -> None:
         """End the stream once what is queued was sent."""
@@ -92,7 +100,7 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
         if self._secure and (objection := objection_to(context.auth_context())):
             log.warning("refused %s: %s", context.peer(), objection)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, objection)
-        link = Link(str(context.peer()))
+        link = Link(str(context.peer()), lambda: self._forget(link))
         self.links.add(link)
         reader = asyncio.create_task(self._read(link, request_iterator))
         try:
@@ -100,15 +108,20 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
             while (frame := await link.outbox.next_frame()) is not None:
                 yield frame
         finally:
-            link.close()
-            self.links.discard(link)
-            self._handler.disconnected(link)
+            self._forget(link)
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
 
+    def _forget(self, link: Link) -> None:
+        """The router is gone, whether what was queued for it has been sent or not."""
+        link.close()
+        if link in self.links:
+            self.links.remove(link)
+            self._handler.disconnected(link)
+
     async def _read(self, link: Link, frames: AsyncIterator[pb.Frame]) -> None:
-        """Pass messages on until the router is done, silent or broken."""
+        """Pass messages on until the router is done, silent or broken; then it is forgotten."""
         iterator = aiter(frames)
         try:
             while True:
@@ -122,12 +135,15 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
             pass
         except TimeoutError:
             log.warning("router %s sent nothing for %.0f s", link.peer, ROUTER_SILENCE_SECONDS)
+            link.cut()
         except grpc.RpcError as error:
             log.info("stream of router %s broke: %s", link.peer, error)
         finally:
-            link.close()
+            self._forget(link)
 
     def _receive(self, link: Link, entry: bytes) -> None:
+        if not link.alive:
+            return
         try:
             message = decode_to_worker(entry)
         except MalformedMessage as error:
@@ -174,4 +190,4 @@ async def serve(handler: Handler, role: str, listen: str, identity: Identity | N
     except RuntimeError as error:
         raise addresses.AddressError(f"cannot listen on {listen}: {error}") from error
     await server.start()
-    return WorkerServer(server, servicer, f"{host}:{port}")
+    return WorkerServer(server, servicer, addresses.join(host, port))

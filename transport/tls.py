@@ -88,8 +88,8 @@ def read(files: TlsFiles, role: str, now: datetime) -> Credentials:
         _content("key", files.key),
         _content("authority", files.authority),
     )
-    own, *between = _certificates("certificate", files.certificate, chain_pem)
-    authorities = _certificates("authority", files.authority, authority_pem)
+    own, *between = certificates_in("certificate", files.certificate, chain_pem)
+    authorities = certificates_in("authority", files.authority, authority_pem)
     where = f"certificate {files.certificate}"
     if _public_key(files.key, key_pem) != _encoded(own.public_key()):
         raise TlsError(f"key {files.key}: is not the key of the certificate {files.certificate}")
@@ -97,7 +97,7 @@ def read(files: TlsFiles, role: str, now: datetime) -> Credentials:
         _check_time(where, signed, now)
     if name_of(role) not in (names := _dns_names(own)):
         raise TlsError(f"{where}: is for {_listed(names)}; a {role} needs one for {name_of(role)}")
-    if not _leads_to(authorities, own, between, now):
+    if not any(valid(signer, now) for signer in signers(own, between, authorities)):
         raise TlsError(f"{where}: was not signed by the authority {files.authority}, or that has expired")
     return Credentials(chain_pem, key_pem, authority_pem, own.not_valid_before_utc, own.not_valid_after_utc)
 
@@ -165,8 +165,8 @@ def _content(kind: str, path: Path) -> bytes:
         raise TlsError(f"{kind} {path}: cannot be read: {error.strerror or error}") from error
 
 
-def _certificates(kind: str, path: Path, pem: bytes) -> list[x509.Certificate]:
-    """All in a file, at least one, with keys and extensions that can be read."""
+def certificates_in(kind: str, path: Path, pem: bytes) -> list[x509.Certificate]:
+    """All in a file, at least one, with keys and extensions that can be read. Raises :class:`TlsError`."""
     try:
         found = x509.load_pem_x509_certificates(pem)
         for certificate in found:
@@ -204,17 +204,21 @@ def _dns_names(certificate: x509.Certificate) -> list[str]:
     return names.get_values_for_type(x509.DNSName)
 
 
-def _leads_to(
-    authorities: Iterable[x509.Certificate], own: x509.Certificate, between: Iterable[x509.Certificate], now: datetime
-) -> bool:
-    """Whether each certificate was signed by the next one, and the last by a valid authority."""
+def signers(
+    own: x509.Certificate, between: Iterable[x509.Certificate], authorities: Iterable[x509.Certificate]
+) -> list[x509.Certificate]:
+    """The authorities, valid or not, that signed the last of a chain; none where one was not signed by the next."""
     last = own
     for issuer in between:
         if not _signed(last, issuer):
-            return False
+            return []
         last = issuer
-    valid = [one for one in authorities if one.not_valid_before_utc <= now < one.not_valid_after_utc]
-    return any(_signed(last, authority) for authority in valid)
+    return [authority for authority in authorities if _signed(last, authority)]
+
+
+def valid(certificate: x509.Certificate, now: datetime) -> bool:
+    """Whether it holds at this time."""
+    return certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc
 
 
 def _signed(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:

@@ -129,6 +129,12 @@ class Tracing:
             "paceline.offered": course.offered,
             "paceline.closed": why,
         }
+        zero = time.time_ns() - round(time.perf_counter() * 1e9)  # read once: parts begin and end where the whole does
+
+        def since_epoch(at: float) -> int:
+            """The time of day of a moment of ``time.perf_counter``, in nanoseconds since 1970."""
+            return zero + round(at * 1e9)
+
         start = since_epoch(course.opened)
         span = self.tracer.start_span(f"{role} session", parent, attributes=about, start_time=start)
         if span.is_recording():
@@ -137,11 +143,6 @@ class Tracing:
                 part = self.tracer.start_span(f"{role} {name}", within, start_time=since_epoch(begins))
                 part.end(since_epoch(ends))
         span.end(since_epoch(now))
-
-
-def since_epoch(at: float) -> int:
-    """The time of day of a moment of ``time.perf_counter``, in nanoseconds since 1970."""
-    return time.time_ns() - round((time.perf_counter() - at) * 1e9)
 
 
 def traceparent_of(span: Span) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import Source, SourceName
-from speculation.registry import MOST_SOURCES, NAME
+from speculation.sources.registry import MOST_SOURCES, NAME
 
 MAX_TOKENS = 1 << 20
 """Longest sequence in one message."""
