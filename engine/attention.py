@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -28,10 +29,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from engine.chain_view import ChainView, is_plain
 from engine.cuda.kernel import PagedKernel
 from engine.cuda.pages import Pages
-from engine.invariance import position_ordered
-from engine.key_batch import KeyBatch, Segments, together
+from engine.invariance import chain_segments, position_ordered
+from engine.key_batch import FEW_KEYS, FEW_QUERIES, KeyBatch, Segments, View, together
 from engine.kv_store import KVStore
 from engine.sequence_state import SequenceState
 from engine.visibility import KeyView, slot_ordered
@@ -42,7 +44,7 @@ FOLD_BELOW = 64
 """Tokens up to which the query heads that share a key head are folded into one longer query.
 
 CPU kernels then read each key once instead of G times (up to 10 times faster for one token in bf16); beyond, the
-repeated mask would cost more than it saves.
+repeated mask would cost more than it saves. On CUDA more are folded too, so many at a time.
 """
 
 WRITTEN_ABOVE = 1 << 19
@@ -113,7 +115,7 @@ class Step:
         kind = (window, beside_pages)
         if kind not in self._batches:
             done = self.paged.chunks if self.paged is not None and beside_pages else frozenset[int]()
-            views: list[KeyView] = []
+            views: list[View] = []
             starts: list[int] = []
             for i, (sequence, tokens) in enumerate(self._chunks):
                 if i not in done:
@@ -123,7 +125,19 @@ class Step:
             self._batches[kind] = together(views, starts, self.store.device)
         return self._batches[kind]
 
-    def _chunk_views(self, sequence: SequenceState, tokens: int, window: int | None) -> Sequence[KeyView]:
+    def _chunk_views(self, sequence: SequenceState, tokens: int, window: int | None) -> Sequence[View]:
+        end = sequence.length + tokens
+        if tokens <= FEW_QUERIES and end <= FEW_KEYS and is_plain(sequence, tokens, window):
+            segments = chain_segments(end) if self.invariant else [(0, end)]
+            alone = partial(self._single_view, sequence, tokens, window)
+            return [ChainView(sequence, tokens, segments[-1][1], segments, alone)]
+        return self._key_views(sequence, tokens, window)
+
+    def _single_view(self, sequence: SequenceState, tokens: int, window: int | None) -> KeyView:
+        (view,) = self._key_views(sequence, tokens, window)
+        return view
+
+    def _key_views(self, sequence: SequenceState, tokens: int, window: int | None) -> Sequence[KeyView]:
         if self.invariant:
             return position_ordered(sequence, tokens, window, self.store.slots)
         return [slot_ordered(sequence, tokens, window, self.store.dtype)]
@@ -205,20 +219,44 @@ def fused_attention(
     query_NQTD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, batch: KeyBatch, scaling: float | None
 ) -> Tensor:
     """Softmax attention by torch's fused kernel, ``[N, T, Q, E]``; keys and values are all of a layer's."""
-    views, query_heads, tokens, size = query_NQTD.shape
+    views, query_heads, tokens, _ = query_NQTD.shape
     heads = keys_SHD.shape[1]
-    group = query_heads // heads
     keys_NHKD = batch.keys_of(keys_SHD).view(views, heads, batch.keys, -1)
     values_NHKE = batch.keys_of(values_SHE).view(views, heads, batch.keys, -1)
+    if tokens <= FOLD_BELOW or query_NQTD.device.type != "cpu":
+        return _folded_attention(query_NQTD, keys_NHKD, values_NHKE, batch, scaling)
+    return scaled_dot_product_attention(
+        query_NQTD,
+        keys_NHKD,
+        values_NHKE,
+        attn_mask=batch.mask(query_NQTD.dtype),
+        scale=scaling,
+        enable_gqa=query_heads > heads,
+    ).transpose(1, 2)
+
+
+def _folded_attention(
+    query_NQTD: Tensor, keys_NHKD: Tensor, values_NHKE: Tensor, batch: KeyBatch, scaling: float | None
+) -> Tensor:
+    """Some queries at a time, with the heads that share a key head as one.
+
+    CUDA kernels take a mask or shared key heads, not both; what takes both writes out the scores of all queries.
+    """
+    views, query_heads, tokens, size = query_NQTD.shape
+    heads = keys_NHKD.shape[1]
+    group = query_heads // heads
     mask_N1TK = batch.mask(query_NQTD.dtype)
-    if tokens > FOLD_BELOW:
-        return scaled_dot_product_attention(
-            query_NQTD, keys_NHKD, values_NHKE, attn_mask=mask_N1TK, scale=scaling, enable_gqa=group > 1
-        ).transpose(1, 2)
-    folded_NHMD = query_NQTD.reshape(views, heads, group * tokens, size)
-    mask_N1MK = batch.mask(query_NQTD.dtype, times=group)
-    out_NHME = scaled_dot_product_attention(folded_NHMD, keys_NHKD, values_NHKE, attn_mask=mask_N1MK, scale=scaling)
-    return out_NHME.reshape(views, query_heads, tokens, -1).transpose(1, 2)
+    outputs = []
+    for start in range(0, tokens, FOLD_BELOW):
+        stop = min(start + FOLD_BELOW, tokens)
+        folded_NHMD = query_NQTD[:, :, start:stop].reshape(views, heads, -1, size)
+        if tokens <= FOLD_BELOW:
+            mask_N1MK = batch.mask(query_NQTD.dtype, times=group)
+        else:
+            mask_N1MK = None if mask_N1TK is None else mask_N1TK[:, :, start:stop].repeat(1, 1, group, 1)
+        out_NHME = scaled_dot_product_attention(folded_NHMD, keys_NHKD, values_NHKE, attn_mask=mask_N1MK, scale=scaling)
+        outputs.append(out_NHME.reshape(views, query_heads, stop - start, -1).transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def written_attention(

@@ -49,6 +49,8 @@ class EngineSettings:
     """Neither attention over pages nor CUDA graphs."""
     cache_tokens: int = 0
     """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
+    gpu_share: float = 1.0
+    """What part of a GPU each rank has, where it shares one with other workers."""
     tensor_parallel_size: int = 1
     """Ranks that compute each step together."""
     medusa: str = ""
@@ -84,7 +86,7 @@ def build(
         model = load_model(settings, progress, group)
         heads = heads_for(settings, model, progress)
         cache = cache_for(settings, model, group)
-    return Engine(model, cache, invariant=invariant, leader=leader, heads=heads)
+    return _warmed(Engine(model, cache, invariant=invariant, leader=leader, heads=heads))
 
 
 def build_target(
@@ -140,9 +142,10 @@ def cache_for(settings: EngineSettings, model: Model, group: Group | None = None
     if settings.cache_tokens:
         capacity = settings.cache_tokens
     elif group is None:
-        capacity = fitting_tokens(model)
+        capacity = fitting_tokens(model, gpu_share=settings.gpu_share)
     else:
-        capacity = group.least(fitting_tokens(model, group.world if splits_heads(model.module) else 1))
+        parts = group.world if splits_heads(model.module) else 1
+        capacity = group.least(fitting_tokens(model, parts, gpu_share=settings.gpu_share))
     block = BLOCK if model.paged is None else model.paged.page
     return KVCache(model.layers, capacity, block=block, dtype=model.dtype, device=model.device)
 
@@ -157,8 +160,16 @@ def _alone(
     """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge."""
     heads = heads_for(settings, model, progress)
     record = None if model.paged is None else CudaRecorder(model.device)
-    engine = Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads)
-    engine.warm_up()
+    return _warmed(Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads))
+
+
+def _warmed(engine: Engine) -> Engine:
+    """Ready to be asked, without surprises left for the first request."""
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

@@ -1,40 +1,59 @@
 """How many tokens the cache has room for, where nobody says: as many as the free memory allows.
 
 The tensors of the cache take what they take from the start on a GPU; on a CPU only once they are used, so there a
-share of what is available is enough, and several workers can do so on one machine.
+share of what is available is enough, and several workers can do so on one machine. Workers that share a GPU are told
+what part of it they have: what is free says nothing of what others are about to take.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from engine.memory import GIB, free_bytes
+import torch
+
+from engine.memory import GIB, available_bytes, gpu_memory
 from engine.model import Model, ModelError
 
 CUDA_SHARE, CPU_SHARE = 0.9, 0.25
-"""Of the free memory, what the cache may have. On a GPU the rest is for activations."""
+"""What the cache may have: of a GPU's memory together with the weights, the rest being for activations; of what is free
+on a CPU."""
 
 MOST_CONTEXTS = 64
 """More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
 
 
-def fitting_tokens(model: Model, parts: int = 1) -> int:
-    """Room for the free memory left after loading ``model``. Raises :class:`ModelError` if no context fits.
+def fitting_tokens(model: Model, parts: int = 1, *, gpu_share: float = 1.0) -> int:
+    """Room for the memory left after loading ``model``. Raises :class:`ModelError` if no context fits.
 
-    ``parts``: among how many ranks the heads are divided. Each has a GPU of its own; on a CPU they share the memory.
+    ``parts``: among how many ranks the heads are divided. Each has a GPU of its own, or ``gpu_share`` of one; on a CPU
+    they share the memory.
     """
-    share = CUDA_SHARE if model.device.type == "cuda" else CPU_SHARE
-    allowed = int(share * free_bytes(model.device))
-    a_token = -(-token_bytes(model) // (parts if model.device.type == "cuda" else 1))
+    on_cuda = model.device.type == "cuda"
+    allowed = allowed_bytes(model.device, gpu_share)
+    a_token = -(-token_bytes(model) // (parts if on_cuda else 1))
     fitting = allowed // a_token
     if fitting < model.context:
         needed = model.context * a_token / GIB
+        of = (
+            f"{CUDA_SHARE * gpu_share:.0%} of the GPU, less the weights"
+            if on_cuda
+            else f"{CPU_SHARE:.0%} of what is free"
+        )
         raise ModelError(
             f"{model.name}: a cache for one context of {model.context} tokens needs {needed:.2f} GiB, it may "
-            f"have {allowed / GIB:.2f} GiB ({share:.0%} of what is free); "
+            f"have {allowed / GIB:.2f} GiB ({of}); "
             f"set cache_tokens to serve shorter texts: {fitting} fit"
         )
     return min(fitting, MOST_CONTEXTS * model.context)
+
+
+def allowed_bytes(device: torch.device, gpu_share: float) -> int:
+    """What a cache may take, in bytes."""
+    if device.type != "cuda":
+        return int(CPU_SHARE * available_bytes())
+    gpu = gpu_memory(device)
+    # What is free counts too: there may be others who know nothing of shares.
+    return max(0, int(min(CUDA_SHARE * gpu_share * gpu.total - gpu.own, CUDA_SHARE * gpu.free)))
 
 
 def token_bytes(model: Model) -> int:

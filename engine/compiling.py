@@ -20,7 +20,6 @@ S = TypeVar("S")
 class _Wait:
     opened: Open
     grammar: Future[Compiled]
-    until: float
 
 
 class Compiling(Generic[S]):
@@ -31,6 +30,8 @@ class Compiling(Generic[S]):
         self._make = grammars
         self._grammars: Grammars | None = None
         self._waits: dict[S, _Wait] = {}
+        self._at_work: tuple[Future[Compiled] | None, float] = (None, 0.0)
+        """What is being compiled, and since when that is known."""
         self.due: float | None = None
         """When to look again; None: nobody waits."""
 
@@ -43,7 +44,8 @@ class Compiling(Generic[S]):
     def add(self, session: S, opened: Open, now: float) -> None:
         """Have the grammar of a session compiled; ``now`` in seconds on any clock."""
         self._grammars = self._grammars or self._make()
-        self._waits[session] = _Wait(opened, self._grammars.compiled(opened.extras.grammar), now + COMPILE_SECONDS)
+        self._waits[session] = _Wait(opened, self._grammars.compiled(opened.extras.grammar))
+        self._note(self._grammars, now)
         self.due = now
 
     def remove(self, session: S) -> bool:
@@ -53,17 +55,34 @@ class Compiling(Generic[S]):
     def ready(self, now: float) -> list[tuple[S, Constraint | GrammarError]]:
         """The sessions that need not wait any longer: with what constrains them, or why nothing can."""
         over: list[tuple[S, Constraint | GrammarError]] = []
+        left = self._given_up(now)
         for session, wait in self._waits.items():
             if wait.grammar.done():
                 over.append((session, _outcome(wait)))
-            elif now >= wait.until:
-                assert self._grammars is not None
-                self._grammars.give_up()
+            elif wait.grammar in left:
                 over.append((session, GrammarError(f"the grammar takes more than {COMPILE_SECONDS:g} s to compile")))
         for session, _ in over:
             del self._waits[session]
         self.due = now + POLL_SECONDS if self._waits else None
         return over
+
+    def _given_up(self, now: float) -> frozenset[Future[Compiled]]:
+        """What has taken too long by now. A grammar's time begins when the thread comes to it."""
+        if self._grammars is None:
+            return frozenset()
+        self._note(self._grammars, now)
+        grammar, since = self._at_work
+        if grammar is None or now < since + COMPILE_SECONDS:
+            return frozenset()
+        left = self._grammars.give_up()
+        self._note(self._grammars, now)
+        return left
+
+    def _note(self, grammars: Grammars, now: float) -> None:
+        """Look what is being compiled."""
+        grammar = grammars.at_work
+        if grammar is not self._at_work[0]:
+            self._at_work = (grammar, now)
 
 
 def _outcome(wait: _Wait) -> Constraint | GrammarError:

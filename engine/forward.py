@@ -25,6 +25,7 @@ from engine.cuda.graphs import Graphs, Record
 from engine.cuda.pages import Chain, Pages, chain_of
 from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
+from engine.linear import products
 from engine.model import Model
 from engine.sequence_state import SequenceState
 from engine.upload import upload
@@ -89,6 +90,8 @@ class Forward:
         """How often each layer's attention was called in the last step that was not replayed."""
         self.seconds = 0.0
         """How long the model itself took in the last step; on CUDA, how long the host took to ask for it."""
+        self.moved = False
+        """Whether the moves of the last step were made; it may have failed since."""
         self.dtype = torch.promote_types(model.dtype, torch.float32)
         """Of the logits."""
         self.hidden_RD: Tensor | None = None
@@ -110,7 +113,9 @@ class Forward:
     @torch.inference_mode()
     def compute(self, inputs: StepInput) -> Tensor:
         """The wanted rows of a step of at least one token, ``[R, V]`` in float32 (float64 if the model is)."""
+        self.moved = False
         self._store.move(inputs.moves)
+        self.moved = True
         started = time.perf_counter()
         rows_R = upload(inputs.rows or [len(inputs.tokens) - 1], self._model.device)
         chains = self._chains(inputs)
@@ -173,7 +178,7 @@ class Forward:
         Hidden states that are kept stand behind them in their rows: one tensor is what is recorded and replayed.
         """
         wanted = {"logits_to_keep": rows_R} if self._keeps_rows and rows_R is not None else {}
-        with forward_context(step):
+        with forward_context(step), products(invariant=step.invariant):
             output = self._model.module(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted
             )

@@ -16,9 +16,10 @@ import itertools
 import logging
 import queue
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import copy
 
 import torch
@@ -49,6 +50,10 @@ LIMITS = LLParserLimits(
 """What a grammar may cost to compile, and to go one token further."""
 
 
+Jobs = queue.SimpleQueue["tuple[str, Future[Compiled]] | None"]
+"""Grammars to compile, one after the other; None: there will be no more."""
+
+
 class GrammarError(Exception):
     """A grammar cannot be used here. One line that says why."""
 
@@ -61,7 +66,9 @@ class Grammars:
         self._model = model
         self._vocabulary: Vocabulary | None = None
         self._known: OrderedDict[str, Future[Compiled]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[str, Future[Compiled]]] | None = None
+        self._jobs: Jobs | None = None
+        self._open: deque[Future[Compiled]] = deque()
+        """Posted to the thread that compiles now, in this order; some of them may be done."""
 
     def compiled(self, grammar: str) -> Future[Compiled]:
         """The grammar, ready at once if it was used lately. The future fails with :class:`GrammarError` only."""
@@ -79,19 +86,44 @@ class Grammars:
             self._known.popitem(last=False)
         return future
 
-    def give_up(self) -> None:
-        """What is being compiled takes too long: leave its thread alone with it, and use another from now on."""
+    @property
+    def at_work(self) -> Future[Compiled] | None:
+        """What is being compiled, if anything."""
+        while self._open and self._open[0].done():
+            self._open.popleft()
+        return self._open[0] if self._open else None
+
+    def give_up(self) -> frozenset[Future[Compiled]]:
+        """What is being compiled takes too long: leave its thread alone with it, and have another go on with the rest.
+
+        Returns what was left: nobody should wait for it, and whoever asks for it again gets another try.
+        """
+        stuck, waiting = self.at_work, list[tuple[str, Future[Compiled]]]()
+        if self._jobs is not None:
+            with suppress(queue.Empty):
+                while (job := self._jobs.get_nowait()) is not None:
+                    waiting.append(job)
+            self._jobs.put(None)
         self._jobs = None
+        waiting = [job for job in waiting if job[1] is not stuck]
+        begun = frozenset(self._open) - {future for _, future in waiting}
+        left = frozenset(future for future in begun if not future.done())
+        self._known = OrderedDict(known for known in self._known.items() if known[1] not in left)
+        self._open.clear()
+        for grammar, future in waiting:
+            self._post(grammar, future)
+        return left
 
     def _post(self, grammar: str, future: Future[Compiled]) -> None:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=self._work, args=(self._jobs,), name="grammars", daemon=True).start()
+        self._open.append(future)
         self._jobs.put((grammar, future))
 
-    def _work(self, jobs: queue.SimpleQueue[tuple[str, Future[Compiled]]]) -> None:
-        while True:
-            grammar, future = jobs.get()
+    def _work(self, jobs: Jobs) -> None:
+        while (job := jobs.get()) is not None:
+            grammar, future = job
             try:
                 if self._vocabulary is None:
                     self._vocabulary = Vocabulary(self._model)

@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache
 from engine.medusa import MedusaHeads
 from engine.model import Model
+from engine.parallel.group import RankError
 from engine.step import Chunk
+
+FATAL = (RankError, torch.AcceleratorError)
+"""After these no step succeeds any more: a rank is lost, or the device fails whatever it is asked. The worker has to
+end, so that it is started again; running out of memory is none of them."""
 
 
 class StepEngine(Protocol):

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -179,6 +179,12 @@ class Layout:
             positions_K[column : column + GROUP] = torch.arange(group.position, group.position + GROUP)
         depths_T1 = torch.tensor([self._sequence.depths[node] for node in self.queries])[:, None]
         mask_TK.masked_fill_(positions_K <= self._sequence.length + depths_T1 - window, HIDDEN)
+
+
+def chain_segments(end: int) -> list[tuple[int, int]]:
+    """How :func:`position_ordered` lays out a chain that ends before position ``end`` and sees all: as it comes."""
+    cuts = [*range(0, end, SEGMENT), end + -end % KEY_BLOCK]
+    return list(pairwise(cuts))
 
 
 def position_ordered(sequence: SequenceState, tokens: int, window: int | None, room: int) -> Sequence[KeyView]:

@@ -18,6 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.chain_view import ChainView, laid_out
 from engine.upload import to_device, upload
 from engine.visibility import HIDDEN, KeyView
 
@@ -31,6 +32,7 @@ PADDED_TO = 1.5
 CPU = torch.device("cpu")
 
 Segments = Sequence[tuple[int, int]]
+View = KeyView | ChainView
 
 
 @dataclass
@@ -100,9 +102,7 @@ class KeyBatch:
             out_PQE.index_copy_(0, self.packed_F[self.real_P], found_FQE[self.real_P])
 
 
-def together(
-    views: Sequence[KeyView], starts: Sequence[int] | None = None, device: torch.device = CPU
-) -> list[KeyBatch]:
+def together(views: Sequence[View], starts: Sequence[int] | None = None, device: torch.device = CPU) -> list[KeyBatch]:
     """Batches that hold each of ``views``, given in packed order, once; their tensors are on ``device``.
 
     ``starts``: packed index of each view's first query; by default they follow one another from 0 on.
@@ -118,7 +118,7 @@ def together(
     return batches + [_alone(views[i], starts[i], device) for i in sorted(apart)]
 
 
-def _alike(views: Sequence[KeyView], small: Sequence[int]) -> Iterator[list[int]]:
+def _alike(views: Sequence[View], small: Sequence[int]) -> Iterator[list[int]]:
     """Groups of about equal length, each in packed order."""
     group: list[int] = []
     for i in sorted(small, key=lambda i: -views[i].keys):
@@ -130,27 +130,30 @@ def _alike(views: Sequence[KeyView], small: Sequence[int]) -> Iterator[list[int]
         yield sorted(group)
 
 
-def _alone(view: KeyView, start: int, device: torch.device) -> KeyBatch:
+def _alone(either: View, start: int, device: torch.device) -> KeyBatch:
+    view = either.alone() if isinstance(either, ChainView) else either
     mask_N1TK = None if view.mask_TK is None else to_device(view.mask_TK[None, None], device)
     base = view.base if view.slots_K is None else None
     slots_K = None if view.slots_K is None else to_device(view.slots_K, device)
     return KeyBatch(1, view.queries, base, slots_K, view.keys, view.segments, mask_N1TK, start)
 
 
-def _several(views: Sequence[KeyView], starts: Sequence[int], device: torch.device) -> KeyBatch:
+def _several(views: Sequence[View], starts: Sequence[int], device: torch.device) -> KeyBatch:
     queries = max(view.queries for view in views)
     segments = _common_segments(views)
     keys = segments[-1][1]
-    slots_NK = torch.zeros(len(views), keys, dtype=torch.int64)
-    mask_NTK = torch.full((len(views), queries, keys), HIDDEN)
-    for row, view in enumerate(views):
-        slots_K = torch.arange(view.base, view.base + view.keys) if view.slots_K is None else view.slots_K
-        for (first, _), (start, stop) in zip(segments, view.segments, strict=False):
-            end = first + stop - start
-            slots_NK[row, first:end] = slots_K[start:stop]
-            seen: Tensor | float = 0.0 if view.mask_TK is None else view.mask_TK[:, start:stop]
-            mask_NTK[row, : view.queries, first:end] = seen
-        mask_NTK[row, view.queries :] = mask_NTK[row, view.queries - 1]
+    chains = [row for row, view in enumerate(views) if isinstance(view, ChainView)]
+    of_chains = [view for view in views if isinstance(view, ChainView)]
+    if len(chains) == len(views):
+        slots_NK, mask_NTK = laid_out(of_chains, queries, segments)
+    else:
+        slots_NK = torch.empty(len(views), keys, dtype=torch.int64)
+        mask_NTK = torch.full((len(views), queries, keys), HIDDEN)
+        if chains:
+            slots_NK[chains], mask_NTK[chains] = laid_out(of_chains, queries, segments)
+        for row, view in enumerate(views):
+            if isinstance(view, KeyView):
+                _lay_out(view, segments, slots_NK[row], mask_NTK[row])
     slots_F, mask_N1TK = to_device(slots_NK.view(-1), device), to_device(mask_NTK[:, None], device)
     batch = KeyBatch(len(views), queries, None, slots_F, keys, segments, mask_N1TK, starts[0])
     counts = [view.queries for view in views]
@@ -166,7 +169,19 @@ def _several(views: Sequence[KeyView], starts: Sequence[int], device: torch.devi
     return batch
 
 
-def _common_segments(views: Sequence[KeyView]) -> list[tuple[int, int]]:
+def _lay_out(view: KeyView, segments: Segments, slots_K: Tensor, mask_TK: Tensor) -> None:
+    """Write one view's row of each: slots, and mask, which is hidden all over. T and K are those of the batch."""
+    own_K = torch.arange(view.base, view.base + view.keys) if view.slots_K is None else view.slots_K
+    slots_K.fill_(own_K[-1])  # what is hidden reads a slot all the same
+    for (first, _), (start, stop) in zip(segments, view.segments, strict=False):
+        end = first + stop - start
+        slots_K[first:end] = own_K[start:stop]
+        seen: Tensor | float = 0.0 if view.mask_TK is None else view.mask_TK[:, start:stop]
+        mask_TK[: view.queries, first:end] = seen
+    mask_TK[view.queries :] = mask_TK[view.queries - 1]
+
+
+def _common_segments(views: Sequence[View]) -> list[tuple[int, int]]:
     """Ranges wide enough for the segments of each."""
     most = max(len(view.segments) for view in views)
     widths = [

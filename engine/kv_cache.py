@@ -18,7 +18,7 @@ import torch
 
 from engine.block_ledger import BlockLedger
 from engine.known_blocks import Known
-from engine.kv_store import KVStore, Move
+from engine.kv_store import CLEAR, KVStore, Move
 from engine.moves import Moves
 from engine.sequence_state import ROOT, SequenceState
 
@@ -86,6 +86,9 @@ class CachedSequence(SequenceState):
     The *place* of a pending node is the position whose home it lies in.
     """
 
+    among_others = True
+    """Whether others may read across its slots, giving them no weight."""
+
     def __init__(self, cache: KVCache, tokens: Sequence[int] | None) -> None:
         super().__init__(cache.block)
         self._cache = cache
@@ -131,6 +134,14 @@ class CachedSequence(SequenceState):
     def rollback(self) -> None:
         """Drop all pending nodes."""
         self.retract(self.pending)
+
+    def discard(self, count: int) -> None:
+        """Drop the ``count`` nodes appended last and clear their slots: what they hold is no number.
+
+        Whoever reads across a slot that is not his own gives it no weight, but nothing times NaN is NaN.
+        """
+        self._cache.moves.note([(CLEAR, slot) for slot in self.pending_slots[self.pending - count :]])
+        self.retract(count)
 
     def advance(self, path: Sequence[int]) -> dict[int, int]:
         """Commit ``path``: pending nodes, root first, each the child of the one before.

@@ -23,6 +23,9 @@ PAGE = 256
 Move = tuple[int, int]
 """From which slot to which."""
 
+CLEAR = -1
+"""As the source of a move: no slot, but zeros."""
+
 
 class KVStore:
     """Room for ``slots`` tokens in every layer.
@@ -64,18 +67,25 @@ class KVStore:
         return keys_SHD, values_SHE
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy slots to slots in every layer, all at once: a slot may be both a source and a destination."""
+        """Copy slots to slots in every layer, all at once: a slot may be both a source and a destination.
+
+        Where memory is too short for that, nothing is copied.
+        """
         if not moves:
             return
-        sources_M = upload([source for source, _ in moves], self.device)
-        destinations_M = upload([destination for _, destination in moves], self.device)
-        for stored in (*self._keys, *self._values):
-            if stored is not None:
-                stored.index_copy_(0, destinations_M, stored.index_select(0, sources_M))
+        sources_M = upload([source for source, _ in moves if source != CLEAR], self.device)
+        destinations_M = upload([destination for source, destination in moves if source != CLEAR], self.device)
+        cleared_C = upload([destination for source, destination in moves if source == CLEAR], self.device)
+        everything = [stored for stored in (*self._keys, *self._values) if stored is not None]
+        moved = [stored.index_select(0, sources_M) for stored in everything]
+        for stored, moved_MHD in zip(everything, moved, strict=True):
+            stored.index_copy_(0, destinations_M, moved_MHD)
+            stored.index_fill_(0, cleared_C, 0)
 
     def _allocate(self, layer: int, like_1HTD: Tensor) -> Tensor:
         # Allocated at the first write because head counts and sizes differ between models and even between layers.
-        # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN.
+        # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN. For the same reason
+        # what a broken step wrote is cleared.
         _, heads, _, size = like_1HTD.shape
         assert like_1HTD.dtype == self.dtype, f"layer {layer} writes {like_1HTD.dtype} into a {self.dtype} cache"
         return _zeros((self.slots + self.spare, heads, size), self.dtype, self.device)

@@ -12,7 +12,9 @@ Tensor legend: N tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +58,28 @@ def has_tiles() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
+class _Wanted(threading.local):
+    """What this thread wants of products."""
+
+    invariant = True
+
+
+_wanted = _Wanted()
+
+
+@contextmanager
+def products(*, invariant: bool) -> Iterator[None]:
+    """Whether a row of a packed bfloat16 product inside must have the same bits whatever the others; else it is faster.
+
+    By default it must.
+    """
+    before, _wanted.invariant = _wanted.invariant, invariant
+    try:
+        yield
+    finally:
+        _wanted.invariant = before
+
+
 class PackedLinear(nn.Module):
     """``x @ weight.T + bias`` with a packed weight; stands in for :class:`torch.nn.Linear` at inference."""
 
@@ -77,19 +101,22 @@ class PackedLinear(nn.Module):
     def forward(self, x_NI: Tensor) -> Tensor:
         """``[..., I] -> [..., O]``.
 
-        In bfloat16 a row's result has the same bits alone and among others, as decoding and verification must agree.
+        In bfloat16 a row's result has the same bits alone and among others, as decoding and verification must agree,
+        unless :func:`products` says otherwise.
         For many inputs oneDNN multiplies a lone row by another kernel, so it is given a companion; with AMX it cuts
         the sums of many rows by their number, so they are multiplied some at a time.
         """
-        if self._lone_row_differs and x_NI.numel() == self.in_features:
-            shape = x_NI.shape
-            pair_NI = x_NI.reshape(1, self.in_features).expand(2, -1)
-            return self._product(pair_NI)[:1].view(*shape[:-1], self.out_features)
-        if self._many_rows_differ and x_NI.numel() > TILE_ROWS * self.in_features:
-            flat_NI = x_NI.reshape(-1, self.in_features)
-            starts = range(0, len(flat_NI), TILE_ROWS)
-            parts = [self._product(flat_NI[start : start + TILE_ROWS]) for start in starts]
-            return torch.cat(parts).view(*x_NI.shape[:-1], self.out_features)
+        rows = x_NI.numel() // self.in_features
+        differs = self._lone_row_differs if rows == 1 else self._many_rows_differ and rows > TILE_ROWS
+        if not (differs and _wanted.invariant):
+            return self._product(x_NI)
+        flat_NI = x_NI.reshape(rows, self.in_features)
+        parts = [self._few_rows(flat_NI[start : start + TILE_ROWS]) for start in range(0, rows, TILE_ROWS)]
+        return torch.cat(parts).view(*x_NI.shape[:-1], self.out_features)
+
+    def _few_rows(self, x_NI: Tensor) -> Tensor:
+        if len(x_NI) == 1 and self._lone_row_differs:
+            return self._product(x_NI.expand(2, -1))[:1]
         return self._product(x_NI)
 
     def _product(self, x_NI: Tensor) -> Tensor:

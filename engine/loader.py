@@ -91,6 +91,9 @@ def load(
     set_threads(threads)
     local = _local(path)
     chosen_device = choose_device(device) if group is None else group.device
+    if chosen_device.type == "cuda":
+        # It plans anew for every number of keys, which changes with each token, and keeps all plans.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
@@ -209,16 +212,26 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The number format of this name; auto: bfloat16 where the device computes it. Raises ModelError."""
+    """The number format of this name; auto: bfloat16 where the device computes it, else float32. Raises ModelError.
+
+    Never float16 unless asked for: what was trained in bfloat16 may overflow there.
+    """
     if dtype == "auto":
-        if device.type == "cuda":
-            return torch.bfloat16
-        features = torch.cpu.get_capabilities()
-        fast = features.get("avx512_bf16") or features.get("amx_bf16")
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware does, instead of emulating it; taken for granted of a GPU that torch does not see here."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return True
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
 def read_config(path: str) -> Any:
@@ -257,11 +270,16 @@ def _read_module(path: str, local: bool, dtype: torch.dtype, group: Group | None
 
 
 def _check_numbers(path: str, module: Any) -> None:
-    """Refuse weights that are no numbers: they would make every logit one that is none."""
+    """Refuse weights that are no numbers: they would make every logit one that is none.
+
+    Those that are stored quantised are not looked at, float8 (which torch cannot compare) among them: what is no number
+    in them, or in scales they hold, is found by the self-test.
+    """
     for name, parameter in module.named_parameters():
         tensor = own_part(parameter)
-        if type(tensor.data) is not torch.Tensor or not tensor.is_floating_point() or not tensor.numel():
-            continue  # stored quantised: a scale that is no number is found by the self-test
+        plain = type(tensor.data) is torch.Tensor and tensor.is_floating_point() and tensor.itemsize > 1
+        if not plain or not tensor.numel():
+            continue
         if not all(end.isfinite() for end in tensor.aminmax()):
             raise ModelError(f"{path}: tensor {name!r} holds NaN or infinite values in {tensor.dtype}")
 

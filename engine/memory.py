@@ -30,12 +30,22 @@ V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_fi
 V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free memory on a device, in bytes."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
-    return available_bytes()
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Of one GPU, in bytes."""
+
+    total: int
+    free: int
+    own: int
+    """What this process holds."""
+
+
+def gpu_memory(device: torch.device) -> GpuMemory:
+    """How the memory of a GPU is used now."""
+    # Torch keeps what it no longer uses, such as the memory of weights that quantised ones have replaced.
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return GpuMemory(total, free, torch.cuda.memory_reserved(device))
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -12,7 +12,7 @@ from engine.kv_store import Move
 
 
 class Moves:
-    """Moves that were noted and are still to be made, ``(source, destination)`` each.
+    """Moves that were noted and are still to be made, ``(source, destination)`` each; a source may be CLEAR.
 
     A move into a slot that was given away since does no harm: whoever has the slot now writes it after the moves, or
     has noted a move into it himself, which replaces the old one.

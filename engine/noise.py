@@ -17,13 +17,16 @@ from engine.upload import upload
 from speculation.noise import GOLDEN_32, LOWBIAS_1, LOWBIAS_2, MASK32, key
 
 BLOCK = 1 << 15
-"""Tokens hashed at once: some twenty passes over a block that stays in the processor's own cache."""
+"""Tokens hashed at once on a CPU: some twenty passes over a block that stays in the processor's own cache.
+
+Elsewhere all are, since there every pass costs its launch.
+"""
 
 POSITIONS = 8
 """Positions of one seed hashed together, if their words fit into a block."""
 
 KEPT_BLOCKS = 128
-"""Such groups of positions kept by a thread: at 4 bytes a word at most 80 MB for a vocabulary of 150,000."""
+"""Such groups of positions kept by a thread: at 4 bytes a word some 80 MB for a vocabulary of 150,000."""
 
 
 def noise_bits(keys: Sequence[int] | Tensor, vocabulary: int, device: torch.device | str) -> Tensor:
@@ -41,9 +44,10 @@ def gumbel(keys: Sequence[int] | Tensor, vocabulary: int, dtype: torch.dtype, de
     low_N1, high_N1 = _halves(keys, torch.device(device))
     noise_NV = torch.empty(len(low_N1), vocabulary, dtype=dtype, device=device)
     tokens_V = torch.arange(vocabulary, device=device, dtype=torch.int32)
-    for start in range(0, vocabulary, BLOCK):
-        words_NB = _words(low_N1, high_N1, tokens_V[start : start + BLOCK])
-        _to_gumbel(words_NB, noise_NV[:, start : start + BLOCK])
+    block = BLOCK if noise_NV.device.type == "cpu" else vocabulary
+    for start in range(0, vocabulary, block):
+        words_NB = _words(low_N1, high_N1, tokens_V[start : start + block])
+        _to_gumbel(words_NB, noise_NV[:, start : start + block])
     return noise_NV
 
 
@@ -67,9 +71,8 @@ class RecentNoise(threading.local):
         if missing:
             keys = [key(seed, first * together + i) for seed, first, *_ in missing for i in range(together)]
             hashed_NV = gumbel(keys, vocabulary, dtype, device)
-            for i, block in enumerate(missing):
-                # A copy, or one block would keep the memory of all.
-                self._blocks[block] = hashed_NV[i * together : (i + 1) * together].clone()
+            # Not copied: the oldest go first, so what was hashed at once is soon let go of at once.
+            self._blocks |= zip(missing, torch.split(hashed_NV, together), strict=True)
         noise_NV = torch.stack(
             [self._blocks[block][position % together] for block, (_, position) in zip(wanted, draws, strict=True)]
         )

@@ -6,8 +6,9 @@ Knows nothing about sessions, tries or caches.
 
 One noise stream per use, keyed by (seed, position of the token): DRAFT for the draft token, ACCEPT for the coin,
 RESIDUAL for the replacement, SAMPLE for the bonus token (which is the draw of plain decoding). A position's coin and
-replacement are used at most once in a session, when the position is decided; a draft drawn anew after its branch was
-refused may use its DRAFT noise again, because nothing has been decided with it.
+replacement are used at most once in a session, when the position is decided. DRAFT is keyed by the text before the
+token besides: how soon a drafter goes on after a refusal depends on what it had drafted on the refused branch, so a
+draft at the same position must owe nothing to that.
 
 Tensor legend: N rows of a drafter, R rows of the target, M refused rows, V vocabulary, C the tokens kept in q.
 """
@@ -45,11 +46,6 @@ def draw_sparse(logits_NV: Tensor, draws: Sequence[Draw], size: int = SUPPORT_SI
     all_tokens, all_weights = torch.stack((tokens_NC, _whole_weights(best_NC))).tolist()
     rows = zip(draws, all_tokens, all_weights, strict=True)
     return [_draw_from(_support(tokens, weights), draw) for draw, tokens, weights in rows]
-
-
-def verify_chain(logits_RV: Tensor, draws: Sequence[Draw], drafts: Sequence[Draft]) -> Walk:
-    """:func:`verify_chains` for a single session: ``len(drafts) + 1`` rows."""
-    return verify_chains(logits_RV, draws, [drafts])[0]
 
 
 def verify_chains(logits_RV: Tensor, draws: Sequence[Draw], chains: Sequence[Sequence[Draft]]) -> list[Walk]:
@@ -116,7 +112,7 @@ def _support(tokens: Sequence[Token], weights: Sequence[int]) -> Support:
 
 def _draw_from(q: Support, draw: Draw) -> Sampled:
     """A token with probability ``weight / SUPPORT_TOTAL``, to the last bit."""
-    point = bits(_key(draw, Stream.DRAFT), 0) * SUPPORT_TOTAL >> 32
+    point = bits(key(draw.sampling.seed ^ draw.text, draw.position, Stream.DRAFT), 0) * SUPPORT_TOTAL >> 32
     return Sampled(next(token for token, end in zip(q.tokens, accumulate(q.weights), strict=True) if point < end), q)
 
 

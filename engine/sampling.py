@@ -42,6 +42,8 @@ class Draw:
 
     sampling: Sampling
     position: int
+    text: int = 0
+    """Digest of the text before it, for draws that are independent where texts differ."""
 
 
 def filtered_log_probs(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:

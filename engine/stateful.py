@@ -44,6 +44,8 @@ weighs no more than rounding. It is held against float32 by tests/unit/test_fami
 class StatefulSequence(CachedSequence):
     """A chain of tokens and the state that a model has after some of them."""
 
+    among_others = False
+
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache, None)
         self.fed: list[int] = []

@@ -126,19 +126,22 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            # One for all: libraries keep memory for each stream that they were used on.
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record what ``compute`` does, which must have run before: what is set up once must not be recorded."""
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                compute()
-            torch.cuda.current_stream().wait_stream(stream)
+            self._stream.wait_stream(torch.cuda.current_stream())
             graph = torch.cuda.CUDAGraph()
-            # Only what this thread does must be fit to be recorded; another may compute, such as a draft worker's.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found_TV = compute()
+            # The outer block leaves the stream also where recording fails, which the inner one then does not.
+            with torch.cuda.stream(self._stream):
+                compute()
+                # Only what this thread does must be fit to be recorded; another may compute, such as a draft worker's.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    found_TV = compute()
+            torch.cuda.current_stream().wait_stream(self._stream)
 
         def replay() -> Tensor:
             graph.replay()

@@ -4,7 +4,8 @@ What the kernel takes differs between versions of torch, and some compute silent
 sequence (pytorch issue 194167). So the variants are tried on random pages, and the first one that is right is used.
 Decides which variant that is, and which layers it can compute; nothing about what is in the pages.
 
-Keys are never split: a query's result then has the same bits whatever else is in the batch.
+Keys are not split, if that variant is right: a query's result then has the same bits whatever else is in the batch.
+The last variant leaves splitting to torch, and that promise with it.
 
 Tensor legend: T tokens, Q query heads, H key/value heads, S slots, G pages, B slots of a page, D head size.
 """

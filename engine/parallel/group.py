@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 """The ranks of a group are processes of one machine."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+CONNECTING = timedelta(minutes=2)
+"""How long a rank, 0 included, tries to reach the rendezvous, which listens by then."""
 LOADING = timedelta(hours=2)
 """How long ranks wait for each other while they load; some read their weights faster."""
 COMPUTING = timedelta(seconds=60)
@@ -50,18 +52,15 @@ class RankTask:
     settings: EngineSettings
 
 
-def rendezvous(settings: EngineSettings, port: int | None = None) -> TCPStore:
-    """Where ranks meet, on the loopback interface: rank 0 opens it, the others give its port."""
-    seconds = timedelta(seconds=settings.join_timeout)
+def rendezvous(world: int, port: int | None = None) -> TCPStore:
+    """Where ``world`` ranks meet, on the loopback interface: rank 0 opens it, the others give its port."""
     if port is not None:
-        return TCPStore(HOST, port, settings.tensor_parallel_size, False, seconds, wait_for_workers=False)
+        return TCPStore(HOST, port, world, False, CONNECTING, wait_for_workers=False)
     listener = socket.socket()  # torch itself would listen on all interfaces
     listener.bind((HOST, 0))
     number = listener.getsockname()[1]
     descriptor = listener.detach()  # the store closes it
-    return TCPStore(
-        HOST, number, settings.tensor_parallel_size, True, seconds, wait_for_workers=False, master_listen_fd=descriptor
-    )
+    return TCPStore(HOST, number, world, True, CONNECTING, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def joined_key(rank: int) -> str:
@@ -139,9 +138,12 @@ class Group:
         dist.destroy_process_group()
 
     def _broadcast(self, frame: bytearray, patience: timedelta) -> bytearray:
-        work = dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), 0, group=self._idle, async_op=True)
-        assert work is not None
-        work.wait(patience)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        # The operation's own, not only that of the wait for it: where gloo misses that a rank is gone, its thread would
+        # wait for as long as a group may be idle, and whoever frees the group waits for that thread.
+        options.timeout = patience
+        self._idle.broadcast([torch.frombuffer(frame, dtype=torch.uint8)], options).wait()
         return frame
 
 

@@ -148,7 +148,7 @@ class Leader:
     def _assembled(self) -> Group:
         """All ranks, met; raises :class:`RankError` naming those that do not come in time."""
         seconds = self._settings.join_timeout
-        store = rendezvous(self._settings)
+        store = rendezvous(self._world)
         others = range(1, self._world)
         tasks = [RankTask(rank, store.port, self._settings) for rank in others]
         started = threading.Event()

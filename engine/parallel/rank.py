@@ -14,7 +14,7 @@ def serve_rank(task: RankTask) -> None:
     Raises :class:`engine.model.ModelError` for what the model is to blame for, and torch's errors if a rank was lost.
     """
     settings = task.settings
-    store = rendezvous(settings, task.port)
+    store = rendezvous(settings.tensor_parallel_size, task.port)
     store.set(joined_key(task.rank), "")
     group = Group(task.rank, settings.tensor_parallel_size, store, choose_device(settings.device))
     model = load_model(settings, group=group)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from engine.parallel.group import Group
@@ -61,15 +61,17 @@ class SummedEmbedding(nn.Module):
         super().__init__()
         self._group = group
         self._first = -(-vocabulary // group.world) * group.rank
-        self._weight_vD = weight_vD
+        self._own = len(weight_vD)
+        # The last ranks may have no tokens; even then there has to be a row to look up.
+        self._weight_vD = weight_vD if self._own else weight_vD.new_zeros(1, weight_vD.shape[1])
 
     def forward(self, tokens_N: Tensor) -> Tensor:
         """``[...] -> [..., D]``, the same on every rank."""
         own_N = tokens_N - self._first
-        known_N = (own_N >= 0) & (own_N < len(self._weight_vD))
-        embedded_ND = self._weight_vD.new_zeros(*tokens_N.shape, self._weight_vD.shape[1])
-        embedded_ND[known_N] = self._weight_vD[own_N[known_N]]
-        return self._group.sum(embedded_ND)
+        other_N = (own_N < 0) | (own_N >= self._own)
+        # Tokens of others are looked up too, since to choose between them would wait for the device.
+        embedded_ND = embedding(own_N.clamp(0, len(self._weight_vD) - 1), self._weight_vD)
+        return self._group.sum(embedded_ND.masked_fill(other_N[..., None], 0))
 
 
 def use_slices(module: Any, group: Group) -> None:
