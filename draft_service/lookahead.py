@@ -2,8 +2,8 @@
 
 It never waits to be asked. A place is worth the chance that the text gets there, so a session without drafts comes
 first, and among the branches of one session the likely outcomes of the verification now in flight. How many places go
-into a step is the target's own rule: as many as make the most of a second (:mod:`speculation.budget`). A verification
-re-roots the trie and the cache together, and what survives is kept.
+into a step is the target's own rule: as many as make the most of a second, but eight at least if there are so many
+(:mod:`speculation.budget`). A verification re-roots the trie and the cache together, and what survives is kept.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 from torch import Tensor
 
@@ -22,12 +23,14 @@ from draft_service.reading import Reader, SameVocabulary
 from draft_service.second_level import SecondLevel
 from engine.compiling import Compiling
 from engine.grammar import Constraint, Grammars
+from engine.interface import FATAL
 from engine.kv_cache import CacheFull
 from engine.recorder import Recorder
 from engine.rejection import draw_sparse
 from engine.sampling import candidates
 from engine.shaping import Shaping, shaped
 from engine.step import Engine
+from engine.upload import upload
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.demand import DraftDemand
@@ -43,6 +46,7 @@ from speculation.messages import (
     Refused,
     Rule,
     SessionId,
+    Token,
     ToWorker,
     Verification,
     Welcome,
@@ -53,6 +57,10 @@ from transport.tracing import Course, Tracing
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
+
+NOT_FINITE = (
+    "the draft model's logits are not finite (NaN or infinite) after {} tokens; its weights or its kernels are broken"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +149,7 @@ class Lookahead:
             if held.session.opened.epoch >= opened.epoch:
                 return []
             self._drop(held, "opened again")
-        worst = max(opened.tokens)
-        if worst >= self._welcome.vocabulary:
-            why = f"token {worst} is outside the vocabulary of {self._welcome.vocabulary}"
+        if why := self._objection(opened.tokens):
             return [_refused(link, opened, RefusalCode.INVALID, why)]
         no_room = [_refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")]
         if len(self._held) >= self._limits.sessions:
@@ -201,6 +207,8 @@ class Lookahead:
                 return []
             case Sync.ADVANCED:
                 self._count(verification, lead)
+        if why := self._objection(verification.tokens):
+            return self._give_back(held, RefusalCode.INVALID, why)
         kept = _fed_path(old_root, verification, held.session.tokens, pending)
         held.text.follow(len(kept))
         renumbered = held.cached.advance([pending[node] for node in kept])
@@ -213,6 +221,11 @@ class Lookahead:
             held.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
         # A target that ran out of drafts may need what was drafted but not sent; the next step would hold it up.
         return held.pushes()
+
+    def _objection(self, tokens: Sequence[Token]) -> str:
+        """Why a text with these tokens cannot be drafted for, if so: a target may have more than the draft model."""
+        worst, vocabulary = max(tokens), self._welcome.vocabulary
+        return f"token {worst} is outside the vocabulary of {vocabulary}" if worst >= vocabulary else ""
 
     def _note(self, session: DraftSession) -> None:
         """Keep for the record what the session has learned about its candidates."""
@@ -248,7 +261,7 @@ class Lookahead:
         started = time.perf_counter()
         self._constrain(started)
         pieces = self._plan()
-        self._second.hang(pieces, self._cost)
+        self._second.hang(pieces, self._cost, self._engine.model.context)
         for piece in pieces:
             piece.drafted.course.begins(started)
         outgoing = self._compute(pieces) if pieces else []
@@ -328,26 +341,77 @@ class Lookahead:
         return Piece(held, [held.text.own(node.token) for node in nodes], parents, nodes)
 
     def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
-        """Run the pieces in one forward; a session that the cache has no room for is given back to its router."""
+        """Run the pieces in one forward; a session that the cache has no room for is given back to its router.
+
+        If it fails otherwise, each alone and without guesses, so that a fault hits only its own session. The same goes
+        for those whose logits are no numbers: they may have read across what another one wrote.
+        """
         try:
-            logits_RV = self._reader.read(self._engine.run([piece.chunk() for piece in pieces]))
+            found = self._found(pieces)
         except CacheFull:
-            if any(piece.guesses.nodes for piece in pieces):
-                for piece in pieces:
-                    piece.guesses = Offer()
+            if _withdraw_guesses(pieces):
                 return self._compute(pieces)
-            victim = pieces[-1].drafted
-            self._drop(victim, "no room in the cache")
-            why = _refused(victim.link, victim.session.opened, RefusalCode.OVERLOADED, "no room in the draft cache")
-            return [why, *(self._compute(pieces[:-1]) if len(pieces) > 1 else [])]
-        found = iter(self._candidates(pieces, logits_RV))
+            refused = self._give_back(pieces[-1].drafted, RefusalCode.OVERLOADED, "no room in the draft cache")
+            return refused + (self._compute(pieces[:-1]) if len(pieces) > 1 else [])
+        except FATAL:
+            raise
+        except Exception as error:  # whatever a model may raise; the culprit is found below
+            if not _withdraw_guesses(pieces) and len(pieces) == 1:
+                pieces[0].drafted.log.exception("a step failed")
+                return self._give_back(pieces[0].drafted, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
+            return [message for piece in pieces for message in self._compute([piece])]
         now = time.perf_counter()
-        for piece in pieces:
-            self._settle(piece)
-            if piece.expands:
-                piece.drafted.course.draws(now)
-            self._grow(piece, [next(found) for _ in range(piece.rows)])
-        return []
+        outgoing: Outgoing = []
+        again: list[Piece] = []
+        for piece, rows in zip(pieces, found, strict=True):
+            if rows is not None:
+                self._settle(piece, rows, now)
+                continue
+            piece.drafted.cached.discard(piece.size)
+            if _withdraw_guesses([piece]) or len(pieces) > 1:
+                again.append(piece)
+            else:
+                why = NOT_FINITE.format(len(piece.drafted.session.tokens))
+                piece.drafted.log.error("given up: %s", why)
+                outgoing += self._give_back(piece.drafted, RefusalCode.INTERNAL, why)
+        return outgoing + [message for piece in again for message in self._compute([piece])]
+
+    def _found(self, pieces: Sequence[Piece]) -> list[Sequence[Sequence[Candidate]] | None]:
+        """For each piece, what may follow its places; None if its logits are no numbers.
+
+        The tokens of all pieces are pending then; after any exception they are not.
+        """
+        logits_RV = self._engine.run([piece.chunk() for piece in pieces])
+        try:
+            # The largest logit of a row is NaN if any is. Fetched after the draws, so that a device is waited for once.
+            sound_R = logits_RV.amax(-1).isfinite()
+            found = iter(self._candidates(pieces, self._reader.read(_drawn_from(logits_RV, pieces))))
+            sound = iter(sound_R.tolist())
+        except Exception:
+            for piece in pieces:
+                piece.drafted.cached.retract(piece.size)
+            raise
+        rows = [list(islice(found, piece.drawn)) for piece in pieces]
+        return [
+            each if all(list(islice(sound, piece.rows))) else None for piece, each in zip(pieces, rows, strict=True)
+        ]
+
+    def _give_back(self, held: Drafted, code: RefusalCode, why: str) -> Outgoing:
+        """Draft no more for a session; its router may ask another drafter."""
+        self._drop(held, why)
+        return [_refused(held.link, held.session.opened, code, why)]
+
+    def _settle(self, piece: Piece, found: Sequence[Sequence[Candidate]], now: float) -> None:
+        """Note where in the cache a piece is, and go on from its places with what may follow them."""
+        held = piece.drafted
+        first = held.cached.pending - piece.size
+        if piece.feeds_committed:
+            held.cached.advance(range(first, first + len(piece.tokens)))
+        else:
+            held.pending.update((node, first + i) for i, node in enumerate(piece.expands))
+        if piece.expands:
+            held.course.draws(now)
+        self._grow(piece, found)
 
     def _grow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> None:
         """Expand the places of a piece, and what was guessed behind them, with what may follow at each row."""
@@ -369,7 +433,7 @@ class Lookahead:
         found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=most))
         drawn_from_q = [
             row
-            for row, session in enumerate(piece.drafted.session for piece in pieces for _ in range(piece.rows))
+            for row, session in enumerate(piece.drafted.session for piece in pieces for _ in range(piece.drawn))
             if session.opened.speculation.rule is Rule.REJECTION and found[row]
         ]
         if drawn_from_q:
@@ -377,15 +441,6 @@ class Lookahead:
             for row, draft in zip(drawn_from_q, drafts, strict=True):
                 found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
         return found
-
-    @staticmethod
-    def _settle(piece: Piece) -> None:
-        held = piece.drafted
-        first = held.cached.pending - piece.size
-        if piece.feeds_committed:
-            held.cached.advance(range(first, first + len(piece.tokens)))
-        else:
-            held.pending.update((node, first + i) for i, node in enumerate(piece.expands))
 
 
 def _fed_path(root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]) -> list[Node]:
@@ -398,6 +453,22 @@ def _fed_path(root: Node, verification: Verification, tokens: Sequence[int], pen
             break
         path.append(node)
     return path
+
+
+def _drawn_from(logits_RV: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """The rows of the places drawn at, without a copy if these are all."""
+    drawn = [piece.drawn > 0 for piece in pieces for _ in range(piece.rows)]
+    if all(drawn):
+        return logits_RV
+    return logits_RV[upload([row for row, wanted in enumerate(drawn) if wanted], logits_RV.device)]
+
+
+def _withdraw_guesses(pieces: Sequence[Piece]) -> bool:
+    """Compute no guesses after all; whether there were any."""
+    any_there = any(piece.guesses.nodes for piece in pieces)
+    for piece in pieces:
+        piece.guesses = Offer()
+    return any_there
 
 
 def _refused(

@@ -31,9 +31,17 @@ class Piece:
         return len(self.tokens) + len(self.guesses.nodes)
 
     @property
-    def rows(self) -> int:
+    def drawn(self) -> int:
         """How many places are drawn at: those to expand, then the guesses."""
         return len(self.expands) + len(self.guesses.nodes)
+
+    @property
+    def rows(self) -> int:
+        """How many rows are judged: those of the places drawn at.
+
+        Of a text that is fed without being drawn from it is the last one, which sees all others.
+        """
+        return self.drawn or 1
 
     @property
     def feeds_committed(self) -> bool:
@@ -46,20 +54,20 @@ class Piece:
         first = self.drafted.cached.pending + own
         place = first - len(self.expands)
         parents = [place if parent == ANCHOR else first + parent for parent in self.guesses.parents]
-        rows = range(own - len(self.expands), self.size)
+        rows = range(self.size - self.rows, self.size)
         return Chunk(self.drafted.cached, [*self.tokens, *self.guesses.tokens], [*self.parents, *parents], rows)
 
     def draws(self) -> list[Draw]:
-        """How the token of each row is drawn."""
-        ends = [node.end for node in self.expands]
-        ends += [ends[0] + guess.end for guess in self.guesses.nodes]
-        return [Draw(self.drafted.session.opened.sampling, end) for end in ends]
+        """How the token of each place is drawn."""
+        sampling = self.drafted.session.opened.sampling
+        draws = [Draw(sampling, node.end, node.digest) for node in self.expands]
+        return draws + [Draw(sampling, draws[0].position + guess.end) for guess in self.guesses.nodes]
 
     def shapes(self) -> list[Shape | None]:
-        """How the logits of each row are shaped; None: not at all."""
+        """How the logits of each place are shaped; None: not at all."""
         shaping, root = self.drafted.shaping, self.drafted.session.trie.root
         if shaping is None:
-            return [None] * self.rows
+            return [None] * self.drawn
         paths = [[above.token for above in node.path_from(root)] for node in self.expands]
         paths += [[*paths[0], *self.guesses.tokens[: guess.end]] for guess in self.guesses.nodes]
         return [shaping.after(path) for path in paths]

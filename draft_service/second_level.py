@@ -20,8 +20,8 @@ from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.draft_session import Candidate
 from speculation.guesses import MOST_GUESSES, MOST_SESSIONS, Forward, Guesses, draft_along
-from speculation.lookup import PromptLookup
 from speculation.messages import Rule, Source, Token
+from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
 
 INDEXED = 512
@@ -61,7 +61,7 @@ class Guesser(Protocol):
 
 
 class Lookup:
-    """Guesses copied from the session's own text and drafts; see :mod:`speculation.lookup`."""
+    """Guesses copied from the session's own text and drafts; see :mod:`speculation.sources.lookup`."""
 
     def __init__(self) -> None:
         self._known: dict[Drafted, PromptLookup] = {}
@@ -96,14 +96,18 @@ class SecondLevel:
         self.seconds = 0.0
         """How long it took to find the guesses for the step at hand."""
 
-    def hang(self, pieces: Sequence[Piece], cost: StepCost) -> None:
-        """Add to the pieces of the next forward the guesses that pay, by what such forwards take: ``cost``."""
+    def hang(self, pieces: Sequence[Piece], cost: StepCost, context: int) -> None:
+        """Add to the pieces of the next forward the guesses that pay, by what such forwards take: ``cost``.
+
+        ``context``: the draft model's; no guess lies beyond it.
+        """
         if not self._guessers:
             return
         started = time.perf_counter()
-        pieces_by_worth = sorted(filter(_may_be_guessed_for, pieces), key=lambda piece: -piece.expands[0].weight)
-        guessed = pieces_by_worth[:MOST_SESSIONS]
-        asked = [self._ask(piece) for piece in guessed]
+        depths = {piece.drafted: _depth(piece, context) for piece in pieces}
+        open_pieces = [piece for piece in pieces if depths[piece.drafted] > 0]
+        guessed = sorted(open_pieces, key=lambda piece: -piece.expands[0].weight)[:MOST_SESSIONS]
+        asked = [self._ask(piece, depths[piece.drafted]) for piece in guessed]
         self._asked = {ask.held: ask for ask in asked}
         gain = sum(node.weight for piece in pieces for node in piece.expands)
         forward = Forward(sum(len(piece.tokens) for piece in pieces), gain, cost)
@@ -115,7 +119,7 @@ class SecondLevel:
             piece.guesses = offer.first(count)
         self.seconds = time.perf_counter() - started
 
-    def _ask(self, piece: Piece) -> Ask:
+    def _ask(self, piece: Piece, depth: int) -> Ask:
         """The place of a piece behind which guesses hang: the one that is worth most."""
         held, place = piece.drafted, piece.expands[0]
         if held not in self._guesses:
@@ -123,7 +127,7 @@ class SecondLevel:
         guesses = self._guesses[held]
         guesses.clear()
         path = tuple(node.token for node in place.path_from(held.session.trie.root))
-        return Ask(held, place, path, min(_levels(piece), MOST_GUESSES), guesses)
+        return Ask(held, place, path, depth, guesses)
 
     def follow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> list[Node]:
         """The guesses that the draft model drew itself, as the drafts that they are; the others are forgotten.
@@ -151,11 +155,15 @@ class SecondLevel:
             guesser.drop(held)
 
 
-def _may_be_guessed_for(piece: Piece) -> bool:
-    """Whether there is room for guesses, and drafts are what the draft model draws, however often it does."""
-    return bool(piece.expands) and piece.drafted.session.opened.speculation.rule is Rule.COUPLED and _levels(piece) > 0
+def _depth(piece: Piece, context: int) -> int:
+    """How many guesses may follow each other behind the first place of a piece; at most 0: none may be made.
 
-
-def _levels(piece: Piece) -> int:
-    """How many guesses may follow each other. The last level is drafted, never expanded: computing it is of no use."""
-    return piece.drafted.session.levels_below(piece.expands[0]) - 1
+    They are made where drafts are what the draft model draws, however often it does. The last level is drafted, never
+    expanded: computing it is of no use.
+    """
+    session = piece.drafted.session
+    if not piece.expands or session.opened.speculation.rule is not Rule.COUPLED:
+        return 0
+    place = piece.expands[0]
+    room = context - len(piece.drafted.text.tokens) - (place.end - session.trie.position)
+    return min(session.levels_below(place) - 1, room, MOST_GUESSES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from speculation.messages import Source, SourceName
-from speculation.registry import registered
-from speculation.suffix import SuffixStore
+from speculation.sources.registry import registered
+from speculation.sources.suffix import SuffixStore
 from speculation.target_session import Commit
 from speculation.trie import Fate, Offer
 

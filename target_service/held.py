@@ -11,8 +11,8 @@ from engine.grammar import Constraint
 from engine.kv_cache import CachedSequence, KVCache
 from engine.logprobs import token_logprobs
 from engine.shaping import Shaping
-from speculation.medusa import MedusaDrafts
 from speculation.messages import RefusalCode, Refused, TokenLogprobs, Verification
+from speculation.sources.medusa import MedusaDrafts
 from speculation.target_session import TargetSession
 from target_service.counters import Counters
 from target_service.scheduler import Rank, rank
@@ -110,6 +110,8 @@ class Held:
     def note_prompt(self, logits_PV: Tensor) -> None:
         """Take in the rows that say how likely the next untold tokens were; P of them, V the vocabulary."""
         opened, first, count = self.session.opened, self.untold.start, len(logits_PV)
+        if not count:
+            return
         most = [opened.extras.prompt_logprobs or 0] * count
         self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], most)
 

@@ -22,8 +22,8 @@ from engine.sampling import Candidate, Draw, candidates
 from engine.shaping import Shape, shaped
 from engine.step import Chunk
 from speculation.acceptance import Walk
-from speculation.medusa import Guesses, MedusaDrafts
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
+from speculation.sources.medusa import HeadGuesses, MedusaDrafts
 from speculation.trie import Offer
 from target_service.held import Held
 from target_service.piece import Piece
@@ -32,7 +32,7 @@ from target_service.verdicts import Verdict
 log = logging.getLogger(__name__)
 
 WIDTH = 4
-"""Guesses that a head makes for a place; one where drafts must be chains."""
+"""HeadGuesses that a head makes for a place; one where drafts must be chains."""
 
 
 class HeadDrafter:
@@ -84,7 +84,7 @@ class HeadDrafter:
             drafts.guess(held.session.trie.position, places)
 
     @torch.inference_mode()
-    def _guesses(self, sessions: Sequence[Held], hidden_ND: Tensor) -> list[Guesses]:
+    def _guesses(self, sessions: Sequence[Held], hidden_ND: Tensor) -> list[HeadGuesses]:
         """For each session what the heads say of the next places."""
         logits_HNV = self._heads(hidden_ND)[..., : self._vocabulary].float()
         places = len(self._heads)

@@ -1,7 +1,7 @@
 """Draft sources that an operator names: imported when a target starts, never because of a request.
 
-``MODULE`` is imported and registers what it has (:mod:`speculation.registry`); of ``MODULE:NAME`` the class or function
-``NAME`` is registered, under the name in its attribute ``source``.
+``MODULE`` is imported and registers what it has (:mod:`speculation.sources.registry`); of ``MODULE:NAME`` the class or
+function ``NAME`` is registered, under the name in its attribute ``source``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import importlib
 import sys
 from collections.abc import Iterable
 
-from speculation.registry import SourceError, register, registered
+from speculation.sources.registry import SourceError, register, registered
 
 
 def load_sources(named: Iterable[str]) -> None:
-    """Import and register them. Raises :class:`speculation.registry.SourceError`, one line."""
+    """Import and register them. Raises :class:`speculation.sources.registry.SourceError`, one line."""
     for entry in named:
         module_name, _, maker_name = entry.partition(":")
         before, fresh = registered(), module_name not in sys.modules
@@ -29,7 +29,7 @@ def load_sources(named: Iterable[str]) -> None:
                 )
             register(name, maker)
         elif fresh and registered() == before:
-            raise SourceError(f"draft source {entry!r}: the module registers none; see speculation/registry.py")
+            raise SourceError(f"draft source {entry!r}: the module registers none; see speculation/sources/registry.py")
 
 
 def _imported(module: str, entry: str) -> object:

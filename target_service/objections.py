@@ -30,9 +30,10 @@ def objection(opened: Open, vocabulary: int, context: int, capacity: int) -> str
         return f"{opened.limits.end} tokens exceed the model's context of {context}"
     if opened.limits.end > capacity:
         return f"{opened.limits.end} tokens exceed the cache of {capacity}"
-    if extras.prompt_logprobs is not None and len(opened.tokens) * (1 + extras.prompt_logprobs) > MOST_TOLD:
+    prompt = len(opened.tokens) - len(opened.generated)
+    if extras.prompt_logprobs is not None and prompt * (1 + extras.prompt_logprobs) > MOST_TOLD:
         return (
-            f"prompt_logprobs {extras.prompt_logprobs} for {len(opened.tokens)} tokens exceed the {MOST_TOLD} "
+            f"prompt_logprobs {extras.prompt_logprobs} for {prompt} tokens exceed the {MOST_TOLD} "
             "log-probabilities told of one prompt"
         )
     return None

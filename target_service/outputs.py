@@ -1,4 +1,4 @@
-"""Which texts a target keeps to draft from, and who may draft from them; how is :mod:`speculation.suffix`'s matter.
+"""Which texts a target keeps to draft from, and who may draft from them; how is :mod:`.sources.suffix`'s matter.
 
 A text is kept once its session has ended here: finished, or closed by the router, which is how it ends at a stop string
 and when the client leaves. What there is by then is the target's own either way. Not kept is what was given up, and
@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from speculation.local_sources import LocalSource
 from speculation.messages import Open, Rule
-from speculation.suffix import SuffixLookup, SuffixStore
+from speculation.sources.local_sources import LocalSource
+from speculation.sources.suffix import SuffixLookup, SuffixStore
 from speculation.target_session import TargetSession
 
 IN_STEP = 32
@@ -57,7 +57,7 @@ class Outputs:
         return self.store is not None and not self.store.idle
 
     def sources(self, opened: Open) -> list[LocalSource]:
-        """What a session can draft with; nothing under the rejection rule (:mod:`speculation.suffix` says why)."""
+        """What a session can draft with; nothing under the rejection rule (:mod:`speculation.sources.suffix`)."""
         if self.store is None or opened.speculation.rule is Rule.REJECTION:
             return []
         return [SuffixLookup(self.store, self._scope_of(opened))]

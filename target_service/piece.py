@@ -39,8 +39,11 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """How many tokens are drawn."""
-        return 0 if self.offer is None else len(self.offer.nodes) + 1
+        """How many rows are judged: one for every token to draw.
+
+        Of a part of a prompt it is the last one, which sees all others, if others might read across them.
+        """
+        return int(self.held.cached.among_others) if self.offer is None else len(self.offer.nodes) + 1
 
     @property
     def told(self) -> range:
@@ -66,13 +69,20 @@ class Piece:
         """
         start = self.held.cached.length
         fed = self.held.session.tokens[start : start + self.feed]
-        chain = range(ANCHOR, self.feed - 1)
-        if self.offer is None:
-            return Chunk(self.held.cached, fed, list(chain), self.told)
         last = self.feed - 1
+        chain = range(ANCHOR, last)
+        if self.offer is None:
+            return Chunk(self.held.cached, fed, list(chain), [*self.told, *[last] * self.rows])
         parents = [*chain, *(last if parent == ANCHOR else self.feed + parent for parent in self.offer.parents)]
         rows = [*self.told, *range(last, self.feed + len(self.offer.nodes))]
         return Chunk(self.held.cached, [*fed, *self.offer.tokens], parents, rows)
+
+    def withdraw(self) -> bool:
+        """Verify no drafts after all; whether there were any."""
+        if self.offer is None or not self.offer.nodes:
+            return False
+        self.offer = self.held.session.withdraw()
+        return True
 
     def draws(self) -> list[Draw]:
         """How each wanted row is drawn: after the last fed token, then after each draft."""

@@ -46,7 +46,7 @@ async def start_target(
     """Load the model and listen on ``HOST:PORT``, with TLS as ``identity``. ``ranks``: see :func:`engine.build.build`.
 
     Raises :class:`engine.model.ModelError`, :class:`engine.parallel.group.RankError`,
-    :class:`engine.recorder.RecordError`, :class:`speculation.registry.SourceError` or
+    :class:`engine.recorder.RecordError`, :class:`speculation.sources.registry.SourceError` or
     :class:`transport.address.AddressError`, each one line.
     """
     load_sources(settings.sources)

@@ -23,15 +23,12 @@ from target_service.piece import Piece
 from target_service.verdicts import Verdict
 
 
-def note_prompts(logits_RV: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """Let sessions note what the step says of their prompts; returns the rows that tokens are drawn from."""
+def apart(logits_RV: Tensor, pieces: Sequence[Piece]) -> tuple[Sequence[Tensor], Tensor]:
+    """The rows that tell of each piece's prompt, and the rows of all pieces that are judged."""
     if not any(piece.told for piece in pieces):
-        return logits_RV
+        return [logits_RV[:0]] * len(pieces), logits_RV
     parts = torch.split(logits_RV, [size for piece in pieces for size in (len(piece.told), piece.rows)])
-    for piece, told_PV in zip(pieces, parts[::2], strict=True):
-        if len(told_PV):
-            piece.held.note_prompt(told_PV)
-    return torch.cat(parts[1::2])
+    return parts[::2], torch.cat(parts[1::2])
 
 
 def of_committed(

@@ -31,6 +31,8 @@ class Fault:
 
     why: str
     code: RefusalCode = RefusalCode.INTERNAL
+    not_finite: bool = False
+    """Whether its logits are no numbers; what another session computed in the same step may be to blame."""
 
 
 Verdict = Walk | Fault | None
@@ -74,7 +76,7 @@ def verdicts(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
     for i, piece in enumerate(pieces):
         position, outcome = piece.held.session.trie.position, answer[i]
         if not sound[i]:
-            answer[i] = Fault(NOT_FINITE.format(position))
+            answer[i] = Fault(NOT_FINITE.format(position), not_finite=True)
         elif isinstance(outcome, Walk) and piece.offer is not None and not all(opens[i]):
             dead_end = Fault(DEAD_END.format(position), RefusalCode.INVALID)
             answer[i] = _to_dead_end(outcome, opens[i], piece.offer.tokens) or dead_end

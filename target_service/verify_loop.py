@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 
 from engine.compiling import Compiling
 from engine.grammar import Constraint, Grammars
-from engine.interface import StepEngine
+from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
 from engine.shaping import Shaping
 from speculation.acceptance import Walk
 from speculation.demand import TargetDemand
-from speculation.local_sources import LookupBounds
 from speculation.messages import (
     Close,
     Load,
@@ -36,7 +35,8 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.planner import Asked, Planner
-from speculation.registry import registered
+from speculation.sources.local_sources import LookupBounds
+from speculation.sources.registry import registered
 from target_service.counters import Counters
 from target_service.held import Held
 from target_service.medusa import HeadDrafter
@@ -45,7 +45,7 @@ from target_service.outputs import IN_PAUSE, IN_STEP, Outputs, SuffixSettings
 from target_service.piece import Piece
 from target_service.scheduler import Budget, Scheduler
 from target_service.step_time import StepTime
-from target_service.thoughts import note_prompts, of_committed
+from target_service.thoughts import apart, of_committed
 from target_service.verdicts import Fault, Verdict, verdicts
 from transport.session_log import SessionLog
 from transport.tracing import Course, Tracing
@@ -313,27 +313,42 @@ class VerifyLoop:
             )
 
     def _compute(self, pieces: Sequence[Piece], started: float) -> Outgoing:
-        """Run the pieces in one forward. If that fails, each alone, so that a fault hits only its own session."""
+        """Run the pieces in one forward. If that fails, each alone, so that a fault hits only its own session.
+
+        The same goes for those whose logits are no numbers: they may have read across what another one wrote. No draft
+        ends what plain decoding would have served: before a session is given up, it is computed without.
+        """
         try:
             chunks = [piece.chunk() for piece in pieces]
-            logits_RV = note_prompts(self._engine.run(chunks), pieces)
+            told, logits_RV = apart(self._engine.run(chunks), pieces)
             decided = verdicts(logits_RV, pieces)
+            broken = [isinstance(verdict, Fault) and verdict.not_finite for verdict in decided]
+            for piece, told_PV, is_broken in zip(pieces, told, broken, strict=True):
+                if not is_broken:
+                    piece.held.note_prompt(told_PV)
             if self._medusa is not None:
                 self._medusa.note(self._engine.hidden, chunks, pieces, decided)
             thoughts = of_committed(logits_RV, pieces, decided)
+        except FATAL:
+            raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
-            if len(pieces) == 1:
+            if len(pieces) == 1 and not pieces[0].withdraw():
                 pieces[0].held.log.exception("a step failed")
                 return self._give_up(pieces[0].held, f"{type(error).__name__}: {error}")
             for piece in pieces:
                 piece.held.cached.rollback()
             return [message for piece in pieces for message in self._compute([piece], started)]
         ended = time.perf_counter()
-        return [
-            message
-            for piece, verdict, thought in zip(pieces, decided, thoughts, strict=True)
-            for message in self._settle(piece, verdict, thought, (started, ended))
-        ]
+        outgoing: Outgoing = []
+        again: list[Piece] = []
+        for piece, is_broken, verdict, thought in zip(pieces, broken, decided, thoughts, strict=True):
+            if is_broken:
+                piece.held.cached.discard(piece.tokens)
+            if is_broken and (piece.withdraw() or len(pieces) > 1):
+                again.append(piece)
+            else:
+                outgoing += self._settle(piece, verdict, thought, (started, ended))
+        return outgoing + [message for piece in again for message in self._compute([piece], started)]
 
     def _give_up(self, held: Held, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
         self._drop(held, why)
