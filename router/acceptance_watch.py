@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from speculation.events import PeerId
@@ -77,6 +77,11 @@ class AcceptanceWatch:
     def pairs(self) -> Iterator[tuple[PeerId, PeerId, Pair]]:
         """All that are watched."""
         return ((target, draft, pair) for (target, draft), pair in self._pairs.items())
+
+    def keep(self, listed: Container[PeerId]) -> None:
+        """Forget pairs with a worker that is not ``listed``: nobody has to answer for them any more."""
+        for pair in [pair for pair in self._pairs if not all(worker in listed for worker in pair)]:
+            del self._pairs[pair]
 
     def _add(self, target: PeerId, draft: PeerId) -> Pair:
         if len(self._pairs) >= self._limits.pairs:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -27,6 +27,8 @@ from router.limits import REQUESTS, TOKENS, Account, Allowance, LimitReached
 
 if TYPE_CHECKING:
     from router.choice_reader import Chunk
+
+T = TypeVar("T")
 
 TIMEOUT_HEADER = "x-request-timeout"
 """Seconds that a request has, for gateways; what holds is the shorter of this and the field ``timeout``."""
@@ -75,9 +77,11 @@ class Visit:
         """The answer has ended."""
         self._account.leave(self._clock() - self._arrived)
 
-    def left(self, seconds: float) -> float:
-        """What is left of so many seconds since it came."""
-        return seconds - (self._clock() - self._arrived)
+    def end(self, seconds: float | None) -> float | None:
+        """When so many seconds since it came are over, on the event loop's clock; None: never."""
+        if seconds is None:
+            return None
+        return asyncio.get_running_loop().time() + seconds - (self._clock() - self._arrived)
 
     def headers(self) -> dict[str, str]:
         """OpenAI's headers: what is left of each rate that is limited, and when it will be whole again."""
@@ -171,22 +175,34 @@ def _of_header(headers: Headers) -> float | None:
 async def admitted(chunks: AsyncGenerator[Chunk], visit: Visit, seconds: float | None) -> AsyncGenerator[Chunk]:
     """The same chunks, paid for, and no longer than so many seconds after the request came.
 
-    Raises :class:`GenerationError` then; the sessions are closed before.
+    Raises :class:`GenerationError` then, also where the client is late; the sessions are closed before.
     """
-    end = None if seconds is None else asyncio.get_running_loop().time() + visit.left(seconds)
+    end = visit.end(seconds)
     async with aclosing(chunks):
         while True:
+            if end is not None and asyncio.get_running_loop().time() >= end:
+                raise _over(seconds)
             try:
-                async with asyncio.timeout_at(end) as patience:
-                    chunk = await anext(chunks)
+                chunk = await in_time(anext(chunks), seconds, end)
             except StopAsyncIteration:
                 return
-            except TimeoutError:
-                if not patience.expired():
-                    raise
-                raise GenerationError("timeout", f"the {seconds:g} seconds of this request are over") from None
             visit.take_completion(chunk.tokens)
             yield chunk
+
+
+async def in_time(work: Awaitable[T], seconds: float | None, end: float | None) -> T:
+    """What the work gives, if it does by then; raises :class:`GenerationError`. See :meth:`Visit.end`."""
+    try:
+        async with asyncio.timeout_at(end) as patience:
+            return await work
+    except TimeoutError:
+        if not patience.expired():
+            raise
+        raise _over(seconds) from None
+
+
+def _over(seconds: float | None) -> GenerationError:
+    return GenerationError("timeout", f"the {seconds:g} seconds of this request are over")
 
 
 def _refusal(error: LimitReached, rates: Mapping[str, str]) -> Response:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from router.errors import ApiError
 from router.field_bounds import (
+    CACHE_MODES,
     CACHE_RETENTIONS,
+    CACHE_TTLS,
     MAX_LABEL,
     MAX_LOGPROBS,
     MAX_METADATA,
@@ -82,6 +84,10 @@ def check_labels(fields: Fields) -> None:
             raise fields.wrong_value(name, f"at most {MAX_LABEL} characters")
     fields.choice("service_tier", SERVICE_TIERS[0], SERVICE_TIERS)
     fields.choice("prompt_cache_retention", CACHE_RETENTIONS[0], CACHE_RETENTIONS)
+    cache = fields.nested("prompt_cache_options")
+    cache.refuse_others(frozenset({"mode", "ttl"}))
+    cache.choice("mode", CACHE_MODES[0], CACHE_MODES)
+    cache.choice("ttl", CACHE_TTLS[0], CACHE_TTLS)
     metadata = fields.nested("metadata")
     expected = f"at most {MAX_METADATA} keys of {MAX_METADATA_KEY} characters with strings of {MAX_METADATA_VALUE}"
     if len(metadata.raw) > MAX_METADATA:

@@ -7,7 +7,6 @@ the fields in :mod:`router.requests`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -27,37 +26,33 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router import openapi, page, responses
-from router.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, seconds_allowed
+from router.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
 from router.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
 from router.auth import ApiKeys, RequireKey
 from router.choice_reader import Chunk
 from router.choices import run_choices
 from router.cluster_view import ClusterView
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
+from router.field_row import Kind
 from router.generation import GenerationError, Generator, ServedModel
 from router.metrics import RouterMetrics, own_version
 from router.prompt_recorder import Asked, PromptRecorder
-from router.requests import ApiRequest, Offer, Offers, no_such_model, parse_chat, parse_completion
+from router.request_reader import RequestReader
+from router.requests import Offer, no_such_model
 from router.responses import Choice, Envelope, Json, Usage
 from router.snapshot import Snapshot
-from router.structured import mentions_structure
 from router.tally import Tally
-from router.tokenizer import TokenizerError
 from router.tokenizers import Tokenizers
 from speculation.messages import Speculation
 from transport.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
-PARSED_INLINE_BYTES = 16 << 10
-"""Larger bodies are parsed and tokenised in a thread, so that they do not hold up other requests' tokens."""
 CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that nobody receives (nginx's number); seen in access logs only."""
 
 CLOSING = frozenset({"body_too_large", "request_timeout", "draining"})
 """Refusals after which a connection is of no use: what is left of a body must not be read, or the router stops."""
-
-Parse = Callable[[bytes, Offers, str], ApiRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +145,13 @@ class _Api:
         recorder: PromptRecorder | None,
     ) -> None:
         self._generator = generator
-        self._tokenizers = tokenizers
+        offered = partial(
+            Offer,
+            max_choices=settings.max_choices,
+            speculation=settings.speculation,
+            records=recorder is not None,
+        )
+        self._reader = RequestReader(generator, tokenizers, offered, settings.model_name)
         self._settings = settings
         self._metrics = metrics
         self._tally = metrics.tally
@@ -159,19 +160,19 @@ class _Api:
         self._started = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, parse_completion)
+        return await self._generate(request, "completion")
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, parse_chat)
+        return await self._generate(request, "chat")
 
     async def models(self, _request: Request) -> Response:
         """What is served now: none while no target worker was connected."""
-        return _json({"object": "list", "data": [self._model_body(*named) for named in self._named_models().items()]})
+        return _json({"object": "list", "data": [self._model_body(*named) for named in self._reader.models().items()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._check_served()
-        models = self._named_models()
+        self._reader.check_served()
+        models = self._reader.models()
         if name not in models:
             raise no_such_model(name, models)
         return _json(self._model_body(name, models[name]))
@@ -189,8 +190,9 @@ class _Api:
         )
 
     async def exposition(self, request: Request) -> Response:
-        """The metrics of this router, for Prometheus."""
-        body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
+        """The metrics of this router, for Prometheus; those of API keys only for who has one."""
+        known = self._settings.api_keys is None or hasattr(request.state, "api_key_name")
+        body, content_type = self._metrics.exposition(request.headers.get("accept", ""), accounts=known)
         return Response(body, headers={"content-type": content_type})
 
     async def description(self, _request: Request) -> Response:
@@ -201,56 +203,30 @@ class _Api:
         """What this router knows of the cluster; see :mod:`router.cluster_view`."""
         return _json(dict(self._cluster()), headers={"cache-control": "no-store"})
 
-    def _named_models(self) -> dict[str, ServedModel]:
-        """By public name."""
-        models = self._generator.models
-        if self._settings.model_name is not None and len(models) == 1:
-            return dict.fromkeys([self._settings.model_name], *models.values())
-        return dict(models)
-
-    def _check_served(self) -> None:
-        if not self._generator.models:
-            raise GenerationError("unavailable", "no target worker is connected; try again soon")
-
-    async def _offers(self) -> Offers:
-        """All models that can be asked for. One whose tokenizer cannot be read is none of them."""
-        self._check_served()
-        offers, why = {}, ""
-        for name, model in self._named_models().items():
-            try:
-                tokenizer = await self._tokenizers.of(model)
-            except TokenizerError as error:
-                why = f"cannot read the tokenizer of {name}: {error}"
-                log.error(why)
-                continue
-            offers[name] = Offer(
-                name,
-                model,
-                tokenizer,
-                self._settings.max_choices,
-                self._settings.speculation,
-                records=self._recorder is not None,
-            )
-        if not offers:
-            raise GenerationError("unavailable", why)
-        return offers
-
     def _model_body(self, name: str, model: ServedModel) -> Json:
         return responses.model_body(name, self._started, model.context)
 
-    async def _generate(self, request: Request, parse: Parse) -> Response:
+    async def _generate(self, request: Request, kind: Kind) -> Response:
         arrived = self._tally.clock()
         body = await read_body(request, self._settings.max_body_bytes)
-        offers = await self._offers()
-        arguments = (body, offers, request.state.request_id)
-        inline = len(body) <= PARSED_INLINE_BYTES and not mentions_structure(body)
-        parsed = parse(*arguments) if inline else await asyncio.to_thread(parse, *arguments)
+        async with AsyncExitStack() as unless_answered:
+            answering = self._answer(request, kind, body, arrived, unless_answered)
+            answer = await while_connected(request.receive, answering)
+            unless_answered.pop_all()
+        return answer
+
+    async def _answer(
+        self, request: Request, kind: Kind, body: bytes, arrived: float, unless_answered: AsyncExitStack
+    ) -> Response:
+        """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
+        visit, admission = request.state.visit, self._settings.admission
+        longest = seconds_allowed(None, request.headers, admission)
+        reading = self._reader.read(kind, body, request.state.request_id)
+        parsed, served = await in_time(reading, longest, visit.end(longest))
         parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
-        served = offers[parsed.model]
         if self._recorder is not None and parsed.store:
             self._recorder.take(Asked(parsed.model, body, parsed.prompts, served.tokenizer))
-        visit = request.state.visit
-        seconds = seconds_allowed(parsed.timeout, request.headers, self._settings.admission)
+        seconds = seconds_allowed(parsed.timeout, request.headers, admission)
         visit.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(
@@ -260,6 +236,7 @@ class _Api:
             model=parsed.model,
             tokenizer=served.tokenizer,
             include_usage=parsed.include_usage,
+            continuous_usage=parsed.continuous_usage,
             include_speculation=parsed.include_speculation,
             details=parsed.details,
             form=parsed.form,
@@ -272,13 +249,10 @@ class _Api:
         request.state.parsed, request.state.usage = parsed, usage
         if parsed.stream:
             failed = partial(self._failed_midway, request)
-            async with AsyncExitStack() as unless_streamed:
-                unless_streamed.push_async_callback(chunks.aclose)
-                first = await while_connected(request.receive, _first(chunks))
-                unless_streamed.pop_all()
-            return EventStream(_events(first, chunks, envelope, usage, failed), chunks)
-        whole = _whole(chunks, envelope, usage)
-        return _json(await while_connected(request.receive, whole))
+            unless_answered.push_async_callback(chunks.aclose)
+            first = await anext(chunks)
+            return EventStream(_events(first, chunks, envelope, usage, failed), chunks, visit.end(seconds))
+        return _json(await _whole(chunks, envelope, usage))
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""
@@ -335,10 +309,6 @@ def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(responses.encode(body), status, headers, media_type="application/json")
 
 
-async def _first(chunks: AsyncGenerator[Chunk]) -> Chunk:
-    return await anext(chunks)
-
-
 async def _whole(chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage) -> Json:
     gathered = [Choice() for _ in range(usage.choices)]
     commits: list[Chunk] = []
@@ -392,4 +362,4 @@ def _chunk_bodies(chunk: Chunk, envelope: Envelope, usage: Usage, opened: set[in
         bodies.append(envelope.text(chunk))
     if chunk.finish is not None:
         bodies.append(envelope.closing(chunk, usage))
-    return bodies
+    return [body | {"usage": usage.body()} for body in bodies] if envelope.continuous_usage else bodies

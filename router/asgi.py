@@ -10,7 +10,8 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
@@ -26,8 +27,17 @@ T = TypeVar("T")
 REQUEST_ID_HEADER = "x-request-id"
 MOST_HEAD_BYTES = 64 << 10
 """Of the request line and the headers."""
+HEAD_SECONDS = 60.0
+"""In which they must have come, from the connection's or the head's first byte on."""
 BODY_SECONDS = 60.0
 """In which a body must have come."""
+STALL_SECONDS = 60.0
+"""After which a client that has taken nothing of what is sent to it is gone."""
+LAST_WORD_SECONDS = 5.0
+"""For a client to take each of the last events once its time is over."""
+CUT = "cut"
+"""The name, in a request's state, of what ends its connection at once."""
+_UPGRADE = b"upgrade:"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -79,53 +89,164 @@ class EventStream(StreamingResponse):
     """Server-sent events. When the client goes, the generator is closed before anything else happens.
 
     Starlette's own response cancels the task that iterates, which leaves a generator that was waiting to be
-    asked to the garbage collector.
+    asked to the garbage collector. A client that does not read is cut off when its time is over.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any]) -> None:
-        """Takes over ``events``, and what they are made from: a generator that was never asked closes nothing."""
+    def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any], end: float | None = None) -> None:
+        """Takes over ``events``, and what they are made from: a generator that was never asked closes nothing.
+
+        ``end``: when the request's time is over, on the event loop's clock.
+        """
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._events, self._source = events, source
+        self._end = end
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or as many as the client waits for."""
-        async with aclosing(self._source), aclosing(self._events):
-            with suppress(ClientDisconnect):
-                await while_connected(receive, self.stream_response(send))
+        try:
+            async with aclosing(self._source), aclosing(self._events):
+                await while_connected(receive, self.stream_response(partial(self._in_time, send)))
+        except ClientDisconnect:
+            pass
+        except TimeoutError:
+            if cut := scope["state"].get(CUT):
+                cut()
+                await _disconnected(receive)
+
+    async def _in_time(self, send: Send, message: Message) -> None:
+        latest = None if self._end is None else max(self._end, asyncio.get_running_loop().time() + LAST_WORD_SECONDS)
+        async with asyncio.timeout_at(latest):
+            await send(message)
 
 
 class BoundedHttp(HttpToolsProtocol):
     """A connection whose request line and headers are not read beyond :data:`MOST_HEAD_BYTES`; uvicorn sets no bound.
 
-    What comes in one read with the end of another request is not counted; a read has at most 256 KiB.
+    The same bound holds for what a chunked body has beside its data: extensions of chunks, and trailers, which are
+    dropped.
+
+    It never upgrades: an offer to, which some clients make with every request (``Upgrade: h2c``), is read under another
+    name, or the parser would take the body for the other protocol's. What comes in one read with the end of another
+    request's body is neither counted nor renamed; a read has at most 256 KiB.
     """
 
     _head: int | None = 0
     """Bytes of the head so far; None while a body is read."""
+    _beside = 0
+    """Bytes since the body's last data."""
+    _headless: asyncio.TimerHandle | None = None
+    """Runs while a head is waited for; between two requests, once something has come."""
+    _stalled: asyncio.TimerHandle | None = None
+    """Runs while the client has more to take."""
+    _line_begins = True
+    """Whether the next byte of a head is the first one of a line."""
+    _held = b""
+    """What a line began with that may become an upgrade's name."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """A client has come."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self._headless = self._headless or self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
-        if self._head is not None:
-            self._head += len(data)
-        super().data_received(data)
-        if self._head is not None and self._head > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The request line and the headers are larger than {MOST_HEAD_BYTES} bytes.")
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_head()
+        data, self._held = self._held + data, b""
+        at = 0
+        while at < len(data) and self._head is not None and not self.transport.is_closing():
+            end = data.find(b"\n", at) + 1 or len(data)
+            line, at = data[at:end], end
+            if self._line_begins and len(line) < len(_UPGRADE) and _UPGRADE.startswith(line.lower()):
+                self._held = line
+                return
+            if self._line_begins and line[: len(_UPGRADE)].lower() == _UPGRADE:
+                line = b"x-" + line
+            self._head += len(line)
+            if self._head > MOST_HEAD_BYTES:
+                self.send_400_response(f"The request line and the headers are larger than {MOST_HEAD_BYTES} bytes.")
+                return
+            super().data_received(line)
+            self._line_begins = line.endswith(b"\n")
+        if at < len(data) and not self.transport.is_closing():
+            self._beside += len(data) - at
+            super().data_received(data[at:])
+            self._line_begins = self._line_begins or data.endswith(b"\n")
+            if self._beside > MOST_HEAD_BYTES and not self.transport.is_closing():
+                self._refuse_trailers()
+
+    def _refuse_trailers(self) -> None:
+        if self.cycle.response_started:
+            self.transport.close()
+        else:
+            self.send_400_response(f"What a chunked body has beside its data is larger than {MOST_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
         self._head = self._head or 0
+        self._line_begins = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its headers, or a trailer."""
+        if self._head is not None:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Its headers are all there."""
+        if self._headless is not None:
+            self._headless.cancel()
+            self._headless = None
+        self.scope["state"][CUT] = self.transport.abort
         super().on_headers_complete()
-        self._head = None
+        self._head, self._beside = None, 0
+
+    def on_body(self, body: bytes) -> None:
+        """Some of its data."""
+        super().on_body(body)
+        self._beside = 0
 
     def on_message_complete(self) -> None:
         """It has come completely."""
         super().on_message_complete()
-        self._head = 0
+        self._head, self._beside = 0, 0
+        self._line_begins = True
+
+    def pause_writing(self) -> None:
+        """The client has more to take than it should."""
+        super().pause_writing()
+        self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(STALL_SECONDS, self._check_writing, left)
+
+    def _check_writing(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_writing()
+        else:
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        """It has taken enough."""
+        super().resume_writing()
+        self._stop_watching()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        super().connection_lost(exc)
+        self._stop_watching()
+        if self._headless is not None:
+            self._headless.cancel()
+
+    def _stop_watching(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
 
 class RequestIds:

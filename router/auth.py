@@ -30,7 +30,7 @@ from transport.files import stamp
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | page.PATHS
-"""Answered without a key: for probes, scrapers and browsers; they say nothing of any request."""
+"""Answered without a key: for probes, scrapers and browsers; they say nothing of any request or holder."""
 LOOK_SECONDS = 1.0
 """How often the file is looked at, at most; only when a request comes."""
 FILE_BYTES = 1 << 20
@@ -113,12 +113,15 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Put the key's name and limits into ``request.state``, as ``api_key_...``, or answer with status 401."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scheme, _, key = Request(scope).headers.get("authorization", "").partition(" ")
         given = key.strip() if scheme.lower() == "bearer" else ""
         holder = self._keys.holder_of(given) if given else None
+        if holder is None and scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
         if holder is None:
             self._refused(REFUSAL)
             await _refusal(given=bool(given))(scope, receive, send)

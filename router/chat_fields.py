@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from router.chat_template import RESERVED, ChatTemplate, Message, TemplateError
 from router.errors import ApiError
 from router.field_bounds import EFFORTS, ROLES
 from router.field_table import known, refusals
-from router.fields import Fields, nearest
+from router.fields import Fields, nearest, shortened
 from router.tool_fields import NO_TOOLS, Tools, past_calls
 
 _CONTENT = "a string or an array of text parts"
@@ -28,11 +29,13 @@ def chat_text(fields: Fields, template: ChatTemplate | None, tools: Tools) -> st
     if continued and opened:
         raise fields.wrong_value("continue_final_message", "false where add_generation_prompt is true")
     variables = _variables(fields, template)
+    mark = secrets.token_hex(16)
+    written = _marked(messages, mark) if continued else messages
     try:
-        text = template.render(messages, tools=tools.offered, add_generation_prompt=opened, variables=variables)
+        text = template.render(written, tools=tools.offered, add_generation_prompt=opened, variables=variables)
     except TemplateError as error:
         raise ApiError("invalid_value", str(error), "messages") from None
-    return _up_to_last(text, messages[-1]) if continued else text
+    return _up_to(mark, text, messages[-1]) if continued else text
 
 
 def _messages(fields: Fields) -> list[Message]:
@@ -96,7 +99,7 @@ def text_part(item: object, where: str) -> str:
     if kind != "text":
         path = fields.where("type")
         raise ApiError("unsupported_parameter", f'{path} must be "text"; this model reads text only', path)
-    fields.refuse_others(frozenset({"type", "text"}))
+    fields.refuse_others(frozenset({"type", "text", "prompt_cache_breakpoint"}))
     text = fields.string("text", None)
     if text is None:
         raise fields.missing("text", "a string")
@@ -119,7 +122,9 @@ def _variables(fields: Fields, template: ChatTemplate) -> Mapping[str, object]:
     for name in inner.raw:
         if name not in free:
             hint = nearest(name, free) if free else "; it has none that a request may set"
-            raise inner.wrong_value(name, f"left out: the model's chat template has no such variable{hint}")
+            short = Fields({shortened(name): inner.raw[name]}, inner.path)
+            expected = f"left out: the model's chat template has no such variable{hint}"
+            raise short.wrong_value(shortened(name), expected)
     effort = fields.choice("reasoning_effort", "none", EFFORTS)
     if "reasoning_effort" in free and fields.get("reasoning_effort") is not None:
         return {**inner.raw, "reasoning_effort": effort}
@@ -128,13 +133,20 @@ def _variables(fields: Fields, template: ChatTemplate) -> Mapping[str, object]:
     return inner.raw
 
 
-def _up_to_last(text: str, last: Message) -> str:
-    """The prompt up to the end of the last message's content, so that the model goes on with it."""
-    content = last["content"].strip()
-    at = text.rfind(content) if content else -1
-    if at < 0:
+def _marked(messages: list[Message], mark: str) -> list[Message]:
+    """With a mark after the last message's content, and a space that shows whether the template trims contents."""
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']}{mark} "}]
+
+
+def _up_to(mark: str, text: str, last: Message) -> str:
+    """The prompt up to the mark after the last message's content, so that the model goes on with it."""
+    before, found, after = text.rpartition(mark)
+    trims = not after.startswith(" ")
+    content = last["content"].strip() if trims else last["content"].lstrip()
+    prompt = before.rstrip() if trims else before
+    if not found or not content.strip() or not prompt.endswith(content):
         where = "continue_final_message"
         message = f"{where} must be false: the chat template does not write the last message as it is"
         raise ApiError("invalid_value", message, where)
-    whole = last["content"].lstrip()
-    return text[: at + len(whole if text.startswith(whole, at) else content)]
+    return prompt

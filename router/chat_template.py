@@ -30,6 +30,16 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variables that are not a caller's to set."""
 
 LONGEST_REASON = 300
+_REFUSALS = (
+    jinja2.TemplateError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template raises that was written for other messages or tools."""
 
 
 class TemplateError(ValueError):
@@ -77,7 +87,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except _REFUSALS as error:
             raise TemplateError(f"the model's chat template refuses these messages: {_reason(error)}") from error
 
 

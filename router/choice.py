@@ -61,6 +61,8 @@ class Wanted:
     """The revision that its text began with; None: any, the newest first."""
     tokens: int = 0
     """To compute before the first one: prompt and what is committed."""
+    end: int = 0
+    """Tokens that it may have at last."""
     blocks: tuple[int, ...] = ()
     """Of the prompt; see :mod:`router.prefixes`."""
 
@@ -96,6 +98,10 @@ class Candidate:
         typical = running / load.sessions if load.sessions else TYPICAL_TOKENS
         return running + max(self.opening_tokens, int(load.waiting * typical))
 
+    def can_hold(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits into its cache at all; so it seems where nothing is known."""
+        return not self.load.capacity_tokens or tokens <= self.load.capacity_tokens
+
     def has_room(self, tokens: int) -> bool:
         """Whether so many tokens more would run at once; so it seems where nothing is known."""
         return not self.load.capacity_tokens or self.held_tokens + tokens <= self.load.capacity_tokens
@@ -122,9 +128,11 @@ def choose_target(
 ) -> PeerId | None:
     """The target for a session; None when none fits.
 
-    The newest revision that has room is preferred; see :func:`revision_ages`.
+    The newest revision that has room is preferred; see :func:`revision_ages`. One whose cache is too small for all the
+    session may become is taken only where all are: it says what is wrong.
     """
-    usable = [candidate for candidate in candidates if _runs(candidate, wanted)]
+    running = [candidate for candidate in candidates if _runs(candidate, wanted)]
+    usable = [candidate for candidate in running if candidate.can_hold(wanted.end)] or running
     roomy = [candidate for candidate in usable if candidate.has_room(wanted.tokens - candidate.known_tokens)]
     ages = revision_ages(candidate.welcome for candidate in usable)
     newest = max((ages[candidate.welcome.revision] for candidate in roomy or usable), default=0.0)

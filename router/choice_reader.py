@@ -15,7 +15,7 @@ from router.logprobs import ShownToken, TokenNames
 from router.requests import ApiRequest
 from router.text import Delta, Piece, TextRules, TextStream
 from router.tokenizer import Tokenizer
-from router.tool_calls import ToolCall, parser_of
+from router.tool_calls import Found, ToolCall, parser_of
 from speculation.events import Told
 from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
 from speculation.origin import Origin
@@ -100,7 +100,7 @@ class ChoiceReader:
         """Tokens whose text is not out."""
         self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
         """Characters of the answer before the text."""
-        self._parser = None if self._tools.form is None else parser_of(self._tools.form)
+        self._parser = None if self._tools.form is None else parser_of(self._tools.form, self._tools.names)
         self._calls = 0
         self._position = len(generation.prompt)
         self._begun = False
@@ -117,12 +117,13 @@ class ChoiceReader:
                 if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
                     yield replace(self.prompt(item.told), cached=item.cached if self._prompt_only else 0)
                 self._begun = True
-                yield self._parsed(self._of_commit(item, self._text.push(item.tokens, item.origins)))
+                delta, found = self._taken(item)
+                yield self._parsed(self._of_commit(item, delta), found)
             case Ended():
                 rest = self._text.finish()
                 finish = FinishReason.STOP if rest.stopped else item.reason
-                shown = self._out(rest)
-                yield self._parsed(Chunk(self._index, rest.pieces, finish=finish, shown=shown, position=self._position))
+                chunk = Chunk(self._index, rest.pieces, finish=finish, shown=self._out(rest), position=self._position)
+                yield self._parsed(chunk, self._found(rest))
             case _:
                 assert_never(item)
 
@@ -177,21 +178,49 @@ class ChoiceReader:
         most = self._form.logprobs or 0
         return tuple(self._names.shown(token, self._before + start, told, most) for token, told, start in out)
 
-    def _parsed(self, chunk: Chunk) -> Chunk:
+    def _taken(self, commit: Committed) -> tuple[Delta, Found]:
+        """The text of a commit, and what it turned out to be.
+
+        Where the first call is the end it is looked for after every token: what was committed behind it at the same
+        time must not be read, or the answer would depend on the drafts.
+        """
+        if self._parser is None or self._tools.several:
+            delta = self._text.push(commit.tokens, commit.origins)
+            return delta, self._found(delta)
+        taken, found = Delta(()), Found()
+        for token, origin in zip(commit.tokens, commit.origins, strict=True):
+            delta = self._text.push((token,), (origin,))
+            taken, found = taken.then(delta), found.then(self._found(delta))
+            if found.calls:
+                return taken.then(self._text.cut()), found
+            if taken.stopped:
+                break
+        return taken, found
+
+    def _found(self, delta: Delta) -> Found:
+        """What the text turned out to be, where calls are searched for; up to the first, if that is the end."""
+        found = Found()
+        if self._parser is None:
+            return found
+        text = "".join(piece.text for piece in delta.pieces)
+        for part in [text] if self._tools.several else text:
+            found = found.then(self._parser.push(part))
+            if found.calls and not self._tools.several:
+                break
+        return found
+
+    def _parsed(self, chunk: Chunk, found: Found) -> Chunk:
         """With the tool calls taken out of the text. The first one is the end, where there may be no second."""
         if self._parser is None:
             return chunk
-        found = self._parser.push(chunk.text)
-        content, calls = found.content, found.calls
-        if chunk.finish is not None:
-            rest = self._parser.finish()
-            content, calls = content + rest.content, calls + rest.calls
-        finish = chunk.finish
+        if chunk.finish is not None and (self._tools.several or not found.calls):
+            found = found.then(self._parser.finish())
+        calls, finish = found.calls, chunk.finish
         if calls and not self._tools.several:
             calls, finish = calls[:1], FinishReason.STOP
         self._calls += len(calls)
         called = finish is FinishReason.STOP and self._calls > 0
-        return replace(chunk, content=content, calls=tuple(calls), finish=finish, called=called)
+        return replace(chunk, content=found.content, calls=tuple(calls), finish=finish, called=called)
 
 
 def _hidden(request: ApiRequest, tokenizer: Tokenizer) -> frozenset[Token] | None:

@@ -16,7 +16,7 @@ from router.requests import ApiRequest
 from router.tokenizer import Tokenizer
 
 QUEUED_CHUNKS = 32
-"""Chunks of one request that wait for a slow client before its generations have to wait."""
+"""Chunks of one request that wait for a slow client. What is committed meanwhile waits as tokens; no target waits."""
 
 
 async def run_choices(request: ApiRequest, generator: Generator, tokenizer: Tokenizer) -> AsyncGenerator[Chunk]:

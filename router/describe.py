@@ -19,12 +19,13 @@ _INTRODUCTION = """\
 `POST /v1/completions` and `POST /v1/chat/completions` are OpenAI's, with vLLM's additional fields. An application moves
 here by changing its base URL. `GET /v1/models` lists what is served; `/openapi.json` describes everything to machines.
 
-Every field is in the table below. One that is not is refused with a 400 that names it, and so is one that is here but
-refused, unless its value asks for nothing. `null` is the same as leaving a field out. Nothing is silently ignored:
-only the labels at the end of the table have no effect. "chat" and "text" say which of the two endpoints knows a field
-that is not on both.
+Every field is in the table below. One that is not is refused with a 400 that names it, whatever its value; so is one
+that is here but refused, unless its value asks for nothing. For a field of the table `null` is the same as leaving it
+out. Nothing is silently ignored: only the labels at the end of the table have no effect. "chat" and "text" say which of
+the two endpoints knows a field that is not on both.
 
 How the text is made (drafted or not, by whom, on which workers) never changes it: for the same seed it is the same.
+`speculation.rule` `rejection` alone is weaker: drafts change which text a seed gives, and not how likely each text is.
 
 ## Request fields
 """

@@ -45,6 +45,7 @@ from speculation.events import (
     Role,
     Send,
     Start,
+    Stays,
     Stop,
     Tick,
     Wake,
@@ -64,7 +65,7 @@ from speculation.messages import (
 )
 from speculation.origin import from_draft_models
 from speculation.reopening import ReopeningLimits, Reopenings
-from speculation.session import Phase, Session, SessionLimits
+from speculation.session import Phase, Session, SessionLimits, Workers
 from transport.codec import MalformedMessage
 from transport.session_log import SessionLog
 from transport.tls import Identity
@@ -97,11 +98,13 @@ class Dispatcher:
         """
         self._limits, self._traced = limits, traced
         self._runs: dict[SessionId, Run] = {}
+        self.reading = 0
+        """Generations whose sessions run or have more to read."""
         self._ids = itertools.count(1)
         self._reopenings = Reopenings(limits.reopening)
         self._asked_again = False
         self._durations = Durations()
-        events = PoolEvents(self._available, self._lost, self._draining, self._received, self._malformed)
+        events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
         self.metrics = RouterMetrics(Tally(), self.snapshot)
@@ -125,7 +128,7 @@ class Dispatcher:
     def demand(self, model: str = "") -> RouterDemand:
         """What whoever decides how many workers there are should know of one model, or of all."""
         runs = [run for run in self._runs.values() if not model or (run.model and run.model.name == model)]
-        undrafted = [run for run in runs if run.session.undrafted and self.pool.speculates(run.at.get(Role.TARGET))]
+        undrafted = [run for run in runs if run.session.undrafted and self.pool.speculates(run.session.workers.target)]
         resting = sum(run.session.resting for run in runs)
         return RouterDemand(streams=len(runs), undrafted=len(undrafted), resting=resting)
 
@@ -157,39 +160,30 @@ class Dispatcher:
         session_log = SessionLog(log, number, generation.request_id)
         notes = SessionNotes(self.pool.journal, session, generation.request_id)
         blocks = blocks_of(generation.prompt)
-        run = self._runs[number] = Run(session, tally, session_log, notes, trace, model, blocks)
-        if generation.details:
-            run.witness = Witness(asyncio.get_running_loop().time())
-        self.totals.sessions += 1
         began = asyncio.get_running_loop().time()
-        ended: FinishReason | GenerationError | None = None
+        run = self._runs[number] = Run(session, tally, session_log, notes, trace, model, blocks, began)
+        if generation.details:
+            run.witness = Witness(began)
+        self.totals.sessions += 1
+        self.reading += 1
         try:
             self._handle(run, Start())
             while True:
                 item = await run.items.get()
                 if isinstance(item, GenerationError):
-                    ended = item
                     raise item
-                if isinstance(item, Ended):
-                    ended = item.reason
                 yield item
                 if isinstance(item, Ended):
                     return
         finally:
+            self.reading -= 1
             self._handle(run, Stop())
-            for timer in run.timers:
-                timer.cancel()
-            trace.ended(ended)
-            self._add_up(run)
-            del self._runs[number]
-            self._durations.add(asyncio.get_running_loop().time() - began)
-            self._reopenings.ended(number, finished=run.finished)
-            self._ask_again_soon()
 
     def give_up(self, why: str) -> None:
         """Fail what is under way: this router ends."""
         for run in list(self._runs.values()):
             self._fail(run, GenerationError("draining", why))
+            self._handle(run, Stop())
 
     def _until_free(self) -> float:
         """Seconds until one more session can be expected to find a place."""
@@ -198,7 +192,20 @@ class Dispatcher:
 
     def _placing(self) -> int:
         """Sessions that wait for a target."""
-        return sum(run.session.phase is not Phase.RUNNING for run in self._runs.values())
+        return sum(run.session.phase is Phase.PLACING for run in self._runs.values())
+
+    def _over(self, run: Run) -> None:
+        """A session has ended: it takes no place any more, whenever its client has read what there is."""
+        session = run.session
+        if self._runs.pop(session.session, None) is None:
+            return
+        if run.timer is not None:
+            run.timer.cancel()
+        run.trace.ended(run.ended)
+        self._add_up(run)
+        self._durations.add(asyncio.get_running_loop().time() - run.began)
+        self._reopenings.ended(session.session, finished=isinstance(run.ended, FinishReason))
+        self._ask_again_soon()
 
     def _add_up(self, run: Run) -> None:
         """Take over what a session that ended has counted."""
@@ -222,7 +229,7 @@ class Dispatcher:
             sessions=totals.sessions,
             failed=totals.failed,
             placing=placing,
-            running=len(self._runs) - placing,
+            running=sum(run.session.phase is Phase.RUNNING for run in self._runs.values()),
             reopened=totals.reopened,
             moved=totals.moved,
             condemned=totals.condemned,
@@ -251,8 +258,14 @@ class Dispatcher:
         self._ask_again_soon()
 
     def _draining(self, peer: PeerId) -> None:
+        self._reopenings.draining(peer)
         for run in list(self._runs.values()):
             self._handle(run, Draining(peer))
+        self._ask_again_soon()
+
+    def _stays(self, peer: PeerId) -> None:
+        for run in list(self._runs.values()):
+            self._handle(run, Stays(peer))
 
     def _received(self, peer: PeerId, message: FromWorker) -> None:
         if isinstance(message, Load | Welcome):
@@ -263,7 +276,8 @@ class Dispatcher:
         elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
             self._malformed(peer, wrong)
         else:
-            if isinstance(message, Verification):
+            known = self.pool.peers.get(peer)
+            if isinstance(message, Verification) and known is not None and known.role is Role.TARGET:
                 self._reopenings.heard(peer, message)
                 if message.lead is not None:
                     run.tally.leads(message.lead)
@@ -276,10 +290,17 @@ class Dispatcher:
         if run is not None:
             self._handle(run, Faulted(peer, error.epoch or 0, str(error)))
 
-    def _handle(self, run: Run, event: Event) -> None:
-        now = asyncio.get_running_loop().time()
+    def _handle(self, run: Run, event: Event, at: float = 0.0) -> None:
+        """Let a session take an event; ``at``: the time is no earlier, whatever the clock says."""
+        self._take(run, event, at)
+        if run.session.phase is Phase.ENDED:
+            self._over(run)
+
+    def _take(self, run: Run, event: Event, at: float = 0.0) -> None:
+        now = max(asyncio.get_running_loop().time(), at)
+        workers = run.session.workers
         for effect in run.session.handle(now, event):
-            self._perform(run, effect)
+            self._perform(run, effect, workers)
 
     def _ask_again_soon(self) -> None:
         """Let sessions whose turn has come ask for a target again, once what happens now is dealt with."""
@@ -295,17 +316,19 @@ class Dispatcher:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, run: Run, effect: Effect) -> None:
+    def _perform(self, run: Run, effect: Effect, workers: Workers) -> None:
+        """``workers``: where the session was when what has this effect happened."""
         match effect:
             case Place(role=role, avoid=avoid):
-                self._handle(run, self._placed(run, role, avoid))
+                self._take(run, self._placed(run, role, avoid))
             case Send(peer=peer, message=message):
                 self._note(run, peer, message)
                 self.pool.send(peer, message)
             case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, told=told):
                 now = asyncio.get_running_loop().time()
                 of_drafter = from_draft_models(accepted, offered, told)
-                self._learn(run, *of_drafter)
+                assert workers.target is not None
+                self._learn(run, workers.target, workers.draft, *of_drafter)
                 self.totals.committed += len(tokens)
                 self.totals.accepted += accepted
                 self.totals.offered += offered
@@ -313,14 +336,13 @@ class Dispatcher:
                 run.trace.committed(len(tokens), accepted, offered)
                 details = None
                 if run.witness is not None:
-                    at, reopened = run.at, run.session.reopened
-                    details = run.witness.committed(now, at[Role.TARGET], at.get(Role.DRAFT), reopened)
+                    details = run.witness.committed(now, workers.target, workers.draft, run.session.reopened)
                 run.items.put_nowait(Committed(tokens, accepted, offered, cached, told, details))
             case Wake(at=at):
                 self._set_timer(run, at)
             case Finish(reason=reason):
                 if reason is not None:
-                    run.finished = True
+                    run.ended = reason
                     run.items.put_nowait(Ended(reason, run.session.reopened))
             case Fail(code=code, message=message):
                 retry_after = self._until_free() if code is FailureCode.OVERLOADED else None
@@ -330,6 +352,7 @@ class Dispatcher:
 
     def _fail(self, run: Run, error: GenerationError) -> None:
         self.totals.failed += 1
+        run.ended = error
         run.log.warning("failed (%s): %s", error.code, error.message)
         run.items.put_nowait(error)
 
@@ -337,14 +360,15 @@ class Dispatcher:
         """The choice of a worker, but for targets where it is not this session's turn."""
 
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
-            return self.pool.choose(role, avoid, run.wanted, run.at.get(Role.TARGET))
+            return self.pool.choose(role, avoid, run.wanted, run.session.workers.target)
 
         if role is not Role.TARGET:
             return Placed(role, choose(avoid))
         answer = self._reopenings.place(asyncio.get_running_loop().time(), run.session.session, avoid, choose)
-        if isinstance(answer, Condemned):
+        if isinstance(answer, Condemned) and run.session.phase is Phase.PLACING:  # else it goes on for the time being
             self.totals.condemned += 1
-            run.notes.condemned(run.at[Role.TARGET], answer.deaths)
+            assert run.opened_at is not None
+            run.notes.condemned(run.opened_at, answer.deaths)
         return answer
 
     def _note(self, run: Run, peer: PeerId, message: ToWorker) -> None:
@@ -353,10 +377,11 @@ class Dispatcher:
             self.pool.opened(peer, message, run.blocks)
             known = self.pool.peers.get(peer)
             if known is not None:
-                run.at[known.role] = peer
-                run.tally.opened(peer, known.role)
+                if peer in run.session.workers:  # and not the one it will move to
+                    run.tally.opened(peer, known.role)
                 run.trace.opened(peer, known.role, message)
                 if known.role is Role.TARGET:
+                    run.opened_at = peer
                     run.notes.opened(peer)
                     self._reopenings.opened(message.session, peer, message.epoch)
             run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
@@ -367,14 +392,13 @@ class Dispatcher:
             self._reopenings.closed(message.session, peer)
             self.pool.closed(peer, message.session)
 
-    def _learn(self, run: Run, accepted: int, offered: int) -> None:
+    def _learn(self, run: Run, target: PeerId, draft: PeerId | None, accepted: int, offered: int) -> None:
         """What a step of a session says about its workers."""
-        target = run.at[Role.TARGET]
         known = self.pool.peers.get(target)
         if run.revision is None and known is not None and known.welcome is not None:
             run.revision = known.welcome.revision
-        if offered and Role.DRAFT in run.at:
-            self.pool.drafted(target, run.at[Role.DRAFT], accepted, offered)
+        if offered and draft is not None:
+            self.pool.drafted(target, draft, accepted, offered)
 
     def _why(self, run: Run, code: FailureCode, message: str) -> str:
         """The reason of a failure, with what the session itself cannot know."""
@@ -389,9 +413,9 @@ class Dispatcher:
 
     def _set_timer(self, run: Run, at: float) -> None:
         def fire() -> None:
-            run.timers.discard(handle)
-            if run.session.phase is not Phase.ENDED:
-                self._handle(run, Tick())
+            run.timer = None
+            self._handle(run, Tick(), at)  # an event loop may be early: uvloop's clock has steps of 1 ms
 
-        handle = asyncio.get_running_loop().call_at(at, fire)
-        run.timers.add(handle)
+        if run.timer is not None:
+            run.timer.cancel()
+        run.timer = asyncio.get_running_loop().call_at(at, fire)

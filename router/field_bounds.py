@@ -29,8 +29,10 @@ MAX_DRAFT_DEPTH = 64
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """``developer`` is OpenAI's newer name of ``system``, which is what chat templates know."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TOOLS = 128
+MAX_CHOICES = 1024
+"""Of ``guided_choice``."""
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 MOST_MESSAGES = 2048
@@ -42,4 +44,6 @@ MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 SERVICE_TIERS = ("auto", "default")
+CACHE_MODES = ("implicit", "explicit")
+CACHE_TTLS = ("30m", "12h")
 CACHE_RETENTIONS = ("in-memory", "in_memory", "24h")

@@ -21,15 +21,33 @@ Refusals = Mapping[str, tuple[str, tuple[object, ...]]]
 SHOWN_CHARACTERS = 60
 """How much of a refused value a message repeats."""
 SHOWN_NAME = 64
-FEW_NAMES = 3
+FEW_NAMES = 4
 
 
 def show(value: object) -> str:
     """A JSON value as a message shows it: short, and on one line."""
     if isinstance(value, list | dict) and len(value) > SHOWN_CHARACTERS:
         return f"a JSON {'array' if isinstance(value, list) else 'object'} of {len(value)} entries"
-    text = json.dumps(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
+    try:
+        text = json.dumps(value[: SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
+    except RecursionError:
+        return f"a deeply nested JSON {'array' if isinstance(value, list) else 'object'}"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def shortened(name: str) -> str:
+    """The name of a field that is not known, as a message shows it."""
+    return name if len(name) <= SHOWN_NAME else name[:SHOWN_NAME] + "..."
+
+
+def loads(text: str) -> object:
+    """The JSON in a string. Raises ValueError, also where a part of it is no text (half of a surrogate pair)."""
+    try:
+        value: object = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -179,9 +197,8 @@ class Fields:
             if name in known:
                 continue
             if name not in refusals:
-                short = name if len(name) <= SHOWN_NAME else name[:SHOWN_NAME] + "..."
                 hint = nearest(name, known | refusals.keys())
-                path = self.where(short)
+                path = self.where(shortened(name))
                 raise ApiError("unknown_parameter", f"there is no field {path!r}{hint}", path)
             reason, neutral = refusals[name]
             if value is not None and not any(_same(value, other) for other in neutral):

@@ -93,7 +93,7 @@ class Ended:
 
     reason: FinishReason
     reopened: int = 0
-    """How often the session was moved to another target worker."""
+    """How often the session was opened again after a fault."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A grammar comes from outside, and compiling one may take hours, gigabytes, or the whole process. So it is first tried
 here, where that does no harm: the kernel ends this process when it uses too much memory or processor time, and
 :mod:`router.grammar_checker` when an answer takes too long all the same. Reads a line of JSON, ``[format, text,
-options]``, and writes one, ``[grammar, error]``, until its input ends.
+options, tags]``, and writes one, ``[grammar, error]``, until its input ends.
 
 Run as a file, with nothing of the router imported.
 """
@@ -15,6 +15,7 @@ import random
 import resource
 import signal
 import sys
+from functools import cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -27,32 +28,51 @@ TRIED_BYTES = 48
 LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 """No wider than a worker's (``engine.grammar.LIMITS``)."""
 NOTHING = "it allows no text at all"
+ENDLESS = "it recurses without end: no JSON of finite length fits it"
+END, END_TAG = 256, "<end of text>"
+"""What ends a text that is made up."""
 
 
 def main() -> None:
     """Answer until nobody asks any more."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = LLTokenizer("byte")
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # whose signal nobody handles: it ends the process
-        answer = json.dumps(check(tokenizer, *json.loads(line)))
+        answer = json.dumps(check(*json.loads(line)))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         sys.stdout.buffer.write(answer.encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def check(tokenizer: LLTokenizer, form: str, text: Any, options: dict[str, Any]) -> tuple[str, str]:
-    """The grammar, and what is wrong with it on one line (empty: nothing)."""
+def check(form: str, text: Any, options: dict[str, Any], tags: list[str]) -> tuple[str, str]:
+    """The grammar, and what is wrong with it on one line (empty: nothing). ``tags``: tokens it names, ``<...>``."""
     try:
         if form == "json":
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
         else:
             grammar = grammar_from(form, text)  # type: ignore[arg-type]
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        return grammar, one_line(matcher.get_error()) if matcher.is_error() else try_out(matcher)
+        matcher = LLMatcher(tokenizer_of(tuple(tags)), grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            return grammar, one_line(matcher.get_error())
+        error = try_out(matcher)
+        return grammar, error or ("" if form != "json" or ends(text) else ENDLESS)
     except (ValueError, RecursionError) as error:
         return "", one_line(str(error))
+
+
+@cache
+def tokenizer_of(tags: tuple[str, ...]) -> LLTokenizer:
+    """Of a token for each byte, whose id is that byte, one that ends a text, and these."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # as byte-level tokenizers write bytes
+    others = [byte for byte in range(256) if byte not in plain]
+    vocabulary = {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": END + index, "content": tag, **flags} for index, tag in enumerate((END_TAG, *tags))]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
+    return LLTokenizer(json.dumps(whole), eos_token=END)
 
 
 def try_out(matcher: LLMatcher) -> str:
@@ -62,11 +82,82 @@ def try_out(matcher: LLMatcher) -> str:
         mask = matcher.compute_logit_bias()
         if matcher.is_error():
             return one_line(matcher.get_error())
-        choices = [byte for byte in range(256) if mask[byte]]
+        choices = [token for token, open_ in enumerate(mask) if open_ and token != END]
         if not choices:
             return "" if position else NOTHING
         matcher.consume_token(rng.choice(choices))
     return ""
+
+
+def ends(schema: object) -> bool:
+    """Whether any finite JSON fits a schema: the references that surely end are found first, then those above them.
+
+    A chain of references is followed in one round where they stand in its order, or against it.
+    """
+    ending: set[str] = set()
+    unknown = [(reference, _at(schema, reference)) for reference in _references(schema)]
+    known = -1
+    while known < len(ending):
+        known = len(ending)
+        for reference, place in unknown:
+            if _fits(place, ending):
+                ending.add(reference)
+        unknown = [(reference, place) for reference, place in reversed(unknown) if reference not in ending]
+    return _fits(schema, ending)
+
+
+def _fits(schema: object, ending: set[str]) -> bool:
+    """The same for a schema, given the references that surely end."""
+    if not isinstance(schema, dict):
+        return True
+    parts: list[bool] = []
+    if isinstance(reference := schema.get("$ref"), str):
+        parts.append(reference in ending or not reference.startswith("#"))
+    if isinstance(every := schema.get("allOf"), list):
+        parts.append(all(_fits(one, ending) for one in every))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(some := schema.get(name), list) and some:
+            parts.append(any(_fits(one, ending) for one in some))
+    if schema.get("type") == "object" and isinstance(required := schema.get("required"), list):
+        properties = schema.get("properties")
+        described = properties if isinstance(properties, dict) else {}
+        parts += [_fits(described.get(name), ending) for name in required if isinstance(name, str)]
+    if schema.get("type") == "array" and isinstance(least := schema.get("minItems"), int):
+        first = schema.get("prefixItems")
+        before = first[:least] if isinstance(first, list) else []
+        parts += [_fits(one, ending) for one in before]
+        parts.append(len(before) >= least or _fits(schema.get("items"), ending))
+    return all(parts)
+
+
+def _references(schema: object) -> list[str]:
+    """All references inside a schema to a part of it, each once, in their order."""
+    found: dict[str, None] = {}
+    waiting = [schema]
+    while waiting:
+        place = waiting.pop()
+        if isinstance(place, dict):
+            reference = place.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#"):
+                found[reference] = None
+            waiting += reversed(place.values())
+        elif isinstance(place, list):
+            waiting += reversed(place)
+    return [*found]
+
+
+def _at(root: object, reference: str) -> object:
+    """What a JSON pointer (RFC 6901) in a URI fragment points to; True, which anything fits, if it is none."""
+    place = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        elif isinstance(place, dict) and name in place:
+            place = place[name]
+        else:
+            return True
+    return place
 
 
 def one_line(message: str) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 CHECK_SECONDS = 20.0
@@ -22,7 +22,7 @@ START_SECONDS = 30.0
 """What the process may take to start."""
 REMEMBERED = 256
 """Answers kept."""
-READY = '["json", true, {}]'
+READY = '["json", true, {}, []]'
 """A question whose answer shows that the process is up."""
 
 
@@ -40,21 +40,16 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
-    def grammar(self, form: str, text: object, options: Mapping[str, object] | None = None) -> str:
+    def grammar(
+        self, form: str, text: object, options: Mapping[str, object] | None = None, tags: Sequence[str] = ()
+    ) -> str:
         """What llguidance reads, of a ``json`` schema, a ``regex``, a ``choice`` of strings or a ``grammar``.
 
-        Blocks for as long as that takes; see :data:`CHECK_SECONDS`. Raises :class:`GrammarRefused`, and RuntimeError if
-        the process does not start.
+        ``llguidance``: it is one already. ``tags``: the tokens that it names. Blocks for as long as that takes; see
+        :data:`CHECK_SECONDS`. Raises :class:`GrammarRefused`, and RuntimeError if the process does not start.
         """
-        question = json.dumps([form, text, options or {}])
-        with self._lock:
-            answer = self._answers.get(question)
-            if answer is None:
-                answer = self._ask(question)
-                self._answers[question] = answer
-                if len(self._answers) > REMEMBERED:
-                    self._answers.popitem(last=False)
-        grammar, error = answer
+        question = json.dumps([form, text, options or {}, [*tags]])
+        grammar, error = self._answers.get(question) or self._in_turn(question)
         if error:
             raise GrammarRefused(error)
         return grammar
@@ -64,7 +59,23 @@ class GrammarChecker:
         with self._lock:
             self._end()
 
+    def _in_turn(self, question: str) -> tuple[str, str]:
+        with self._lock:
+            answer = self._answers.get(question)
+            if answer is None:
+                answer = self._answers[question] = self._ask(question)
+                if len(self._answers) > REMEMBERED:
+                    self._answers.popitem(last=False)
+        return answer
+
     def _ask(self, question: str) -> tuple[str, str]:
+        try:
+            return self._answer(question)
+        except BaseException:  # an answer may still come: nobody may take it for that of the next question
+            self._end()
+            raise
+
+    def _answer(self, question: str) -> tuple[str, str]:
         if self._process is None:
             atexit.register(self.close)
             self._process = subprocess.Popen(
@@ -74,11 +85,9 @@ class GrammarChecker:
                 stderr=subprocess.DEVNULL,
             )
             if self._exchange(self._process, READY, START_SECONDS) is None:
-                self._end()
                 raise RuntimeError("the process that tries grammars does not start")
         line = self._exchange(self._process, question, self._seconds)
         if line is None:
-            self._end()
             raise GrammarRefused("it is too complex: compiling it takes too much time or memory")
         grammar, error = json.loads(line)
         return grammar, error
@@ -92,8 +101,9 @@ class GrammarChecker:
             process.stdin.flush()
         except BrokenPipeError:
             return None
-        ready, _, _ = select.select([process.stdout], [], [], seconds)
-        line = process.stdout.readline() if ready else b""
+        poll = select.poll()  # select() takes no descriptor from 1024 on, which a busy router reaches
+        poll.register(process.stdout, select.POLLIN)
+        line = process.stdout.readline() if poll.poll(seconds * 1000) else b""
         return line if line.endswith(b"\n") else None
 
     def _end(self) -> None:

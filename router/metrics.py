@@ -39,18 +39,25 @@ class RouterMetrics:
         """Files of the TLS certificates in use, whose end is told."""
         self.accounts: Mapping[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
-        self._registry = CollectorRegistry()
+        self._registry, self._open = CollectorRegistry(), CollectorRegistry()
         self._registry.register(self)
+        self._open.register(_Open(self))
 
     @property
     def unready(self) -> str | None:
         """Why no request can be served now; None: one can."""
         return self.snapshot().unready
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
+    def exposition(self, accept: str = "", *, accounts: bool = True) -> tuple[bytes, str]:
+        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers.
+
+        Without ``accounts`` nothing is told of who holds API keys.
+        """
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # of a header that is malformed
+            encode, content_type = choose_encoder("")
+        return encode(self._registry if accounts else self._open), content_type
 
     def describe(self) -> Iterator[Metric]:
         """Nothing to be known in advance; keeps the registry from collecting when this is registered."""
@@ -58,6 +65,11 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now."""
+        yield from self.open_families()
+        yield from _of_accounts(self.accounts)
+
+    def open_families(self) -> Iterator[Metric]:
+        """Those that are anybody's to read."""
         snapshot = self.snapshot()
         for worker in snapshot.workers:
             if worker.role is Role.TARGET and worker.model:
@@ -65,8 +77,7 @@ class RouterMetrics:
         yield gauge("build_info", "1, with the version as a label.", ("version",), {(own_version(),): 1})
         yield from self._of_models()
         yield from self._of_requests()
-        yield from _of_accounts(self.accounts)
-        yield from self._of_acceptance()
+        yield from self._of_acceptance(snapshot)
         yield from _of_sessions(snapshot)
         yield from collect_workers(snapshot)
         yield gauge(
@@ -114,8 +125,10 @@ class RouterMetrics:
             values = {(code,): times for code, times in codes.items()}
             yield counter(name, f"{about}, by the code of the error.{PER_ROUTER}", ("code",), values)
 
-    def _of_acceptance(self) -> Iterator[Metric]:
-        watch, pairs = self.tally.watch, list(self.tally.watch.pairs())
+    def _of_acceptance(self, snapshot: Snapshot) -> Iterator[Metric]:
+        watch = self.tally.watch
+        watch.keep({worker.worker for worker in snapshot.workers})
+        pairs = list(watch.pairs())
         yield counter(
             "acceptance_collapses",
             "Times that the acceptance of a pair of workers fell far below its usual value." + PER_ROUTER,
@@ -134,6 +147,19 @@ class RouterMetrics:
             ("target", "draft"),
             {(target, draft): pair.latest for target, draft, pair in pairs if pair.latest is not None},
         )
+
+
+class _Open:
+    """The collector of what is anybody's to read."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.open_families()
 
 
 def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:

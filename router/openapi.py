@@ -64,7 +64,7 @@ def _paths() -> Schema:
 
 def _generation(summary: str, answer: str) -> Schema:
     body = {"required": True, "content": {"application/json": {"schema": _ref(f"{answer}Request")}}}
-    content = _json(_ref(answer)) | {"text/event-stream": {"schema": _STRING}}
+    content = _json(_ref(answer)) | {"text/event-stream": {"example": "data: {...}\n\ndata: [DONE]\n\n"}}
     return {
         "summary": summary,
         "requestBody": body,

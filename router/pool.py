@@ -44,6 +44,8 @@ class PoolEvents:
     """A worker is gone; whether it was expected to go."""
     draining: Callable[[PeerId], None]
     """A worker will go soon."""
+    stays: Callable[[PeerId], None]
+    """It will not go after all."""
     received: Callable[[PeerId, FromWorker], None]
     malformed: Callable[[PeerId, MalformedMessage], None]
 
@@ -62,6 +64,15 @@ class Traffic:
         return Traffic(self.sent - other.sent, self.received - other.received)
 
 
+@dataclass(slots=True)
+class OpenedThere:
+    """A session that this router has open at a worker."""
+
+    epoch: int
+    unanswered: int
+    """Tokens it was sent for it and has not answered yet."""
+
+
 @dataclass(eq=False, slots=True)
 class Peer:
     """One worker as the router sees it. Implements :class:`transport.client.Listener`."""
@@ -74,8 +85,8 @@ class Peer:
     described: Welcome | None = None
     """As it last introduced itself, also while it is down."""
     load: Load = Load()
-    opened: dict[SessionId, int] = field(default_factory=dict)
-    """Sessions this router has open there, with the tokens it was sent for them and has not answered yet."""
+    opened: dict[SessionId, OpenedThere] = field(default_factory=dict)
+    """Sessions this router has open there."""
     prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
@@ -112,11 +123,13 @@ class Peer:
             case Load():
                 self.pool.load_changed(self, message)
             case Refused():
-                self.pool.closed(self.peer, message.session)
+                opened = self.opened.get(message.session)
+                if opened is not None and opened.epoch == message.epoch:  # and not an older one
+                    self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
                 if not isinstance(message, Welcome) and message.session in self.opened:
-                    self.opened[message.session] = 0
+                    self.opened[message.session].unanswered = 0
                 self.pool.events.received(self.peer, message)
 
     def malformed(self, error: MalformedMessage) -> None:
@@ -199,7 +212,7 @@ class WorkerPool:
             self._retire(peer)
         for name, address in wanted.items():
             if name in self.peers:
-                self.peers[name].listed = True
+                self._relist(self.peers[name])
             else:
                 peer = self.peers[name] = Peer(name, role, self, since=self.clock())
                 peer.connection = WorkerConnection(
@@ -249,7 +262,7 @@ class WorkerPool:
             peer.welcome,
             peer.load,
             sessions=peer.sessions,
-            opening_tokens=sum(peer.opened.values()),
+            opening_tokens=sum(opened.unanswered for opened in peer.opened.values()),
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
             round_trip=peer.connection.round_trip if peer.connection else None,
             acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
@@ -264,7 +277,8 @@ class WorkerPool:
         """A session is sent there, of a prompt of these blocks."""
         known = self.peers.get(peer)
         if known is not None:
-            known.opened[opening.session] = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
+            unanswered = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
+            known.opened[opening.session] = OpenedThere(opening.epoch, unanswered)
             if known.role is Role.TARGET:
                 known.prefixes.note(blocks)
 
@@ -321,6 +335,13 @@ class WorkerPool:
             self._note(peer, Kind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
             self.events.draining(peer.peer)
         self._let_go(peer)
+
+    def _relist(self, peer: Peer) -> None:
+        """Keep a worker that had left the list."""
+        leaving, peer.listed = peer.leaving, True
+        if leaving and not peer.leaving:
+            self._note(peer, Kind.WORKER_UP, "is on the list of workers again")
+            self.events.stays(peer.peer)
 
     def _count(self, peer: Peer, load: Load) -> None:
         """Take over what a worker reports of its steps and tokens."""

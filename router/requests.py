@@ -8,7 +8,7 @@ checks. The fields are read in modules of their own, by what they are about; the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -27,6 +27,7 @@ from router.speculation_fields import prediction_of, speculation_of, wants_detai
 from router.structured import text_grammar
 from router.tokenizer import Tokenizer
 from router.tool_fields import Tools, tools_of
+from router.tool_grammar import grammar_of
 from speculation.messages import MAX_PRIORITY, Extras, Speculation
 
 MAX_MODEL_CHARACTERS = 256
@@ -63,6 +64,8 @@ class ApiRequest:
     """Choices of each prompt."""
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """In every chunk."""
     include_speculation: bool = False
     details: bool = False
     """Whether the answer tells how it was speculated, to the end."""
@@ -83,31 +86,18 @@ class ApiRequest:
         return replace(self, generations=tuple(generations))
 
 
-Offers = Mapping[str, Offer]
-"""Every model that is served, by its public name. Not empty."""
-
-
-def parse_completion(body: bytes, offers: Offers, request_id: str) -> ApiRequest:
-    """The body of ``POST /v1/completions``. Raises :class:`ApiError`."""
-    fields = _read(body, "completion")
-    offer = _model(fields, offers)
+def request_of(kind: Kind, fields: Fields, offer: Offer, request_id: str) -> ApiRequest:
+    """A request of one of the two kinds, for the model that it asks for. Raises :class:`ApiError`."""
     check_sizes(fields, offer.model.context * offer.tokenizer.longest)
     n = _choices(fields, offer)
+    if kind == "chat":
+        tools = tools_of(fields, offer.tokenizer)
+        prompts: Sequence[Prompt] = (chat_prompt(fields, offer.tokenizer, offer.model.vocabulary, tools),)
+        return _request("chat", fields, prompts, n, offer, request_id, tools)
     prompts = completion_prompts(fields, offer.tokenizer, offer.model.vocabulary, offer.max_choices)
     if len(prompts) * n > offer.max_choices:
         raise fields.wrong_value("n", f"at most {offer.max_choices // len(prompts)} with {len(prompts)} prompts")
     return _request("completion", fields, prompts, n, offer, request_id)
-
-
-def parse_chat(body: bytes, offers: Offers, request_id: str) -> ApiRequest:
-    """The body of ``POST /v1/chat/completions``. Raises :class:`ApiError`."""
-    fields = _read(body, "chat")
-    offer = _model(fields, offers)
-    check_sizes(fields, offer.model.context * offer.tokenizer.longest)
-    n = _choices(fields, offer)
-    tools = tools_of(fields, offer.tokenizer.chat_template)
-    prompts = (chat_prompt(fields, offer.tokenizer, offer.model.vocabulary, tools),)
-    return _request("chat", fields, prompts, n, offer, request_id, tools)
 
 
 def parse_object(body: bytes) -> dict[str, object]:
@@ -134,7 +124,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _read(body: bytes, kind: Kind) -> Fields:
+def read_fields(body: bytes, kind: Kind) -> Fields:
+    """The fields of a body, none of which is unknown. Raises :class:`ApiError`."""
     fields = Fields(parse_object(body))
     fields.refuse_others(known(kind), refusals(kind))
     check_labels(fields)
@@ -149,15 +140,15 @@ def _choices(fields: Fields, offer: Offer) -> int:
     return n
 
 
-def _model(fields: Fields, offers: Offers) -> Offer:
-    """What the request is for; it need not say so where there is only one model."""
-    only = next(iter(offers)) if len(offers) == 1 else None
+def model_asked(fields: Fields, served: Collection[str]) -> str:
+    """Which of the models a request is for; it need not say so where there is only one. Raises :class:`ApiError`."""
+    only = next(iter(served)) if len(served) == 1 else None
     name = fields.string("model", only)
     if name is None:
-        raise fields.missing("model", f"one of {known_models(offers)}")
-    if name not in offers:
-        raise no_such_model(name, offers)
-    return offers[name]
+        raise fields.missing("model", f"one of {known_models(served)}")
+    if name not in served:
+        raise no_such_model(name, served)
+    return name
 
 
 def no_such_model(name: str, offers: Iterable[str]) -> ApiError:
@@ -184,7 +175,8 @@ def _request(
     tools: Tools = Tools(),
 ) -> ApiRequest:
     vocabulary, context = offer.model.vocabulary, offer.model.context
-    stream, include_usage, include_speculation = _streaming(fields, kind)
+    stream, options = _streaming(fields, kind)
+    include_usage = options.boolean("include_usage")
     form = answer_form_of(fields, kind, stream=stream)
     length = length_of(fields, kind, least=0 if form.echo else 1)
     prompts = truncated(fields, prompts, context, max(length.asked, 1))
@@ -194,7 +186,7 @@ def _request(
     stop_tokens = stop_tokens_of(fields, vocabulary, offer.tokenizer)
     speculation = speculation_of(fields, offer.speculation, offer.model.sources)
     extras = Extras(
-        grammar=_grammar(fields, tools),
+        grammar=grammar_of(tools, text_grammar(fields), offer.tokenizer),
         prediction=prediction_of(fields, offer.tokenizer, offer.model),
         logprobs=form.logprobs,
         prompt_logprobs=form.of_prompt,
@@ -226,7 +218,8 @@ def _request(
         n=n,
         stream=stream,
         include_usage=include_usage,
-        include_speculation=include_speculation,
+        continuous_usage=include_usage and options.boolean("continuous_usage_stats"),
+        include_speculation=options.boolean("include_speculation"),
         details=details,
         form=form,
         tools=tools,
@@ -237,14 +230,6 @@ def _request(
     )
 
 
-def _grammar(fields: Fields, tools: Tools) -> str:
-    grammar = text_grammar(fields)
-    if grammar and tools.grammar:
-        message = "tool_choice makes the text a call, and another field wants it in another form; give one of them"
-        raise ApiError("invalid_value", message, "tool_choice")
-    return grammar or tools.grammar
-
-
 def _store(fields: Fields, offer: Offer) -> bool:
     """``store``. Nobody can have kept what no router keeps."""
     store = fields.boolean("store", offer.records)
@@ -253,11 +238,11 @@ def _store(fields: Fields, offer: Offer) -> bool:
     return store
 
 
-def _streaming(fields: Fields, kind: Kind) -> tuple[bool, bool, bool]:
-    """``stream``, ``stream_options.include_usage`` and ``stream_options.include_speculation``."""
+def _streaming(fields: Fields, kind: Kind) -> tuple[bool, Fields]:
+    """``stream`` and ``stream_options``."""
     stream = fields.boolean("stream")
     options = fields.nested("stream_options")
     if not stream and fields.get("stream_options") is not None:
         raise fields.wrong_value("stream_options", "left out unless stream is true")
     options.refuse_others(known(kind, "stream_options"), refusals(kind, "stream_options"))
-    return stream, options.boolean("include_usage"), options.boolean("include_speculation")
+    return stream, options

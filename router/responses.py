@@ -8,6 +8,7 @@ counts ``accepted_draft_tokens`` and ``rejected_draft_tokens``, and ``speculatio
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from router.tool_calls import ToolCall
 
 Json = dict[str, Any]
 
+CALL_ID_DIGITS = 24
+"""Of the id of a tool call: other servers take back no more than 40 characters."""
+
 
 def encode(value: Mapping[str, Any]) -> bytes:
     """Compact JSON."""
@@ -31,9 +35,15 @@ def encode(value: Mapping[str, Any]) -> bytes:
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
+    """One server-sent event, on one line for whoever splits at Unicode's line ends too."""
+    data = encode(value)
+    for end, escape in _LINE_ENDS:
+        data = data.replace(end, escape)
+    return b"data: " + data + b"\n\n"
 
+
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+"""That JSON leaves as they are; in UTF-8 no other characters hold their bytes."""
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream that went well."""
@@ -132,6 +142,7 @@ class Envelope:
     model: str
     tokenizer: Tokenizer
     include_usage: bool = False
+    continuous_usage: bool = False
     include_speculation: bool = False
     details: bool = False
     form: AnswerForm = AnswerForm()
@@ -216,7 +227,7 @@ class Envelope:
         """Of choice ``index``, whose call number ``first`` is the first of these."""
         return [
             {
-                "id": f"call_{self.id.rpartition('-')[2]}_{index}_{number}",
+                "id": f"call_{hashlib.sha256(f'{self.id} {index} {number}'.encode()).hexdigest()[:CALL_ID_DIGITS]}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -11,7 +11,8 @@ from router.journal import SessionNotes
 from router.tally import SessionTally
 from router.untraced import Untraced
 from router.witness import Witness
-from speculation.events import PeerId, Role
+from speculation.events import PeerId
+from speculation.messages import FinishReason
 from speculation.session import Session
 from transport.session_log import SessionLog
 
@@ -28,14 +29,17 @@ class Run:
     model: ServedModel | None
     blocks: tuple[int, ...]
     """Of the prompt; see :mod:`router.prefixes`."""
+    began: float
+    """On the event loop's clock, in seconds."""
     items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
-    timers: set[asyncio.TimerHandle] = field(default_factory=set)
-    at: dict[Role, PeerId] = field(default_factory=dict)
-    """Where it was last opened."""
+    timer: asyncio.TimerHandle | None = None
+    """The one wake-up that its session has asked for."""
+    opened_at: PeerId | None = None
+    """The target it was last opened at."""
     revision: int | None = None
     """That the text began with. Another would go on with another text."""
-    finished: bool = False
-    """Whether the session came to its end, and was not stopped or failed."""
+    ended: FinishReason | GenerationError | None = None
+    """Why, once it is over; None if it was stopped."""
     witness: Witness | None = None
     """For a request that wants details."""
 
@@ -43,5 +47,4 @@ class Run:
     def wanted(self) -> Wanted:
         """What it needs of a worker now."""
         name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
-        tokens = self.session.prompt_length + len(self.session.output)
-        return Wanted(name, tokenizer, self.revision, tokens, self.blocks)
+        return Wanted(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)

@@ -98,7 +98,7 @@ def _allowed(fields: Fields, vocabulary: int) -> tuple[Token, ...]:
 
 
 def _banned(fields: Fields, vocabulary: int, tokenizer: Tokenizer) -> tuple[tuple[Token, ...], ...]:
-    """``bad_words``: as in vLLM, each as a text begins with it and, where that is other tokens, after a space."""
+    """``bad_words``: each as a text begins with it and as it follows a space, in as many tokens as that takes."""
     words = fields.strings("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
     banned: dict[tuple[Token, ...], None] = {}
     for index, word in enumerate(words):
@@ -107,6 +107,6 @@ def _banned(fields: Fields, vocabulary: int, tokenizer: Tokenizer) -> tuple[tupl
         if not word.strip() or not first or max(first) >= vocabulary:
             raise Fields({f"bad_words[{index}]": word}).wrong_value(f"bad_words[{index}]", "a word the model can write")
         banned[first] = None
-        if spaced[0] != first[0] and len(spaced) == len(first) and max(spaced) < vocabulary:
+        if max(spaced) < vocabulary:
             banned[spaced] = None
     return tuple(banned)

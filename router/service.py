@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import uvicorn
+from starlette.applications import Starlette
 
 from router.api import ApiSettings, build_app
 from router.asgi import BoundedHttp
@@ -23,6 +24,8 @@ from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
 
 DRAIN_POLL_SECONDS = 0.05
+KEEP_ALIVE_SECONDS = 75
+"""For the next request of a connection: longer than load balancers keep theirs, or they send into a closing one."""
 LAST_SECONDS = 5
 """In which clients must have read the ends of their answers once the router stops."""
 
@@ -64,6 +67,19 @@ def dispatcher(limits: DispatchLimits, identity: Identity | None, tracing: Traci
     from router.tracing import SessionSpans
 
     return Dispatcher(limits, identity, partial(SessionSpans, tracing))
+
+
+def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
+    """How HTTP is served."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        http=BoundedHttp,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=LAST_SECONDS,
+    )
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -130,10 +146,7 @@ class Router:
         await self.connect()
         serving, api = self.dispatcher, self.settings.api
         app = build_app(serving, self.tokenizers, api, serving.metrics, self.tracing, self._recorder)
-        config = uvicorn.Config(
-            app, host=host, port=port, log_config=None, http=BoundedHttp, timeout_graceful_shutdown=LAST_SECONDS
-        )
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(server_config(app, host, port))
         listener = listening(host, port)
         self.address = f"http://{addresses.join(host, listener.getsockname()[1])}"
         self._serving = asyncio.create_task(self._serve(self._server, listener))
@@ -169,6 +182,6 @@ class Router:
         """Meanwhile HTTP is served, so that probes and clients learn that they should go elsewhere."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.settings.drain_timeout
-        while self.dispatcher.running and loop.time() < end:
+        while self.dispatcher.reading and loop.time() < end:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         self.dispatcher.give_up(f"this router had to stop after {self.settings.drain_timeout:g} s (drain_timeout)")

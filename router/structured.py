@@ -8,12 +8,13 @@ impossible is refused with the name of its field.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.errors import ApiError
-from router.field_table import refusals
-from router.fields import Fields, show
+from router.field_bounds import MAX_CHOICES
+from router.field_table import known, refusals
+from router.fields import Fields, loads, show
 from router.grammar_checker import GrammarChecker, GrammarRefused
 from speculation.constraint import MAX_GRAMMAR_BYTES
 
@@ -28,7 +29,6 @@ FORMAT_FIELDS = (
 """Of these at most one may ask for something."""
 MAX_FORM_BYTES = MAX_GRAMMAR_BYTES // 2
 """Of a schema or grammar as it is sent, in JSON."""
-MAX_CHOICES = 1024
 MAX_WHITESPACE_PATTERN = 256
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between the parts of JSON: as the model likes, but no endless run of it."""
@@ -37,15 +37,24 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _checker = GrammarChecker()
 
 
-def mentions_structure(body: bytes) -> bool:
+def demands_structure(fields: Fields) -> bool:
     """Whether reading a request may take a while, since it has a grammar to be tried."""
-    return any(name.encode() in body for name in (*FORMAT_FIELDS, "tool_choice"))
+    if any(fields.get(name) not in (None, {"type": "text"}) for name in FORMAT_FIELDS):
+        return True
+    tools = fields.get("tools")
+    demanded = fields.get("tool_choice") not in (None, "none", "auto")
+    return isinstance(tools, list) and (demanded or any(map(_strict, tools)))
+
+
+def _strict(tool: object) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and bool(function.get("strict"))
 
 
 def text_grammar(fields: Fields) -> str:
     """The grammar that the text of a request has to follow; empty: any text will do. Raises :class:`ApiError`.
 
-    May take seconds: to be called in a thread if :func:`mentions_structure`.
+    May take seconds: to be called in a thread if :func:`demands_structure`.
     """
     asked = {name: grammar for name in FORMAT_FIELDS if (grammar := _READERS[name](fields, name))}
     if len(asked) > 1:
@@ -60,30 +69,44 @@ def json_schema_grammar(schema: object, field: str, options: Mapping[str, object
         raise ApiError("invalid_type", f"{field} must be a JSON schema: an object, or true; got {show(schema)}", field)
     if schema is False:
         raise ApiError("invalid_value", f"{field} is false: no JSON fits it", field)
-    grammar = _grammar("json", schema, field, {"whitespace_pattern": WHITESPACE, **(options or {})})
-    if not _ends(schema, schema):
-        raise ApiError("invalid_value", f"{field} recurses without end: no JSON of finite length fits it", field)
-    return grammar
+    return _grammar(
+        "json", {} if schema is True else schema, field, {"whitespace_pattern": WHITESPACE, **(options or {})}
+    )
 
 
-def lark_grammar(text: str, field: str) -> str:
-    """A Lark grammar, tried. ``field``: what in the request it is made for."""
-    return _grammar("grammar", text, field)
+def tried(grammar: str, field: str, tags: Sequence[str]) -> str:
+    """A grammar of ours, tried. ``field``: what in the request it is made for. ``tags``: the tokens that it names."""
+    _check_size(grammar, field)
+    return _tried("llguidance", grammar, field, tags=tags)
 
 
 def _grammar(form: str, text: object, field: str, options: Mapping[str, object] | None = None) -> str:
-    size = len(json.dumps(text, ensure_ascii=False).encode())
-    if size > MAX_FORM_BYTES:
-        message = f"{field} has {size} bytes; at most {MAX_FORM_BYTES} are taken"
-        raise ApiError("invalid_value", message, field)
     try:
-        grammar = _checker.grammar(form, text, options)
+        size = len(json.dumps(text, ensure_ascii=False).encode())
+        if size > MAX_FORM_BYTES:
+            message = f"{field} has {size} bytes; at most {MAX_FORM_BYTES} are taken"
+            raise ApiError("invalid_value", message, field)
+        return _tried(form, text, field, options)
+    except RecursionError:
+        raise ApiError("invalid_value", f"{field} is nested too deeply", field) from None
+
+
+def _tried(
+    form: str, text: object, field: str, options: Mapping[str, object] | None = None, tags: Sequence[str] = ()
+) -> str:
+    try:
+        grammar = _checker.grammar(form, text, options, tags)
     except GrammarRefused as refused:
         raise ApiError("invalid_value", f"{field} cannot be used: {refused}", field) from None
-    if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-        message = f"{field} makes a grammar of {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES} are taken"
-        raise ApiError("invalid_value", message, field)
+    _check_size(grammar, field)
     return grammar
+
+
+def _check_size(grammar: str, field: str) -> None:
+    size = len(grammar.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"{field} makes a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken"
+        raise ApiError("invalid_value", message, field)
 
 
 def _response_format(fields: Fields, name: str) -> str:
@@ -111,13 +134,12 @@ def _structured_outputs(fields: Fields, name: str) -> str:
     inner = fields.nested(name)
     if fields.get(name) is None:
         return ""
-    options = {"disable_any_whitespace", "whitespace_pattern", "disable_fallback"}
-    inner.refuse_others(frozenset(FORMS) | options, refusals("completion", name))
+    inner.refuse_others(known("completion", name), refusals("completion", name))
     given = [form for form in FORMS if inner.get(form) is not None]
     if len(given) != 1:
         got = "none" if not given else " and ".join(given)
         raise ApiError("invalid_value", f"{name} must have exactly one of {', '.join(FORMS)}; got {got}", name)
-    inner.boolean("disable_fallback")  # there is one backend, so none to fall back on
+    inner.boolean("disable_fallback")
     whitespace = _whitespace(inner)
     if whitespace and given[0] not in ("json", "json_object"):
         raise inner.wrong_value(_given_option(inner), "left out unless JSON is asked for")
@@ -153,8 +175,8 @@ def _json(fields: Fields, name: str, options: Mapping[str, object] | None = None
     schema = fields.get(name)
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
+            schema = loads(schema)
+        except ValueError:
             raise fields.wrong_value(name, "a JSON schema") from None
     return "" if schema is None else json_schema_grammar(schema, fields.where(name), options)
 
@@ -187,62 +209,3 @@ _READERS: Mapping[str, Any] = {
     "structured_outputs": _structured_outputs,
     **{f"guided_{form}": reader for form, reader in _FORMS.items()},
 }
-
-
-def _ends(schema: object, root: object) -> bool:
-    """Whether any finite JSON fits a schema: the references that surely end are found first, then those above them."""
-    ending: set[str] = set()
-    while True:
-        found = {reference for reference in _references(root) if _fits(_at(root, reference), ending)}
-        if found == ending:
-            return _fits(schema, ending)
-        ending = found
-
-
-def _fits(schema: object, ending: set[str]) -> bool:
-    """The same for a schema, given the references that surely end."""
-    if not isinstance(schema, dict):
-        return True
-    parts: list[bool] = []
-    if isinstance(reference := schema.get("$ref"), str):
-        parts.append(reference in ending or not reference.startswith("#"))
-    if isinstance(every := schema.get("allOf"), list):
-        parts.append(all(_fits(one, ending) for one in every))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(some := schema.get(name), list) and some:
-            parts.append(any(_fits(one, ending) for one in some))
-    if schema.get("type") == "object" and isinstance(required := schema.get("required"), list):
-        properties = schema.get("properties")
-        described = properties if isinstance(properties, dict) else {}
-        parts += [_fits(described.get(name), ending) for name in required if isinstance(name, str)]
-    if schema.get("type") == "array" and isinstance(least := schema.get("minItems"), int):
-        first = schema.get("prefixItems")
-        before = first[:least] if isinstance(first, list) else []
-        parts += [_fits(one, ending) for one in before]
-        parts.append(len(before) >= least or _fits(schema.get("items"), ending))
-    return all(parts)
-
-
-def _references(schema: object) -> set[str]:
-    """All references inside a schema to a part of it."""
-    if isinstance(schema, list):
-        return set().union(*map(_references, schema))
-    if not isinstance(schema, dict):
-        return set()
-    reference = schema.get("$ref")
-    own = {reference} if isinstance(reference, str) and reference.startswith("#") else set()
-    return own.union(*map(_references, schema.values()))
-
-
-def _at(root: object, reference: str) -> object:
-    """What a JSON pointer (RFC 6901) in a URI fragment points to; True, which anything fits, if it is none."""
-    place = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
-            place = place[int(name)]
-        elif isinstance(place, dict) and name in place:
-            place = place[name]
-        else:
-            return True
-    return place

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from router.field_bounds import (
+    CACHE_MODES,
     CACHE_RETENTIONS,
+    CACHE_TTLS,
     COMPLETION_MAX_TOKENS,
     EFFORTS,
     FUNCTION_NAME,
@@ -16,6 +18,7 @@ from router.field_bounds import (
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASED,
+    MAX_CHOICES,
     MAX_DRAFT_DEPTH,
     MAX_LABEL,
     MAX_LOGPROBS,
@@ -38,7 +41,7 @@ from router.field_bounds import (
 )
 from router.field_row import Row, Schema, Support
 from speculation.messages import MAX_PRIORITY, Rule, Schedule, Source
-from speculation.registry import NAME
+from speculation.sources.registry import NAME
 
 
 def _integer(low: int, high: int | None = None) -> Schema:
@@ -75,13 +78,20 @@ _SOURCES: Schema = {
     "items": {"anyOf": [_one_of(Source), {"type": "string", "pattern": f"^{NAME.pattern}$"}]},
 }
 _OBJECT: Schema = {"type": "object"}
+_JSON_SCHEMA: Schema = {"title": "a JSON Schema, as such or in a string"}
 _LABEL: Schema = {"type": "string", "maxLength": MAX_LABEL}
+_CHOICES: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_CHOICES,
+    "items": {"type": "string", "minLength": 1},
+}
 _TEXT_PARTS: Schema = {
     "type": "array",
     "minItems": 1,
     "items": {
         "type": "object",
-        "properties": {"type": {"const": "text"}, "text": _STRING},
+        "properties": {"type": {"const": "text"}, "text": _STRING, "prompt_cache_breakpoint": {}},
         "required": ["type", "text"],
         "additionalProperties": False,
     },
@@ -134,7 +144,7 @@ _CALL: Schema = {
         "type": {"const": "function"},
         "function": {
             "type": "object",
-            "properties": {"name": _STRING, "arguments": _STRING},
+            "properties": {"name": _STRING, "arguments": _STRING, "parsed_arguments": {}},
             "required": ["name"],
             "additionalProperties": False,
         },
@@ -185,7 +195,9 @@ _DRAWING = (
     Row("top_p", _share(), "Nucleus: the likeliest tokens that have this much probability.", "1", (0.9,)),
     Row("top_k", _integer(-1, MAX_TOP_K), "Only so many of the likeliest tokens; 0 or -1: all.", "0", (20,)),
     Row("min_p", _number(0, 1), "Only tokens with this share of the likeliest one's probability.", "0", (0.05,)),
-    Row("seed", _integer(MIN_SEED, MAX_SEED), "The same seed, the same text.", "a new one", (7,)),
+    Row(
+        "seed", _integer(MIN_SEED, MAX_SEED), "The same seed, the same text; see `speculation.rule`.", "a new one", (7,)
+    ),
     Row(
         "presence_penalty",
         _number(-MAX_PENALTY, MAX_PENALTY),
@@ -232,7 +244,14 @@ _ENDING = (
         f"{COMPLETION_MAX_TOKENS}; chat: all that fit",
         (12,),
     ),
-    Row("max_completion_tokens", _integer(1), "The newer name of `max_tokens`; one of them.", "", (12,)),
+    Row(
+        "max_completion_tokens",
+        _integer(0),
+        "The newer name of `max_tokens`; one of them. 0 only with `echo`.",
+        examples=(12,),
+        where="completion",
+    ),
+    Row("max_completion_tokens", _integer(1), "The newer name of `max_tokens`; one of them.", "", (12,), "chat"),
     Row("min_tokens", _integer(0), "No stop token or stop string counts before; at most `max_tokens`.", "0", (4,)),
     Row(
         "stop",
@@ -286,6 +305,14 @@ _READING = (
         where="chat",
     ),
     Row(
+        "tools[].function.strict",
+        _BOOLEAN,
+        "True: whenever it is called, its arguments follow `parameters`. Text beside calls is free, but what begins as "
+        "a call is one.",
+        "false",
+        where="chat",
+    ),
+    Row(
         "tool_choice",
         _TOOL_CHOICE,
         "`none`: tools are left out of the prompt. `required` or a name: the text is held to the form of a call, "
@@ -301,6 +328,13 @@ _ANSWER = (
     Row("stream", _BOOLEAN, "Send the text as it is decided, in server-sent events.", "false", (True,)),
     Row("stream_options", _OBJECT, "Only with `stream`."),
     Row("stream_options.include_usage", _BOOLEAN, "A last chunk with the usage.", "false", (True,)),
+    Row(
+        "stream_options.continuous_usage_stats",
+        _BOOLEAN,
+        "The usage so far in every chunk; with `include_usage`.",
+        "false",
+        (True,),
+    ),
     Row(
         "stream_options.include_speculation", _BOOLEAN, "What was drafted and kept, with every chunk.", "false", (True,)
     ),
@@ -344,7 +378,8 @@ _FORM = (
     Row(
         "response_format",
         _OBJECT,
-        "`text`, `json_object`, or `json_schema` with `json_schema.schema`. Only one of this and the next five fields.",
+        "`text`, `json_object`, or `json_schema` with `json_schema.schema`. Only one of this, `structured_outputs` and "
+        "`guided_*`. Where `tools` are offered, the model may write calls instead.",
         "text",
         (
             {"type": "text"},
@@ -355,20 +390,43 @@ _FORM = (
     Row(
         "structured_outputs",
         _OBJECT,
-        "Exactly one of `json` (a schema), `regex`, `choice`, `grammar` (Lark) and `json_object`; for JSON also "
-        "`whitespace_pattern` and `disable_any_whitespace`.",
+        "Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`, and how JSON is laid out.",
         "",
         ({"regex": "[a-z]+"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer"}}),
     ),
+    Row("structured_outputs.json", _JSON_SCHEMA, "The text is JSON that fits it.", "", ({"type": "null"}, "{}")),
+    Row("structured_outputs.regex", _STRING, "The text matches it as a whole.", "", ("[a-z]{3}",)),
+    Row("structured_outputs.choice", _CHOICES, "The text is one of these.", "", (["a", "b c"],)),
+    Row(
+        "structured_outputs.grammar",
+        _STRING,
+        "The text is one of this grammar's, in Lark's or llama.cpp's notation.",
+        "",
+        ('start: "a" | "b"', 'root ::= "a" | "b" root'),
+    ),
+    Row(
+        "structured_outputs.json_object",
+        {"title": "`true`", "const": True},
+        "The text is any JSON object.",
+        "",
+        (True,),
+    ),
+    Row(
+        "structured_outputs.whitespace_pattern",
+        _STRING,
+        "A regular expression: what may stand between the parts of JSON.",
+        "up to 40 white spaces",
+    ),
+    Row("structured_outputs.disable_any_whitespace", _BOOLEAN, "True: nothing may.", "false"),
     Row(
         "guided_json",
-        {"title": "a JSON Schema, as such or in a string"},
+        _JSON_SCHEMA,
         "The older name of `structured_outputs.json`.",
         "",
         ({"type": "boolean"},),
     ),
     Row("guided_regex", _STRING, "Of `structured_outputs.regex`.", "", ("[0-9]+",)),
-    Row("guided_choice", {"type": "array", "items": _STRING}, "Of `structured_outputs.choice`.", "", (["a", "b"],)),
+    Row("guided_choice", _CHOICES, "Of `structured_outputs.choice`.", "", (["a", "b"],)),
     Row("guided_grammar", _STRING, "Of `structured_outputs.grammar`.", "", ('start: "yes" | "no"',)),
 )
 
@@ -407,7 +465,7 @@ _SERVING = (
         "true where prompts are recorded",
         (False,),
     ),
-    Row("speculation", _OBJECT, "How drafting goes; the text is the same however it does."),
+    Row("speculation", _OBJECT, "How drafting goes; the text is the same however it does, but for `rule`."),
     Row("speculation.enabled", _BOOLEAN, "False: plain decoding.", "as the server says", (True,)),
     Row("speculation.max_depth", _integer(1, MAX_DRAFT_DEPTH), "Longest path of drafts.", "as the server says", (2,)),
     Row(
@@ -425,7 +483,14 @@ _SERVING = (
         "as the server says",
         (False,),
     ),
-    Row("speculation.rule", _one_of(Rule), "What makes the target keep a draft.", "as the server says", ("coupled",)),
+    Row(
+        "speculation.rule",
+        _one_of(Rule),
+        "What makes the target keep a draft. `coupled`: that it is what the seed gives. `rejection`: a coin; all texts "
+        "are as likely as without drafts, but which one a seed gives depends on them, unless `temperature` is 0.",
+        "as the server says",
+        ("coupled",),
+    ),
     Row("speculation.details", _BOOLEAN, "Tell of every step and proposal, and sum up at the end.", "false", (True,)),
     Row("speculation.schedule", _one_of(Schedule), "When drafts are made.", "as the server says", ("sequential",)),
 )
@@ -433,6 +498,11 @@ _SERVING = (
 
 def _label(name: str, schema: Schema, about: str, example: object) -> Row:
     return Row(name, schema, about, examples=(example,), support=Support.LABEL)
+
+
+def _parsed(name: str, about: str) -> Row:
+    """What OpenAI's client puts into a message that it has parsed, and sends back with it."""
+    return Row(name, {"title": "any"}, about, where="chat", support=Support.LABEL)
 
 
 _LABELS = (
@@ -450,8 +520,27 @@ _LABELS = (
         {"team": "a"},
     ),
     _label("prompt_cache_key", _LABEL, "A hint: prefixes are found by what they say.", "a"),
+    _label(
+        "prompt_cache_options",
+        {
+            "type": "object",
+            "properties": {"mode": _one_of(CACHE_MODES), "ttl": _one_of(CACHE_TTLS)},
+            "additionalProperties": False,
+        },
+        "A hint, likewise.",
+        {"mode": "implicit"},
+    ),
     _label("prompt_cache_retention", _one_of(CACHE_RETENTIONS), "A hint: they are kept while there is room.", "24h"),
     _label("service_tier", _one_of(SERVICE_TIERS), "There is one tier; see `priority`.", "auto"),
+    Row(
+        "structured_outputs.disable_fallback",
+        _BOOLEAN,
+        "There is one backend, and none to fall back on.",
+        "false",
+        support=Support.LABEL,
+    ),
+    _parsed("messages[].parsed", "What OpenAI's client read `content` as."),
+    _parsed("messages[].tool_calls[].function.parsed_arguments", "What OpenAI's client read `arguments` as."),
 )
 
 SUPPORTED = (*_WHAT, *_DRAWING, *_ENDING, *_READING, *_FORM, *_ANSWER, *_SERVING, *_LABELS)

@@ -172,6 +172,15 @@ class Delta:
     """Of the tokens, in order, whose text is out now and was not before: the character where it starts. A token
     without text is out with what stands before it; one behind a stop string never is."""
 
+    def then(self, later: Delta) -> Delta:
+        """Both together."""
+        return Delta(
+            self.pieces + later.pieces,
+            self.tokens + later.tokens,
+            self.stopped or later.stopped,
+            self.starts + later.starts,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
@@ -219,6 +228,10 @@ class TextStream:
         if not self._stops.matched:
             pieces += self._take(len(self._stops.finish()))
         return self._delta(pieces, 0)
+
+    def cut(self) -> Delta:
+        """The end of the text, where whoever reads it has found one: what was held back is dropped."""
+        return Delta((), stopped=True, starts=tuple(self._places.out(cut=True)))
 
     def _delta(self, pieces: list[Piece], tokens: int) -> Delta:
         stopped = self._stops.matched

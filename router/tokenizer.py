@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -31,6 +32,7 @@ FILES = (
 _SPACE = "\u2581"
 """How sentencepiece writes a space."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
+_TAG = re.compile(r"<[^<>\s\[][^<>\s]*>")
 
 
 def _byte_level() -> dict[str, int]:
@@ -74,6 +76,8 @@ class Tokenizer:
         hidden.update(t for t in map(backend.token_to_id, names.values()) if t is not None)
         self.hidden = frozenset(hidden)
         """Special tokens, which do not show in a text unless they are asked for."""
+        self.tags = {content.content: token for token, content in added.items() if _TAG.fullmatch(content.content)}
+        """Added tokens that are written ``<...>``. Grammars match them by their names, not by their letters."""
         self.longest = max(map(len, backend.get_vocab()), default=1)
         """Characters of the longest token: a text of more than n times as many has more than n tokens."""
 
@@ -83,8 +87,8 @@ class Tokenizer:
 
         Raises :class:`TokenizerError`.
         """
-        folder = Path(model).expanduser()
-        if not folder.is_dir():
+        folder = Path(os.path.expanduser(model))
+        if not os.path.isdir(folder):
             folder = _download(model, revision)
         path = folder / FILES[0]
         if not path.is_file():

@@ -12,7 +12,7 @@ from router.generation import ServedModel
 from router.tokenizer import Tokenizer, TokenizerError
 
 RETRY_SECONDS = 10.0
-"""Pause after a tokenizer could not be read: every request would try."""
+"""Pause after a tokenizer could not be read, or was read again and is not that of a model: every request would try."""
 
 
 class Tokenizers:
@@ -22,16 +22,25 @@ class Tokenizers:
         """``preferred``: folder or hub id to read from where that is a model's tokenizer; else where the model is."""
         self._preferred = preferred
         self._read: dict[str, Tokenizer] = {}
+        self._reading: dict[str, asyncio.Task[Tokenizer]] = {}
+        self._again: dict[str, float] = {}
+        """By source: when it may be read once more, where it was before."""
+        self._found: dict[tuple[str, int], Tokenizer] = {}
+        """By the source and the digest that a model names."""
         self._refused: dict[ServedModel, tuple[TokenizerError, float]] = {}
         """With the time when to try again."""
 
     async def of(self, model: ServedModel) -> Tokenizer:
         """The one of a model. Raises :class:`router.tokenizer.TokenizerError`."""
+        wanted = model.source, model.tokenizer
+        if wanted in self._found:
+            return self._found[wanted]
         error, until = self._refused.get(model, (None, 0.0))
         if error is not None and asyncio.get_running_loop().time() < until:
             raise error
         try:
-            return await self._find(model)
+            found = self._found[wanted] = await self._find(model)
+            return found
         except TokenizerError as error:
             self._refused[model] = error, asyncio.get_running_loop().time() + RETRY_SECONDS
             raise
@@ -42,8 +51,7 @@ class Tokenizers:
             stale = source in self._read
             tokenizer = await self.read(source)
             if stale and not _fits(tokenizer, model):  # the files may have been replaced
-                del self._read[source]
-                tokenizer = await self.read(source)
+                tokenizer = await self._read_again(source)
             if _fits(tokenizer, model):
                 return tokenizer
         listed = " or ".join(repr(source) for source in sources) or "no folder"
@@ -51,9 +59,30 @@ class Tokenizers:
 
     async def read(self, source: str) -> Tokenizer:
         """The one in a folder or of a hub id. Raises :class:`router.tokenizer.TokenizerError`."""
-        if source not in self._read:
-            self._read[source] = await asyncio.to_thread(Tokenizer.load, source)
-        return self._read[source]
+        return self._read[source] if source in self._read else await self._load(source)
+
+    async def _read_again(self, source: str) -> Tokenizer:
+        """As it is now, or was a moment ago."""
+        now = asyncio.get_running_loop().time()
+        if source not in self._reading:
+            if now < self._again.get(source, 0.0):
+                return self._read[source]
+            self._again[source] = now + RETRY_SECONDS
+        return await self._load(source)
+
+    async def _load(self, source: str) -> Tokenizer:
+        """Read it, once for all who ask meanwhile; it goes on without them."""
+        if source not in self._reading:
+            reading = self._reading[source] = asyncio.create_task(self._load_now(source))
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to who still waits
+        return await asyncio.shield(self._reading[source])
+
+    async def _load_now(self, source: str) -> Tokenizer:
+        try:
+            tokenizer = self._read[source] = await asyncio.to_thread(Tokenizer.load, source)
+            return tokenizer
+        finally:
+            del self._reading[source]
 
 
 def _fits(tokenizer: Tokenizer, model: ServedModel) -> bool:

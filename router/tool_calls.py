@@ -8,6 +8,8 @@ A call comes out whole, when its last character has.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -27,9 +29,9 @@ class ToolForm(StrEnum):
         return "arguments" if self is ToolForm.HERMES else "parameters"
 
     @property
-    def frame(self) -> tuple[str, str, str]:
-        """What a model writes before a call, after it, and between two."""
-        return (f"{OPEN}\n", f"\n{CLOSE}", "\n") if self is ToolForm.HERMES else ("", "", "; ")
+    def between(self) -> str:
+        """What a model writes between two calls."""
+        return "\n" if self is ToolForm.HERMES else "; "
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -39,6 +41,11 @@ class ToolForm(StrEnum):
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+MOST_WITHIN = 8
+"""Closing tags in the strings of one call, so that no text is read more often than that."""
+_QUOTE = re.compile(r'\\.|"', re.DOTALL)
+_KEYS = frozenset({"name", "type", "parameters", "arguments"})
+"""What a call in the Llama form may have."""
 
 
 def form_shown(template: str) -> ToolForm | None:
@@ -63,6 +70,10 @@ class Found:
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
+    def then(self, later: Found) -> Found:
+        """Both together."""
+        return Found(self.content + later.content, self.calls + later.calls)
+
 
 class ToolCallParser(Protocol):
     """Of one choice."""
@@ -76,13 +87,17 @@ class ToolCallParser(Protocol):
         ...
 
 
-def parser_of(form: ToolForm) -> ToolCallParser:
-    """A parser that has seen nothing."""
-    return HermesParser() if form is ToolForm.HERMES else LlamaParser()
+def parser_of(form: ToolForm, names: Collection[str]) -> ToolCallParser:
+    """A parser that has seen nothing. ``names``: of the functions on offer."""
+    return HermesParser() if form is ToolForm.HERMES else LlamaParser(names)
 
 
 class HermesParser:
-    """Calls between tags. White space next to a call is no content."""
+    """Calls between tags. White space next to a call is no content.
+
+    A closing tag within a string of the call does not end it, unless nothing comes of the call: then all up to its
+    first closing tag is text, and what follows is read again.
+    """
 
     def __init__(self) -> None:
         """Outside of any call."""
@@ -90,9 +105,17 @@ class HermesParser:
         self._inside = False
         self._gap = ""
         """White space before the call that has begun."""
-        self._searched = 0
-        """How much of what is held is known to have no closing tag."""
+        self._begin()
         self._after_call = False
+
+    def _begin(self) -> None:
+        """What is held is of a call, and unread."""
+        self._searched = 0
+        """Where a closing tag is to be looked for."""
+        self._read, self._quoted = 0, False
+        """How much of it is read, and whether a string has begun there."""
+        self._within: list[int] = []
+        """Where closing tags stand in its strings."""
 
     def push(self, text: str) -> Found:
         """See :class:`ToolCallParser`."""
@@ -105,10 +128,10 @@ class HermesParser:
     def finish(self) -> Found:
         """A call without its closing tag is one all the same, if it is complete."""
         found = Found()
-        if self._inside:
-            self._take(found, self._held, OPEN + self._held)
-        else:
-            self._tell(found, self._held)
+        while self._inside:
+            self._end(found, len(self._held), "")
+            found = found.then(self.push(""))
+        self._tell(found, self._held)
         self._held = ""
         return found
 
@@ -122,25 +145,38 @@ class HermesParser:
             self._held = self._held[len(content) :]
             return False
         self._gap, self._held = before[len(content) :], self._held[start + len(OPEN) :]
-        self._inside, self._searched = True, 0
+        self._inside = True
+        self._begin()
         return True
 
     def _close(self, found: Found) -> bool:
         """Take the call that has begun; whether it has ended."""
-        end = self._held.find(CLOSE, self._searched)
-        if end < 0:
-            self._searched = max(len(self._held) - len(CLOSE), 0)
-            return False
-        inner, self._held, self._inside = self._held[:end], self._held[end + len(CLOSE) :], False
-        self._take(found, inner, OPEN + inner + CLOSE)
-        return True
+        while (end := self._held.find(CLOSE, self._searched)) >= 0:
+            if not self._in_string(end) or len(self._within) == MOST_WITHIN:
+                self._end(found, end, CLOSE)
+                return True
+            self._within.append(end)
+            self._searched = end + len(CLOSE)
+        self._searched = max(len(self._held) - len(CLOSE), self._searched)
+        return False
 
-    def _take(self, found: Found, inner: str, written: str) -> None:
+    def _in_string(self, end: int) -> bool:
+        for match in _QUOTE.finditer(self._held, self._read, end):
+            self._quoted ^= match[0] == '"'
+        self._read = end
+        return self._quoted
+
+    def _end(self, found: Found, end: int, mark: str) -> None:
+        """The call goes up to ``end``, where the ``mark`` stands; or it is none."""
+        self._inside = False
         try:
-            found.calls.append(_call(json.loads(inner), ("arguments",)))
+            found.calls.append(_call(json.loads(self._held[:end]), ("arguments", "parameters")))
             self._after_call = True
         except (ValueError, RecursionError):
-            self._tell(found, self._gap + written)
+            if self._within:
+                end, mark = self._within[0], CLOSE
+            self._tell(found, self._gap + OPEN + self._held[:end] + mark)
+        self._held = self._held[end + len(mark) :]
 
     def _tell(self, found: Found, text: str) -> None:
         text = text.lstrip() if self._after_call else text
@@ -149,10 +185,15 @@ class HermesParser:
 
 
 class LlamaParser:
-    """A text that begins as an object is held back to its end; it is either calls altogether or not at all."""
+    """A text that begins as an object is held back to its end; it is either calls altogether or not at all.
 
-    def __init__(self) -> None:
-        """Nothing has shown whether this is a call."""
+    Nothing marks a call, and an answer in JSON may have a ``name`` too: a call is to a function on offer, and has
+    nothing that a call has not.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        """Nothing has shown whether this is a call. ``names``: of the functions on offer."""
+        self._names = names
         self._held = ""
         self._text = False
 
@@ -168,9 +209,22 @@ class LlamaParser:
     def finish(self) -> Found:
         """See :class:`ToolCallParser`."""
         try:
-            return Found(calls=_objects(self._held.strip().removeprefix(PYTHON_TAG)))
+            return Found(calls=self._calls(self._held.strip().removeprefix(PYTHON_TAG)))
         except (ValueError, RecursionError):
             return self._release()
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """Raises ValueError where it is anything else."""
+        decoder, calls = json.JSONDecoder(), []
+        while text:
+            value, end = decoder.raw_decode(text)
+            calls.append(_call(value, ("parameters", "arguments")))
+            if calls[-1].name not in self._names or value.keys() - _KEYS:
+                raise ValueError("no call")
+            text = text[end:].lstrip().removeprefix(";").lstrip()
+        if not calls:
+            raise ValueError("nothing but white space")
+        return calls
 
     def _release(self) -> Found:
         held, self._held = self._held, ""
@@ -180,15 +234,6 @@ class LlamaParser:
 def _overlap(text: str, mark: str) -> int:
     """The longest end of a text that is a beginning of ``mark``."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-
-
-def _objects(text: str) -> list[ToolCall]:
-    decoder, calls = json.JSONDecoder(), []
-    while text:
-        value, end = decoder.raw_decode(text)
-        calls.append(_call(value, ("parameters", "arguments")))
-        text = text[end:].lstrip().removeprefix(";").lstrip()
-    return calls
 
 
 def _call(value: object, names: tuple[str, ...]) -> ToolCall:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from router.chat_template import ChatTemplate
 from router.errors import ApiError
 from router.field_bounds import FUNCTION_NAME, MAX_TOOLS
-from router.fields import Fields
-from router.structured import json_schema_grammar, lark_grammar
+from router.fields import Fields, loads
+from router.tokenizer import Tokenizer
 from router.tool_calls import ToolForm
 
-WHITESPACE = r"\x20"
-"""Between the parts of a call that a grammar demands, or nothing: a model that cannot end must not go on with white."""
 NO_TOOLS = "the model's chat template has no place for tools"
 
 
@@ -30,12 +26,23 @@ class Tools:
     """How calls are written in the text; None: it is not searched for any."""
     several: bool = True
     """False: the answer ends with its first call."""
-    grammar: str = ""
-    """Of texts that are calls, if there must be one; empty: there need not."""
+    demanded: Sequence[int] = ()
+    """Of which functions, by their places in ``offered``, one must be called; none: there need not be a call."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the functions."""
+        return frozenset(tool["function"]["name"] for tool in self.offered)
+
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of some function have to follow its schema, if it is called."""
+        return any(tool["function"].get("strict") for tool in self.offered)
 
 
-def tools_of(fields: Fields, template: ChatTemplate | None) -> Tools:
+def tools_of(fields: Fields, tokenizer: Tokenizer) -> Tools:
     """``tools``, ``tool_choice`` and ``parallel_tool_calls``. Raises :class:`ApiError`."""
+    template = tokenizer.chat_template
     value = fields.get("tools")
     if value is not None and not isinstance(value, list):
         raise fields.wrong_type("tools", "an array of functions")
@@ -44,7 +51,7 @@ def tools_of(fields: Fields, template: ChatTemplate | None) -> Tools:
     tools = [_tool(item, f"tools[{index}]") for index, item in enumerate(value or [])]
     chosen = _choice(fields, tools)
     several = fields.boolean("parallel_tool_calls", True)
-    if not tools or chosen == Choice.NONE or template is None:  # without template there is no chat at all
+    if not tools or chosen is Choice.NONE or template is None:  # without template there is no chat at all
         return Tools()
     if not template.knows_tools:
         raise ApiError("unsupported_parameter", f"tools cannot be offered: {NO_TOOLS}", "tools")
@@ -52,13 +59,11 @@ def tools_of(fields: Fields, template: ChatTemplate | None) -> Tools:
         forms = " and ".join(ToolForm)
         message = f"tools cannot be offered: the model's chat template shows no form of calls known here ({forms})"
         raise ApiError("unsupported_parameter", message, "tools")
-    if chosen == Choice.AUTO:
-        _refuse_strict(tools)
-        return Tools(tools, template.tool_form, several)
-    several = several and chosen == Choice.REQUIRED
-    callable_ = [index for index, tool in enumerate(tools) if chosen in (Choice.REQUIRED, tool["function"]["name"])]
-    grammar = _calls(tools, callable_, template.tool_form, several=several)
-    return Tools(tools, template.tool_form, several, grammar)
+    if isinstance(chosen, Choice):
+        demanded = range(len(tools)) if chosen is Choice.REQUIRED else ()
+        return Tools(tools, template.tool_form, several, demanded)
+    named = [index for index, tool in enumerate(tools) if tool["function"]["name"] == chosen]
+    return Tools(tools, template.tool_form, several=False, demanded=named)
 
 
 class Choice(StrEnum):
@@ -89,16 +94,8 @@ def _tool(item: object, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {key: value for key, value in function.raw.items() if value is not None}}
 
 
-def _refuse_strict(tools: Sequence[dict[str, Any]]) -> None:
-    for index, tool in enumerate(tools):
-        if tool["function"].get("strict"):
-            path = f"tools[{index}].function.strict"
-            message = f"{path} needs a tool_choice that is required or names a function: other text is not constrained"
-            raise ApiError("unsupported_parameter", message, path)
-
-
-def _choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> str:
-    """One of :class:`Choice`, or the name of a function."""
+def _choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> Choice | str:
+    """A function's name is never a :class:`Choice`, whatever its letters."""
     value = fields.get("tool_choice")
     if isinstance(value, dict):
         return _chosen(fields.nested("tool_choice"), tools)
@@ -109,7 +106,7 @@ def _choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> str:
         raise fields.wrong_value("tool_choice", expected)
     if value == Choice.REQUIRED and not tools:
         raise fields.wrong_value("tool_choice", "left out where there are no tools")
-    return value or Choice.AUTO
+    return Choice(value or Choice.AUTO)
 
 
 def _chosen(choice: Fields, tools: Sequence[dict[str, Any]]) -> str:
@@ -124,22 +121,6 @@ def _chosen(choice: Fields, tools: Sequence[dict[str, Any]]) -> str:
     if name not in [tool["function"]["name"] for tool in tools]:
         raise function.wrong_value("name", "the name of one of tools")
     return name
-
-
-def _calls(tools: Sequence[dict[str, Any]], callable_: Sequence[int], form: ToolForm, *, several: bool) -> str:
-    """The grammar of one call, or of several, to the functions with these indices. Raises :class:`ApiError`."""
-    calls = []
-    for index in callable_:
-        function = tools[index]["function"]
-        parameters = function.get("parameters") or {"type": "object"}
-        json_schema_grammar(parameters, f"tools[{index}].function.parameters")
-        fields = {"name": {"const": function["name"]}, form.arguments: parameters}
-        calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
-    schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, "anyOf": calls}
-    before, after, between = form.frame
-    more = f" ({json.dumps(between)} call)*" if several else ""
-    framed = " ".join(part for part in (before and json.dumps(before), "one", after and json.dumps(after)) if part)
-    return lark_grammar(f"start: call{more}\ncall: {framed}\none: %json {json.dumps(schema)}\n", "tools")
 
 
 def past_calls(message: Fields) -> list[dict[str, Any]]:
@@ -157,13 +138,13 @@ def _past_call(item: object, where: str) -> dict[str, Any]:
     if fields.choice("type", "function", ["function"]) and fields.get("function") is None:
         raise fields.missing("function", "an object with name and arguments")
     function = fields.nested("function")
-    function.refuse_others(frozenset({"name", "arguments"}))
+    function.refuse_others(frozenset({"name", "arguments", "parsed_arguments"}))
     name, written = function.string("name", None), function.string("arguments", "{}")
     if name is None:
         raise function.missing("name", "a string")
     try:
-        arguments = json.loads(written or "{}")
-    except (ValueError, RecursionError):
+        arguments = loads(written or "{}")
+    except ValueError:
         raise function.wrong_value("arguments", "a JSON object in a string") from None
     if not isinstance(arguments, dict):
         raise function.wrong_value("arguments", "a JSON object in a string")

@@ -2,12 +2,12 @@
 
 import { duration, element, number, rate } from "./dom.js";
 
-/** The same request, text for text: as many tokens, the same seed, nothing drafted. */
+/** The same request, text for text: as many tokens, the same seed, nothing drafted, nothing kept to draft from. */
 export function withoutSpeculation(run) {
   const { speculation, prediction, ...body } = run.body;
   const stopped = run.finish === null;
   const limit = stopped ? { max_tokens: Math.max(run.tokens, 1) } : {};
-  return { ...body, ...limit, speculation: { enabled: false, details: true } };
+  return { ...body, ...limit, speculation: { enabled: false, details: true, remember: false } };
 }
 
 /** What there is to say once both are over. */

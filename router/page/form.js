@@ -48,13 +48,15 @@ export class Form {
     };
   }
 
+  /** Answers are not kept: the same request, sent again, could copy them and look fast. */
   get #speculation() {
-    if (!byId("speculate").checked) return { enabled: false, details: true };
+    if (!byId("speculate").checked) return { enabled: false, details: true, remember: false };
     const boxes = [...document.getElementsByName("source")];
     const sources = boxes.filter((box) => box.checked).map((box) => box.value);
     return {
       enabled: true,
       details: true,
+      remember: false,
       ...(byId("depth").value === "" ? {} : { max_depth: Number(byId("depth").value) }),
       ...(sources.length === boxes.length ? {} : { sources }),
     };
