@@ -6,10 +6,12 @@ workers.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from cluster.check_error import CheckError as CheckError
 from cluster.config import Config, most
+from cluster.folders import expanded, is_folder
 from cluster.pools import DraftConfig, Pool, TargetConfig
 from cluster.security import check_http_exposure, check_security, check_worker_exposure
 from cluster.vocabularies import difference
@@ -89,7 +91,7 @@ def check_listen(address: str, config: Config) -> None:
 
 def check_model(model: str, flag: str) -> None:
     """Whether this is a model folder, or may be a hub id. The loader has the last word."""
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     try:
         is_folder, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
     except OSError as error:
@@ -119,14 +121,14 @@ def check_assistant(settings: TargetConfig | DraftConfig, flag: str) -> None:
 
 def check_heads(folder: str, flag: str) -> None:
     """Whether this is a folder of Medusa heads. The loader has the last word."""
-    if not (Path(folder).expanduser() / "config.json").is_file():
+    if not os.path.isfile(expanded(folder) / "config.json"):
         raise CheckError(f"{flag} {folder}: not a folder of Medusa heads, there is no config.json in it")
 
 
 def check_target_tokenizer(path: str, flag: str) -> None:
     """Whether this is a folder with a tokenizer, or may be a hub id."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    folder = expanded(path)
+    if not is_folder(folder):
         check_model(path, flag)
     elif not (folder / "tokenizer.json").is_file():
         raise CheckError(
@@ -136,6 +138,6 @@ def check_target_tokenizer(path: str, flag: str) -> None:
 
 def check_tokenizer(model: str) -> None:
     """Whether a model folder has the tokenizer that the router needs."""
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+    folder = expanded(model)
+    if is_folder(folder) and not (folder / "tokenizer.json").is_file():
         raise CheckError(f"{model}: has no tokenizer.json; give a folder that has with --tokenizer")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from cluster.checkout import CHECKOUT
@@ -24,9 +24,16 @@ LAST_WORDS_SECONDS = 5.0
 class Child:
     """A process that says on stdout when it is ready. All methods are called from one thread."""
 
-    def __init__(self, name: str, command: Sequence[str], heard: Callable[[str, str], None]) -> None:
-        """``heard`` gets the name and each line on stderr, from other threads."""
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        heard: Callable[[str, str], None],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """``heard`` gets the name and each line on stderr, from other threads; ``variables``: see :func:`spawn`."""
         self.name, self._command, self._heard = name, command, heard
+        self._variables = variables or {}
         self._process: subprocess.Popen[str] | None = None
         self._said: deque[str] = deque(maxlen=REMEMBERED_LINES)
         self._ready = threading.Event()
@@ -67,7 +74,7 @@ class Child:
         assert self.ended
         self._ready, self._started = threading.Event(), now
         self._said.clear()
-        self._process = process = spawn(self._command)
+        self._process = process = spawn(self._command, **self._variables)
         assert process.stdout and process.stderr
         self._readers = [
             threading.Thread(target=target, args=(stream, self._ready), daemon=True, name=self.name)

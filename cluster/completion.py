@@ -31,11 +31,12 @@ class Request:
     api_key: str = field(default="", repr=False)
 
     def body(self, *, speculate: bool) -> dict[str, Any]:
-        """As the API takes it."""
+        """As the API takes it. The answer is not kept: the same request, asked again, could copy it and look fast."""
         prompt = {"messages": [{"role": "user", "content": self.prompt}]} if self.chat else {"prompt": self.prompt}
         options = {"include_usage": True, "include_speculation": True}
         settings = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
-        return {**prompt, **settings, "stream": True, "stream_options": options, "speculation": {"enabled": speculate}}
+        speculation = {"enabled": speculate, "remember": False}
+        return {**prompt, **settings, "stream": True, "stream_options": options, "speculation": speculation}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +86,26 @@ def bearer(api_key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
 
+def is_local(url: str) -> bool:
+    """Whether a server is on this machine's loopback, which a proxy from the environment cannot reach.
+
+    Raises :class:`cluster.console.CommandError` for what names no server.
+    """
+    try:
+        urlsplit(url)  # refuses a bracket that nothing closes, which httpx takes for a name
+        return is_loopback(httpx.URL(url).host)
+    except (httpx.InvalidURL, ValueError) as error:  # the latter for names in letters beyond ASCII
+        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
+
+
 def stream(url: str, request: Request, tally: Tally, *, speculate: bool = True) -> Iterator[Piece]:
     """Pieces as they arrive, counted in ``tally``. Raises :class:`cluster.console.CommandError`."""
     path = "/v1/chat/completions" if request.chat else "/v1/completions"
     body = request.body(speculate=speculate)
     timeout = httpx.Timeout(SILENCE_SECONDS, connect=5.0)
-    # A proxy from the environment cannot reach this machine's loopback.
-    trust = not is_loopback(urlsplit(url).hostname or "")
     try:
         with (
-            httpx.Client(timeout=timeout, trust_env=trust) as client,
+            httpx.Client(timeout=timeout, trust_env=not is_local(url)) as client,
             client.stream("POST", url.rstrip("/") + path, json=body, headers=bearer(request.api_key)) as response,
         ):
             if response.status_code != httpx.codes.OK:

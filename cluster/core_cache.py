@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.cores import Measured, decoded, encoded
+from cluster.folders import expanded
 from cluster.pools import DraftConfig, TargetConfig
 
 LAYOUT = 1
@@ -95,7 +96,7 @@ def key_of(config: Config, cores: int) -> str:
 
 def _model(worker: TargetConfig | DraftConfig) -> list[object]:
     """A model by what its files look like from outside. One of the hub is known by its name."""
-    folder = Path(worker.model).expanduser()
+    folder = expanded(worker.model)
     files = sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern)})
     looks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return [worker.model, worker.dtype, worker.quantization, looks]

@@ -116,6 +116,8 @@ class ServeDirectory:
     def _resubscribe(self) -> None:
         try:
             self._subscription = self._subscribe(self._handles, self._hear)
+            if self._changed is None:  # closed meanwhile
+                self._subscription.close()
         except (ImportError, AttributeError) as error:
             log.warning("Serve's long poll is not where it was (%s); asking every %.0f s", error, POLL_SECONDS)
             self._subscribe = _no_subscription
@@ -138,7 +140,7 @@ class ServeDirectory:
             subscribed = self._subscription is not None and self._subscription.alive
             await asyncio.sleep(CHECK_SECONDS if subscribed else POLL_SECONDS)
             if not subscribed:
-                self._resubscribe()
+                await asyncio.to_thread(self._resubscribe)  # where Ray's head is away it waits, and streams go on
             patience = CONTRADICTIONS if subscribed else 1
             for deployment, (_, handle) in enumerate(self._handles):
                 with contextlib.suppress(Exception):  # a replica that dies while asked: the next round knows
@@ -161,8 +163,8 @@ class LongPoll:
     ``AttributeError`` where it is missing.
     """
 
-    def __init__(self, handles: Handles, hear: Hear) -> None:
-        """Subscribe, from a running event loop."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, handles: Handles, hear: Hear) -> None:
+        """Subscribe, from any thread; ``hear`` is called in the loop."""
         import ray
         from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
         from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
@@ -175,7 +177,7 @@ class LongPoll:
         self._client: Any = LongPollClient(
             controller,
             listeners,
-            call_in_event_loop=asyncio.get_running_loop(),
+            call_in_event_loop=loop,
             client_id="paceline-endpoint-directory",
         )
 
@@ -211,5 +213,5 @@ def _listener(hear: Callable[[Sequence[str]], None]) -> Callable[[Any], None]:
 
 
 def serve_directory(handles: Handles) -> EndpointDirectory:
-    """The best directory that this version of Ray Serve allows."""
-    return ServeDirectory(handles, LongPoll)
+    """The best directory that this version of Ray Serve allows, for the loop that runs."""
+    return ServeDirectory(handles, partial(LongPoll, asyncio.get_running_loop()))

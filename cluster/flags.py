@@ -128,7 +128,12 @@ def add_parent(parser: argparse._ActionsContainer) -> None:
 
 def configuration(args: argparse.Namespace) -> Config:
     """What file and flags amount to. Raises :class:`cluster.config.ConfigError`."""
-    return load(args.config, [override for given in getattr(args, OVERRIDES) or [] for override in given])
+    return load(args.config, overrides_in(args))
+
+
+def overrides_in(args: argparse.Namespace) -> list[Override]:
+    """The settings that flags give."""
+    return [override for given in getattr(args, OVERRIDES) or [] for override in given]
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:

@@ -16,6 +16,7 @@ from cluster.child import Child, paceline
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
 from cluster.flags import FAILED
+from cluster.gpus import Turns, here
 from cluster.ports import HeldPort
 from cluster.vocabularies import worker_config
 
@@ -40,12 +41,14 @@ class LocalProcesses:
         self._workers: list[Child] = []
         self._ports: list[HeldPort] = []
         arguments: list[str] = []
+        turns = Turns(here())
         for pool in config.pools():
             file = self._write(f"{pool.deployment}.yaml", worker_config(config, pool))
             for index in range(pool.settings.replicas):
                 port = HeldPort()
                 command = self._command(file, "worker", pool.role.value, "--listen", port.address)
-                self._workers.append(Child(f"{pool} {index}", command, self._heard))
+                own_gpus = turns.environment(pool.settings)
+                self._workers.append(Child(f"{pool} {index}", command, self._heard, own_gpus))
                 self._ports.append(port)
                 arguments += [f"--{pool.role}", port.address]
         file = self._write("paceline.yaml", config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +81,13 @@ def known(config: Config) -> Config:
     return from_mapping(json.loads(settings), SETTINGS) if settings else config
 
 
+def all_settings(application: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``args`` of an entry of ``applications`` that hold all settings; None where replicas have them."""
+    actors = [entry.get("ray_actor_options") or {} for entry in application.get("deployments") or []]
+    environments = [(actor.get("runtime_env") or {}).get("env_vars") or {} for actor in actors]
+    return None if any(SETTINGS in environment for environment in environments) else application.get("args")
+
+
 def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dict[str, Any]:
     """How Serve is to start and end the replicas of a pool, or the routers (None).
 
@@ -91,6 +98,8 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **NICENESS}
     if local:  # the nodes of a cluster have Paceline installed
         environment["PYTHONPATH"] = str(CHECKOUT)
+    if pool is not None and not local and not pool.settings.gpus and not pool.settings.device.startswith("cuda"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all GPUs of a node to those that reserve none
     if settings:
         environment[SETTINGS] = json.dumps(part(config, pool).to_mapping())
     if pool is not None:

@@ -21,6 +21,8 @@ QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
 TARGET_POOL = "target"
 """Name of a model's target pool."""
+KINDS = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}
+"""What names of deployments in Ray Serve begin with."""
 
 
 def _max_replicas() -> Any:
@@ -90,7 +92,8 @@ def _sources() -> Any:
 
 
 def _gpus() -> Any:
-    return _setting(0.0, "GPUs that Ray reserves for a rank of a worker", at_least=0, at_most=64)
+    about = "GPUs of a rank of a worker: what Ray reserves, and below 1 what part of a GPU's memory it may fill"
+    return _setting(0.0, about, at_least=0, at_most=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,7 @@ class Pool:
     @property
     def deployment(self) -> str:
         """Its name in Ray Serve: ``DraftWorker``, ``DraftWorker-llama.small``."""
-        kind = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}[self.role]
+        kind = KINDS[self.role]
         if not self.model:
             return kind
         model = in_file_names(self.model)
@@ -223,6 +226,11 @@ class Pool:
         return (
             f"{self.role} of {self.model}" if self.role is Role.TARGET else f"{self.role} {self.name} of {self.model}"
         )
+
+
+def role_of(deployment: str) -> Role | None:
+    """Whose workers a deployment in Ray Serve holds, by its name; None: nobody's, as that of the routers."""
+    return next((role for role, kind in KINDS.items() if deployment.partition("-")[0] == kind), None)
 
 
 def chosen_threads(worker: TargetConfig | DraftConfig) -> int:

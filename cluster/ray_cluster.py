@@ -15,6 +15,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import Config
@@ -25,6 +27,7 @@ from cluster.niceness import NICENESS
 from cluster.placement import APPLICATION, Node, lacking, needs
 from cluster.ray_token import check_token
 from cluster.security import check_worker_exposure
+from transport.address import join as join_address
 from transport.address import parse
 
 if TYPE_CHECKING:
@@ -82,6 +85,8 @@ class RayCluster:
         told = ""
         while True:
             time.sleep(WATCH_SECONDS)
+            if self._local and _broken():
+                raise CommandError("Ray is gone: one of its processes has ended", FAILED)
             try:
                 status = serve.status().applications[APPLICATION]
             except (ray.exceptions.RayError, KeyError) as error:
@@ -101,11 +106,21 @@ class RayCluster:
             return
         import ray
 
+        # In a thread of its own, since Ray waits for a minute when its processes end meanwhile: whoever ends this one
+        # may have ended all of its group, or of its service.
+        ending = Thread(target=self._end_application, daemon=True)
+        ending.start()
+        while ending.is_alive() and not (self._local and _broken()):
+            ending.join(POLL_SECONDS)
+        if self._local and _broken():
+            _end_own_processes()
+        ray.shutdown()
+
+    def _end_application(self) -> None:
         with contextlib.suppress(Exception):  # Ray may be gone already; then there is nothing to end
             if (self._serves or (self._deployed and not self._local)) and not self._found:
                 _apply([])
                 _await_gone()
-        ray.shutdown()
 
     def _connect(self) -> None:
         if self._local:
@@ -157,8 +172,11 @@ class RayCluster:
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
                 controller_options={"runtime_env": {"env_vars": environment}},
             )
+            check_http(self._config)
             self._deployed = True
             _apply([declaration(self._config)])
+        except CommandError:
+            raise
         except Exception as error:  # whatever Serve raises: it could not be deployed
             raise CommandError(f"cannot start Ray Serve: {_first_line(error)}", FAILED) from error
 
@@ -234,13 +252,44 @@ def _apply(ours: list[dict[str, Any]]) -> None:
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": wanted}))
 
 
-def _await_gone() -> None:
-    """Until Serve has ended the application."""
+def check_http(config: Config) -> None:
+    """Whether Serve listens where the configuration says: one that ran before keeps its address, told another or not.
+
+    What guards that address was judged by the configuration's. Raises :class:`cluster.console.CommandError`.
+    """
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    found, router, address = client.http_config, config.router, config.ray.address
+    if (found.host, found.port) != (router.host, router.port):
+        where = f"listens on {join_address(found.host, found.port)}" if found.host else "serves no HTTP"
+        raise CommandError(
+            f"Ray Serve runs at {address} already and {where}, not on {join_address(router.host, router.port)}; set "
+            f"router.host and router.port to that, or end it first: `paceline down --address {address}`, or `serve "
+            "shutdown` if it is not Paceline's",
+            FAILED,
+        )
+
+
+def _drain_seconds() -> float:
+    """How long the replicas of the application may take to end."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    deployments = client.get_serve_details()["applications"][APPLICATION]["deployments"].values()
+    return max((entry["deployment_config"]["graceful_shutdown_timeout_s"] for entry in deployments), default=0.0)
+
+
+def _await_gone(seconds: float = GONE_SECONDS) -> bool:
+    """Until Serve has ended the application, but no longer than so many seconds. Whether it has."""
     from ray import serve
 
-    deadline = time.monotonic() + GONE_SECONDS
-    while APPLICATION in serve.status().applications and time.monotonic() < deadline:
+    deadline = time.monotonic() + seconds
+    while APPLICATION in serve.status().applications:
+        if time.monotonic() > deadline:
+            return False
         time.sleep(POLL_SECONDS)
+    return True
 
 
 def join(config: Config) -> None:
@@ -270,8 +319,11 @@ def join(config: Config) -> None:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
 
 
-def remove(config: Config) -> None:
-    """Remove the application from a running cluster, and Serve with it when nothing else is served there."""
+def remove(config: Config, report: Stages) -> None:
+    """Remove the application from a running cluster, and Serve with it when nothing else is served there.
+
+    Waits until its streams have ended. Raises :class:`cluster.console.CommandError`.
+    """
     join(config)
     import ray
     from ray import serve
@@ -279,8 +331,14 @@ def remove(config: Config) -> None:
     try:
         if APPLICATION not in serve.status().applications:
             raise CommandError(f"no Paceline is deployed at {config.ray.address}", FAILED)
+        drain = _drain_seconds()
         _apply([])
-        _await_gone()
+        report(f"waiting until streams have ended, for {drain:.0f} s at most")
+        if not _await_gone(drain + GONE_SECONDS):
+            where, seconds = config.ray.address, drain + GONE_SECONDS
+            raise CommandError(
+                f"Paceline has not ended at {where} within {seconds:.0f} s; Serve goes on ending it", FAILED
+            )
         if not serve.status().applications:
             serve.shutdown()  # type: ignore[no-untyped-call]
     finally:
@@ -330,11 +388,29 @@ def _prepare_environment() -> None:
     os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
     os.environ["RAY_enable_metrics_collection"] = "0"  # noqa: SIM112 - so named by Ray
     os.environ.update(NICENESS)
-    # Without reserved GPUs Ray would hide them; here workers share what the machine has, as plain processes do.
+    # Whoever reserves no GPU sees all, as a plain process does, also where the environment tells Ray to hide them.
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     # Ray listens on all interfaces. A token of this run's own keeps others out, and no file is written for it.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _broken() -> bool:
+    """Whether a process has ended without which the Ray that was started here is none."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+
+
+def _end_own_processes() -> None:
+    """Kill what is left of a Ray of our own: whoever carries this run's token."""
+    token = f"RAY_AUTH_TOKEN={os.environ['RAY_AUTH_TOKEN']}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        number = int(environment.parent.name)
+        with contextlib.suppress(OSError):  # somebody else's, or it has just ended
+            if number != os.getpid() and token in environment.read_bytes().split(b"\0"):
+                os.kill(number, signal.SIGKILL)
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from cluster.folders import expanded, is_folder
 from cluster.settings import ConfigError, checked, described, nearest, parsed
 
 MODELS = "models"
@@ -49,12 +50,23 @@ class Override:
 def document_in(path: Path) -> Mapping[Any, object]:
     """What a file of settings holds. Raises :class:`cluster.settings.ConfigError`."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    return _mapping(path, "", document)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    return _mapping(path, "", yaml_in(path, text))
+
+
+def yaml_in(where: object, text: str) -> Any:
+    """What YAML says, as plain values. Raises :class:`cluster.settings.ConfigError`."""
+    try:
+        return yaml.safe_load(text)
+    except RecursionError as error:
+        raise ConfigError(f"{where} is not YAML that can be read: it is nested too deep") from error
+    # A value such as the 32nd of a month ends in whatever the code that reads it raises.
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
 
 
 class Reader:
@@ -178,9 +190,9 @@ def _described_by(path: SettingPath) -> str:
 def _located(base: Path, path: tuple[str, ...], value: object) -> object:
     """A path is meant relative to the file that names it, or to where the command runs; workers run elsewhere."""
     if _described_by(path) in _FOLDERS and value:
-        folder = base / Path(str(value)).expanduser()
-        if folder.is_dir():
+        folder = base / expanded(str(value))
+        if is_folder(folder):
             return str(folder.resolve())
     if (path[0] == "security" or path == ("router", "record_prompts")) and value:
-        return str((base / Path(str(value)).expanduser()).absolute())
+        return str((base / expanded(str(value))).absolute())
     return value

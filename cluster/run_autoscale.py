@@ -16,8 +16,8 @@ from cluster.pools import DraftConfig, TargetConfig
 if TYPE_CHECKING:
     from cluster.autoscaling.simulation import Outcome, Size
     from cluster.autoscaling.traces import Arrival
-    from speculation.costs import Costs
     from speculation.draft_session import Outcome as Drafted
+    from speculation.simulation.costs import Costs
 
 DETAILS = """\
 With --autoscale, instead: how many replicas the autoscaling policies would have run under a trace, why, what
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace, costs: Costs, outcomes: Sequence[Drafted]) -> 
         places=config.target.max_running,
         cache_tokens=config.target.cache_tokens or CACHE_TOKENS,
         step_tokens=config.target.step_tokens,
+        prompt_tokens=config.target.prompt_tokens,
         **{name: getattr(args, name) for name in STARTS},
     )
     setup = Setup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 from cluster import run_bench_serve
 from cluster.console import CommandError, say
 from cluster.flags import BAD_INPUT, FAILED, Parser
+from cluster.folders import is_folder
 from cluster.pools import DTYPES
 from cluster.threads import usable_cores
 
@@ -63,8 +65,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and report."""
     # What would only fail when all is measured is refused before anything is.
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise CommandError(f"--json {args.json}: no such folder", BAD_INPUT)
+    _check_files(args)
     if args.out and getattr(args, "quick", False) and args.bench != "drafting":
         raise CommandError("--out belongs to a full run; with --quick, use --json", BAD_INPUT)
     prepare: Callable[[argparse.Namespace], Callable[[], int]] = args.prepare
@@ -77,6 +78,18 @@ def run(args: argparse.Namespace) -> int:
         if not isinstance(error, _endings()):
             raise
         raise CommandError(f"the benchmark ended early: {error or 'a worker did not answer'}", FAILED) from error
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if args.json and not is_folder(args.json.absolute().parent):
+        raise CommandError(f"--json {args.json}: no such folder", BAD_INPUT)
+    if args.json and is_folder(args.json):
+        raise CommandError(f"--json {args.json}: a folder, not a file", BAD_INPUT)
+    if args.out:
+        place = args.out.absolute()
+        nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        if not is_folder(nearest):
+            raise CommandError(f"--out {args.out}: {nearest} is not a folder", BAD_INPUT)
 
 
 def _endings() -> tuple[type[Exception], ...]:

@@ -88,8 +88,6 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Check the flags; return what measures. Raises :class:`cluster.console.CommandError`."""
     if args.out is not None and not find_spec("matplotlib"):
         raise CommandError("--out draws plots, for which matplotlib is needed: pip install matplotlib", BAD_INPUT)
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        raise CommandError(f"--out {args.out}: not a folder", BAD_INPUT)
     return partial(_measure, _options(args))
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.config import Config
+from cluster.config import Config, from_mapping
 from cluster.console import CommandError, say, stages
 from cluster.doctor.finding import Finding, Level, ok, problem
-from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_setting, configuration
+from cluster.flags import BAD_INPUT, FAILED, Parser, add_file, add_setting, configuration, overrides_in
 from cluster.security import identity, own_api_key
 from cluster.settings import ConfigError
 from cluster.worker_list import WorkerListError, read_list
@@ -28,6 +28,7 @@ finding: ok, warning or problem, and what to do. Exit code 1 if there is a probl
 
   paceline doctor
   paceline doctor --config paceline.yaml --address auto
+  paceline doctor --address auto                           with the configuration that a RayService runs with
   paceline doctor --target 10.0.0.5:7001 --draft 10.0.0.6:7002 --target-step-ms 30
   paceline doctor --url http://127.0.0.1:8000
 """
@@ -80,14 +81,31 @@ def _findings(args: argparse.Namespace, listed: dict[Role, list[str]]) -> Iterat
         report("looking at versions")
         yield from _guarded("versions", versions.check)
         try:
-            config = configuration(args)
+            config, source = _configuration(args)
         except ConfigError as error:
             yield problem("configuration", str(error), "correct it; `paceline config` prints every setting")
             return
-        yield ok("configuration", str(args.config) if args.config else "the defaults, and flags")
+        yield ok("configuration", source)
         for name, check in _checks(args, config, listed):
             report(f"looking at {name}")
             yield from _guarded(name, check)
+
+
+def _configuration(args: argparse.Namespace) -> tuple[Config, str]:
+    """What is to be checked, and where it stands: without a file, what is deployed where ``--address`` says."""
+    config = configuration(args)
+    if args.config is None and _on_ray(config):
+        from cluster.doctor import ray_nodes
+
+        deployed = ray_nodes.deployed(config)
+        if deployed is not None:
+            source = f"as deployed at {config.ray.address}, and flags"
+            return from_mapping(deployed, "deployed", overrides=overrides_in(args)), source
+    return config, str(args.config) if args.config else "the defaults, and flags"
+
+
+def _on_ray(config: Config) -> bool:
+    return config.backend == "ray" and config.ray.address != "local"
 
 
 def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[tuple[str, Check]]:
@@ -96,11 +114,10 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
 
     yield "models", lambda: models.check(config)
     yield "certificates", lambda: _certificates(config)
-    on_ray = config.backend == "ray" and config.ray.address != "local"
-    if not (on_ray or any(listed.values()) or args.url):
+    if not (_on_ray(config) or any(listed.values()) or args.url):
         yield "devices", lambda: devices.check(config)
         yield "this machine", lambda: machine.check(config)
-    if on_ray:
+    if _on_ray(config):
         yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed)
     yield "workers", lambda: _workers(args, config, listed)
     if args.url:

@@ -9,7 +9,8 @@ from cluster.flags import BAD_INPUT, add_file, add_setting, configuration
 
 ABOUT = "remove Paceline from a Ray cluster, after `paceline up --detach`"
 DETAILS = """\
-Ends its workers and routers. Ray itself, and what else is served there, stay.
+Ends its workers, and its routers once their streams have ended, within router.drain_timeout. Ray itself, and what else
+is served there, stay.
 
   paceline down --address auto
 """
@@ -30,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
 
     with stages() as report:
         report(f"removing Paceline from Ray at {config.ray.address}")
-        remove(config)
+        remove(config, report)
     say(f"Paceline is removed from Ray at {config.ray.address}")
     return 0

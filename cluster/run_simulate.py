@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cluster.sweep import Simulator, Sweep
-    from speculation.costs import Costs
     from speculation.draft_session import Outcome
+    from speculation.simulation.costs import Costs
 
 ABOUT = "predict decoding speed for other distances, loads and numbers of workers"
 DETAILS = (
@@ -70,7 +70,9 @@ SWEEP = {
 """What is swept, where the flags do not say otherwise."""
 MOST = 4096
 """Sessions, workers, or tokens of a draft."""
-REQUEST_TOKENS = 128
+LENGTHS = {"max_draft": (0, 64), "tokens": (1, 10**6), "request_tokens": (2, 10**6)}
+"""Bounds of what every run of a sweep has in common."""
+TOKENS, REQUEST_TOKENS = 1000, 128
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 PIPE_WIDTH = 200
 """Columns of a table that goes to a file."""
@@ -107,10 +109,10 @@ def add(parser: Parser) -> None:
     other = parser.add_argument_group("the run and its results")
     most = default_of("speculation.max_draft")
     about = f"most draft tokens verified for a session in a step (default: {most})"
-    other.add_argument("--max-draft", type=int, default=most, metavar="N", help=about)
-    other.add_argument("--tokens", type=int, default=1000, metavar="N", help="tokens a session (default: 1000)")
+    other.add_argument("--max-draft", type=int, metavar="N", help=about)
+    other.add_argument("--tokens", type=int, metavar="N", help=f"tokens a session (default: {TOKENS})")
     about = f"tokens of a request, after which the next begins (default: {REQUEST_TOKENS})"
-    other.add_argument("--request-tokens", type=int, default=REQUEST_TOKENS, metavar="N", help=about)
+    other.add_argument("--request-tokens", type=int, metavar="N", help=about)
     other.add_argument("--jitter", type=float, default=0.0, metavar="X", help="relative spread of steps (default: 0)")
     other.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures (default: 0)")
     other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
@@ -141,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
 def _autoscale(args: argparse.Namespace) -> int:
     from cluster.autoscaling.report import decisions, plot, summary, table, write_csv
 
-    for name in SWEEP:
-        if getattr(args, name):
+    for name in (*SWEEP, *LENGTHS):
+        if getattr(args, name) is not None:
             raise CommandError(f"{_flag(name)} belongs to a sweep, not to --autoscale", BAD_INPUT)
     _check_files(args)
     costs, outcomes = _set_up(args)
@@ -223,22 +225,21 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _simulator(args: argparse.Namespace) -> Simulator:
     from cluster.sweep import Simulator
-    from speculation.simulate import Bounds
+    from speculation.simulation.simulate import Bounds
 
+    usual = {"max_draft": default_of("speculation.max_draft"), "tokens": TOKENS, "request_tokens": REQUEST_TOKENS}
+    given: dict[str, Any] = {name: getattr(args, name) for name in LENGTHS}
+    given |= {name: usual[name] for name, value in given.items() if value is None}
+    for name, (least, most) in LENGTHS.items():
+        _within(name, given[name], least, most)
     costs, outcomes = _set_up(args)
-    bounds = Bounds(drafts_per_session=args.max_draft)
-    return Simulator(costs, outcomes, bounds, args.tokens, args.request_tokens, args.seed)
+    bounds = Bounds(drafts_per_session=given["max_draft"])
+    return Simulator(costs, outcomes, bounds, given["tokens"], given["request_tokens"], args.seed)
 
 
 def _set_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     """What steps cost and how the models agree."""
-    for name, least, most in (
-        ("tokens", 1, 10**6),
-        ("request_tokens", 2, 10**6),
-        ("max_draft", 0, 64),
-        ("jitter", 0.0, 1.0),
-        ("seed", 0, 2**63),
-    ):
+    for name, least, most in (("jitter", 0.0, 1.0), ("seed", 0, 2**63)):
         _within(name, getattr(args, name), least, most)
     costs, outcomes = _recorded(args) if args.record else _made_up(args)
     return replace(costs, jitter=args.jitter), outcomes
@@ -250,8 +251,8 @@ def _within(name: str, value: float, least: float, most: float) -> None:
 
 
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
-    from speculation.agreement import made_up
-    from speculation.costs import Costs, Curve
+    from speculation.simulation.agreement import made_up
+    from speculation.simulation.costs import Costs, Curve
 
     given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in MADE_UP.items()}
     for name, value in given.items():
@@ -273,7 +274,7 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
 
 
 def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
-    from speculation.recorded import UselessRecord, read
+    from speculation.simulation.recorded import UselessRecord, read
 
     for name in [*MADE_UP, "coverage"]:
         if getattr(args, name) is not None:

@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
-from urllib.parse import urlsplit
 
 from cluster.console import CommandError, say
 from cluster.flags import BAD_INPUT, FAILED
 from cluster.run_complete import DEFAULT_URL
-from transport.address import is_loopback
 
 if TYPE_CHECKING:
     import httpx
@@ -61,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
     import httpx
     from rich.console import Console
 
-    from cluster.completion import bearer
+    from cluster.completion import bearer, is_local
 
     if not LEAST_INTERVAL <= args.interval <= MOST_INTERVAL:  # also refuses nan
         bounds = f"{LEAST_INTERVAL:g} to {MOST_INTERVAL:g} s"
         raise CommandError(f"--interval must be {bounds}, got {args.interval:g}", BAD_INPUT)
     headers = bearer(_key(args.api_key_file))
-    with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=not _local(args.url), headers=headers) as client:
+    with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=not is_local(args.url), headers=headers) as client:
         look = Look(client, args.url)
         console = Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         if args.json or args.once or not console.is_terminal:
@@ -149,14 +147,6 @@ def _first(look: Look) -> Cluster:
         return look()
     except Unreachable as error:
         raise CommandError(str(error), FAILED) from error
-
-
-def _local(url: str) -> bool:
-    """Whether a URL leads to this machine's loopback, which no proxy from the environment can reach."""
-    try:
-        return is_loopback(urlsplit(url).hostname or "")
-    except ValueError as error:
-        raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
 
 
 def _key(path: Path | None) -> str:

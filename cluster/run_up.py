@@ -7,6 +7,7 @@ import signal
 import time
 from typing import Protocol
 
+from cluster import gpus, threads
 from cluster.checks import check
 from cluster.config import Config, least, most
 from cluster.console import CommandError, Stages, complain, say, stages
@@ -25,7 +26,6 @@ from cluster.pools import Pool
 from cluster.security import own_api_key
 from cluster.stretched import ABOUT as STRETCHED
 from cluster.stretched import stretched
-from cluster.threads import settled
 from transport.address import join
 
 ABOUT = "serve: start router, target and draft workers, and keep them running"
@@ -42,7 +42,7 @@ instead. The bundled model pair is served unless you name others; a draft with t
   paceline up --stretched --demo         the bundled target at the cost of a larger model, and what drafting gains
 """
 DEMO_PROMPT = "def fib(n):"
-HTTP_SECONDS = 20.0
+HTTP_SECONDS = 60.0
 """How long the HTTP address may take to answer once all workers are ready."""
 
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     check(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
         signal.signal(number, signal.default_int_handler)
-    config = settled(config)
+    config = gpus.settled(threads.settled(config))
     backend = _backend(config, detach=args.detach)
     try:
         with stages() as report:

@@ -126,7 +126,7 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
         from engine.model import ModelError
         from engine.parallel.group import RankError
         from engine.recorder import RecordError
-        from speculation.registry import SourceError
+        from speculation.sources.registry import SourceError
         from target_service.service import start_target
 
         known = identity(config, role)

@@ -87,9 +87,9 @@ def check_worker_exposure(host: str, config: Config) -> None:
         )
 
 
-def check_http_exposure(config: Config) -> None:
-    """Whether HTTP may be served where the configuration says. Raises :class:`SecurityError`."""
-    host = config.router.host
+def check_http_exposure(config: Config, host: str = "") -> None:
+    """Whether HTTP may be served on this interface, or where the configuration says. Raises :class:`SecurityError`."""
+    host = host or config.router.host
     if not (is_loopback(host) or config.router.allow_remote or config.security.api_keys):
         raise SecurityError(
             f"{host} can be reached from other machines and there is no authentication; listen on 127.0.0.1, "

@@ -23,7 +23,7 @@ from cluster.placement import ROUTER, need
 from cluster.pools import Pool
 from cluster.ray_metrics import RayExporter
 from cluster.ray_ranks import RayRanks
-from cluster.security import check_worker_exposure, identity
+from cluster.security import check_http_exposure, check_worker_exposure, identity
 from cluster.serving import draft_settings, router_settings, target_settings
 from cluster.vocabularies import worker_config
 from router.api import build_app
@@ -31,6 +31,7 @@ from router.prompt_recorder import PromptRecorder
 from router.service import dispatcher
 from router.tokenizers import Tokenizers
 from speculation.events import Role
+from transport.address import join
 from transport.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Router:
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
         """Read the tokenizers and begin to look for workers."""
         config = known(config)
+        await asyncio.to_thread(_check_http, config)
         settings = router_settings(config)
         self._settings = settings.api
         self._tokenizers = Tokenizers(config.router.tokenizer)
@@ -199,4 +201,14 @@ def _listen(config: Config) -> str:
         return "127.0.0.1:0"
     host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     check_worker_exposure(host, config)
-    return f"{host}:0"
+    return join(host, 0)
+
+
+def _check_http(config: Config) -> None:
+    """Whether HTTP may be served where Serve does so, which in a RayService is not said in our configuration."""
+    if config.ray.address == "local":
+        return
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    check_http_exposure(config, client.http_config.host or "localhost")

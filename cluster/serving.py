@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from cluster.config import AdmissionConfig, Config, RouterConfig
 from cluster.pools import DraftConfig, TargetConfig, chosen_threads
 from cluster.security import api_keys, identity
-from speculation.local_sources import LookupBounds
 from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
+from speculation.sources.local_sources import LookupBounds
 
 if TYPE_CHECKING:  # they bring torch
     from draft_service.service import DraftSettings
@@ -158,6 +158,7 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         plain_cuda=worker.plain_cuda,
         threads=chosen_threads(worker),
         cache_tokens=worker.cache_tokens,
+        gpu_share=worker.gpus if 0 < worker.gpus < 1 else 1.0,
         medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
         tensor_parallel_size=worker.tensor_parallel_size,
         join_timeout=worker.join_timeout,

@@ -7,10 +7,10 @@ when they start decides: one that is told of a tokenizer that is its own transla
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from cluster.check_error import CheckError
 from cluster.config import Config
+from cluster.folders import expanded
 from cluster.pools import DraftConfig, Pool
 
 
@@ -51,7 +51,7 @@ def difference(target: str, draft: str) -> str:
 
 def _vocabulary(model: str) -> dict[int, str] | None:
     """Token id to token, or None where there is no tokenizer.json to tell."""
-    path = Path(model).expanduser() / "tokenizer.json"
+    path = expanded(model) / "tokenizer.json"
     if not path.is_file():
         return None
     import tokenizers  # 0.1 s that `paceline --help` need not spend

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import inf
+from time import monotonic
 from typing import Any
 
 from cluster.autoscaling.steering import Decision
@@ -17,6 +19,8 @@ from cluster.autoscaling.steering import Decision
 log = logging.getLogger("ray.serve")
 
 KEY, NAMESPACE = b"autoscaling", b"paceline"
+RETRY_SECONDS = 10.0
+"""After a post that failed, if nothing new is decided before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +47,31 @@ class Posted:
 
 
 class Board:
-    """Posts decisions; only what differs in more than its sentence is written."""
+    """Posts decisions; only what differs in more than its sentence is written. What fails is tried again."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         """Nothing is known yet."""
         self._known: dict[str, Posted] = {}
+        self._measured: dict[str, Posted] = {}
+        """What Ray's metrics were set to."""
+        self._clock, self._retry_at = clock, inf
         self._gauges: tuple[Any, Any] | None = None
 
     def post(self, decisions: Mapping[str, Posted]) -> None:
         """Tell what was decided, by deployment. Never raises."""
         fresh = {name: self._with_history(name, posted) for name, posted in decisions.items()}
-        if {name: _essence(one) for name, one in fresh.items()} == {n: _essence(one) for n, one in self._known.items()}:
+        known = {name: _essence(one) for name, one in self._known.items()}
+        if {name: _essence(one) for name, one in fresh.items()} == known and self._clock() < self._retry_at:
             return
-        before, self._known = self._known, fresh
+        self._known = fresh
         try:
-            self._measure(before)
+            self._measure()
             _write({name: asdict(posted) for name, posted in fresh.items()})
         except Exception as error:  # whatever Ray raises: a decision is no worse for not being told
             log.warning("cannot post autoscaling decisions: %s", error)
+            self._retry_at = self._clock() + RETRY_SECONDS
+        else:
+            self._retry_at = inf
 
     def _with_history(self, name: str, posted: Posted) -> Posted:
         known = self._known.get(name)
@@ -68,7 +79,7 @@ class Board:
             return posted
         return Posted(posted.replicas, posted.running, posted.why, posted.says, posted.held, known.changed)
 
-    def _measure(self, before: Mapping[str, Posted]) -> None:
+    def _measure(self) -> None:
         from ray.util.metrics import Gauge
 
         if self._gauges is None:
@@ -77,6 +88,7 @@ class Board:
                 Gauge("paceline_autoscaling_decision_info", "1 for the last decision.", ("pool", "why", "held")),
             )
         replicas, info = self._gauges
+        before, self._measured = self._measured, self._known
         for name, posted in before.items():
             info.set(0, {"pool": name, "why": posted.why, "held": posted.held})
         for name, posted in self._known.items():

@@ -1,7 +1,7 @@
 """A simulated fleet under a trace: targets, drafters and routers that come and go, in steps of a tenth of a second.
 
 Requests are counted one by one, tokens flow: in each tick a target takes as many steps as fit, of the cost that
-:class:`speculation.costs.Costs` gives them. Prompts share its steps with running text as in
+:class:`speculation.simulation.costs.Costs` gives them. Prompts share its steps with running text as in
 :mod:`target_service.scheduler`. A replica takes its time to start; one that is taken away hands its sessions over,
 which compute their tokens again elsewhere. Drafters are as good as one: their work is spread evenly.
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival
-from speculation.costs import Costs
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
+from speculation.simulation.costs import Costs
 
 TICK = 0.1
 STRETCH = 2.0
@@ -38,6 +38,8 @@ class Limits:
     places: int = 64
     cache_tokens: int = 200_000
     step_tokens: int = 320
+    prompt_tokens: int = 1024
+    """Of a step in which no text runs, if more."""
     target_start: float = 60.0
     draft_start: float = 20.0
     router_start: float = 5.0
@@ -217,9 +219,9 @@ class Fleet:
         target.step = self._costs.verify_seconds(max(len(decoding), 1), max(tokens + round(fed), 1))
         steps = seconds / target.step
         target.busy = TICK
-        self._prefill(prompts, steps * fed)
+        taken = self._prefill(prompts, steps * fed)
         committed = steps * self._speculating.committed(drafts)
-        self._computed += steps * fed + len(decoding) * committed
+        self._computed += taken + len(decoding) * committed
         for request in decoding:
             request.produced += committed
         for request in [request for request in decoding if request.produced >= request.arrival.output]:
@@ -237,8 +239,11 @@ class Fleet:
 
     def _fed(self, decoding: int, tokens: int, queued: float) -> float:
         """Prompt tokens that a step takes beside what is decoded."""
-        most = min(self._limits.step_tokens - min(tokens, self._limits.step_tokens // 2), queued)
-        if not decoding or most <= LEAST_PREFILL:
+        limits = self._limits
+        if not decoding:
+            return min(max(limits.step_tokens, limits.prompt_tokens), queued)
+        most = min(limits.step_tokens - min(tokens, limits.step_tokens // 2), queued)
+        if most <= LEAST_PREFILL:
             return max(most, 0.0)
         alone = self._costs.verify_seconds(decoding, tokens)
         patience = max(STRETCH * alone, STRETCH_SECONDS)
@@ -246,13 +251,16 @@ class Fleet:
         fitting = bisect_right(sizes, patience, key=lambda fed: self._costs.verify_seconds(decoding, tokens + fed))
         return float(sizes[max(fitting - 1, 0)])
 
-    def _prefill(self, prompts: list[Request], tokens: float) -> None:
+    def _prefill(self, prompts: list[Request], most: float) -> float:
+        """Compute prompts, up to so many tokens; returns how many there were."""
+        left = most
         for request in prompts:
-            taken = min(request.to_compute, tokens)
+            taken = min(request.to_compute, left)
             request.to_compute -= taken
-            tokens -= taken
+            left -= taken
             if request.to_compute <= 0 and request.first_at is None:
                 request.first_at, request.produced = self.now, 1.0
+        return most - left
 
     def _draft(self) -> None:
         """Divide what drafters can do among all sessions; the next tick verifies what comes of it."""

@@ -11,7 +11,7 @@ fractions of replicas, and take no account of bounds, delays or what was decided
   as many as work it off in time. Whether fewer would do, the others tell.
 * Drafters: the lead that targets ask for, which is how far ahead drafting is worth its while (ADR 0009), against the
   lead that is there when a verification comes. Nothing asked for: none are wanted. With none there, sessions that would
-  have drafts if they could want one.
+  have drafts if they could want one; with some there, as many more as such sessions are more than the others.
 * Routers: open streams.
 """
 
@@ -105,6 +105,7 @@ def drafters(reports: Sequence[DraftDemand], routers: Iterable[RouterDemand], se
     resting = _sum(router.resting for router in routers)
     asked = _sum(report.asked for report in reports)
     used = _sum(report.busy for report in reports)
+    demand = _demand(len(reports), _sum(router.streams for router in routers), undrafted)
     delivered = _sum(report.delivered for report in reports)
     if reports and asked:
         # Nothing delivered at all is far too little, by an amount that nobody knows.
@@ -114,13 +115,21 @@ def drafters(reports: Sequence[DraftDemand], routers: Iterable[RouterDemand], se
             f"delivered {share:.0%} of the lead asked for; goal {settings.delivery:.0%}"
         )
         lead = Wanted(used * settings.delivery / share, Why.LEAD, says)
-        if lead.replicas >= NEGLIGIBLE:
+        if lead.replicas >= NEGLIGIBLE and lead.replicas >= demand.replicas:
             return lead
-    if undrafted >= 0.5:
-        return Wanted(1.0, Why.DEMAND, f"{undrafted:.0f} sessions want drafts and have no drafter")
+    if demand.replicas:
+        return demand
     if resting >= 0.5 or asked:
         return Wanted(0.0, Why.RESTING, f"targets have no use for drafts in {max(resting, 1.0):.0f} sessions")
     return Wanted(0.0, Why.IDLE, "no session wants drafts")
+
+
+def _demand(drafters: int, streams: float, undrafted: float) -> Wanted:
+    """One drafter to begin with; then, for sessions without one, as many more as serve the others."""
+    if undrafted < 0.5:
+        return Wanted(0.0, Why.IDLE, "every session that wants drafts has a drafter")
+    wanted = drafters * (1 + undrafted / max(streams - undrafted, 1.0)) if drafters else 1.0
+    return Wanted(wanted, Why.DEMAND, f"{undrafted:.0f} sessions want drafts and have no drafter")
 
 
 def routers(reports: Sequence[RouterDemand], settings: AutoscalingConfig) -> Wanted:

@@ -23,14 +23,13 @@ COLOURS = {"target": "tab:blue", "draft": "tab:orange", "router": "tab:green"}
 
 
 def rows(outcome: Outcome) -> list[dict[str, str]]:
-    """What is shown of each period, by column. Waits are of requests that came in it, until their first token."""
+    """What is shown of each period, by column. Waits are of requests that came in it: see ``waits``."""
     end = outcome.samples[-1].at
     length = next((period for period in PERIODS if end / period <= ROWS), PERIODS[-1])
     found = []
-    for start in range(0, round(end), length):
+    for start in range(0, max(round(end), 1), length):
         samples = [sample for sample in outcome.samples if start < sample.at <= start + length]
-        came = [one for one in outcome.finished if start <= one.arrival.at < start + length]
-        found.append(_row(start, samples, [one.wait for one in came]))
+        found.append(_row(start, samples, outcome.waits(start, start + length)))
     return found
 
 
@@ -71,10 +70,15 @@ def _change(change: Change) -> str:
 
 def summary(outcome: Outcome) -> Iterator[str]:
     """The run in a few sentences."""
-    waits = [one.wait for one in outcome.finished]
+    waits = outcome.waits()
+    waiting = sum(one.first_at is None for one in outcome.unfinished)
     if waits:
         shown = ", ".join(f"p{share} {percentile(waits, share):.1f}" for share in (50, 95, 99))
-        yield f"{len(waits)} requests; seconds to the first token: {shown}, at most {max(waits):.1f}"
+        longest = f"the longest over {max(waits):.1f}" if waiting else f"at most {max(waits):.1f}"
+        yield f"{len(waits)} requests; seconds to the first token: {shown}, {longest}"
+    if outcome.unfinished:
+        late = f"{len(outcome.unfinished)} of {len(waits)} requests were not done an hour after the last came"
+        yield f"{late}; {waiting} had no first token, and count with the wait they had until then"
     most = {pool: max(sample.replicas[pool] for sample in outcome.samples) for pool in POOLS}
     hours = [f"{outcome.replica_seconds(pool) / 3600:.2f} {pool} (at most {most[pool]})" for pool in POOLS]
     yield f"replica-hours: {', '.join(hours)}"

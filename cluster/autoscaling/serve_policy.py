@@ -11,7 +11,8 @@ Runs in the controller's process, and must never raise there: all applications o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ from cluster.autoscaling.policy import Wanted, Why
 from cluster.autoscaling.steering import Decision, Pool, State, steer
 from cluster.config import AutoscalingConfig, Config
 from cluster.placement import ROUTER
-from speculation.demand import TOTALS, DraftDemand, RouterDemand, TargetDemand, WorkerDemand
+from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand, WorkerDemand
 from speculation.events import Role
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class ServePolicy:
         self._pools = {pool["deployment"]: Scaled(**pool) for pool in pools}
         self._settings = AutoscalingConfig(**(settings or {}))
         self._board = Board()
+        self._strangers: set[str] = set()
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
         """Replicas, and what to remember, of every deployment."""
@@ -132,34 +134,62 @@ class ServePolicy:
         """What the figures of a pool amount to."""
         name = ctx.deployment_name
         if name == ROUTER:
-            models = {pool.model for pool in self._pools.values()}
-            return policy.routers(
-                [one for model in models for one in self._heard(RouterDemand, ctx, model)], self._settings
-            )
-        pool = self._pools[name]
+            return policy.routers(self._routers(ctx), self._settings)
+        pool = self._pools.get(name)
+        if pool is None:
+            return self._unlisted(name)
         if pool.role == Role.TARGET:
             return policy.targets(self._heard(TargetDemand, ctx), self._settings)
         reports = self._heard(DraftDemand, ctx)
-        asking = self._heard(RouterDemand, routers, pool.model) if routers is not None else []
+        present = PRESENT if reports else frozenset()
+        asking = self._heard(RouterDemand, routers, pool.model, present) if routers is not None else []
         if not asking or len(reports) < ctx.current_num_replicas:
             return Wanted(0.0, Why.UNKNOWN, "not every router and drafter has reported yet")
         return policy.drafters(reports, asking, self._settings)
 
-    def _heard(self, kind: type[Demand], ctx: AutoscalingContext, model: str = "") -> list[Demand]:
-        """One report of every replica that has reported: averages, and totals as their growth a second."""
+    def _routers(self, ctx: AutoscalingContext) -> list[RouterDemand]:
+        """One report of every router that has reported: the streams of all models together."""
+        streams: defaultdict[Any, float] = defaultdict(float)
+        for model in {pool.model for pool in self._pools.values()}:
+            for replica, one in self._by_replica(RouterDemand, ctx, model).items():
+                streams[replica] += one.streams
+        return [RouterDemand(count) for count in streams.values()]
+
+    def _unlisted(self, name: str) -> Wanted:
+        """Of a deployment of which nothing was said: it stays as it is, and the others go on."""
+        if name not in self._strangers:
+            self._strangers.add(name)
+            log.warning("%s is not in policy_kwargs.pools, so it stays as it is; there are %s", name, [*self._pools])
+        return Wanted(0.0, Why.UNKNOWN, "policy_kwargs.pools does not list it")
+
+    def _heard(
+        self, kind: type[Demand], ctx: AutoscalingContext, model: str = "", present: Set[str] = frozenset()
+    ) -> list[Demand]:
+        """One report of every replica that has reported; see :meth:`_by_replica`."""
+        return list(self._by_replica(kind, ctx, model, present).values())
+
+    def _by_replica(
+        self, kind: type[Demand], ctx: AutoscalingContext, model: str = "", present: Set[str] = frozenset()
+    ) -> dict[Any, Demand]:
+        """What every replica has reported: averages, and totals as their growth a second.
+
+        Of what is ``present``, no more than the last figure.
+        """
         series: Mapping[str, Mapping[Any, Sequence[Point]]] = ctx.raw_metrics or {}
         averages: Mapping[str, Mapping[Any, float]] = ctx.aggregated_metrics or {}
         names = {entry.name: f"{model}:{entry.name}" if model else entry.name for entry in fields(kind)}
         replicas = set.intersection(*(set(averages.get(reported, ())) for reported in names.values()))
-        return [
-            kind(
-                **{
-                    name: _growth(series[reported][replica]) if name in TOTALS else averages[reported][replica]
-                    for name, reported in names.items()
-                }
-            )
+
+        def figure(name: str, reported: str, replica: Any) -> float:
+            if name in TOTALS:
+                return _growth(series[reported][replica])
+            average = averages[reported][replica]
+            return min(average, series[reported][replica][-1].value) if name in present else average
+
+        return {
+            replica: kind(**{name: figure(name, reported, replica) for name, reported in names.items()})
             for replica in sorted(replicas, key=str)
-        ]
+        }
 
 
 def _growth(points: Sequence[Point]) -> float:

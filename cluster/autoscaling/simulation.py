@@ -7,9 +7,10 @@ averaged as Ray Serve averages them. The fleet is :mod:`cluster.autoscaling.flee
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from math import inf
 from random import Random
 from typing import TypeVar
 
@@ -20,8 +21,8 @@ from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.steering import Decision, Pool, State, steer
 from cluster.autoscaling.traces import Arrival, seconds_of
 from cluster.config import AutoscalingConfig
-from speculation.costs import Costs
-from speculation.demand import TOTALS, DraftDemand, RouterDemand, TargetDemand
+from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand
+from speculation.simulation.costs import Costs
 
 POOLS = ("target", "draft", "router")
 LONGEST_TAIL = 3600.0
@@ -85,9 +86,23 @@ class Outcome:
     """A simulated run."""
 
     samples: list[Sample] = field(default_factory=list)
-    """One for every second."""
+    """One for every second; of a run of less than one, one at its end."""
     changes: list[Change] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+    unfinished: list[Request] = field(default_factory=list)
+    """Still under way when the run was ended, :data:`LONGEST_TAIL` after the last came."""
+    ended: float = 0.0
+
+    def waits(self, start: float = 0.0, end: float = inf) -> list[float]:
+        """Seconds until the first token, of all requests that came in that time; of those without one, until the end.
+
+        So a wait that was not over counts as less than it would have become.
+        """
+        return [
+            (self.ended if one.first_at is None else one.first_at) - one.arrival.at
+            for one in (*self.finished, *self.unfinished)
+            if start <= one.arrival.at < end
+        ]
 
     def replica_seconds(self, pool: str) -> float:
         """What a pool cost."""
@@ -106,7 +121,7 @@ class Outcome:
 
 
 def simulate(arrivals: Sequence[Arrival], setup: Setup, steering: Steer = steer) -> Outcome:
-    """Run until all requests are done, then for ``setup.tail`` seconds more."""
+    """Run until all requests are done, then for ``setup.tail`` seconds more. Those not done in time are given up."""
     return _Run(arrivals, setup, steering).run()
 
 
@@ -136,9 +151,14 @@ class _Run:
                 self._outcome.samples.append(self._sample())
             if ticks % every == 0:
                 self._decide()
-            if done_at is None and ((not self._coming and not fleet.streams) or fleet.now > self._deadline):
+            if done_at is None and not self._coming and not fleet.streams:
                 done_at = fleet.now
-        self._outcome.finished = fleet.finished
+            elif done_at is None and fleet.now > self._deadline:
+                break
+        self._outcome.finished, self._outcome.unfinished = fleet.finished, list(fleet.requests)
+        self._outcome.ended = fleet.now
+        if not self._outcome.samples:
+            self._outcome.samples.append(self._sample())
         return self._outcome
 
     def _speedup(self) -> float:
@@ -197,7 +217,8 @@ class _Reports:
         now, settings, seconds = self._fleet.now, self._settings, times[-1] - times[0]
         counts = (len(self._fleet.ready), self._fleet.drafters.running(now), self._fleet.routers.running(now))
         targets, drafters, routers = (
-            [_average(moments, seconds, count)] * count for moments, count in zip(heard, counts, strict=True)
+            [_average(moments, seconds, count, PRESENT if counts[1] else frozenset())] * count
+            for moments, count in zip(heard, counts, strict=True)
         )
         return {
             "target": policy.targets([self._fleet.equipped(one) for one in targets], settings),
@@ -209,13 +230,17 @@ class _Reports:
 Demand = TypeVar("Demand", TargetDemand, DraftDemand, RouterDemand)
 
 
-def _average(moments: Sequence[Demand], seconds: float, replicas: int) -> Demand:
-    """One of so many ``replicas`` which together reported ``moments``: totals as their growth a second."""
+def _average(moments: Sequence[Demand], seconds: float, replicas: int, present: Set[str]) -> Demand:
+    """One of so many ``replicas`` which together reported ``moments``: totals as their growth a second.
+
+    Of what is ``present``, no more than the last figure.
+    """
 
     def figure(name: str) -> float:
         values = [float(getattr(moment, name)) for moment in moments]
         if name in TOTALS:
             return (values[-1] - values[0]) / seconds / max(replicas, 1)
-        return sum(values) / len(values) / max(replicas, 1)
+        mean = sum(values) / len(values)
+        return (min(mean, values[-1]) if name in present else mean) / max(replicas, 1)
 
     return type(moments[0])(**{entry.name: figure(entry.name) for entry in fields(moments[0])})

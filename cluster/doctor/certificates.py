@@ -10,12 +10,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cluster.doctor.finding import Finding, ok, problem, warning
+from transport.tls import TlsError, certificates_in, signers, valid
 
 SUBJECT = "certificate"
 SOON = timedelta(days=14)
@@ -41,17 +42,21 @@ def check_all(certificate: str, key: str, authority: str) -> Iterator[Finding]:
 def check(certificate: Path, key: Path, authority: Path, now: datetime) -> Iterator[Finding]:
     """All that can be known of the three files without connecting anywhere."""
     try:
-        own, signer, private = _read_certificate(certificate), _read_certificate(authority), _read_key(key)
+        (own, *between), authorities = _read_certificates(certificate), _read_certificates(authority)
+        private = _read_key(key)
     except _Unreadable as error:
         yield problem(SUBJECT, str(error), "write it again; `security` in the configuration names the files")
         return
-    faults = [*_validity(certificate, own, now), *_validity(authority, signer, now), *_uses(certificate, own)]
+    faults = [finding for one in (own, *between) for finding in _validity(certificate, one, now)]
+    faults += _uses(certificate, own)
     if own.public_key() != private.public_key():
         text = f"{key} is not the key of {certificate}"
         faults.append(problem(SUBJECT, text, "mount certificate and key of the same Secret, or make both again"))
-    try:
-        own.verify_directly_issued_by(signer)
-    except (ValueError, TypeError, InvalidSignature):
+    trusted = signers(own, between, authorities)
+    if trusted:
+        best = max(trusted, key=lambda one: (valid(one, now), one.not_valid_after_utc))
+        faults += _validity(authority, best, now)
+    else:
         text = f"{certificate} was not issued by {authority}"
         faults.append(problem(SUBJECT, text, "all parts need certificates of one authority; sign it with this one"))
     yield from faults
@@ -97,13 +102,14 @@ def _dns_names(certificate: x509.Certificate) -> list[str]:
     return names.get_values_for_type(x509.DNSName)
 
 
-def _read_certificate(file: Path) -> x509.Certificate:
+def _read_certificates(file: Path) -> list[x509.Certificate]:
+    """All, as those who use them read them."""
     try:
-        return x509.load_pem_x509_certificate(file.read_bytes())
+        return certificates_in("certificate", file, file.read_bytes())
     except OSError as error:
         raise _Unreadable(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise _Unreadable(f"{file} holds no certificate in PEM") from error
+    except TlsError as error:
+        raise _Unreadable(f"{file} holds no certificate in PEM that can be read") from error
 
 
 def _read_key(file: Path) -> PrivateKeyTypes:
@@ -111,5 +117,5 @@ def _read_key(file: Path) -> PrivateKeyTypes:
         return load_pem_private_key(file.read_bytes(), password=None)
     except OSError as error:
         raise _Unreadable(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise _Unreadable(f"{file} holds no private key in PEM without a password") from error

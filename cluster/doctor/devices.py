@@ -9,6 +9,8 @@ from pathlib import Path
 from cluster.config import Config
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
+from cluster.folders import expanded
+from cluster.gpus import divided
 from cluster.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig
 from engine.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
 from engine.loader import DTYPES, ModelError, choose_dtype, read_config
@@ -54,6 +56,8 @@ class Need:
     weights: int
     cache: int
     """Of the shortest cache that makes sense."""
+    share: float = 1.0
+    """What part of a GPU a rank has."""
 
 
 def seen() -> Devices:
@@ -96,17 +100,24 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
         else:
             yield ok("memory", text)
         return
+    asked = sum(need.ranks * need.share for need in needs)
     for need in needs:
         each = need.weights + need.cache
-        large = [gpu for gpu in devices.gpus if CUDA_SHARE * gpu.memory >= each]
+        large = [gpu for gpu in devices.gpus if CUDA_SHARE * need.share * gpu.memory >= each]
         text = f"a rank of {need.pool} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
         if not large:
-            most = max(gpu.memory for gpu in devices.gpus) / GIB
-            fix = f"raise {need.path}.tensor_parallel_size, quantise, or lower {need.path}.cache_tokens"
-            yield problem("memory", f"{text}, the largest GPU has {most:.1f}", fix)
-        elif len(large) < need.ranks:
-            fix = "lower replicas or tensor_parallel_size, unless they are meant to share a GPU"
+            most = max(need.share * gpu.memory for gpu in devices.gpus) / GIB
+            of = "the largest GPU has" if need.share == 1 else f"its share of the largest GPU ({need.share:.0%}) is"
+            larger = "" if need.share == 1 else f"{need.path}.gpus or "
+            fix = f"raise {larger}{need.path}.tensor_parallel_size, quantise, or lower {need.path}.cache_tokens"
+            yield problem("memory", f"{text}, {of} {most:.1f}", fix)
+        elif len(large) < need.ranks * need.share:
+            fix = "lower replicas or tensor_parallel_size, or set gpus below 1 for them to share a GPU"
             yield warning("memory", f"{text}, and {need.ranks} ranks have {len(large)} such GPUs", fix)
+        elif len(devices.gpus) < asked:
+            fix = "set gpus of all workers, so that those on a GPU add up to 1 at most"
+            text = f"{text}, and all workers together ask for {asked:.3g} GPUs of {len(devices.gpus)}"
+            yield warning("memory", text, fix)
         else:
             yield ok("memory", text)
 
@@ -117,7 +128,7 @@ def needs(config: Config, devices: Devices) -> Iterator[Need]:
         pool = named.settings
         try:
             text_config = read_config(pool.model).get_text_config(decoder=True)
-            weights = read_weights(Path(pool.model).expanduser())
+            weights = read_weights(expanded(pool.model))
         except (ModelError, WeightsError):
             continue  # told by the check of the model's files
         if weights is None:
@@ -127,14 +138,15 @@ def needs(config: Config, devices: Devices) -> Iterator[Need]:
         context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
         cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
         ranks = pool.tensor_parallel_size
-        yield Need(str(named), named.path, pool.replicas * ranks, weights.loaded_bytes(stored) // ranks, cache // ranks)
+        own = weights.loaded_bytes(stored) // ranks, cache // ranks
+        yield Need(str(named), named.path, pool.replicas * ranks, *own, min(pool.gpus or 1.0, 1.0))
 
 
 def check(config: Config) -> Iterator[Finding]:
     """All of the above, for a Paceline that is to run on this machine."""
     devices = seen()
     yield from check_driver(devices, config)
-    yield from check_memory(needs(config, devices), devices)
+    yield from check_memory(needs(divided(config, len(devices.gpus)), devices), devices)
 
 
 def _pools(config: Config) -> list[Pool]:

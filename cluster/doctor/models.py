@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from cluster.checks import CheckError, check_model, check_tokenizer
 from cluster.config import Config
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
+from cluster.folders import expanded, is_folder
 from cluster.pools import DraftConfig, TargetConfig
 from cluster.vocabularies import difference
 from engine.loader import ModelError, read_config
@@ -36,8 +36,8 @@ def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Fin
     except CheckError as error:
         yield problem(subject, str(error), f"see `paceline config`; {COPY_AGAIN}")
         return
-    folder = Path(pool.model).expanduser()
-    if not folder.is_dir():
+    folder = expanded(pool.model)
+    if not is_folder(folder):
         yield warning(subject, f"{pool.model} is a hub id", "workers download it; give a folder to have it checked")
         return
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,15 @@ from cluster.config import Config
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
-from cluster.placement import APPLICATION, GPU_CLASS, Node, lacking, needs
+from cluster.parts import all_settings
+from cluster.placement import APPLICATION, GPU_CLASS, Node, lacking, may_hold, need, needs, router_need
+from cluster.pools import role_of
 from speculation.events import Role
 
 ANSWER_SECONDS = 60.0
 """How long nodes may take to say what they run; the first task on a node starts a process."""
+WORKER_SECONDS = 10.0
+"""How long workers may take to say where they listen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,33 @@ def inspect(models: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return versions(), [folder for folder in models if not os.path.isdir(folder)]
 
 
+def check_pools(config: Config, deployed: Iterable[str]) -> Iterator[Finding]:
+    """Whether the deployments of workers there are those that the configuration describes, by their names."""
+    there = [name for name in deployed if role_of(name)]
+    if not {pool.deployment for pool in config.pools()} & set(there):
+        text = f"has {', '.join(sorted(there)) or 'no workers'}, and none that this configuration describes"
+        yield warning("application", text, "give by --config what was deployed; room is judged by what is given")
+
+
+def deployed(config: Config) -> Mapping[str, Any] | None:
+    """The settings of the application at ``ray.address``, if it was given all; None also where nobody can say."""
+    import ray
+    from ray.serve.context import _get_global_client
+
+    from cluster.ray_cluster import join
+
+    try:
+        join(config)
+        client: Any = _get_global_client(raise_if_no_controller_running=False)
+        known = client.get_serve_details()["applications"] if client else {}
+        entry = known.get(APPLICATION, {}).get("deployed_app_config")
+        return all_settings(entry) if entry else None
+    except Exception:  # :func:`check` says why
+        return None
+    finally:
+        ray.shutdown()
+
+
 def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
     """All of the above for the cluster at ``ray.address``; fills in the workers that serve there."""
     from cluster.ray_cluster import join
@@ -95,9 +126,18 @@ def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
-        yield from _application(config, addresses)
+        yield from check_application(config, addresses)
     finally:
         ray.shutdown()
+
+
+def models_on(config: Config, node: Node) -> list[str]:
+    """Folders of the models that may be read there: by the workers that may come there, or by a router."""
+    pools = config.pools()
+    read = {pool.settings.model for pool in pools if may_hold(node, need(pool, config))}
+    if may_hold(node, router_need(config)):
+        read |= {pool.settings.model for pool in pools if pool.role is Role.TARGET}
+    return sorted(folder for folder in read if os.path.isdir(folder))
 
 
 def _nodes(config: Config) -> Iterator[Seen]:
@@ -105,16 +145,23 @@ def _nodes(config: Config) -> Iterator[Seen]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    folders = sorted({pool.settings.model for pool in config.pools() if os.path.isdir(pool.settings.model)})
     ask = ray.remote(num_cpus=0, max_retries=0)(inspect)
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    there = {node["NodeID"]: NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive}
-    asked = {name: ask.options(scheduling_strategy=strategy).remote(folders) for name, strategy in there.items()}
+    there = {node["NodeID"]: _room(node) for node in alive}
+    asked = {}
+    for name, room in there.items():
+        strategy = NodeAffinitySchedulingStrategy(name, soft=False)
+        asked[name] = ask.options(scheduling_strategy=strategy).remote(models_on(config, room))
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
     for node in alive:
-        resources, labels = node["Resources"], node.get("Labels") or {}
-        room = Node(resources.get("CPU", 0.0), resources.get("GPU", 0.0), labels)
-        yield _answered(Seen(node["NodeManagerAddress"], room), asked[node["NodeID"]])
+        name = node["NodeID"]
+        yield _answered(Seen(node["NodeManagerAddress"], there[name]), asked[name])
+
+
+def _room(node: Mapping[str, Any]) -> Node:
+    """A node as Ray lists it."""
+    resources = node["Resources"]
+    return Node(resources.get("CPU", 0.0), resources.get("GPU", 0.0), node.get("Labels") or {})
 
 
 def _answered(node: Seen, answer: Any) -> Seen:
@@ -130,11 +177,9 @@ def _answered(node: Seen, answer: Any) -> Seen:
     return Seen(node.address, node.room, says, lacks=lacks)
 
 
-def _application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
-    """How what is deployed there does, and where its workers listen."""
+def check_application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
+    """How what is deployed there does, whatever it is called; fills in where its workers listen."""
     from ray import serve
-
-    from cluster.discovery import ENDPOINT
 
     status = serve.status().applications.get(APPLICATION)
     if status is None:
@@ -146,7 +191,33 @@ def _application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[F
         yield problem(
             "application", f"{status.status.value}: {' '.join(status.message.split())[:300]}", "see Ray's logs"
         )
-    for pool in config.pools():
-        if pool.deployment in status.deployments:
-            handle = serve.get_deployment_handle(pool.deployment, APPLICATION)
-            addresses.setdefault(pool.role, []).extend(handle.broadcast(ENDPOINT).results(timeout_s=10.0))
+    yield from check_pools(config, status.deployments)
+    for name, deployment in status.deployments.items():
+        role = role_of(name)
+        if role is None:
+            continue
+        if any(count and state == "RUNNING" for state, count in deployment.replica_states.items()):
+            yield from _listening(name, addresses.setdefault(role, []))
+        elif role is Role.TARGET:
+            yield problem(f"target {name}", "none runs", "see its message in `serve status`, and Ray's logs")
+
+
+def _listening(deployment: str, addresses: list[str]) -> Iterator[Finding]:
+    """Fills in where the workers of a deployment listen."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    from cluster.discovery import ENDPOINT
+
+    handle: Any = None
+    try:
+        handle = serve.get_deployment_handle(deployment, APPLICATION)
+        addresses.extend(handle.broadcast(ENDPOINT).results(timeout_s=WORKER_SECONDS))
+    except (RayError, RayServeException, TimeoutError) as error:
+        yield problem(
+            deployment, f"does not say where it listens ({type(error).__name__})", "try again; see Ray's logs"
+        )
+    finally:
+        if handle is not None:
+            handle.shutdown()  # it would go on to report to Serve, and connect to Ray again for that
