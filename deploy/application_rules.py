@@ -14,12 +14,17 @@ from cluster.security import SecurityError, check_worker_exposure
 from cluster.settings import ConfigError
 from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container
 from deploy.pod_rules import GPU
-from deploy.ray_rules import drain_seconds
+from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
+from deploy.scaling_rules import scaling_faults
 from speculation.events import Role
 
 ROUTER = "router"
 FETCHED = "MODELS"
 """Environment variable of the Job that fetches models: FOLDER=HUB-ID, separated by spaces."""
+
+START_SECONDS = 120.0
+"""Of Ray's drain, for a replacement to start. Serve stops a replica on a node that drains as soon as the time that is
+left is what the replica may take to end, whether another has started or not."""
 
 SCALES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9}
 """What the last letter of a quantity stands for."""
@@ -33,6 +38,8 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         yield str(error)
         return
     yield from _of_config(config)
+    yield from _of_proxies(config, service)
+    yield from scaling_faults(config, application)
     wanted, faults = _wanted(config, application)
     why = lacking(wanted, _nodes(service))
     faults += [why] if why else []
@@ -77,15 +84,29 @@ def _of_config(config: Config) -> Iterator[str]:
         yield "security.api_keys is empty, so whoever reaches the address may use it; or say router.allow_remote"
 
 
+def _of_proxies(config: Config, service: Object) -> Iterator[str]:
+    """Every node has an HAProxy; one that was replaced must keep its streams for as long as a router does."""
+    for group in groups(service):
+        stop = hard_stop_seconds(ray_container(group))
+        if not stop >= config.router.drain_timeout:
+            yield (
+                f"{group_name(group)}: {HARD_STOP} is {stop:g}; below router.drain_timeout "
+                f"({config.router.drain_timeout:g}) HAProxy cuts streams whenever routers come or go"
+            )
+
+
 def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
     """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
     security, container = config.security, ray_container(group)
     files = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
     if role == ROUTER:
         files["api_keys"] = security.api_keys
-        drain = drain_seconds(container)
-        if config.router.drain_timeout > drain:
-            yield f"router.drain_timeout is {config.router.drain_timeout:g}, but Ray drains for {drain:g}"
+    name, drain = _drain(role, config)
+    if drain + START_SECONDS > drain_seconds(container):
+        yield (
+            f"{name} is {drain:g}, but Ray drains for {drain_seconds(container):g}; without {START_SECONDS:g} more the "
+            "replica ends before another has started"
+        )
     for name, path in files.items():
         if path and mount_of(container, path) is None:
             yield f"security.{name} is {path}, but nothing is mounted there"
@@ -160,6 +181,13 @@ def _fitting(need: Need, service: Object) -> list[Object]:
         and _quantity(ray_container(group).get("resources", {}).get("requests", {}).get(GPU, 0))
         >= need.gpus * need.ranks
     ]
+
+
+def _drain(role: str, config: Config) -> tuple[str, float]:
+    """The setting that says how long a replica takes to end, and its value."""
+    if role == ROUTER:
+        return "router.drain_timeout", config.router.drain_timeout
+    return "drain_timeout", config.drain_timeout
 
 
 def _role(need: Need, config: Config) -> str:

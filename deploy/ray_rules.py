@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping
 from deploy.manifests import Finding, Manifests, Object, group_name, groups, ray_container, where
 
 MOST_NAME_CHARACTERS = 47
+INITIALIZING = "ray.io/initializing-timeout"
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_SECONDS = 30.0
+HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+DEFAULT_HARD_STOP_SECONDS = 120.0
 DEFAULT_GRACE_SECONDS = 30
 MOST_SLACK_SECONDS = 60
 """More grace than this after Ray's drain only keeps a hung pod."""
@@ -33,9 +36,18 @@ def ray_findings(manifests: Manifests) -> Iterator[Finding]:
 
 def drain_seconds(container: Object) -> float:
     """How long Ray lets its node empty itself after SIGTERM; nan where that is no number."""
+    return _seconds(container, DRAIN, DEFAULT_DRAIN_SECONDS)
+
+
+def hard_stop_seconds(container: Object) -> float:
+    """How long an HAProxy that was replaced keeps its streams; nan where that is no number."""
+    return _seconds(container, HARD_STOP, DEFAULT_HARD_STOP_SECONDS)
+
+
+def _seconds(container: Object, variable: str, default: float) -> float:
     environment = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
     try:
-        return float(environment.get(DRAIN, DEFAULT_DRAIN_SECONDS))
+        return float(environment.get(variable, default))
     except ValueError:
         return math.nan
 
@@ -47,6 +59,8 @@ def _of_service(service: Object) -> Iterator[str]:
         yield f"the name has {len(name)} characters; KubeRay takes at most {MOST_NAME_CHARACTERS}"
     if not re.fullmatch(_NAME, name):
         yield f"the name {name!r} must be lower-case letters, digits and -, and begin with a letter"
+    if INITIALIZING in service["metadata"].get("annotations", {}):
+        yield f"{INITIALIZING} is final: KubeRay gives the service up when nodes and models come later; leave it out"
     authentication = cluster.get("authOptions", {})
     if authentication.get("mode") != "token":
         yield "authOptions.mode must be token: whoever reaches the head could run anything"

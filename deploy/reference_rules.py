@@ -15,9 +15,19 @@ class ByHand:
     about: str
     command: str
     """What makes it, after ``kubectl create secret``."""
+    unless: str = ""
+    """The kind of the objects that make it where there are some."""
+
+
+def _certificate(role: str) -> ByHand:
+    files = {"tls.crt": f"{role}.crt", "tls.key": f"{role}.key", "ca.crt": "ca.crt"}
+    given = " ".join(f"--from-file={name}=DIR/{file}" for name, file in files.items())
+    about = f"the certificate of {role}s, from `paceline certs DIR`"
+    return ByHand(about, f"generic paceline-{role}-tls {given}", unless="Certificate")
 
 
 SECRETS: Mapping[str, ByHand] = {
+    **{f"paceline-{role}-tls": _certificate(role) for role in ("router", "target", "draft")},
     "paceline-ray-auth": ByHand(
         "the token of Ray", "generic paceline-ray-auth --from-literal=auth_token=$(openssl rand -hex 32)"
     ),
@@ -26,15 +36,20 @@ SECRETS: Mapping[str, ByHand] = {
         "the password of Redis", "generic paceline-redis --from-literal=password=$(openssl rand -hex 32)"
     ),
     "paceline-huggingface": ByHand(
-        "optional: a token for gated models", "generic paceline-huggingface --from-literal=token=TOKEN"
+        "the token of an account that may have the models, if they are gated as Meta's are",
+        "generic paceline-huggingface --from-literal=token=TOKEN",
     ),
     "paceline-http-tls": ByHand("the certificate of the host name", "tls paceline-http-tls --cert=FILE --key=FILE"),
 }
+CLAIM, MODELS = "PersistentVolumeClaim", "paceline-models"
+"""Where models lie; made by hand where no Job fills it."""
 GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 """In every namespace."""
 SERVE_SERVICE = "-serve-svc"
 """KubeRay makes a service for HTTP, named after the RayService."""
 HTTP_PORT = 8000
+OF_A_CLUSTER = "ray.io/cluster"
+"""Label by which KubeRay tells the pods of the cluster that serves from those of the one that is to replace it."""
 
 
 def reference_findings(manifests: Manifests) -> Iterator[Finding]:
@@ -51,6 +66,7 @@ def reference_findings(manifests: Manifests) -> Iterator[Finding]:
                 if mount["name"] not in volumes:
                     yield Finding(f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount")
     yield from _selectors(manifests)
+    yield from _authorities(manifests)
     yield from _budgets(manifests)
     yield from _ports(manifests)
 
@@ -58,7 +74,17 @@ def reference_findings(manifests: Manifests) -> Iterator[Finding]:
 def secrets_by_hand(manifests: Manifests) -> dict[str, ByHand]:
     """Those that have to be there before the manifests are applied."""
     used = {name for _, kind, name in references(manifests) if kind == "Secret"}
-    return {name: secret for name, secret in SECRETS.items() if name in used}
+    return {name: secret for name, secret in _secrets(manifests).items() if name in used}
+
+
+def models_by_hand(manifests: Manifests) -> bool:
+    """Whether the volume of models is mounted, and nothing here makes or fills it."""
+    made = manifests.of("Job") or MODELS in manifests.names(CLAIM)
+    return not made and any((kind, name) == (CLAIM, MODELS) for _, kind, name in references(manifests))
+
+
+def _secrets(manifests: Manifests) -> dict[str, ByHand]:
+    return {name: secret for name, secret in SECRETS.items() if not (secret.unless and manifests.of(secret.unless))}
 
 
 def references(manifests: Manifests) -> set[tuple[str, str, str]]:
@@ -102,7 +128,8 @@ def _known(manifests: Manifests) -> set[tuple[str, str]]:
     found = {(entry["kind"], entry["metadata"]["name"]) for entry in manifests.objects} | GIVEN
     found |= {("Secret", certificate["spec"]["secretName"]) for certificate in manifests.of("Certificate")}
     found |= {("Service", f"{name}{SERVE_SERVICE}") for name in manifests.names("RayService")}
-    return found | {("Secret", name) for name in SECRETS}
+    found |= {(CLAIM, MODELS)} if models_by_hand(manifests) else set()
+    return found | {("Secret", name) for name in _secrets(manifests)}
 
 
 def _claims(manifests: Manifests, pod: Pod) -> set[str]:
@@ -123,8 +150,14 @@ def _selectors(manifests: Manifests) -> Iterator[Finding]:
         yield from _must_select(entry, "selector", {"matchLabels": entry["spec"].get("selector", {})}, pods)
     for pod in pods:
         for spread in pod.spec.get("topologySpreadConstraints", []):
+            place = f"its spread over {spread['topologyKey']}"
             if not selects(spread.get("labelSelector", {}), pod.labels):
-                yield Finding(pod.where, f"its spread over {spread['topologyKey']} does not select the pod itself")
+                yield Finding(pod.where, f"{place} does not select the pod itself")
+            strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
+            if strict and spread.get("nodeTaintsPolicy") != "Honor":
+                yield Finding(pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor")
+            if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
+                yield Finding(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
     denied = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
     if not any(
         {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
@@ -135,6 +168,14 @@ def _selectors(manifests: Manifests) -> Iterator[Finding]:
 def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[Finding]:
     if not any(selects(selector, pod.labels) for pod in pods):
         yield Finding(where(entry, part), "selects no pod")
+
+
+def _authorities(manifests: Manifests) -> Iterator[Finding]:
+    """What cert-manager does unless it is told differs between its versions."""
+    for certificate in manifests.of("Certificate"):
+        rotation = certificate["spec"].get("privateKey", {}).get("rotationPolicy")
+        if certificate["spec"].get("isCA") and rotation != "Never":
+            yield Finding(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
 
 
 def _budgets(manifests: Manifests) -> Iterator[Finding]:

@@ -6,11 +6,12 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.declaration import IMPORT_PATH
+from cluster.reading import yaml_in
+from cluster.settings import ConfigError
 from deploy.application_rules import application_faults
 from deploy.manifests import Finding, Manifests, Object, group_name, groups, ray_container, where
 
@@ -20,9 +21,9 @@ def serve_findings(manifests: Manifests) -> Iterator[Finding]:
     for service in manifests.of("RayService"):
         place = where(service, "serveConfigV2")
         try:
-            document = yaml.safe_load(service["spec"].get("serveConfigV2", ""))
-        except yaml.YAMLError as error:
-            yield Finding(place, f"is not YAML: {' '.join(str(error).split())}")
+            document = yaml_in("it", service["spec"].get("serveConfigV2", ""))
+        except ConfigError as error:
+            yield Finding(place, str(error))
             continue
         if not isinstance(document, dict):
             yield Finding(place, "must be a mapping")

@@ -18,7 +18,7 @@ from cluster.console import complain, say
 from deploy.manifests import Finding, Manifests, RenderError, render
 from deploy.pod_rules import pod_findings
 from deploy.ray_rules import ray_findings
-from deploy.reference_rules import reference_findings, secrets_by_hand
+from deploy.reference_rules import CLAIM, MODELS, models_by_hand, reference_findings, secrets_by_hand
 from deploy.schema_rules import schema_findings
 from deploy.serve_rules import serve_findings
 
@@ -55,12 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _summary(overlay: Path, manifests: Manifests) -> list[str]:
     namespace = manifests.of("RayService")[0]["metadata"].get("namespace", "default")
+    volume = f"  make first (a volume that all nodes can mount, with the models): {CLAIM} {MODELS}"
     return [
         f"{overlay}: {len(manifests.objects)} objects, nothing wrong",
         *(
             f"  make first ({secret.about}): kubectl create secret -n {namespace} {secret.command}"
             for secret in secrets_by_hand(manifests).values()
         ),
+        *([volume] if models_by_hand(manifests) else []),
     ]
 
 
