@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -120,13 +121,13 @@ def find_data(paths: Iterable[Path]) -> Data:
     """
     sources: list[Source] = []
     for path in paths:
-        path = path.expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(path))
+        if os.path.isdir(path):
             found = [source for file in _below(path) if (source := _source(file)) is not None]
             if not found:
                 raise DataError(f"{path}: holds no text file; give text or JSON lines in UTF-8")
             sources += found
-        elif not path.exists():
+        elif not os.path.exists(path):
             raise DataError(f"{path}: no such file or folder")
         else:
             source = _source(path, named=True)

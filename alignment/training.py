@@ -101,6 +101,17 @@ class MasterWeights(Generic[Kind]):
         return copy
 
 
+def place(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Move a model, and cast its parameters.
+
+    Buffers stay as precise as they are, as in a model that is served: rounded to bfloat16, the frequencies by which
+    positions are told apart are others.
+    """
+    nn.Module.to(model, device=device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 class Trainer(Generic[Kind]):
     """Optimises one model: Muon for the matrices inside the layers, AdamW for embeddings and norms.
 
@@ -113,7 +124,7 @@ class Trainer(Generic[Kind]):
         self.notes: dict[str, Any] = {}
         """Plain values that checkpoints keep for whoever watches."""
         self._checkpoint = checkpoint
-        nn.Module.to(model, device=plan.device, dtype=plan.dtype)
+        place(model, plan.dtype, plan.device)
         model.train()
         self.weights = MasterWeights(model)
         inner = _inner_matrices(model)

@@ -1,6 +1,7 @@
 """Who takes part: what each request asks for, and which draft length a baseline runs with.
 
 All contenders but those of another library are requests to the same processes; what differs is what the request says.
+No answer is remembered: all are asked the same, and one that drafts from what was said before would copy another's.
 The baselines get their best draft length: each is tried with several in the very setting it is measured in, and then
 measured again with the best, so that the choice does not flatter the figure.
 """
@@ -30,27 +31,34 @@ class Contender:
     name: str
     speculation: Speculation
 
+    def __post_init__(self) -> None:
+        assert not self.speculation.remember, "another contender may copy its answers"
+
 
 _DRAFT = frozenset({Source.DRAFT})
 
-PLAIN = Contender("plain", Speculation(enabled=False))
+PLAIN = Contender("plain", Speculation(enabled=False, remember=False))
 """Ordinary decoding by the same target."""
-OURS = Contender("ours", Speculation(sources=_DRAFT))
+OURS = Contender("ours", Speculation(sources=_DRAFT, remember=False))
 """Drafts of the draft model only, so that it is compared with others on equal terms."""
-OURS_AND_LOOKUP = Contender("ours with lookup", Speculation())
-"""What a request gets that asks for nothing."""
-LOOKUP = Contender("lookup only", Speculation(sources=frozenset({Source.LOOKUP})))
+OURS_AND_LOOKUP = Contender("ours with lookup", Speculation(remember=False))
+"""What a request gets that asks for nothing, but that nothing was said before."""
+LOOKUP = Contender("lookup only", Speculation(sources=frozenset({Source.LOOKUP}), remember=False))
 """No draft model: drafts copied from the session's own tokens."""
 
 
 def sequential(length: int) -> Contender:
     """Draft ``length`` tokens, then verify them, in turn (Leviathan et al. 2023), over the same wire."""
-    return Contender("sequential", Speculation(max_depth=length, schedule=Schedule.SEQUENTIAL, sources=_DRAFT))
+    return _in_chains("sequential", length, Schedule.SEQUENTIAL)
 
 
 def parallel(length: int) -> Contender:
     """Draft the next ``length`` tokens during verification, drop them at a refusal (as PEARL does, Liu et al. 2024)."""
-    return Contender("PEARL-like", Speculation(max_depth=length, schedule=Schedule.PARALLEL, sources=_DRAFT))
+    return _in_chains("PEARL-like", length, Schedule.PARALLEL)
+
+
+def _in_chains(name: str, length: int, schedule: Schedule) -> Contender:
+    return Contender(name, Speculation(max_depth=length, schedule=schedule, sources=_DRAFT, remember=False))
 
 
 def pace(runs: Sequence[Run]) -> float:

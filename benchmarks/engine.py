@@ -171,7 +171,7 @@ async def serve(
     folder: Path, options: Options, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Memory | None, dict[str, list[Run]]]:
     """Memory of a worker process that served one batch; in a full run, then, what it does through a router."""
-    flags = ["--device", "cpu", "--dtype", str(dtype).removeprefix("torch."), "--threads", f"{options.threads}"]
+    flags = ["--dtype", str(dtype).removeprefix("torch."), "--threads", f"{options.threads}"]
     flags += ["--cache-tokens", f"{WORKER_CACHE_TOKENS}"]
     core = 0 if options.threads == 1 else None
     plan = WorkerPlan(Role.TARGET, folder / "model", core, folder / "target.jsonl", flags)

@@ -5,10 +5,10 @@
 
 **Alone**: the drafter follows a text that the target wrote, and at every few tokens of it drafts until it is eight
 tokens ahead: how many forwards and how much processor time that takes. **Served**: tokens a second of the target with
-each kind of drafter, a process and a core each. Contenders take turns throughout. The target is the bundled one,
-stretched; drafters are its unstretched self, cheap beside it, and that stretched to a fifth of the target's cost.
-Guesses come from lookup, from the bundled draft, or from a model that says what the drafter says, which no real
-assistant does: the most that could be gained.
+each kind of drafter, a process and a core each. Contenders take turns throughout, and none's answers are remembered for
+another to copy. The target is the bundled one, stretched; drafters are its unstretched self, cheap beside it, and that
+stretched to a fifth of the target's cost. Guesses come from lookup, from the bundled draft, or from a model that says
+what the drafter says, which no real assistant does: the most that could be gained.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from tokenizers import Tokenizer
 
 from alignment.writing import continuations
-from benchmarks.contenders import pace
+from benchmarks.contenders import PLAIN, pace, sequential
 from benchmarks.measure import Batch, Run, served, take_turns
 from benchmarks.pair import BUNDLED, ROOT, Pair, Shape, slow_draft, stretched_pair
 from benchmarks.workers import WorkerPlan, connected, running
@@ -44,7 +44,7 @@ from models.corpus import read_prompts
 from models.pair import load
 from speculation import digest as digests
 from speculation.events import Role
-from speculation.messages import Limits, Open, Sampling, Schedule, SessionId, Source, Speculation, Token, Verification
+from speculation.messages import Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
 
 AHEAD = 8
 """Tokens that a drafter shall be ahead of the text."""
@@ -63,9 +63,9 @@ CONTENDERS: Mapping[str, tuple[bool, Path | None]] = {
 }
 """Whether there is lookup, and which model assists."""
 REQUESTS = {
-    "trie": Speculation(sources=frozenset({Source.DRAFT})),
-    "trie and lookup at the target": Speculation(),
-    "sequential, K = 8": Speculation(max_depth=8, schedule=Schedule.SEQUENTIAL, sources=frozenset({Source.DRAFT})),
+    "trie": Speculation(sources=frozenset({Source.DRAFT}), remember=False),
+    "trie and lookup at the target": Speculation(remember=False),
+    "sequential, K = 8": sequential(8).speculation,
 }
 WARM_UP = 2
 """Rounds before those that count."""
@@ -136,10 +136,10 @@ def follow(contenders: Mapping[str, Alone], text: Sequence[Token], prompt: int) 
 
 def alone(target: Path, draft: Path, count: int, tokens: int, dtype: str) -> list[dict[str, Any]]:
     """How fast a drafter gets ahead of the target's text, by kind of text and of guesses."""
-    settings = EngineSettings(str(draft), dtype=dtype, cache_tokens=CACHE_TOKENS)
+    settings = EngineSettings(str(draft), dtype=dtype, device="cpu", cache_tokens=CACHE_TOKENS)
     engine = build(settings, invariant=False)
     assistants = {
-        model: build(EngineSettings(str(model), dtype=dtype, cache_tokens=CACHE_TOKENS), invariant=False)
+        model: build(EngineSettings(str(model), dtype=dtype, device="cpu", cache_tokens=CACHE_TOKENS), invariant=False)
         for model in (SMALL, BUNDLED)
     }
     rows = []
@@ -192,7 +192,7 @@ async def together(target: Path, draft: Path, count: int, tokens: int, dtype: st
             batches = [Batch((tuple(prompt),), tokens) for prompt in prompts(kind, count)]
             for request, speculation in REQUESTS.items():
                 runners = {name: served(one, speculation) for name, one in dispatchers.items()}
-                runners["plain"] = served(dispatchers["one level"], Speculation(enabled=False))
+                runners["plain"] = served(dispatchers["one level"], PLAIN.speculation)
                 runs = await take_turns(runners, batches, WARM_UP, lambda: None)
                 assert len({tuple(run.decoded[0].tokens for run in those) for those in runs.values()}) == 1
                 rows += [{"draft": draft.name, "text": kind, "request": request, **_pace(name, runs)} for name in runs]

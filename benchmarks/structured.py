@@ -4,8 +4,8 @@
     python -m benchmarks.structured --random 200
 
 One stretched target and its draft, a process each, on whatever cores there are; contenders take turns prompt by prompt.
-Compact JSON leaves much text without a choice, JSON with free whitespace none: both are measured. Or, instead of one
-schema greedily, as many random ones at temperature 1.
+No answer is remembered for another to copy. Compact JSON leaves much text without a choice, JSON with free whitespace
+none: both are measured. Or, instead of one schema greedily, as many random ones at temperature 1.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "free": {},
 }
 CONTENDERS = {
-    "plain": Speculation(enabled=False),
-    "forced text alone": Speculation(sources=frozenset({Source.GRAMMAR})),
-    "draft alone": Speculation(sources=frozenset({Source.DRAFT})),
-    "all sources": Speculation(),
+    "plain": Speculation(enabled=False, remember=False),
+    "forced text alone": Speculation(sources=frozenset({Source.GRAMMAR}), remember=False),
+    "draft alone": Speculation(sources=frozenset({Source.DRAFT}), remember=False),
+    "all sources": Speculation(remember=False),
 }
 MOST_TOKENS = 200
 

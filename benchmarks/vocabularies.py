@@ -87,7 +87,7 @@ def shared_vocabulary(target: Path) -> dict[str, float]:
     """How much the other draft shares with the target."""
     known = read_vocabularies(str(OTHER), str(target))
     assert known is not None, "the other draft has the target's tokenizer"
-    engine = build(EngineSettings(str(OTHER), cache_tokens=4096))
+    engine = build(EngineSettings(str(OTHER), device="cpu", cache_tokens=4096))
     shared = SharedVocabulary(known.target, known.own, target_size=known.target_size, own_size=engine.model.vocabulary)
     found = overlap(engine, shared)
     return {"vocabulary": round(shared.share, 3), "said": round(found.said, 3), "heard": round(found.heard, 3)}

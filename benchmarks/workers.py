@@ -54,7 +54,8 @@ async def running(plan: WorkerPlan) -> AsyncIterator[RunningWorker]:
     """The worker, while it runs; raises :class:`WorkerFailed`."""
     command = [sys.executable, "-m", "cluster.cli", "worker", plan.role.value]
     command += ["--model", str(plan.model), "--listen", "127.0.0.1:0", "--record", str(plan.record)]
-    command += ["--exit-with", str(os.getpid()), *plan.flags]
+    # On CPUs unless the plan says otherwise: cores are what it divides, and what others are compared on.
+    command += ["--device", "cpu", "--exit-with", str(os.getpid()), *plan.flags]
     cores = sorted(os.sched_getaffinity(0))
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     if plan.core is not None:

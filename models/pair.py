@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from alignment.training import place
 
 VOCABULARY = 4000
 PADDED_VOCABULARY = 4096
@@ -63,10 +64,9 @@ def build(shape: Shape, context: int, end_of_text: int, seed: int) -> LlamaForCa
 
 
 def placed(model: LlamaForCausalLM, dtype: torch.dtype, device: torch.device | None = None) -> LlamaForCausalLM:
-    """Move `model` and return it, past the wrapper of transformers that loses the types."""
-    moved = nn.Module.to(model, device=device, dtype=dtype)
-    assert isinstance(moved, LlamaForCausalLM)
-    return moved
+    """Move `model`, cast its parameters, and return it."""
+    place(model, dtype, device)
+    return model
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device | None = None) -> LlamaForCausalLM:

@@ -28,9 +28,9 @@ from benchmarks.chaos.workload import Body, client, plain_text
 from cluster.checkout import CHECKOUT
 from speculation.events import Role
 
-NODES_SECONDS = 90.0
-READY_SECONDS = 180.0
-STOP_SECONDS = 60.0
+NODES_SECONDS = 300.0
+READY_SECONDS = 600.0
+STOP_SECONDS = 180.0
 POLL_SECONDS = 0.3
 IDLE_SECONDS = 15.0
 AT_ONCE = 16

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from benchmarks.fit.settings import DEPTH, SUFFIX_TOKENS, Way
 from benchmarks.records import Depth
-from speculation.agreement import Passage, Passages, Request
-from speculation.local_sources import LocalSource, Suggestion, local_sources
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
-from speculation.simulated_sources import OwnSources
+from speculation.simulation.agreement import Passage, Passages, Request
+from speculation.simulation.simulated_sources import OwnSources
+from speculation.sources.local_sources import LocalSource, Suggestion, local_sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from engine.loader import read_config
 from engine.medusa import MedusaHeads, read
 from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
-from speculation.medusa import Guesses
 from speculation.messages import Sampling
+from speculation.sources.medusa import HeadGuesses
 from target_service.medusa import WIDTH
 
 FED = 512
@@ -40,7 +40,7 @@ def check(options: Options) -> None:
         raise FitError(f"--medusa {options.medusa}: {reads}; give heads that were trained for it")
 
 
-def guesses(options: Options, texts: Sequence[Decoded]) -> list[tuple[Guesses, ...]]:
+def guesses(options: Options, texts: Sequence[Decoded]) -> list[tuple[HeadGuesses, ...]]:
     """For each text what the heads say at every place; nothing at the first. Raises :class:`engine.model.ModelError`.
 
     There the target has only just read the prompt, and nothing of its own was drawn yet.
@@ -62,7 +62,7 @@ def guesses(options: Options, texts: Sequence[Decoded]) -> list[tuple[Guesses, .
         engine.close()
 
 
-def _said(engine: Engine, heads: MedusaHeads, text: Decoded, sampling: Sampling) -> list[Guesses]:
+def _said(engine: Engine, heads: MedusaHeads, text: Decoded, sampling: Sampling) -> list[HeadGuesses]:
     """At the places from the second on.
 
     Heads guess from the state that the last token was drawn from, which the model was in when it had read the one
@@ -70,7 +70,7 @@ def _said(engine: Engine, heads: MedusaHeads, text: Decoded, sampling: Sampling)
     """
     words, first = text.prompt + text.tokens, len(text.prompt)
     sequence = engine.cache.sequence()
-    found: list[Guesses] = []
+    found: list[HeadGuesses] = []
     for start in range(0, len(words) - 2, FED):
         fed = words[start : min(start + FED, len(words) - 2)]
         rows = range(max(first - 1 - start, 0), len(fed))
@@ -85,7 +85,7 @@ def _said(engine: Engine, heads: MedusaHeads, text: Decoded, sampling: Sampling)
 
 
 @torch.inference_mode()
-def _asked(heads: MedusaHeads, hidden: Tensor, vocabulary: int, position: int, sampling: Sampling) -> list[Guesses]:
+def _asked(heads: MedusaHeads, hidden: Tensor, vocabulary: int, position: int, sampling: Sampling) -> list[HeadGuesses]:
     """What the heads say at the places from ``position`` on; ``hidden``: their states, ``[R, D]``."""
     logits_HRV = heads(hidden)[..., :vocabulary].float()
     count = len(hidden)

@@ -19,7 +19,7 @@ from benchmarks.fit.validate import validate
 from benchmarks.report import describe_machine
 from cluster.console import say, stages
 from router.tokenizer import Tokenizer
-from speculation.agreement import Passage
+from speculation.simulation.agreement import Passage
 
 
 def main(options: Options) -> int:

@@ -25,10 +25,10 @@ from benchmarks.workers import RunningWorker, WorkerPlan, connected, running
 from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.tokenizer import Tokenizer
-from speculation.costs import Costs, Curve
 from speculation.events import Role
 from speculation.messages import Extras, Schedule, Source, Speculation, Token
-from speculation.recorded import Line, UselessRecord, costs_in, slowdown
+from speculation.simulation.costs import Costs, Curve
+from speculation.simulation.recorded import Line, UselessRecord, costs_in, slowdown
 
 TOGETHER = 16
 """Prompts decoded at a time for their text."""
@@ -42,6 +42,8 @@ DRAFTED = 6
 """Prompts that each drafter drafts for."""
 SEQUENTIAL = 4
 """Draft length of the requests that wait for their drafts."""
+GPU_SHARES = {Role.TARGET: 0.8, Role.DRAFT: 0.2}
+"""What each has of a GPU, if that is where they compute: they run at the same time."""
 SHORTEST = 8
 """A text of fewer tokens has no pace worth a figure, and is left out."""
 
@@ -134,6 +136,7 @@ async def serving(options: Options, role: Role, model: str, record: Path) -> Asy
     """One worker, on a core of its own if one is all that it computes with."""
     core = None if options.threads > 1 else 0 if role is Role.TARGET else 1
     flags = ["--dtype", options.dtype, "--device", options.device, "--threads", str(options.threads)]
+    flags += ["--set", f"{role}.gpus={GPU_SHARES[role]}"]
     if role is Role.DRAFT:
         flags += ["--target-tokenizer", options.target]  # translates nothing if it is its own
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.fit.prompts import Prompt
 from speculation.messages import Sampling, Source, Speculation
-from speculation.simulate import Bounds
+from speculation.simulation.simulate import Bounds
 
 NONE = "none"
 SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX)}

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from benchmarks.fit.serving import Decoded
 from benchmarks.fit.settings import FitError, Options
+from draft_service.overlap import TEXTS
 from draft_service.reading import Reader
 from draft_service.translation import Vocabularies, read_vocabularies, translator
 from engine.build import EngineSettings, build
 from engine.kv_cache import CachedSequence
+from engine.kv_store import PAGE
 from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
-from speculation.agreement import Passage
 from speculation.draft_session import Candidate, DraftLimits
 from speculation.messages import Sampling, Token
+from speculation.simulation.agreement import Passage
 
 FED = 512
 """Tokens of one forward."""
@@ -63,9 +65,9 @@ def passages(options: Options, draft: str, texts: Sequence[Decoded]) -> list[Pas
 
 
 def _settings(options: Options, draft: str, longest: int) -> EngineSettings:
-    return EngineSettings(
-        draft, dtype=options.dtype, device=options.device, threads=options.threads, cache_tokens=longest + FED
-    )
+    # The overlap of vocabularies is measured on several texts at once, each of which takes a page on a GPU.
+    room = max(longest + FED, TEXTS * PAGE)
+    return EngineSettings(draft, dtype=options.dtype, device=options.device, threads=options.threads, cache_tokens=room)
 
 
 def _length(text: Decoded, known: Vocabularies | None) -> int:

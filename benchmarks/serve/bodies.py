@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.serve.prompts import Prompt
-from benchmarks.serve.settings import Json, Make, Options, Variant
+from benchmarks.serve.settings import Contender, Json, Make, Options, Variant
 
 DEPTH_PLACE = "{depth}"
 """A string in the user's fields that a sweep replaces by a number."""
@@ -32,12 +32,16 @@ def body(options: Options, variant: Variant, make: Make, model: str, prompt: Pro
         "stream": True,
         "stream_options": _stream_options(make),
     }
-    if make is Make.PACELINE and contender.plain:
-        fields["speculation"] = {"enabled": False}
-    elif make is Make.PACELINE and variant.depth is not None:
-        fields["speculation"] = {"max_depth": variant.depth}
+    if make is Make.PACELINE:
+        fields["speculation"] = _speculation(variant)
     extra = {key: _placed(value, variant.depth) for key, value in contender.extra.items()}
     return {key: value for key, value in _merged(fields, extra).items() if value is not None}
+
+
+def remembers(contender: Contender) -> bool:
+    """Whether a Paceline may keep its answers to draft for later requests, which the user has to ask for."""
+    said = contender.extra.get("speculation", {})
+    return not isinstance(said, Mapping) or said.get("remember", False) is not False
 
 
 def has_place(value: object) -> bool:
@@ -47,6 +51,16 @@ def has_place(value: object) -> bool:
     if isinstance(value, list):
         return any(has_place(inner) for inner in value)
     return value == DEPTH_PLACE
+
+
+def _speculation(variant: Variant) -> Json:
+    """Nobody drafts from the answers that others, or warming up, had to the same requests."""
+    said: Json = {"remember": False}
+    if variant.contender.plain:
+        said["enabled"] = False
+    elif variant.depth is not None:
+        said["max_depth"] = variant.depth
+    return said
 
 
 def _stream_options(make: Make) -> Json:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.report import Table, describe_machine
 from benchmarks.serve import plots
+from benchmarks.serve.bodies import remembers
 from benchmarks.serve.figures import Comparison, Figures, Ratio, Spread, baselines, compare, figures
 from benchmarks.serve.rounds import Log
 from benchmarks.serve.settings import Arrivals, Json, Make, Options
@@ -129,6 +130,7 @@ def notes(result: Result) -> list[str]:
             "Contenders took turns with the same requests, back and forth. Ratios: of means over the requests that "
             "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster."
         )
+    said += _kept(log)
     urls = [variant.contender.url for variant in log.variants]
     if len(set(urls)) < len(urls):
         said.append(
@@ -142,6 +144,24 @@ def notes(result: Result) -> list[str]:
         said.append(f"{', '.join(guessed)}: tokens are not counted by the server; each chunk counts as one.")
     for name, row in result.rows:
         said += _warnings(name, row)
+    return said
+
+
+def _kept(log: Log) -> list[str]:
+    ours = [one for one in log.contenders if log.servers[one.name].make is Make.PACELINE]
+    forgotten = [one.name for one in ours if not remembers(one)]
+    kept = [one.name for one in ours if remembers(one)]
+    said = []
+    if forgotten:
+        said.append(
+            f"{', '.join(forgotten)}: answers are not kept to draft for later requests (speculation.remember is "
+            "false), so that no contender copies what another said to the same request."
+        )
+    if kept:
+        said.append(
+            f"{', '.join(kept)}: answers may be kept to draft for later requests, as --extra-body wants; contenders "
+            "at the same address may copy them."
+        )
     return said
 
 
