@@ -23,13 +23,21 @@ class Authority:
     key: ec.EllipticCurvePrivateKey
 
 
-def make_authority(now: datetime) -> Authority:
+def make_authority(now: datetime, life: timedelta = 10 * YEAR) -> Authority:
     """One of its own, valid for years; all have the same name, as an authority made anew has."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("test authority")
-    builder = _builder(name, name, key, now - YEAR, now + 10 * YEAR)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = _builder(name, name, key, now - YEAR, now + life)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
     return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def make_intermediate(above: Authority, begins: datetime, ends: datetime) -> Authority:
+    """One that another authority signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder(_name("test intermediate"), above.certificate.subject, key, begins, ends)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return Authority(builder.sign(above.key, hashes.SHA256()), key)
 
 
 def issue(

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 WIDE, PHONE = {"width": 1440, "height": 1000}, {"width": 360, "height": 740}
-PATIENCE = 15_000
+PATIENCE = 60_000
 """Milliseconds."""
 
 
@@ -27,7 +27,7 @@ def browser() -> Iterator[Browser]:
     """Headless Chromium."""
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, timeout=PATIENCE, args=["--no-sandbox"])
         try:
             yield chromium
         finally:
@@ -47,7 +47,7 @@ def served(app: Starlette) -> Iterator[str]:
         yield f"http://{host}:{port}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "the server has not stopped"
 
 

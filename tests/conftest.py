@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -18,6 +19,10 @@ from tests.stack import MODELS
 CLUSTERS = "tests/cluster/"
 
 torch.set_num_threads(1)  # Small models gain nothing from more, and other processes need the cores.
+
+# An example takes as long as the machine lets it: a pause is no defect of what is tested.
+settings.register_profile("machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("machine")
 
 
 class ByFile(LoadScopeScheduling):

@@ -129,8 +129,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """A byte-level BPE tokenizer of 3 special tokens, 256 bytes and a few merges; it puts BOS before a text."""
+def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE, tags: Iterable[str] = ()) -> Tokenizer:
+    """A byte-level BPE tokenizer of 3 special tokens, 256 bytes and a few merges; it puts BOS before a text.
+
+    ``tags``: more tokens, which show in a text.
+    """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -142,5 +145,6 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     )
     backend.train_from_iterator(["hello world, the quick brown fox says hello to the world"] * 5, trainer)
     backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    backend.add_tokens([tokenizers.AddedToken(tag, special=False) for tag in tags])
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     return Tokenizer(backend, stop_tokens=frozenset({EOS}), special_tokens=special, chat_template=chat_template)

@@ -30,7 +30,7 @@ def serve(
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         listener.close()
     assert not thread.is_alive()
     assert generator.running == 0

@@ -91,7 +91,7 @@ def serving(script: Script) -> Iterator[FakeServer]:
         yield server
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
     assert not thread.is_alive()
     loop.close()
 

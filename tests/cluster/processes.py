@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -21,7 +22,7 @@ PATIENCE = 120.0
 STAGE = re.compile(r"^(?!paceline: ).* \.\.\.\n", re.MULTILINE)
 """A line on stderr that says what goes on."""
 
-STARTS = 240.0
+STARTS = 600.0
 """Seconds that all parts on a Ray of their own may take to start."""
 
 
@@ -93,10 +94,20 @@ class Paceline:
             self.process.send_signal(number)
         return self.ended(timeout)
 
+    def stop_all(self, number: signal.Signals, timeout: float = PATIENCE) -> int:
+        """Send a signal to it and all its descendants, as one to a group or a service does; the exit code."""
+        family = self.descendants()
+        if self.process.poll() is None:
+            self.process.send_signal(number)  # first, so that it is not left to find the others gone
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return self.ended(timeout)
+
     def ended(self, timeout: float = PATIENCE) -> int:
         """Wait until it has ended and all that it printed is here; the exit code."""
         code = self.process.wait(timeout)
-        self._reader.join(5)
+        self._reader.join(PATIENCE)
         return code
 
     def descendants(self, words: str = "") -> list[psutil.Process]:
@@ -120,7 +131,7 @@ class Paceline:
 
     def _left(self) -> list[psutil.Process]:
         # `is_running` compares start times, so a reused id is not taken for ours.
-        _, alive = psutil.wait_procs([p for p in self._family.values() if p.is_running()], timeout=10)
+        _, alive = psutil.wait_procs([p for p in self._family.values() if p.is_running()], timeout=30)
         return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
     def _read(self) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 
+from tests.cluster.processes import PATIENCE
 from tests.stack import MODELS
 
-TIMEOUT = httpx.Timeout(60.0)
+TIMEOUT = httpx.Timeout(2 * PATIENCE)
+"""Longer than a router lets a text wait for its model to be loaded again (``begun_timeout``)."""
 
 
 def prompts(count: int) -> list[str]:
@@ -60,14 +62,15 @@ async def streamed(
     begun = asyncio.Barrier(len(bodies) + 1)
     async with httpx.AsyncClient(timeout=TIMEOUT, trust_env=False) as client, asyncio.TaskGroup() as group:
         for request, result in zip(bodies, results, strict=True):
-            group.create_task(_stream(client, url, request, result, begun))
+            group.create_task(stream(client, url, request, result, begun))
         await begun.wait()
         if meanwhile is not None:
             await meanwhile(results)
     return results
 
 
-async def _stream(client: httpx.AsyncClient, url: str, body: dict[str, Any], into: Streamed, begun: asyncio.Barrier):
+async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any], into: Streamed, begun: asyncio.Barrier):
+    """One streamed completion; waits where ``begun`` is after its third part."""
     request = {**body, "stream": True, "stream_options": {"include_speculation": True}}
     async with client.stream("POST", f"{url}/v1/completions", json=request) as response:
         assert response.status_code == 200, await response.aread()

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, needs_no_gpu]
 SETTINGS = """\
 target: {gpus: 1, gpu_class: large, dtype: fp32}
 draft: {gpus: 1, gpu_class: small, dtype: fp32}
+ray: {placement_timeout: 120}
 """
 
 
@@ -49,6 +50,7 @@ def test_up_stays_until_down(nodes, tmp_path):
     for arguments, words in (
         ([], "is deployed at .* already"),
         (["--detach", "--set", "target.gpus=9"], "no room for"),
+        (["--detach", "--port", str(free_port())], f"already and listens on 127.0.0.1:{port}, not on 127.0.0.1:"),
     ):
         refused = run(*up, *arguments)
         assert refused.returncode == 1

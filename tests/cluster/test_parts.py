@@ -4,19 +4,25 @@ import asyncio
 import copy
 import json
 import re
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from ray.serve import context
+from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
+from cluster import serve_app
 from cluster.checks import CheckError, check_ranks
 from cluster.config import Override, from_mapping, load
 from cluster.declaration import declaration
 from cluster.discovery import ServeDirectory, StaticDirectory
-from cluster.parts import SETTINGS, known, outline
+from cluster.parts import SETTINGS, known, options, outline
 from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
 from cluster.ray_cluster import reason_in
+from cluster.security import SecurityError
 from cluster.serve_app import build
 from cluster.vocabularies import target_of
 from speculation.events import Role
@@ -51,6 +57,22 @@ def test_ranks_are_a_group_on_one_node_and_rank_0_is_its_first_bundle():
     assert options["placement_group_strategy"] == "STRICT_PACK"
     assert options["placement_group_bundle_label_selector"] == [LARGE] * 2
     assert options["ray_actor_options"] == {"num_cpus": 0.1, "num_gpus": 1.0, "runtime_env": {"env_vars": {}}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "hidden"),
+    [
+        ({}, True),
+        ({"draft.gpus": "0.5"}, False),
+        ({"draft.device": "cuda"}, False),
+        ({"ray.address": "local"}, False),
+    ],
+)
+def test_on_a_cluster_who_reserves_no_gpu_sees_none(flags, hidden):
+    config = load(None, [Override(key, text, "--set") for key, text in ({"ray.address": "auto"} | flags).items()])
+    (draft,) = (pool for pool in config.pools() if pool.role is Role.DRAFT)
+    environment = options(config, draft)["ray_actor_options"]["runtime_env"]["env_vars"]
+    assert environment.get("CUDA_VISIBLE_DEVICES") == ("" if hidden else None)
 
 
 def test_without_speculation_nothing_is_needed_for_drafts():
@@ -302,7 +324,7 @@ class Told:
         self.more.set()
 
     async def until(self, *events):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.events[-len(events) :] != list(events):
                 self.more.clear()
                 await self.more.wait()
@@ -354,9 +376,73 @@ async def test_a_subscription_that_ended_is_made_again(subscriptions):
     directory.start(told)
     subscriptions[0].hear(0, ["a:1"])
     subscriptions[0].alive = False
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(subscriptions) < 2:
             await asyncio.sleep(0.001)
     subscriptions[1].hear(0, ["b:1"])
     directory.close()
     assert told.events == [(Role.TARGET, ["a:1"]), (Role.TARGET, ["b:1"])]
+
+
+async def test_streams_go_on_while_a_subscription_is_made_again(subscriptions):
+    """It takes a minute where Ray's head is away."""
+    waiting, back = threading.Event(), threading.Event()
+
+    def subscribe(handles, hear):
+        if subscriptions:
+            waiting.set()
+            assert back.wait(60), "the loop that should set it stands still"
+        return FakeSubscription(handles, hear)
+
+    directory, told = ServeDirectory([(Role.TARGET, FakeDeployment(RuntimeError("not now")))], subscribe), Told()
+    directory.start(told)
+    subscriptions[0].alive = False
+    async with asyncio.timeout(60):
+        while not waiting.is_set():
+            await asyncio.sleep(0.001)
+    directory.close()
+    back.set()
+    async with asyncio.timeout(60):
+        while len(subscriptions) < 2 or subscriptions[1].alive:
+            await asyncio.sleep(0.001)
+
+
+def http_at(monkeypatch, host):
+    client = SimpleNamespace(http_config=HTTPOptions(host=host, port=8000))
+    monkeypatch.setattr(context, "_get_global_client", lambda: client)
+
+
+@pytest.mark.parametrize(
+    ("host", "args", "open_to_all"),
+    [
+        ("0.0.0.0", {}, True),
+        ("0.0.0.0", {"router": {"allow_remote": True}}, False),
+        ("0.0.0.0", {"security": {"api_keys": "/keys"}}, False),
+        ("0.0.0.0", {"ray": {"address": "local"}}, False),
+        ("127.0.0.1", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_router_looks_where_serve_listens(monkeypatch, host, args, open_to_all):
+    """A RayService says so beside our configuration, in which HTTP is on loopback."""
+    http_at(monkeypatch, host)
+    config = from_mapping({"ray": {"address": "auto"}} | args, "args")
+    if open_to_all:
+        with pytest.raises(SecurityError, match=r"^0\.0\.0\.0 can be reached .*--api-keys"):
+            serve_app._check_http(config)
+    else:
+        serve_app._check_http(config)
+
+
+async def test_a_router_that_anyone_could_use_does_not_start(monkeypatch):
+    http_at(monkeypatch, "0.0.0.0")
+    kind = serve_app.Router
+    monkeypatch.setattr(kind, "__del__", lambda self: None)
+    with pytest.raises(SecurityError):
+        await kind.__init__(kind.__new__(kind), from_mapping({"ray": {"address": "auto"}}, "args"), [])
+
+
+def test_a_worker_on_a_node_of_ipv6_has_an_address(monkeypatch):
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "2001:db8::7")
+    config = from_mapping({"ray": {"address": "auto"}, "router": {"allow_remote": True}}, "args")
+    assert serve_app._listen(config) == "[2001:db8::7]:0"

@@ -17,7 +17,7 @@ from transport.client import WorkerConnection
 
 pytestmark = pytest.mark.slow
 REPLICAS = ["--target-replicas", "2", "--draft-replicas", "2", "--router-replicas", "2"]
-TOKENS = 250
+TOKENS = 600
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ async def test_both_routers_answer(url):
 
 @pytest.mark.parametrize(("kind", "role"), [("DraftWorker", "draft"), ("TargetWorker", "target")])
 async def test_a_worker_killed_mid_stream_does_not_change_the_text(paceline, url, kind, role):
-    bodies = [body(prompt, TOKENS, temperature=0.8) for prompt in prompts(6)]
+    bodies = [body(prompt, TOKENS, temperature=0.8) for prompt in prompts(3)]
     expected = await plain(url, bodies)
     killed = set()
 
@@ -118,7 +118,7 @@ async def test_a_client_that_goes_leaves_nothing_running(paceline, url):
         for process in targets
     ]
     assert all(load.free_tokens == load.capacity_tokens for load in after)
-    assert sum(load.counters["committed"] for load in after) - sum(before) < 900 / 2, "it went on without its client"
+    assert sum(load.counters["committed"] for load in after) - sum(before) < 900, "it went on without its client"
 
 
 def listening(process: psutil.Process) -> list[int]:
@@ -151,6 +151,21 @@ async def load_of(process: psutil.Process, role: str, until=lambda load: True) -
     finally:
         connection.cancel()
         await asyncio.gather(connection, return_exceptions=True)
+
+
+def test_a_signal_to_all_of_its_processes_ends_it_as_well():
+    """Ray would wait a minute for what has ended with it."""
+    with Paceline("up", "--port", str(free_port())) as up:
+        up.expect("Ctrl-C stops it", STARTS)
+        assert up.stop_all(signal.SIGTERM) == 0
+
+
+def test_when_ray_dies_everything_ends_and_says_so():
+    with Paceline("up", "--port", str(free_port())) as up:
+        up.expect("Ctrl-C stops it", STARTS)
+        up.descendants("raylet")[0].kill()
+        assert up.ended() == 1
+        up.expect("^paceline: Ray is gone")
 
 
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path):

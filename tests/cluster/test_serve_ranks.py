@@ -25,6 +25,7 @@ TOKENS = 250
 SETTINGS = """\
 target: {tensor_parallel_size: 2, gpus: 1, gpu_class: large, dtype: fp32}
 draft: {tensor_parallel_size: 2, gpu_class: small, dtype: fp32}
+ray: {placement_timeout: 120}
 """
 
 
@@ -65,7 +66,7 @@ class Nodes:
         self.process.stdin.close()
         assert self.process.wait(PATIENCE) == 0
         self.process.stdout.close()
-        assert not running(everything, 10)
+        assert not running(everything, PATIENCE)
 
 
 def running(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
@@ -152,6 +153,7 @@ draft: {gpu_class: small, dtype: fp32}
 models:
   org/one:
   two: {target: {model: %s}, drafts: {}}
+ray: {placement_timeout: 120}
 """
 
 

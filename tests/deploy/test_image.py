@@ -5,10 +5,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+import yaml
 
 from deploy.docker.requirements import NotLockedError, closure, runtime_requirements
+from tests.deploy.build_context import build_context
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -101,12 +104,116 @@ def test_package_that_is_not_locked_is_named(tmp_path: Path) -> None:
         runtime_requirements(tmp_path)
 
 
-def test_build_context_holds_every_package_and_the_requirements() -> None:
-    listed = (ROOT / ".dockerignore").read_text().splitlines()
-    assert "*" in listed, "everything is left out but what is listed"
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    kept = {line.removeprefix("!").split("/")[0] for line in listed if line.startswith("!")}
-    assert {package.partition(".")[0] for package in packages} <= kept
+def context() -> set[Path]:
+    """The files that the builder of the image gets to see."""
+    return set(build_context(ROOT, (ROOT / ".dockerignore").read_text()))
+
+
+def setuptools_says() -> tuple[list[str], dict[str, list[str]]]:
+    """The packages, and patterns of the data in them."""
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return said["packages"], said["package-data"]
+
+
+def test_image_tells_ray_what_the_manifests_tell_it() -> None:
+    """Nodes that are started by hand from the image serve as those of KubeRay do."""
+    said = dict(
+        word.split("=", 1)
+        for instruction, argument in instructions(DOCKERFILE.read_text())
+        if instruction == "ENV"
+        for word in argument.split()
+    )
+    service = yaml.safe_load((ROOT / "deploy/kubernetes/base/rayservice.yaml").read_text())
+    told = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
+    told = {entry["name"]: entry["value"] for entry in told}
+    assert {name: told.get(name) for name in said if name.startswith("RAY_")} == {
+        name: value for name, value in said.items() if name.startswith("RAY_")
+    }
+    assert said["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == "3600"
+
+
+def test_build_context_holds_what_is_copied_and_every_file_of_every_package() -> None:
+    packages, data = setuptools_says()
+    wanted = {ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE", REQUIREMENTS}
+    for package in packages:
+        files = {path for pattern in ("*.py", *data.get(package, [])) for path in folder_of(package).glob(pattern)}
+        assert folder_of(package) / "__init__.py" in files
+        wanted |= files
+    assert wanted <= {ROOT / path for path in context()}
     copied = [argument.split()[0] for word, argument in instructions(DOCKERFILE.read_text()) if word == "COPY"]
     for source in copied:
-        assert source == "." or source.startswith("--from=") or f"!{source}" in listed
+        assert source == "." or source.startswith("--from=") or Path(source) in context()
+
+
+def folder_of(package: str) -> Path:
+    """Where a package lies."""
+    return ROOT.joinpath(*package.split("."))
+
+
+def test_every_pattern_of_package_data_finds_something() -> None:
+    packages, data = setuptools_says()
+    assert data.keys() <= set(packages)
+    assert all(list(folder_of(package).glob(pattern)) for package, patterns in data.items() for pattern in patterns)
+
+
+def test_every_package_of_the_checkout_is_installed_or_for_development() -> None:
+    packages, _ = setuptools_says()
+    tracked = {path.parent for path in ROOT.glob("[!.]*/**/__init__.py")}
+    found = {".".join(path.relative_to(ROOT).parts) for path in tracked}
+    assert {name for name in found if name.partition(".")[0] not in ("deploy", "tests")} == set(packages)
+
+
+def test_build_context_holds_nothing_that_an_image_has_no_use_for() -> None:
+    tops = {path.parts[0] for path in context()}
+    assert not {".git", ".venv", "docs", "tests"} & tops
+    assert not [path for path in context() if path.is_relative_to("benchmarks/results") or "__pycache__" in path.parts]
+    assert [path for path in context() if path.parts[0] == "deploy"] == [REQUIREMENTS.relative_to(ROOT)]
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``COPY . .`` makes of the build context."""
+    app = tmp_path_factory.mktemp("image") / "app"
+    for path in context():
+        (app / path).parent.mkdir(parents=True, exist_ok=True)
+        (app / path).symlink_to(ROOT / path)
+    return app
+
+
+def test_paceline_is_installed_from_the_build_context(copied: Path, tmp_path: Path) -> None:
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copied, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as installed:
+        (finder,) = [installed.read(name).decode() for name in installed.namelist() if name.endswith("_finder.py")]
+    assert str(copied / "cluster") in finder
+
+
+def test_compiling_as_the_image_does_ends_well(copied: Path) -> None:
+    commands = [command for word, argument in instructions(DOCKERFILE.read_text()) for command in argument.split("&&")]
+    (compiling,) = [command.split() for command in commands if "compileall" in command]
+    assert [argument for argument in compiling if argument.startswith("/")] == ["/app"], (
+        "torch has files for Python 3.12"
+    )
+    arguments = [str(copied) if argument == "/app" else argument for argument in compiling[1:]]
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert list(copied.glob("cluster/__pycache__/cli.*.pyc"))
+
+
+@pytest.mark.parametrize(
+    ("ignored", "kept"),
+    [
+        ("*\n!a", {"a/b.py", "a/c/d.py", "a/c/e.txt"}),
+        ("*\n!a/*.py", {"a/b.py"}),
+        ("*\n!a/**/*.py", {"a/b.py", "a/c/d.py"}),
+        ("*\n!a\na/c", {"a/b.py"}),
+        ("*\n!a\n**/*.txt", {"a/b.py", "a/c/d.py"}),
+    ],
+)
+def test_last_line_of_an_ignore_file_that_fits_decides(tmp_path: Path, ignored: str, kept: set[str]) -> None:
+    for name in ("a/b.py", "a/c/d.py", "a/c/e.txt", "f.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert {path.as_posix() for path in build_context(tmp_path, ignored)} == kept

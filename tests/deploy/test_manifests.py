@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 from ray import serve
+from ray._private import ray_constants
+from ray.serve._private import constants as serve_constants
 
+from deploy import ray_rules
 from deploy.crd import strict_schema
-from deploy.manifests import RenderError, render
+from deploy.manifests import Manifests, RenderError, render
 from deploy.monitoring import prometheus_rule
-from deploy.reference_rules import secrets_by_hand
+from deploy.reference_rules import models_by_hand, secrets_by_hand
 from deploy.validate import findings, main
 from tests.deploy.overlays import KUBERNETES, OVERLAYS, needs_kubectl, one, rendered
 
@@ -50,6 +53,12 @@ def test_application_is_built_from_the_arguments(overlay: str) -> None:
     assert isinstance(getattr(importlib.import_module(module), name)(entry["args"]), serve.Application)
 
 
+def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
+    defaults = {ray_rules.DRAIN: ray_rules.DEFAULT_DRAIN_SECONDS}
+    assert {name: getattr(ray_constants, name) for name in defaults} == defaults
+    assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.DEFAULT_HARD_STOP_SECONDS
+
+
 def test_secrets_to_make_by_hand() -> None:
     assert secrets_by_hand(rendered("dev-cpu")) == {}
     assert {"paceline-ray-auth", "paceline-api-keys", "paceline-redis"} <= secrets_by_hand(rendered("ha")).keys()
@@ -67,6 +76,9 @@ def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> 
         "llama-8b": "llama-70b",
         "llm.example.com": "text.example.com",
         'large-workers: "1"': 'large-workers: "3"',
+        'drain-seconds: "900"': 'drain-seconds: "1500"',
+        'grace-seconds: "930"': 'grace-seconds: "1530"',
+        "router: {labels": "router: {drain_timeout: 1200, labels",
     }.items():
         assert old in text
         text = text.replace(old, new)
@@ -78,16 +90,65 @@ def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> 
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert (large["replicas"], large["minReplicas"]) == (3, 3)
+    assert pod["terminationGracePeriodSeconds"] == 1530
     assert one(manifests, "HTTPRoute", "paceline")["spec"]["hostnames"] == ["text.example.com"]
-    assert "llama-70b=" in pod["initContainers"][0]["env"][0]["value"]
+    listed = pod["initContainers"][0]["env"][0]["valueFrom"]["configMapKeyRef"]
+    assert "llama-70b=" in one(manifests, "ConfigMap", listed["name"])["data"][listed["key"]]
+
+
+def test_another_model_builds_no_second_cluster(tmp_path: Path) -> None:
+    """KubeRay does so when the cluster's description changes; the Job that fetches models is not a part of it."""
+    shutil.copytree(KUBERNETES.parent, tmp_path / "deploy")
+    values = tmp_path / "deploy/kubernetes/overlays/gpu/values.yaml"
+    values.write_text(values.read_text().replace("Llama-3.2-1B", "Llama-3.2-3B").replace("llama-1b", "llama-3b"))
+    before, after = rendered("gpu"), render(values.parent)
+    assert [str(finding) for finding in findings(after)] == []
+    services = [one(manifests, "RayService", "paceline")["spec"] for manifests in (before, after)]
+    assert services[0]["rayClusterConfig"] == services[1]["rayClusterConfig"]
+    assert services[0]["serveConfigV2"] != services[1]["serveConfigV2"]
+    jobs = [one(manifests, "Job", "paceline-models") for manifests in (before, after)]
+    assert jobs[0] != jobs[1]
+
+
+def with_components(folder: Path, overlay: str, old: str, new: str) -> Manifests:
+    """An overlay with another list of components."""
+    shutil.copytree(KUBERNETES.parent, folder / "deploy")
+    changed = folder / "deploy/kubernetes/overlays" / overlay
+    text = (changed / "kustomization.yaml").read_text()
+    assert old in text
+    (changed / "kustomization.yaml").write_text(text.replace(old, new))
+    return render(changed)
+
+
+@pytest.mark.parametrize(
+    "component", ["components/models", "components/certificates", "components/gateway", "monitoring"]
+)
+def test_a_component_that_the_cluster_does_not_have_can_be_left_out(tmp_path: Path, component: str) -> None:
+    path = "../.." if component.startswith("components") else "../../.."
+    manifests = with_components(tmp_path, "ha", f"- {path}/{component}\n", "")
+    assert [str(finding) for finding in findings(manifests)] == []
+    assert models_by_hand(manifests) == (component == "components/models")
+    by_hand = {name for name in secrets_by_hand(manifests) if name.endswith("-tls")}
+    roles = ("router", "target", "draft") if component == "components/certificates" else ()
+    assert by_hand == {f"paceline-{role}-tls" for role in roles}
+
+
+def test_gpus_may_need_a_runtime_class(tmp_path: Path) -> None:
+    manifests = with_components(tmp_path, "gpu", "components:\n", "components:\n- ../../components/nvidia-runtime\n")
+    assert [str(finding) for finding in findings(manifests)] == []
+    groups = one(manifests, "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    classes = {group["groupName"]: group["template"]["spec"].get("runtimeClassName") for group in groups}
+    assert classes == {"router": None, "small-gpu": "nvidia", "large-gpu": "nvidia"}
+
+
+def test_prometheus_of_the_helm_chart_takes_what_we_give_it() -> None:
+    manifests = rendered("gpu")
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert one(manifests, kind, "paceline")["metadata"]["labels"] == {"release": "kube-prometheus-stack"}
 
 
 def test_ingress_may_replace_the_gateway(tmp_path: Path) -> None:
-    shutil.copytree(KUBERNETES.parent, tmp_path / "deploy")
-    overlay = tmp_path / "deploy/kubernetes/overlays/gpu"
-    text = (overlay / "kustomization.yaml").read_text()
-    (overlay / "kustomization.yaml").write_text(text.replace("components/gateway", "components/ingress"))
-    manifests = render(overlay)
+    manifests = with_components(tmp_path, "gpu", "components/gateway", "components/ingress")
     assert [str(finding) for finding in findings(manifests)] == []
     annotations = one(manifests, "Ingress", "paceline")["metadata"]["annotations"]
     assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"

@@ -8,10 +8,13 @@ import pytest
 import yaml
 
 from deploy.manifests import Manifests
+from deploy.ray_rules import HARD_STOP
 from deploy.validate import findings
 from tests.deploy.overlays import needs_kubectl, one, rendered
 
 pytestmark = needs_kubectl
+
+MODEL = "llama-8b"
 
 
 class Cluster:
@@ -40,6 +43,14 @@ class Cluster:
         """Change what Paceline itself is told."""
         self.serve(lambda document: change(document["applications"][0]["args"]))
 
+    def policy(self, change: Callable[[Any], object]) -> None:
+        """Change what decides how many replicas there are."""
+        self.serve(lambda document: change(document["applications"][0]["autoscaling_policy"]))
+
+    def kwargs(self, change: Callable[[Any], object]) -> None:
+        """Change what that is told."""
+        self.policy(lambda policy: change(policy["policy_kwargs"]))
+
 
 def pod(group: Any) -> Any:
     return group["template"]["spec"]
@@ -53,6 +64,11 @@ def put(part: Any, key: str | int, value: object) -> None:
     part[key] = value
 
 
+def named(entries: Any, name: str) -> Any:
+    """The entry of that name."""
+    return next(entry for entry in entries if entry["name"] == name)
+
+
 def fixed(document: Any, targets: int) -> None:
     """One of everything and so many targets, whatever the load."""
     application = document["applications"][0]
@@ -60,6 +76,18 @@ def fixed(document: Any, targets: int) -> None:
     names = [deployment["name"] for deployment in application["deployments"]]
     application["deployments"] = [{"name": name, "num_replicas": 1} for name in names]
     application["deployments"][0]["num_replicas"] = targets
+
+
+def rename_model(cluster: Cluster) -> None:
+    """In ``args`` and in ``deployments``, as one edits them."""
+
+    def rename(document: Any) -> None:
+        (application,) = document["applications"]
+        application["args"]["models"]["qwen3-8b"] = application["args"]["models"].pop(MODEL)
+        for deployment in application["deployments"]:
+            deployment["name"] = deployment["name"].replace(MODEL, "qwen3-8b")
+
+    cluster.serve(rename)
 
 
 @dataclass(frozen=True)
@@ -71,7 +99,6 @@ class Fault:
     places: int = 1
 
 
-MODEL = "llama-8b"
 FAULTS = [
     # Shapes
     Fault("unknown key", lambda c: put(c.large, "minReplica", 1), "'minReplica' was unexpected"),
@@ -98,6 +125,11 @@ FAULTS = [
         "name that is none",
         lambda c: (put(c.service["metadata"], "name", "1st"), c.drop("HTTPRoute", "paceline")),
         "begin with a letter",
+    ),
+    Fault(
+        "given up for good",
+        lambda c: put(c.service["metadata"], "annotations", {"ray.io/initializing-timeout": "30m"}),
+        "ray.io/initializing-timeout is final",
     ),
     Fault("no token", lambda c: put(c.ray["authOptions"], "mode", "disabled"), "authOptions.mode must be token"),
     Fault(
@@ -127,7 +159,7 @@ FAULTS = [
     Fault(
         "grace below the drain",
         lambda c: put(pod(c.large), "terminationGracePeriodSeconds", 100),
-        "must be above RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (600)",
+        "must be above RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (900)",
     ),
     Fault(
         "default grace",
@@ -146,6 +178,8 @@ FAULTS = [
     ),
     # Serve
     Fault("not YAML", lambda c: put(c.service["spec"], "serveConfigV2", "a: [b"), "is not YAML"),
+    Fault("date that is none", lambda c: put(c.service["spec"], "serveConfigV2", "a: 2026-02-30"), "is not YAML: day"),
+    Fault("nested too deep", lambda c: put(c.service["spec"], "serveConfigV2", "[" * 20000), "it is nested too deep"),
     Fault(
         "unknown key of Serve",
         lambda c: c.serve(lambda d: put(d["http_options"], "keepalive", 5)),
@@ -186,7 +220,29 @@ FAULTS = [
     Fault(
         "drain of routers cut",
         lambda c: c.args(lambda a: put(a["router"], "drain_timeout", 3600)),
-        "router.drain_timeout is 3600, but Ray drains for 600",
+        "router.drain_timeout is 3600, but Ray drains for 900",
+    ),
+    Fault(
+        "router that ends before another has started",
+        lambda c: c.args(lambda a: put(a["router"], "drain_timeout", 900)),
+        "without 120 more the replica ends before another has started",
+    ),
+    Fault(
+        "drain of workers cut",
+        lambda c: c.args(lambda a: put(a, "drain_timeout", 800)),
+        ": drain_timeout is 800, but Ray drains for 900; without 120 more",
+        places=2,
+    ),
+    Fault(
+        "streams cut by HAProxy",
+        lambda c: [named(container(g)["env"], HARD_STOP).update(value="120") for g in (c.router, c.small)],
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S is 120; below router.drain_timeout (600) HAProxy cuts streams",
+        places=2,
+    ),
+    Fault(
+        "HAProxy's own hard stop",
+        lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], HARD_STOP)),
+        "head: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S is 120",
     ),
     Fault("own Ray", lambda c: c.args(lambda a: put(a["ray"], "address", "local")), "ray.address must be auto"),
     Fault(
@@ -226,6 +282,58 @@ FAULTS = [
         "model not mounted",
         lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "model", "/weights/llama-8b")),
         "target.model is /weights/llama-8b, but large-gpu and router mount nothing there",
+    ),
+    # Sizes
+    Fault(
+        "model renamed everywhere but for the policy",
+        rename_model,
+        "policy_kwargs.pools does not list the pools of args, which are [{deployment: TargetWorker-qwen3-8b, role: tar",
+    ),
+    Fault(
+        "pool that the policy does not know",
+        lambda c: c.kwargs(lambda k: k["pools"].pop()),
+        "{deployment: DraftWorker-llama-8b.small, role: draft, model: llama-8b}]",
+    ),
+    Fault(
+        "pool of another role", lambda c: c.kwargs(lambda k: put(k["pools"][0], "role", "draft")), "role: target, model"
+    ),
+    Fault("no pools", lambda c: c.kwargs(lambda k: k.pop("pools")), "does not list the pools of args"),
+    Fault(
+        "misspelt setting of the policy",
+        lambda c: c.kwargs(lambda k: put(k["settings"], "down", 300)),
+        "policy_kwargs.settings: unknown setting 'autoscaling.down'; did you mean 'autoscaling.down_s'?",
+    ),
+    Fault(
+        "setting of the policy that cannot be",
+        lambda c: c.kwargs(lambda k: put(k["settings"], "load", 2)),
+        "policy_kwargs.settings: autoscaling.load must be a number from 0.01 to 1, got 2",
+    ),
+    Fault(
+        "argument that the policy does not take",
+        lambda c: c.kwargs(lambda k: put(k, "setting", {})),
+        "autoscaling_policy.policy_kwargs.setting: there is no such setting; there are pools, settings",
+    ),
+    Fault(
+        "other policy",
+        lambda c: c.policy(lambda p: put(p, "policy_function", "cluster.autoscaling.serve_policy:Policy")),
+        "policy_function must be cluster.autoscaling.serve_policy:ServePolicy, got",
+    ),
+    Fault(
+        "bounds that nothing reads",
+        lambda c: c.args(
+            lambda a: (
+                put(a["models"][MODEL]["target"], "max_replicas", 4),
+                put(a["models"][MODEL]["drafts"]["small"], "max_replicas", 4),
+                put(a["router"], "max_replicas", 4),
+            )
+        ),
+        "max_replicas has no effect here; give",
+        places=3,
+    ),
+    Fault(
+        "policy's settings that nothing reads",
+        lambda c: c.args(lambda a: put(a, "autoscaling", {"down_s": 60})),
+        "autoscaling has no effect here; say it in autoscaling_policy.policy_kwargs.settings",
     ),
     # Placement
     Fault(
@@ -295,6 +403,11 @@ FAULTS = [
         "there is no Secret paceline-draft-tls",
     ),
     Fault(
+        "authority with another key at each renewal",
+        lambda c: c.get("Certificate", "paceline-ca")["spec"]["privateKey"].pop("rotationPolicy"),
+        "rotationPolicy of an authority must be Never",
+    ),
+    Fault(
         "missing volume claim",
         lambda c: c.drop("PersistentVolumeClaim", "paceline-models"),
         "there is no PersistentVolumeClaim paceline-models",
@@ -346,6 +459,16 @@ FAULTS = [
         "spread of others",
         lambda c: put(pod(c.small)["topologySpreadConstraints"][0]["labelSelector"], "matchLabels", {"app": "x"}),
         "does not select the pod itself",
+    ),
+    Fault(
+        "spread over machines that take no router",
+        lambda c: pod(c.router)["topologySpreadConstraints"][1].pop("nodeTaintsPolicy"),
+        "its spread over kubernetes.io/hostname counts nodes that the pod cannot go to",
+    ),
+    Fault(
+        "spread beside the cluster that is replaced",
+        lambda c: pod(c.router)["topologySpreadConstraints"][1].pop("matchLabelKeys"),
+        "its spread over kubernetes.io/hostname counts pods of other clusters",
     ),
 ]
 

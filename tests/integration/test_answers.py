@@ -103,7 +103,7 @@ def whole(response: httpx.Response) -> list[dict[str, Any]]:
 SAID = st.text(st.sampled_from("ab🎉世é \n<z"), max_size=25)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     text=SAID,
     stop=st.lists(st.text(st.sampled_from("ab🎉世é \n<"), min_size=1, max_size=3), max_size=3),
@@ -313,7 +313,14 @@ CALLS: list[tuple[str, str, str, list[str], str]] = [
         "stop",
     ),
     (LLAMA_TEMPLATE, '{"name": "weather", "parameters": {"a": 1}}', "", ['{"a": 1}'], "tool_calls"),
-    (LLAMA_TEMPLATE, ' {"name": "a"}; {"name": "b", "parameters": {}}', "", ["{}", "{}"], "tool_calls"),
+    (LLAMA_TEMPLATE, ' {"name": "weather"}; {"name": "weather", "parameters": {}}', "", ["{}", "{}"], "tool_calls"),
+    (LLAMA_TEMPLATE, '{"type": "function", "name": "weather", "arguments": {"a": 1}}', "", ['{"a": 1}'], "tool_calls"),
+    (LLAMA_TEMPLATE, '{"name": "Ada", "email": "a@b.c"}', '{"name": "Ada", "email": "a@b.c"}', [], "stop"),
+    (LLAMA_TEMPLATE, '{"name": "Ada"}', '{"name": "Ada"}', [], "stop"),
+    (LLAMA_TEMPLATE, '{"name": ["weather"]}', '{"name": ["weather"]}', [], "stop"),
+    (LLAMA_TEMPLATE, '{"name": "weather", "wind": 3}', '{"name": "weather", "wind": 3}', [], "stop"),
+    (LLAMA_TEMPLATE, '{"name": "weather"}; {"name": "x"}', '{"name": "weather"}; {"name": "x"}', [], "stop"),
+    (LLAMA_TEMPLATE, " \n", " \n", [], "stop"),
     (LLAMA_TEMPLATE, "It is {warm}.", "It is {warm}.", [], "stop"),
     (LLAMA_TEMPLATE, '{"name": "weather", "para', '{"name": "weather", "para', [], "stop"),
     (LLAMA_TEMPLATE, "[" * 5 + '{"name"', "[" * 5 + '{"name"', [], "stop"),
@@ -386,15 +393,25 @@ async def test_a_call_can_be_made_certain(choice: Any, template: str, written: s
     assert other.try_consume_tokens([*wrong]) < len(wrong)
 
 
+async def test_a_form_of_the_answer_leaves_tools_to_be_called() -> None:
+    fake = generator((*encode(call(city="Bern")), EOS))
+    fields = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    (answer,) = whole(await post(fake, PATHS[1], fields))
+    assert (answer["finish"], len(answer["calls"])) == ("tool_calls", 1)
+    for text, fits in ((call(city="Bern"), True), ('{"city": "Bern"}', True), ("Bern", False)):
+        matcher = LLMatcher(LLTokenizer("byte"), fake.generations[0].extras.grammar)
+        assert (matcher.try_consume_tokens([*text.encode()]) == len(text.encode())) is fits
+
+
 PAST: dict[str, Any] = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
-STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
-ENDLESS = {
+ENDLESS: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "f",
         "parameters": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     },
 }
+ENDLESS_AT = "tools[0].function.parameters"
 BAD_TOOLS: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"tools": [WEATHER]}, "{{ messages }}", "tools", "no place for tools"),
     ({"tools": [WEATHER]}, "{{ messages }}{{ tools }}", "tools", "no form of calls"),
@@ -411,7 +428,12 @@ BAD_TOOLS: list[tuple[dict[str, Any], str | None, str, str]] = [
     ),
     ({"tools": [WEATHER], "tool_choice": "maybe"}, TOOL_TEMPLATE, "tool_choice", "maybe"),
     ({"tool_choice": "required"}, TOOL_TEMPLATE, "tool_choice", "no tools"),
-    ({"tools": [STRICT]}, TOOL_TEMPLATE, "tools[0].function.strict", "tool_choice"),
+    (
+        {"tools": [ENDLESS | {"function": ENDLESS["function"] | {"strict": True}}]},
+        TOOL_TEMPLATE,
+        ENDLESS_AT,
+        "recurses",
+    ),
     (
         {"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"},
         TOOL_TEMPLATE,
@@ -437,6 +459,16 @@ BAD_TOOLS: list[tuple[dict[str, Any], str | None, str, str]] = [
         "messages[0].tool_calls[0].function.arguments",
         "JSON object",
     ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}]}
+            ]
+        },
+        TOOL_TEMPLATE,
+        "messages[0].tool_calls[0].function.arguments",
+        "JSON object",
+    ),
     ({"messages": [PAST | {"role": "user"}]}, TOOL_TEMPLATE, "messages[0].tool_calls", "assistant"),
     ({"messages": [{"role": "tool", "content": "x"}]}, TOOL_TEMPLATE, "messages[0].tool_call_id", "missing"),
     (
@@ -456,3 +488,26 @@ async def test_bad_tools_are_refused_by_name(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert text in error["message"]
+
+
+async def test_an_event_is_one_line_however_lines_are_told_apart() -> None:
+    text = "a\x85b\u2028c\u2029d\x0b\x0c\x1c\x1d\x1ee\xc2\u2085"
+    for path in PATHS:
+        response = await post(generator((*encode(text), EOS)), path, {"stream": True})
+        assert all(line.startswith("data: ") for line in response.content.decode().splitlines() if line)
+        (answer,) = joined(response)
+        assert answer["text"] == text
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_usage_so_far_may_come_with_every_chunk(path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = await post(generator((*encode(TEXT), EOS)), path, {"stream": True, "stream_options": options})
+    chunks = [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n")[:-2]]
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counted == sorted(counted)
+    assert (counted[0], counted[-1]) == (1, len(encode(TEXT)) + 1)
+    assert len(set(counted)) > 5
+    alone = {"continuous_usage_stats": True}
+    response = await post(generator((*encode(TEXT), EOS)), path, {"stream": True, "stream_options": alone})
+    assert "usage" not in response.text

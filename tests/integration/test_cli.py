@@ -15,7 +15,7 @@ from cluster.reading import Override
 from cluster.vocabularies import worker_config
 from speculation.events import Role
 from tests.bundled import with_other_vocabulary
-from tests.cluster.processes import CHECKOUT, Paceline, run
+from tests.cluster.processes import CHECKOUT, PATIENCE, Paceline, run
 from tests.ports import free_port
 from tests.stack import MODELS
 
@@ -57,8 +57,8 @@ def test_complete_streams_and_measures(serving):
     done = run("complete", PROMPT, "--url", serving, "--max-tokens", "40")
     assert done.returncode == 0, done.stderr
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "speculation": {"enabled": False}}
-    plain = httpx.post(f"{serving}/v1/completions", json=body).json()["choices"][0]["text"]
-    assert done.stdout == plain + "\n"
+    answer = httpx.post(f"{serving}/v1/completions", json=body, timeout=PATIENCE, trust_env=False)
+    assert done.stdout == answer.json()["choices"][0]["text"] + "\n"
     assert re.search(r"40 tokens at [\d.]+ tokens/s; \d+ of \d+ drafts accepted \(\d+%\)", done.stderr)
     assert re.search(r"[\d.]+x the speed of plain decoding \([\d.]+ tokens/s, .*; same text\)", done.stderr)
 

@@ -17,6 +17,7 @@ from router.generation import Committed, Ended, Generation
 from speculation.messages import Sampling, Speculation, Token
 from tests.ports import free_port
 from tests.stack import MODELS, dispatcher, held_out_prompts
+from transport import client
 
 DRAFT = MODELS / "draft"
 SAMPLING = Sampling(temperature=0.8, seed=2024)
@@ -94,7 +95,8 @@ async def stream(serving: Dispatcher, strike=None, speculate: bool = True) -> tu
 
 
 @pytest.mark.slow
-async def test_killed_and_stopped_workers_do_not_change_the_text(slow_target):
+async def test_killed_and_stopped_workers_do_not_change_the_text(slow_target, monkeypatch):
+    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 6.0)  # a pause of a busy machine is no death
     async with workers(target=[slow_target] * 2, draft=[DRAFT] * 2) as processes:
         targets = [process.address for process in processes if process.role == "target"]
         drafts = [process.address for process in processes if process.role == "draft"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ SENT_ELSEWHERE = {
     "messages[].name",
     "messages[].tool_calls",
     "messages[].tool_call_id",
+    "messages[].parsed",
+    "messages[].tool_calls[].function.parsed_arguments",
+    "tools[].function.strict",
+    "structured_outputs.whitespace_pattern",
+    "structured_outputs.disable_any_whitespace",
+    "structured_outputs.disable_fallback",
     "continue_final_message",
     "chat_template_kwargs",
     "tools",
@@ -47,7 +54,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -65,6 +72,10 @@ CALLED: dict[str, Any] = {
     "tool_calls": [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}],
 }
 TOLD: dict[str, Any] = {"role": "tool", "tool_call_id": "1", "content": "31 degrees"}
+STRICT = WEATHER | {"function": WEATHER["function"] | {"strict": True}}
+PAIR = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "integer"}}
+PARSED = deepcopy(CALLED)
+PARSED["tool_calls"][0]["function"]["parsed_arguments"] = {"city": "Rome"}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CHATS: list[dict[str, Any]] = [
     {"messages": [ASKED], "logprobs": True, "top_logprobs": 3},
@@ -80,6 +91,11 @@ CHATS: list[dict[str, Any]] = [
     },
     {"messages": [ASKED], "tools": [WEATHER], "tool_choice": NAMED, "max_tokens": 60, "temperature": 0},
     {"messages": [ASKED], "chat_template_kwargs": {"style": "Be brief."}},
+    {"messages": [ASKED], "tools": [STRICT], "max_tokens": 40},
+    {"messages": [ASKED], "tools": [STRICT], "response_format": {"type": "json_object"}, "max_tokens": 40},
+    {"messages": [ASKED], "structured_outputs": {"json": PAIR, "disable_any_whitespace": True}},
+    {"messages": [ASKED], "structured_outputs": {"json": PAIR, "whitespace_pattern": " ", "disable_fallback": True}},
+    {"messages": [ASKED, {"role": "assistant", "content": "[]", "parsed": []}, PARSED, TOLD], "tools": [WEATHER]},
     {
         "messages": [ASKED, {"role": "assistant", "content": "It is"}],
         "continue_final_message": True,

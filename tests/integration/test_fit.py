@@ -16,16 +16,17 @@ from benchmarks.workers import RunningWorker, connected
 from draft_service.lookahead import Lookahead
 from draft_service.translation import read_vocabularies, translator
 from engine.build import build, build_target, welcome
+from engine.kv_store import PAGE
 from engine.medusa import MedusaHeads, save
 from engine.recorder import Recorder
 from engine.step import Chunk
 from router.tokenizer import Tokenizer
 from speculation import digest as digests
-from speculation.agreement import Passage
-from speculation.costs import Costs, Curve
 from speculation.events import Role
-from speculation.medusa import MedusaDrafts
 from speculation.messages import Limits, Open, SessionId, Source, Verification
+from speculation.simulation.agreement import Passage
+from speculation.simulation.costs import Costs, Curve
+from speculation.sources.medusa import MedusaDrafts
 from target_service.outputs import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
@@ -137,6 +138,11 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     pytest.importorskip("matplotlib")
     main.write(result, tmp_path)
     assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_vocabularies_are_compared_in_a_cache_of_large_pages(monkeypatch):
+    monkeypatch.setattr("engine.build.BLOCK", PAGE)  # as on a GPU
+    assert teacher.translated(replace(OPTIONS, drafts=(DRAFT, OTHER))) == {OTHER}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -21,13 +21,16 @@ from transport.worker import Machine, Outgoing
 TOKENS = 200
 
 
-def hold(machine: Machine) -> threading.Event:
-    """From now on a worker computes nothing until this is set, so that what it has begun is under way."""
-    released, step = threading.Event(), machine.step
+def hold(machine: Machine, after: int = 3) -> threading.Event:
+    """After so many commits a worker computes nothing until this is set, so that what it has begun is under way."""
+    released, step, left = threading.Event(), machine.step, after
 
     def held() -> Outgoing | None:
-        assert released.wait(PATIENCE)
-        return step()
+        nonlocal left
+        assert left > 0 or released.wait(PATIENCE)
+        outgoing = step()
+        left -= bool(outgoing)
+        return outgoing
 
     machine.step = held  # type: ignore[method-assign]
     return released
@@ -50,11 +53,11 @@ async def stopping(target: Running, seconds: float) -> AsyncIterator[Stopping]:
     with Paceline("router", *arguments, "--drain-timeout", str(seconds)) as router:
         url = await asyncio.to_thread(router.expect, "router ready on (\\S+)")
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
-            body = {"prompt": "def fib(n):", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+            released = hold(target.machine)
+            body = {"prompt": "def fib(n):", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 lines = answer.aiter_lines()
                 events = [await anext(lines)]
-                released = hold(target.machine)
 
                 async def rest() -> None:
                     events.extend([line async for line in lines if line])

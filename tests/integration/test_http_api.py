@@ -56,6 +56,10 @@ def in_memory(generator: FakeGenerator, settings: ApiSettings | None = None) -> 
     return httpx.AsyncClient(transport=transport, base_url="http://paceline")
 
 
+def over_socket(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+
 @pytest_asyncio.fixture(autouse=True)
 async def no_task_left() -> AsyncIterator[None]:
     """Whatever a test did, nothing of it runs afterwards."""
@@ -354,7 +358,7 @@ async def leave_while_running(generator: FakeGenerator, body: dict[str, Any], *,
         "query_string": b"",
         "headers": [],
     }
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await build_app(generator, FakeTokenizers(shared()))(scope, receive, send)
 
 
@@ -470,7 +474,7 @@ def test_openai_client_error_within_a_stream() -> None:
 
 def test_a_client_that_closes_its_socket_stops_the_generation() -> None:
     generator = FakeGenerator(unfinished, model=model(), hang=True)
-    with serve(generator, shared()) as url, httpx.Client(base_url=url) as http:
+    with serve(generator, shared()) as url, over_socket(url) as http:
         with http.stream("POST", "/v1/completions", json={"prompt": "hi", "stream": True}) as response:
             assert next(response.iter_lines()).startswith("data: ")
         assert http.get("/health").status_code == 200
@@ -489,7 +493,7 @@ def test_a_body_of_50_megabytes_is_cut_off_early(chunked: bool) -> None:
 
     headers = {} if chunked else {"content-length": str(800 << 16)}
     generator = fake()
-    with serve(generator, shared(), ApiSettings(max_body_bytes=1 << 20)) as url, httpx.Client(base_url=url) as http:
+    with serve(generator, shared(), ApiSettings(max_body_bytes=1 << 20)) as url, over_socket(url) as http:
         response = http.post("/v1/completions", content=body(), headers=headers)
         assert error_of(response)["code"] == "body_too_large"
         assert sent < 40 << 20

@@ -46,3 +46,14 @@ async def test_every_request_is_counted_once_as_what_became_of_it(stream: bool) 
     assert await ends((), GenerationError("unavailable", "x")) == {"unavailable": 1}
     assert await ends(TEXT, max_tokens="many") == {"invalid_type": 1}
     assert await ends(TEXT, model="other") == {"model_not_found": 1}
+
+
+@pytest.mark.parametrize(
+    "accept", ["text/plain;version=x.y", "application/openmetrics-text; version=1.0.0.0.x", ";;=,"]
+)
+async def test_a_scraper_whose_header_is_malformed_is_answered(accept: str) -> None:
+    app = build_app(FakeGenerator(lambda _: [], model=MODEL), FakeTokenizers(TOKENIZER))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://paceline") as client:
+        answer = await client.get("/metrics", headers={"accept": accept})
+    assert answer.status_code == 200
+    assert "paceline_build_info" in answer.text

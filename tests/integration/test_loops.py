@@ -12,6 +12,7 @@ from engine.step import Engine
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
     Close,
+    Extras,
     FinishReason,
     Limits,
     Open,
@@ -206,6 +207,30 @@ def test_a_fault_in_one_session_spares_the_others(engines, monkeypatch):
     assert outcome.tokens == {1: expected}
     assert [(refused.session, refused.code) for refused in outcome.refusals] == [(2, RefusalCode.INTERNAL)]
     assert "planted" in outcome.refusals[0].message
+
+
+def test_a_draft_that_cannot_be_computed_ends_no_session(engines, monkeypatch):
+    alone = target_loop(engines)
+    for number in (1, 2):
+        alone.receive(LINK, opened(number, prompt=number))
+    expected = run(alone).tokens
+    failed: list[int] = []
+    engine_run = engines["target"].run
+
+    def faulty(chunks):
+        if any(len(chunk.rows) > 1 for chunk in chunks):
+            failed.append(len(chunks))
+            raise RuntimeError("planted")
+        return engine_run(chunks)
+
+    monkeypatch.setattr(engines["target"], "run", faulty)
+    target = target_loop(engines)
+    for number in (1, 2):
+        target.receive(LINK, opened(number, prompt=number, extras=Extras(prediction=tuple(expected[number]))))
+    outcome = run(target)
+    assert set(failed) == {1, 2}
+    assert (outcome.tokens, outcome.refusals) == (expected, [])
+    assert {message.offered for message in outcome.verifications} == {0}, "what was not verified counts as offered"
 
 
 def test_a_newer_epoch_replaces_a_session_and_an_older_one_does_nothing(engines):

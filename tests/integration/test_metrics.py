@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.service import Router, RouterSettings
+from speculation import planner
 from speculation.events import Role
 from tests.monitoring import FROM_CONTROLLER, SCRAPING, expressions, needs_prometheus, rules_beside, unknown_names
 from tests.ports import free_port
 from tests.stack import draft_worker, target_worker
 
 TOKENS = 40
+IN_TURN = {"speculation": {"schedule": "sequential", "max_depth": 4}}
+"""The target waits for drafts, however busy the machine is."""
 QUIET = {
     "panel Certificates end in A",
     "panel Acceptance by pair of workers A",
@@ -65,9 +69,10 @@ async def heartbeat(router: Router, committed: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_scrape_after_two_requests() -> None:
+async def test_a_scrape_after_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "DEAF_AFTER", 30.0)
     async with serving() as (router, client):
-        usage = [(await complete(client)).json()["usage"] for _ in range(2)]
+        usage = [(await complete(client, **fields)).json()["usage"] for fields in ({}, IN_TURN)]
         generated = sum(entry["completion_tokens"] for entry in usage)
         details = [entry["completion_tokens_details"] for entry in usage]
         accepted = sum(entry["accepted_draft_tokens"] for entry in details)
@@ -126,7 +131,7 @@ async def test_ready_follows_the_workers_while_health_stays() -> None:
 
 @asynccontextmanager
 async def prometheus(folder: Path, router: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The real one with our example configuration, scraping a router."""
+    """The real one with our example configuration, scraping a router. It answers."""
     configuration = yaml.safe_load(SCRAPING.read_text(encoding="utf-8"))
     configuration["global"] = {"scrape_interval": "250ms", "evaluation_interval": "250ms"}
     for job in configuration["scrape_configs"]:
@@ -143,10 +148,20 @@ async def prometheus(folder: Path, router: str) -> AsyncIterator[httpx.AsyncClie
     try:
         url = f"http://127.0.0.1:{port}/api/v1"
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+            async with asyncio.timeout(60):
+                while not await answers(client):
+                    await asyncio.sleep(0.1)
             yield client
     finally:
         process.terminate()
         await process.wait()
+
+
+async def answers(prometheus: httpx.AsyncClient) -> bool:
+    try:
+        return (await prometheus.get("/query", params={"query": "1"})).is_success
+    except httpx.ConnectError:
+        return False
 
 
 async def query(prometheus: httpx.AsyncClient, expression: str) -> list[dict[str, Any]]:
@@ -163,12 +178,7 @@ async def test_a_real_prometheus_answers_every_panel(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while True:
                 await complete(client)
-                try:
-                    scrapes = await query(
-                        asked, 'count_over_time(paceline_generation_tokens_total{model="target"}[1m])'
-                    )
-                except httpx.ConnectError:
-                    scrapes = []
+                scrapes = await query(asked, 'count_over_time(paceline_generation_tokens_total{model="target"}[1m])')
                 if scrapes and float(scrapes[0]["value"][1]) >= 4:
                     break
                 await asyncio.sleep(0.2)

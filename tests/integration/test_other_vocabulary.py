@@ -101,8 +101,10 @@ def run(
         target.receive(LINK, opening)
         if drafter:
             drafter.receive(LINK, opening)
-    for step in range(2000):
+    step, deadline = 0, time.monotonic() + 60
+    while step < 2000 and time.monotonic() < deadline:
         if step == reopened:
+            reopened = -1
             for opening in opened:
                 again = replace(opening, epoch=2, tokens=opening.tokens + tuple(texts[opening.session]))
                 target.receive(LINK, again)
@@ -119,6 +121,7 @@ def run(
         if not sent:
             time.sleep(0.002)  # a grammar is being compiled
             continue
+        step += 1
         for _, verification in sent:
             assert isinstance(verification, Verification), verification
             texts.setdefault(verification.session, []).extend(verification.tokens)

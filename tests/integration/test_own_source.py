@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from router.service import Router, RouterSettings
-from speculation.lookup import Continuation
 from speculation.messages import Open, Token
-from speculation.registry import register, unregister
+from speculation.sources.lookup import Continuation
+from speculation.sources.registry import register, unregister
 from target_service.verify_loop import TargetLimits
 from tests.stack import Running, target_worker
 
@@ -86,7 +86,7 @@ async def test_a_source_in_one_file_is_accepted_counted_told_and_steered() -> No
         both = await complete(client, ["again", "broken", "lookup"], **drawn)
         unknown = await client.post("/v1/completions", json={"prompt": PROMPT, "speculation": {"sources": ["agian"]}})
         worker = target.machine.load().counters
-        async with asyncio.timeout(30):  # until the router has heard of it
+        async with asyncio.timeout(60):  # until the router has heard of it
             while "again" not in (await client.get("/cluster")).json()["workers"][0]["sources"]:
                 await asyncio.sleep(0.05)
         metrics = (await client.get("/metrics")).text

@@ -114,6 +114,7 @@ def test_every_piece_is_marked_with_its_source(chromium: Browser, kind: str) -> 
     assert body["speculation"] == {
         "enabled": True,
         "details": True,
+        "remember": False,
         "max_depth": 5,
         "sources": ["draft", "prediction", "suffix"],
     }
@@ -206,7 +207,7 @@ def test_comparing_runs_it_again_without_speculation(chromium: Browser) -> None:
         expect(verdict).to_contain_text("The text is identical.")
         assert re.match(r"\d+(\.\d+)?× as fast", verdict.inner_text())
         fast, slow = fake.bodies
-        assert slow == fast | {"speculation": {"enabled": False, "details": True}}
+        assert slow == fast | {"speculation": {"enabled": False, "details": True, "remember": False}}
         assert len(tab.pieces) == len(words(TEXT)), "the text that is compared stays"
         fake.text = TEXT.replace("append", "extend")
         tab.page.click("#compare")
@@ -293,13 +294,13 @@ def real_router(target: Path) -> Iterator[str]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        address = addresses.get(timeout=60)
+        address = addresses.get(timeout=240)
         if isinstance(address, BaseException):
             raise address
         yield address
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
 
 

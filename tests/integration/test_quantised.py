@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from engine.int8_linear import has_kernel
+from speculation import planner
 from speculation.messages import Sampling, Schedule, Source, Speculation
 from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_invariant_bf16, target_worker
 
@@ -21,7 +22,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int8-dynamic"])
-async def test_drafted_text_equals_plain_text_alone_and_in_a_batch(quantization: str):
+async def test_drafted_text_equals_plain_text_alone_and_in_a_batch(quantization: str, monkeypatch):
+    monkeypatch.setattr(planner, "DEAF_AFTER", 30.0)
     requests = list(zip(held_out_prompts(), SAMPLINGS, strict=False))
     texts = []
     async with (

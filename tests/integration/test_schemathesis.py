@@ -35,6 +35,8 @@ PATHS = [(method, path) for path, methods in describe("")["paths"].items() for m
 """Not ``/ready``, which answers 503 without a router behind it."""
 
 
+PATIENT = 60
+"""Seconds."""
 REQUIRED = frozenset({"prompt", "messages", "model"})
 PLAIN = {
     "/v1/completions": {"model": "tiny", "prompt": "hello"},
@@ -81,13 +83,17 @@ def test_no_invalid_request_is_answered_with_a_fault(method: str, path: str) -> 
 def send_many(method: str, path: str, mode: GenerationMode, fields: int | None = None) -> Counter[int]:
     """How often each status was answered. ``fields``: how many optional ones a body has, besides the model."""
 
-    @settings(max_examples=40, derandomize=True, deadline=5000, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=40, derandomize=True, deadline=60_000, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(description()[path][method].as_strategy(generation_mode=mode), st.randoms(use_true_random=False))
     def check(case: schemathesis.Case, choice: Random) -> None:
         if fields is not None and isinstance(case.body, dict):
             optional = sorted(case.body.keys() - REQUIRED)
             kept = REQUIRED.union(choice.sample(optional, min(fields, len(optional))))
             case.body = {name: value for name, value in case.body.items() if name in kept} | PLAIN[path]
+        if isinstance(case.body, dict) and isinstance(case.body.get("timeout"), float | int):
+            case.body["timeout"] = max(case.body["timeout"], PATIENT)  # or 504 would be a right answer
         answered[case.call_and_validate(checks=CHECKED).status_code] += 1
 
     answered: Counter[int] = Counter()

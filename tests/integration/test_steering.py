@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -22,9 +23,9 @@ PROMPT = "def add(a, b):\n"
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[openai.AsyncOpenAI]:
+async def serving(model: str | Path = "target") -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client of a router with a target and a drafter. All drafts are verified, whatever steps cost now."""
-    async with target_worker(TargetLimits(adaptive=False)) as target, draft_worker() as draft:
+    async with target_worker(TargetLimits(adaptive=False), model=model) as target, draft_worker() as draft:
         router = Router(RouterSettings([target.worker.address], [draft.worker.address], port=0))
         await router.start()
         try:
@@ -98,9 +99,9 @@ async def test_the_official_client_sends_a_prediction_and_reads_what_became_of_i
     assert details.rejected_prediction_tokens is not None
 
 
-async def test_what_is_told_of_speculation_adds_up() -> None:
+async def test_what_is_told_of_speculation_adds_up(slow_target: Path) -> None:
     sampling = {"temperature": 0.0}
-    async with serving() as client:
+    async with serving(slow_target) as client:
         expected = (await complete(client, sampling))["choices"][0]["text"]
         fields = {"speculation": {"details": True}, "prediction": expecting(half_right(expected))}
         whole = await complete(client, sampling, **fields)

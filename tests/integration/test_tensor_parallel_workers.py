@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -13,15 +15,24 @@ from router.dispatch import Dispatcher
 from router.generation import Committed, Ended, Generation
 from speculation.events import Role
 from speculation.messages import Sampling, Speculation, Token
-from tests.cluster.processes import PATIENCE, Paceline, run
+from tests.cluster.processes import CHECKOUT, PATIENCE, Paceline, run
 from tests.ranks import needs_no_gpu
 from tests.stack import dispatcher, held_out_prompts
+from transport import client
 
 pytestmark = needs_no_gpu
 
 NEW_TOKENS = 300
 STRIKE_AFTER = 30
 RANKS = ("--tensor-parallel-size", "2")
+RANKS_WITHOUT_TASKS = """
+import sys
+from types import SimpleNamespace
+from cluster import cli, rank_processes
+rank_processes.pickle = SimpleNamespace(dumps=lambda task: b"")
+sys.exit(cli.main())
+"""
+"""The command line, but its ranks are started and never told what to do."""
 
 
 def worker(role: str, *flags: str) -> Paceline:
@@ -57,7 +68,8 @@ async def stream(serving: Dispatcher, strike=None) -> tuple[list[Token], int, in
 
 
 @pytest.mark.slow
-async def test_a_group_that_loses_a_rank_ends_and_its_sessions_move():
+async def test_a_group_that_loses_a_rank_ends_and_its_sessions_move(monkeypatch):
+    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 6.0)  # a pause of a busy machine is no death
     with worker("target", *RANKS) as group, worker("target") as alone, worker("draft", *RANKS) as drafter:
         on_ranks, other, drafts = address(group), address(alone), address(drafter)
         async with dispatcher([other]) as serving:
@@ -108,7 +120,8 @@ def test_a_size_that_does_not_divide_the_model_is_refused():
 
 def test_a_rank_that_does_not_join_in_time_is_named():
     flags = ["--device", "cpu", "--listen", "127.0.0.1:0", "--join-timeout", "0.1", *RANKS]
-    failed = run("worker", "draft", *flags)
+    command = [sys.executable, "-c", RANKS_WITHOUT_TASKS, "worker", "draft", *flags]
+    failed = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=PATIENCE)
     assert failed.returncode == 1
     line = r"paceline: not all 2 ranks joined within 0.1 s \(join_timeout\): rank 1 runs, and .*"
     assert re.fullmatch(line, failed.stderr.splitlines()[-1])

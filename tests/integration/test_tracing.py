@@ -159,7 +159,7 @@ async def test_an_opening_elsewhere_is_an_event(spans: Spans) -> None:
             lines = answer.aiter_lines()
             await anext(lines)
             (run,) = router.dispatcher._runs.values()
-            drafter = next(peer for role, peer in run.at.items() if role.value == "draft")
+            drafter = run.session.workers.draft
             task = router.dispatcher.pool.peers[drafter].task
             assert task is not None
             task.cancel()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
+import time
 from collections.abc import Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -66,7 +69,7 @@ class Echo:
             self.held[link, message.session] = message
             return [(link, Verification(message.session, message.epoch, len(message.tokens), (7,), 0))]
         if isinstance(message, Close):
-            del self.held[link, message.session]
+            self.held.pop((link, message.session), None)
         return []
 
     def forget(self, link: Hashable) -> None:
@@ -104,9 +107,9 @@ class Heard:
 
 
 @asynccontextmanager
-async def echo_worker(machine: Echo):
+async def echo_worker(machine: Echo, listen: str = "127.0.0.1:0"):
     worker = Worker(machine, "target")
-    await worker.start("127.0.0.1:0")
+    await worker.start(listen)
     try:
         yield worker
     finally:
@@ -134,9 +137,21 @@ async def test_a_router_is_greeted_heard_and_forgotten():
             answer = await heard.next()
             assert isinstance(answer, Verification)
             assert len(machine.held) == 1
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while machine.held:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_worker_is_met_over_ipv6():
+    try:
+        check_free("[::1]:0")
+    except AddressError:
+        pytest.skip("no ::1 on this machine")
+    async with echo_worker(Echo(), "[::1]:0") as worker:
+        assert worker.address.startswith("[::1]:")
+        async with connected(worker.address) as (connection, heard):
+            connection.send(OPEN)
+            assert isinstance(await heard.next(), Verification)
 
 
 async def test_a_worker_that_stops_is_noticed_and_one_that_returns_is_used_again():
@@ -162,7 +177,7 @@ async def test_a_malformed_message_fails_its_session_and_no_other():
         call = rpc.TargetStub(channel).Run()
         await call.write(frame)
         messages: list[FromWorker] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(messages) < 3:
                 entries = (await call.read()).messages
                 messages += [m for m in map(decode_from_worker, entries) if not isinstance(m, Load)]
@@ -212,13 +227,13 @@ async def test_the_names_of_counters_cross_a_stream_once():
     async with echo_worker(machine) as worker, grpc.aio.insecure_channel(worker.address) as channel:
         call = rpc.TargetStub(channel).Run()
         loads: list[pb.Load] = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(loads) < 3:
                 messages = [pb.FromWorker.FromString(entry) for entry in (await call.read()).messages]
                 loads += [message.load for message in messages if message.HasField("load")]
         call.cancel()
-    assert [len(load.counter_names) for load in loads] == [20, 0, 0]
-    assert [list(load.counters) for load in loads] == [list(range(20))] * 3
+    assert [len(load.counter_names) for load in loads[:3]] == [20, 0, 0]
+    assert [list(load.counters) for load in loads[:3]] == [list(range(20))] * 3
 
 
 async def test_a_delayed_peer_is_late_in_both_directions_and_keeps_the_order():
@@ -289,17 +304,92 @@ async def test_a_worker_that_falls_silent_is_lost(monkeypatch):
 
 
 async def test_a_router_that_falls_silent_is_forgotten(monkeypatch):
-    monkeypatch.setattr(server, "ROUTER_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(server, "ROUTER_SILENCE_SECONDS", 3.0)
     machine = Echo()
     async with echo_worker(machine) as worker, grpc.aio.insecure_channel(worker.address) as channel:
         call = rpc.TargetStub(channel).Run()
         await call.write(pb.Frame(messages=[encode_to_worker(OPEN)]))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not machine.held:
                 await asyncio.sleep(0.01)
             while machine.held:
                 await asyncio.sleep(0.01)
         call.cancel()
+
+
+class Keen:
+    """A worker that has more to say than anybody reads, and remembers whose router went."""
+
+    def __init__(self, messages: int) -> None:
+        self.messages, self.links, self.gone = messages, [], []
+
+    def connected(self, link: server.Link) -> Welcome:
+        self.links.append(link)
+        entry = encode_from_worker(Verification(SessionId(1), 1, 3, tuple(range(2000)), 7))
+        for _ in range(self.messages):
+            link.outbox.put(entry)
+        return WELCOME
+
+    def received(self, link: server.Link, message: ToWorker) -> None:
+        assert link not in self.gone
+
+    def disconnected(self, link: server.Link) -> None:
+        assert link not in self.gone
+        self.gone.append(link)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+async def test_a_router_that_does_not_read_is_forgotten_while_a_frame_waits_to_be_written(monkeypatch, silent):
+    monkeypatch.setattr(server, "ROUTER_SILENCE_SECONDS", 0.3 if silent else 60.0)
+    keen = Keen(MAX_WAITING // 8)  # some 30 MB, much more than is under way on a stream
+    listening = await server.serve(keen, "target", "127.0.0.1:0")
+    try:
+        async with grpc.aio.insecure_channel(listening.address) as channel:
+            call = rpc.TargetStub(channel).Run()
+            await call.write(pb.Frame())
+            async with asyncio.timeout(60):
+                while not keen.links:
+                    await asyncio.sleep(0.01)
+                (link,) = keen.links
+                if not silent:
+                    await asyncio.sleep(0.1)
+                    while link.alive:
+                        link.send(Load())
+                while not keen.gone:
+                    await asyncio.sleep(0.01)
+            await call.write(pb.Frame(messages=[encode_to_worker(OPEN)]))
+            read = 0
+            async with asyncio.timeout(60):
+                while isinstance(frame := await call.read(), pb.Frame):
+                    read += len(frame.messages)
+            assert read < keen.messages, "it waited until all was read"
+    finally:
+        await listening.stop(0)
+
+
+async def test_a_router_that_was_stopped_for_a_while_has_lost_no_worker(monkeypatch):
+    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 1.0)
+    addresses: queue.Queue[str] = queue.Queue()
+    ended = threading.Event()
+
+    async def work() -> None:
+        async with echo_worker(Echo()) as worker:
+            addresses.put(worker.address)
+            await asyncio.to_thread(ended.wait)
+
+    working = asyncio.create_task(asyncio.to_thread(asyncio.run, work()))
+    try:
+        address = await asyncio.to_thread(addresses.get)
+        async with connected(address) as (connection, heard):
+            for _ in range(2):
+                time.sleep(2.0)  # noqa: ASYNC251 - as if by SIGSTOP: of this thread only
+                await asyncio.sleep(0.3)
+            assert heard.events.empty()
+            connection.send(OPEN)
+            assert isinstance(await heard.next(), Verification)
+    finally:
+        ended.set()
+        await working
 
 
 async def test_a_machine_that_fails_ends_its_worker():
@@ -326,7 +416,7 @@ async def pooled():
     def note(*event: object) -> None:
         heard.put_nowait(event)
 
-    pool = WorkerPool(PoolEvents(available=note, lost=note, draining=note, received=note, malformed=note))
+    pool = WorkerPool(PoolEvents(available=note, lost=note, draining=note, stays=note, received=note, malformed=note))
     try:
         yield pool, lambda: asyncio.wait_for(heard.get(), 30)
     finally:
@@ -423,10 +513,10 @@ async def test_a_lying_drafter_is_replaced_and_the_text_does_not_notice():
     async with echo_worker(target) as t, drafting_worker(liar) as bad, drafting_worker(honest) as good:
         try:
             dispatcher.pool.set_workers(Role.TARGET, [t.address])
-            await asyncio.wait_for(dispatcher.ready.wait(), 10)
+            await asyncio.wait_for(dispatcher.ready.wait(), 60)
             dispatcher.pool.set_workers(Role.DRAFT, [bad.address])
             items = []
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 async for item in dispatcher.generate(Generation((1, 2), Sampling(), 8)):
                     items.append(item)
                     if len(items) == 1:  # it waits now, for a drafter

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from speculation.draft_session import (
     FIRST_CREDIT,
+    IGNORED_BEFORE_REPUSH,
     LARGEST_SHARE,
     MOST_CREDIT,
-    PATIENCE,
     Candidate,
     DraftLimits,
     DraftSession,
@@ -109,7 +109,7 @@ class Pair:
         commit = self.target.commit([self.answer(node, one) for node in (None, *chosen.nodes)])
         tokens = commit.verification.tokens
         self.ignored = 0 if chosen.nodes else self.ignored + 1
-        self.doubted = self.doubted or self.ignored >= PATIENCE
+        self.doubted = self.doubted or self.ignored >= IGNORED_BEFORE_REPUSH
         assert self.drafter.verified(commit.verification) is Sync.ADVANCED
         assert self.drafter.tokens == self.target.tokens
         rate = self.drafter.limits.bytes_a_token
@@ -128,7 +128,7 @@ def wire_bytes(proposal: Proposal) -> int:
     return len(encode_to_worker(proposal)) + LENGTH_PREFIX
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(limits, st.integers(0, 2**32 - 1), st.lists(rounds, min_size=1, max_size=30))
 def test_places_are_drafted_once_pushes_can_be_placed_and_bytes_are_earned(limits, seed, script):
     pair = Pair(limits, Random(seed))

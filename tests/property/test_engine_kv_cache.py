@@ -15,12 +15,14 @@ import torch
 
 from engine import known_blocks
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
-from engine.kv_store import Move
+from engine.kv_store import CLEAR, Move
 
 OPERATIONS = 1_000
 LIVES = 6
 ALPHABET = 3
 """Different tokens: few, so that texts meet and part again all the time."""
+BROKEN = -9
+"""What a slot holds that is no number."""
 
 
 class Names:
@@ -87,7 +89,7 @@ class Machine:
         self.content: dict[int, int] = {}
         self.lives: list[Life] = []
         self.texts: list[list[int]] = [[]]
-        self.seen = dict.fromkeys(("reused", "copied", "moved", "full", "evicted"), 0)
+        self.seen = dict.fromkeys(("reused", "copied", "moved", "full", "evicted", "cleared"), 0)
 
     def operate(self) -> None:
         """One random thing happens."""
@@ -95,7 +97,15 @@ class Machine:
             self.open()
             return
         life = self.rng.choice(self.lives)
-        weights = {self.run: 8, self.settle: 8, self.reuse: 3, self.retract: 1, self.truncate: 2, self.free: 0.7}
+        weights = {
+            self.run: 8,
+            self.settle: 8,
+            self.reuse: 3,
+            self.retract: 1,
+            self.discard: 0.5,
+            self.truncate: 2,
+            self.free: 0.7,
+        }
         (action,) = self.rng.choices(list(weights), list(weights.values()))
         action(life)
 
@@ -178,6 +188,13 @@ class Machine:
         del life.nodes[len(life.nodes) - count :]
         life.fed = min(life.fed, len(life.nodes))
 
+    def discard(self, life: Life) -> None:
+        """What was written of the pending nodes turns out to be no numbers."""
+        self.content |= dict.fromkeys(life.sequence.pending_slots, BROKEN)
+        self.seen["cleared"] += len(life.nodes)
+        life.sequence.discard(life.sequence.pending)
+        life.nodes, life.fed = [], 0
+
     def reuse(self, life: Life) -> None:
         if life.nodes:
             return
@@ -231,7 +248,8 @@ class Machine:
 
     def make(self, moves: Sequence[Move]) -> None:
         assert len({destination for _, destination in moves}) == len(moves)
-        self.content |= {destination: self.content.get(source, 0) for source, destination in moves}
+        self.content |= {to: 0 if source == CLEAR else self.content.get(source, 0) for source, to in moves}
+        assert BROKEN not in self.content.values()
         self.seen["moved"] += len(moves)
 
     def write(self, slot: int, name: int) -> None:
@@ -284,7 +302,9 @@ def live(seed: int, predicts: bool = True) -> Machine:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives(seed: int) -> None:
     machine = live(seed)
-    assert machine.seen["reused"] and machine.seen["moved"], f"seed {seed} saw nothing: {machine.seen}"
+    assert machine.seen["reused"] and machine.seen["moved"] and machine.seen["cleared"], (
+        f"seed {seed} saw nothing: {machine.seen}"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -26,7 +26,7 @@ TOKENS = st.one_of(
 )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(st.lists(KEYS, min_size=1, max_size=2), st.lists(TOKENS, min_size=1, max_size=200))
 def test_words_and_floats_equal_the_reference(keys: list[reference.Key], tokens: list[int]) -> None:
     vocabulary = max(tokens) + 1

@@ -18,10 +18,11 @@ from random import Random
 import pytest
 
 from speculation import acceptance
+from speculation import digest as digests
 from speculation.acceptance import Chosen, Draft, Sampled, Walk, keep_chain, residual, walk
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Support, Token
 from speculation.noise import Stream
-from speculation.prediction import Prediction
+from speculation.sources.prediction import Prediction
 
 Text = tuple[Token, ...]
 Model = Callable[[Text], tuple[int, ...]]
@@ -248,6 +249,23 @@ class EndsByConfidence(SurvivingTail):
         return sure.index(False) if False in sure else len(chain)
 
 
+class LateAfterSomeDrafts(Rejection):
+    """When drafts come after a refusal depends on what was drafted behind the refused one, as after a stop token."""
+
+    def __call__(self, noise: Noise) -> Text:
+        self.before: Sequence[Draft] = ()
+        return super().__call__(noise)
+
+    def offered(self, chain: Sequence[Draft]) -> int:
+        before, self.before = self.before[-1:], chain
+        dropped = [draft for draft in before if not any(draft is standing for standing in chain)]
+        return 0 if any(draft.token == 0 for draft in dropped) else self.budget
+
+    def draft(self, text: Text, noise: Noise) -> Draft:
+        q = self.drafter(text)
+        return Sampled(pick(q, noise, Stream.DRAFT, digests.of(text)), support(q))
+
+
 class DrawnButCalledChosen(Rejection):
     """Without its q a drawn token is verified as a chosen one: fewer are kept, and even choosing among them is free."""
 
@@ -267,6 +285,7 @@ REJECTION = [
     Mixed,
     EndsAfterAToken,
     EndsByConfidence,
+    LateAfterSomeDrafts,
     DrawnButCalledChosen,
 ]
 
@@ -366,6 +385,13 @@ class LeavesOutTheUnlikely(Rejection):
         return 1 if first.weights[first.tokens.index(chain[0].token)] * 2 > SUPPORT_TOTAL else 0
 
 
+class DrawsAgainWithTheSameNoise(LateAfterSomeDrafts):
+    """What was drawn at a position on the refused branch decides when the next draft there comes."""
+
+    def draft(self, text: Text, noise: Noise) -> Draft:
+        return Rejection.draft(self, text, noise)
+
+
 class ShipsAnotherQ(Rejection):
     """Drawn before rounding, shipped after it."""
 
@@ -397,6 +423,7 @@ REJECTION_ERRORS = [
     OneCoinForAllPositions,
     LeavesOutByValue,
     LeavesOutTheUnlikely,
+    DrawsAgainWithTheSameNoise,
     ShipsAnotherQ,
     ChoosesWithTheBonusNoise,
 ]

@@ -32,6 +32,7 @@ from speculation.events import (
     Role,
     Send,
     Start,
+    Stays,
 )
 from speculation.messages import (
     ANCHOR,
@@ -76,7 +77,7 @@ class Router:
         self.sessions = {
             number: Session(number, PROMPT, Sampling(), Limits(99), self.speculation) for number in self.effects
         }
-        events = PoolEvents(self.available, self.lost, self.draining, self.received, self.note_malformed)
+        events = PoolEvents(self.available, self.lost, self.draining, self.stays, self.received, self.note_malformed)
         self.pool = WorkerPool(events, Random(0))
         self.streams: dict[PeerId, Incoming] = {}
         for name, role in ((T0, Role.TARGET), (D0, Role.DRAFT)):
@@ -110,6 +111,10 @@ class Router:
     def draining(self, peer: PeerId) -> None:
         for number in self.sessions:
             self.handle(number, Draining(peer))
+
+    def stays(self, peer: PeerId) -> None:
+        for number in self.sessions:
+            self.handle(number, Stays(peer))
 
     def received(self, peer: PeerId, message: FromWorker) -> None:
         assert not isinstance(message, Load | Welcome)
@@ -309,7 +314,7 @@ garbage = st.one_of(wild_proposals, wild_verifications, mutated(), valid, st.bin
 kinds = st.sampled_from([Speculation(), REJECTION, Speculation(schedule=Schedule.SEQUENTIAL)])
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=300, print_blob=True)
 @given(kinds, st.lists(garbage, max_size=12))
 def test_whatever_a_drafter_says_nobody_else_notices(speculation, entries):
     router = Router(speculation)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+import engine.grammar
 from benchmarks.random_schemas import random_schema
 from engine.compiling import Compiling
 from engine.grammar import COMPILE_SECONDS, KEPT, Compiled, Constraint, GrammarError, Grammars, Vocabulary
@@ -181,3 +184,90 @@ def test_who_takes_too_long_is_left_behind(model):
     grammars.give_up()
     assert grammars.compiled(regex("a")).result(SECONDS)
     assert not hostile.done()
+
+
+class Patient:
+    """Sessions of one worker, and a clock that it is asked by."""
+
+    def __init__(self, model: Model) -> None:
+        self.compiling: Compiling[str] = Compiling(lambda: Grammars(model))
+
+    def add(self, session: str, grammar: str, now: float) -> None:
+        opened = Open(SessionId(1), 1, (1,), Sampling(), Limits(9), extras=Extras(grammar=grammar))
+        self.compiling.add(session, opened, now)
+
+    def outcomes(self, now: float) -> dict[str, object]:
+        """What becomes of all that wait, in real time, while the clock stands still."""
+        found: dict[str, object] = {}
+        deadline = time.monotonic() + SECONDS
+        while len(self.compiling) and time.monotonic() < deadline:
+            found |= dict(self.compiling.ready(now))
+        return found
+
+
+@pytest.fixture
+def stuck(monkeypatch) -> Iterator[str]:
+    """A grammar that is compiled only when the test is over."""
+    grammar, over = regex("stuck"), threading.Event()
+
+    class Slow(Compiled):
+        def __init__(self, compiled: str, vocabulary: Vocabulary) -> None:
+            if compiled == grammar:
+                over.wait(SECONDS)
+            super().__init__(compiled, vocabulary)
+
+    monkeypatch.setattr(engine.grammar, "Compiled", Slow)
+    yield grammar
+    over.set()
+
+
+def test_behind_a_grammar_that_takes_too_long_others_are_compiled(model, stuck):
+    """Now, whenever they came, and later."""
+    worker = Patient(model)
+    for session, grammar, now in (("stuck", stuck, 5.0), ("alike", stuck, 9.0), ("early", regex("a"), 5.1)):
+        worker.add(session, grammar, now)
+    worker.add("bad", "start: (", 5.2)
+    worker.add("late", regex("b"), 14.9)
+    assert worker.compiling.ready(5.0 + COMPILE_SECONDS - 0.1) == []
+    refused = dict(worker.compiling.ready(5.0 + COMPILE_SECONDS))
+    assert all("takes more than" in str(refused.pop(session)) for session in ("stuck", "alike"))
+    found = refused | worker.outcomes(5.0 + 2 * COMPILE_SECONDS - 0.1)
+    assert isinstance(found["early"], Constraint) and isinstance(found["late"], Constraint)
+    assert "cannot be used" in str(found["bad"])
+    worker.add("again", regex("a"), 40.0)
+    assert isinstance(dict(worker.compiling.ready(90.0))["again"], Constraint)
+
+
+def test_time_spent_behind_others_is_not_a_grammars_own(model, monkeypatch):
+    """Two that take most of the time allowed are both compiled."""
+    turn = threading.Semaphore(0)
+
+    class InTurn(Compiled):
+        def __init__(self, compiled: str, vocabulary: Vocabulary) -> None:
+            assert turn.acquire(timeout=SECONDS)
+            super().__init__(compiled, vocabulary)
+
+    monkeypatch.setattr(engine.grammar, "Compiled", InTurn)
+    worker = Patient(model)
+    worker.add("first", regex("a"), 0.0)
+    worker.add("second", regex("b"), 0.0)
+    assert worker.compiling.ready(0.9 * COMPILE_SECONDS) == []
+    turn.release()
+    while not (found := dict(worker.compiling.ready(0.9 * COMPILE_SECONDS))):
+        pass
+    assert worker.compiling.ready(1.8 * COMPILE_SECONDS) == []
+    turn.release()
+    found |= worker.outcomes(1.8 * COMPILE_SECONDS)
+    assert {session: type(outcome) for session, outcome in found.items()} == {
+        "first": Constraint,
+        "second": Constraint,
+    }
+
+
+def test_a_grammar_that_was_given_up_gets_another_try(model, monkeypatch, stuck):
+    worker = Patient(model)
+    worker.add("stuck", stuck, 0.0)
+    assert set(dict(worker.compiling.ready(COMPILE_SECONDS))) == {"stuck"}
+    monkeypatch.setattr(engine.grammar, "Compiled", Compiled)
+    worker.add("again", stuck, 20.0)
+    assert isinstance(worker.outcomes(20.0)["again"], Constraint)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculation.lookup import COUNTED, Continuation, PromptLookup
 from speculation.messages import Token
+from speculation.sources.lookup import COUNTED, Continuation, PromptLookup
 
 DEPTH = 7
 
@@ -42,7 +42,7 @@ def equal_before(tokens: Sequence[Token], end: int) -> int:
     return matched
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.one_of(sequences, wide, repeated), bounds)
 def test_after_every_token_the_lookup_finds_what_a_plain_search_finds(tokens, bound):
     shortest, longest = bound
@@ -52,7 +52,7 @@ def test_after_every_token_the_lookup_finds_what_a_plain_search_finds(tokens, bo
         assert lookup.propose(DEPTH) == plain_search(tokens[:count], shortest, longest)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.one_of(sequences, wide, repeated), st.integers(0, 12), bounds)
 def test_after_a_path_the_lookup_finds_what_it_would_find_were_the_path_committed(tokens, drafted, bound):
     shortest, longest = bound
@@ -62,7 +62,7 @@ def test_after_a_path_the_lookup_finds_what_it_would_find_were_the_path_committe
     assert lookup.propose(DEPTH) == plain_search(committed, shortest, longest)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(sequences, max_size=6))
 def test_indexing_in_slices_is_indexing_at_once(slices):
     lookup = PromptLookup()

@@ -55,7 +55,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.registry import register, unregister
+from speculation.sources.registry import register, unregister
 from speculation.target_session import TargetSession
 from target_service.outputs import SuffixSettings
 from target_service.scheduler import Budget

@@ -164,7 +164,7 @@ def alike(one: list[dict[tuple[Token, ...], float]], other: list[dict[tuple[Toke
     )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(CHAINS))
 def test_the_same_tree_is_drafted_whatever_is_guessed(model, seed, speculation):
     rng = Random(seed)

@@ -6,7 +6,7 @@ Both p and q are shaped, and depend on the drafts before them: a token drafted t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.rejection import draw_sparse, verify_chains
 from engine.sampling import Draw, filtered_log_probs, sample
-from engine.shaping import Shaping, shaped
-from speculation.messages import Limits, Open, Sampling, SessionId
+from engine.shaping import Mask, Shaping, shaped
+from speculation.messages import Limits, Open, Sampling, SessionId, Token
 from tests.property.test_rejection_torch import LARGEST_DEVIATION, OTHER, POSITION, TARGET, TOKENS, deviation
 
 SESSIONS = 15_000
@@ -42,8 +42,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def shaping(sampling: Sampling) -> Shaping:
-    return Shaping(Open(SessionId(1), 1, PROMPT, sampling, EARLY), list(PROMPT), TOKENS)
+class Alternating:
+    """A grammar: the text begins with 0, 2 or 5, and goes on with an odd token behind an even one, and conversely."""
+
+    def advance(self, tokens: Sequence[Token]) -> None:
+        raise AssertionError("nothing is committed here")
+
+    def bits(self, path: Sequence[Token]) -> Tensor | None:
+        allowed = {0, 2, 5}
+        for token in path:
+            if token not in allowed:
+                return None
+            allowed = {other for other in range(TOKENS) if (other - token) % 2}
+        return torch.tensor([sum(1 << token for token in allowed)], dtype=torch.int32)
+
+
+def shaping(sampling: Sampling, mask: Mask | None = None) -> Shaping:
+    return Shaping(Open(SessionId(1), 1, PROMPT, sampling, EARLY), list(PROMPT), TOKENS, mask)
 
 
 def decode(sampling: Sampling, told: Shaping, guessed: Shaping) -> tuple[Tensor, float]:
@@ -73,9 +88,9 @@ def _rows(logits: Tensor, how: Shaping, paths: list[tuple[int, ...]]) -> Tensor:
     return shaped(logits[last], [how.after(path) for path in paths])
 
 
-def promised(sampling: Sampling) -> Tensor:
+def promised(sampling: Sampling, mask: Mask | None = None) -> Tensor:
     """The joint distribution of the first two tokens under plain decoding, ``[TOKENS, TOKENS]``."""
-    told, draw = shaping(sampling), Draw(sampling, 0)
+    told, draw = shaping(sampling, mask), Draw(sampling, 0)
     paths = [(token,) for token in range(TOKENS)]
     (first_V,) = filtered_log_probs(_rows(TARGET.double(), told, [()]), [draw]).exp()
     return first_V[:, None] * filtered_log_probs(_rows(TARGET.double(), told, paths), [draw] * TOKENS).exp()
@@ -108,3 +123,30 @@ def test_drafts_that_do_not_count_before_they_are_committed_are_found() -> None:
     forgetful = Forgetful(Open(SessionId(1), 1, PROMPT, sampling, EARLY), list(PROMPT), TOKENS)
     texts, _ = decode(sampling, forgetful, shaping(sampling))
     assert deviation(texts, promised(sampling)) > LARGEST_DEVIATION
+
+
+MASKED = {
+    "alone": Sampling(),
+    "and all else": Sampling(temperature=0.8, top_k=4, frequency_penalty=-1.0, bias=((1, 1.0),), banned=((2, 3),)),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("drafter_knows", [True, False])
+def test_what_a_grammar_leaves_has_the_law_that_was_asked_for(name: str, drafter_knows: bool) -> None:
+    """Also where the drafter has not compiled it: then it costs acceptance."""
+    sampling, mask = MASKED[name], Alternating()
+    texts, kept = decode(sampling, shaping(sampling, mask), shaping(sampling, mask if drafter_knows else None))
+    assert deviation(texts, promised(sampling, mask)) < LARGEST_DEVIATION
+    assert 1.0 < kept < 1.95 if drafter_knows else 0.2 < kept < 1.0
+    assert deviation(texts, promised(sampling)) > LARGEST_DEVIATION
+
+
+def test_a_grammar_that_does_not_follow_drafts_is_found() -> None:
+    class Forgetful(Alternating):
+        def bits(self, path: Sequence[Token]) -> Tensor | None:
+            return super().bits(())
+
+    sampling = MASKED["alone"]
+    texts, _ = decode(sampling, shaping(sampling, Forgetful()), shaping(sampling, Alternating()))
+    assert deviation(texts, promised(sampling, Alternating())) > LARGEST_DEVIATION

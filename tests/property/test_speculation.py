@@ -28,7 +28,7 @@ def target_draw(prefix: tuple[Token, ...]) -> Token:
     return digests.of(prefix) % VOCABULARY
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(proposals(), st.booleans(), st.integers(0, 6)), max_size=60))
 def test_the_output_does_not_depend_on_the_proposals(script):
     prompt = (1, 2)
@@ -72,7 +72,7 @@ edits = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.tuples(st.integers(0, 3), st.integers(0, 3)), edits, st.booleans(), st.lists(st.integers(0, 6)), st.data())
 def test_the_output_does_not_depend_on_the_prediction(prompt, changes, right, budgets, data):
     """However the text differs from it, and wherever the session is opened again."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from speculation.messages import Token
-from speculation.suffix import CONTEXTS, COUNTED, PLACES, SHORTEST, SuffixLookup, SuffixStore
+from speculation.sources.suffix import CONTEXTS, COUNTED, PLACES, SHORTEST, SuffixLookup, SuffixStore
 
 SEEDS = range(12)
 

@@ -22,8 +22,8 @@ from speculation.messages import (
     Support,
     Token,
 )
+from speculation.simulation.toy_workers import VOCABULARY, target_only, toy_model
 from speculation.target_session import TargetSession
-from speculation.toy_workers import VOCABULARY, target_only, toy_model
 from speculation.trie import Fate, Offer, TrieLimits
 
 PROMPT = (3, 1, 4, 1, 5)
@@ -134,7 +134,7 @@ def open_session(seed: int, speculation: Speculation, stop: frozenset[Token] = f
     return TargetSession(opened, vocabulary=VOCABULARY, trie_limits=LIMITS)
 
 
-@settings(max_examples=300, deadline=None, print_blob=True)
+@settings(max_examples=300, print_blob=True)
 @given(
     st.integers(0, 2**64 - 1),
     speculations,

@@ -18,7 +18,7 @@ places = st.tuples(
 """What is drafted at one place of the text, and what follows there."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(places, min_size=1, max_size=40), st.integers(1, 30))
 def test_the_odds_of_siblings_never_add_up_to_more_than_one(text, repetitions):
     calibration = Calibration(Calibration())

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from engine.kv_cache import KVCache
+from engine.kv_store import CLEAR
 from engine.sampling import Draw, sample
 from engine.step import Chunk, Engine
 from engine.threads import set_threads
@@ -72,7 +73,7 @@ class TableEngine:
             assert not chunk.sequence.pending
             slots.append(chunk.sequence.append(chunk.resolved_parents()))
         moves = self.cache.take_moves()
-        self._stored |= {destination: self._stored[source] for source, destination in moves}
+        self._stored |= {destination: self._stored[source] for source, destination in moves if source != CLEAR}
         return table()[[row for pair in zip(chunks, slots, strict=True) for row in self._compute(*pair)]]
 
     def _compute(self, chunk: Chunk, slots: Sequence[int]) -> list[int]:

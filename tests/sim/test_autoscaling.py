@@ -5,13 +5,15 @@ from random import Random
 
 import pytest
 
-from cluster.autoscaling.fleet import Limits
+from cluster.autoscaling.fleet import Fleet, Limits
 from cluster.autoscaling.policy import Why
-from cluster.autoscaling.simulation import POOLS, Outcome, Setup, Size, simulate
+from cluster.autoscaling.report import rows, summary
+from cluster.autoscaling.simulation import LONGEST_TAIL, POOLS, Outcome, Setup, Size, simulate
+from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.steering import Decision, State, _whole
 from cluster.autoscaling.traces import Arrival, made_up
 from cluster.config import AutoscalingConfig
-from speculation.costs import Costs, Curve
+from speculation.simulation.costs import Costs, Curve
 
 SIZES = {"target": Size(1, 8), "draft": Size(0, 8), "router": Size(1, 4)}
 SETTLING = 300.0
@@ -102,6 +104,27 @@ def test_growing_keeps_up_with_a_ramp():
     assert changes(scaled, "target")[:3] == [2, 3, 4], "one more each time, not in jumps"
 
 
+def test_prompts_that_nothing_decodes_beside_take_larger_steps():
+    waits = {}
+    for most in (0, 320, 1024):
+        (only,) = run([Arrival(1.0, 4096, 2)], limits=Limits(prompt_tokens=most)).finished
+        waits[most] = only.wait
+    assert waits[1024] < 0.9 * waits[320], "they read the weights less often"
+    assert waits[0] == waits[320], "Limits.step_tokens is the least"
+
+
+def test_only_tokens_that_there_are_are_counted_as_computed():
+    fleet = Fleet(costs(), Speculating(costs(), 0.8, 0), Limits(), {"target": 1, "draft": 0, "router": 1})
+    for prompt in (16, 40, 700):
+        before = fleet.target_report().computed
+        fleet.open(Arrival(fleet.now, prompt, 1))
+        while fleet.streams:
+            fleet.tick()
+            assert all(one.to_compute >= 0 for one in fleet.requests)
+        decoded = fleet.finished[-1].produced - 1.0
+        assert fleet.target_report().computed - before == pytest.approx(prompt + decoded)
+
+
 def test_drafters_sleep_while_nothing_is_asked_and_wake_when_something_is():
     early, late = made_up("steady", Random(1), 0.02)[:20], 1200.0
     arrivals = [Arrival(one.at / 20, one.prompt, one.output) for one in early]
@@ -137,6 +160,18 @@ def test_every_decision_says_why():
     for change in outcome.changes:
         assert len(change.decision.says.split()) >= 2
         assert "\n" not in change.decision.says
+
+
+def test_requests_that_are_never_done_are_told_and_their_waits_count():
+    arrivals = [Arrival(0.0, 10, 2), Arrival(10.0, 10, 10_000_000), Arrival(20.0, 10, 2)]
+    outcome = run(arrivals, sizes=dict.fromkeys(POOLS, Size(1, 1)), limits=Limits(places=1))
+    assert [one.first_at is not None for one in (*outcome.finished, *outcome.unfinished)] == [True, True, False]
+    assert outcome.ended == pytest.approx(20.0 + LONGEST_TAIL, abs=0.2), "there is nothing to see afterwards"
+    assert max(outcome.waits()) == outcome.waits(20.0)[0] == outcome.ended - 20.0
+    assert sum(int(row["requests"]) for row in rows(outcome)) == len(arrivals)
+    first, told, *_ = summary(outcome)
+    assert first.startswith("3 requests; ") and first.endswith(f"the longest over {outcome.ended - 20.0:.1f}")
+    assert told.startswith("2 of 3 requests were not done an hour after the last came; 1 had no first token")
 
 
 def test_the_same_seed_gives_the_same_run():

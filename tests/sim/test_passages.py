@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from speculation.agreement import Passage, Passages, made_up
-from speculation.costs import Costs, Curve
 from speculation.draft_session import Candidate, Outcome
-from speculation.medusa import Guesses
 from speculation.messages import Schedule, Source
-from speculation.simulate import Setting, simulate, simulate_texts
+from speculation.simulation.agreement import Passage, Passages, made_up
+from speculation.simulation.costs import Costs, Curve
+from speculation.simulation.simulate import Setting, simulate, simulate_texts
+from speculation.sources.medusa import HeadGuesses
 
 SEED = 7
 VOCABULARY = 4000
@@ -59,7 +59,7 @@ def words(rng: Random, length: int = LENGTH) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCABULARY) for _ in range(length))
 
 
-def guessed(tokens: tuple[int, ...], right: float, rng: Random, heads: int = 3) -> tuple[Guesses, ...]:
+def guessed(tokens: tuple[int, ...], right: float, rng: Random, heads: int = 3) -> tuple[HeadGuesses, ...]:
     """What heads say along some tokens that are right so often, each by itself; nothing at the first place."""
 
     def head(place: int) -> tuple[Candidate, ...]:

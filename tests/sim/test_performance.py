@@ -7,13 +7,14 @@ from random import Random
 
 import pytest
 
-from speculation import digest, planner, recorded
-from speculation.agreement import made_up
-from speculation.costs import Costs, Curve
+from speculation import digest, planner
 from speculation.draft_session import NONE_RIGHT, Candidate, DraftSession, Outcome
 from speculation.messages import Limits, Open, Sampling, Schedule, SessionId, Verification
-from speculation.recorded import UselessRecord
-from speculation.simulate import Bounds, Report, Setting, enough, simulate
+from speculation.simulation import recorded
+from speculation.simulation.agreement import made_up
+from speculation.simulation.costs import Costs, Curve
+from speculation.simulation.recorded import UselessRecord
+from speculation.simulation.simulate import Bounds, Report, Setting, enough, simulate
 
 SEED = 7
 VERIFY, DRAFT = 0.030, 0.002

@@ -9,17 +9,19 @@ import pytest
 
 from speculation import acceptance, target_session
 from speculation.events import Emit, Send
-from speculation.faults import Run, Weather
 from speculation.messages import Close, Sampling, Verification
 from speculation.patience import Patience
 from speculation.reopening import Reopenings, Verdict
 from speculation.session import Session
+from speculation.simulation.faults import Run, Weather
 
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5)
 LOSSY = Weather(loss=0.1, delay=0.01)
 SLOW = Weather(loss=0.1, doubling=0.1, delay=0.05, crash_every=0.5)
 ROLLING = Weather(delay=0.002, drain_every=0.3, agreement=1.0)
+UPGRADING = Weather(delay=0.005, upgrade_after=0.5)
 POISONED = Weather(delay=0.005, poison="dies", poisonous=1)
+LYING = Weather(delay=0.005, lies=True)
 FLAPPING = Weather(delay=0.01, crash_every=0.5)
 SEEDS = 200
 
@@ -84,6 +86,11 @@ def left_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "_inherit", leaves)
 
 
+def heirs_of_any_revision(patch: pytest.MonkeyPatch) -> None:
+    """Move to the heir that was chosen before the text began, whatever revision began it."""
+    patch.setattr(Session, "_drop_heir", lambda self: [])
+
+
 def drain_is_a_fault(patch: pytest.MonkeyPatch) -> None:
     """Count every loss as a fault, also of a worker that had said it would go."""
     lose = Session._lose
@@ -115,6 +122,18 @@ def no_probation(patch: pytest.MonkeyPatch) -> None:
 def no_second_thought(patch: pytest.MonkeyPatch) -> None:
     """Condemn after two deaths, although workers die all the time."""
     patch.setattr(Reopenings, "_tries", lambda self, now, session: 2)
+
+
+def drafters_are_believed(patch: pytest.MonkeyPatch) -> None:
+    """Commit what a drafter says as if its target had said it."""
+    receive = Session._receive
+
+    def believes(self: Session, now: float, peer, message):
+        if isinstance(message, Verification) and self._drafting.at(peer) and self._target is not None:
+            return self._verified(now, replace(message, epoch=self._target.epoch))
+        return receive(self, now, peer, message)
+
+    patch.setattr(Session, "_receive", believes)
 
 
 def for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -165,7 +184,9 @@ PLANTS = [
     (no_digest, STORM),
     (doubled, STORM),
     (left_open, ROLLING),
+    (heirs_of_any_revision, UPGRADING),
     (drain_is_a_fault, ROLLING),
+    (drafters_are_believed, LYING),
     (no_probation, POISONED),
     (no_second_thought, FLAPPING),
     (for_ever, POISONED),
@@ -189,13 +210,13 @@ def found(weather: Weather, seeds: int = SEEDS) -> str:
     return ""
 
 
-@pytest.mark.parametrize("weather", [STORM, LOSSY, SLOW, ROLLING, POISONED, FLAPPING])
+@pytest.mark.parametrize("weather", [STORM, LOSSY, SLOW, ROLLING, UPGRADING, POISONED, LYING, FLAPPING])
 def test_without_a_bug_nothing_is_found(weather: Weather):
     assert not found(weather, 10)
 
 
 @pytest.mark.parametrize(("plant", "weather"), PLANTS, ids=[plant.__name__ for plant, _ in PLANTS])
 def test_it_is_found(plant: Plant, weather: Weather, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("speculation.fault_world.HORIZON", 100.0)
+    monkeypatch.setattr("speculation.simulation.fault_world.HORIZON", 100.0)
     plant(monkeypatch)
     assert found(weather), plant.__doc__

@@ -20,10 +20,10 @@ from random import Random
 
 import pytest
 
-from speculation import recorded
 from speculation.messages import Schedule
-from speculation.recorded import Recorded
-from speculation.simulate import Report, Setting, simulate
+from speculation.simulation import recorded
+from speculation.simulation.recorded import Recorded
+from speculation.simulation.simulate import Report, Setting, simulate
 
 DATA = Path(__file__).parent / "data"
 SEED = 1

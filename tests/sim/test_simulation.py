@@ -3,7 +3,7 @@
 import pytest
 
 from speculation.events import FailureCode
-from speculation.faults import Run, Weather, main
+from speculation.simulation.faults import Run, Weather, main
 
 SEEDS = 30
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5, hang_every=1.0, cut_every=1.0, drain_every=1.0)

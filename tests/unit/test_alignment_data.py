@@ -188,6 +188,9 @@ def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_missing_paths_and_folders_without_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         find_data([tmp_path / "nowhere"])
+    for name in ("~nobody-of-this-name/x", "a" * 5000):
+        with pytest.raises(DataError, match="no such file or folder"):
+            find_data([Path(name)])
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (tmp_path / ".hidden.txt").write_text("text")
     with pytest.raises(DataError, match="holds no text file"):

@@ -48,6 +48,9 @@ def test_a_bad_trace_is_refused_by_line_and_field(text, words, tmp_path, capsys)
             "--autoscale /nowhere.csv: No such file or directory; give a CSV file or one of",
         ),
         (["--autoscale", "ramp", "--rtt", "5"], "--rtt belongs to a sweep, not to --autoscale"),
+        (["--autoscale", "ramp", "--max-draft", "12"], "--max-draft belongs to a sweep, not to --autoscale"),
+        (["--autoscale", "ramp", "--tokens", "9"], "--tokens belongs to a sweep, not to --autoscale"),
+        (["--autoscale", "ramp", "--request-tokens", "9"], "--request-tokens belongs to a sweep, not to --autoscale"),
         (["--autoscale", "ramp", "--scale", "0"], "--scale 0: must be from 0.001 to 1000"),
         (["--autoscale", "ramp", "--target-start", "nan"], "--target-start nan: must be from 0 to 86400"),
         (["--autoscale", "ramp", "--set", "autoscaling.load=2"], "autoscaling.load must be a number from 0.01 to 1"),
@@ -81,6 +84,16 @@ def test_the_bundled_trace_is_simulated_within_the_bounds_of_the_configuration(t
     assert sum(int(row["requests"]) for row in rows) == len(read(RUSH))
     assert max(float(row["targets"]) for row in rows) == 2.0
     assert float(rows[-1]["drafts"]) < 1.0
+
+
+def test_a_run_of_less_than_a_second_has_a_row(tmp_path, capsys):
+    trace, table = tmp_path / "trace.csv", tmp_path / "table.csv"
+    trace.write_text(HEAD + "0,1,1\n")
+    given = ["--set", "autoscaling.down_s=0", "--set", "target.max_replicas=2", "--csv", str(table)]
+    assert main(["simulate", "--autoscale", str(trace), *given]) == 0
+    assert "1 requests; seconds to the first token" in capsys.readouterr().out
+    with table.open(newline="", encoding="utf-8") as stream:
+        assert [row["requests"] for row in csv.DictReader(stream)] == ["1"]
 
 
 def test_a_plot_is_drawn(tmp_path):

@@ -1,5 +1,6 @@
 """The policies as Ray Serve calls them, with contexts like Serve's, and what is declared to it. No Ray is started."""
 
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,13 @@ def test_every_pool_follows_its_own_figures(posted):
     assert posted[TARGET]["changed"].startswith("1 -> 2, work: "), "it is remembered what changed a pool last"
 
 
+def test_a_router_is_counted_once_however_many_models_it_serves(posted):
+    controller = Controller()
+    both = figures(RouterDemand(streams=150), "a") | figures(RouterDemand(streams=50), "b")
+    controller.call(0.0, router=[(both, both)] * 2)
+    assert posted[ROUTER]["says"] == "400 streams on 2 routers; 256 are enough for one"
+
+
 def test_drafters_go_when_nobody_asks_and_come_back(posted):
     controller = Controller()
     controller.replicas[DRAFT] = controller.running[DRAFT] = 1
@@ -112,6 +120,17 @@ def test_drafters_go_when_nobody_asks_and_come_back(posted):
     assert controller.call(12.0, router=[router(streams=1, undrafted=1)])[DRAFT] == 1
 
 
+def test_drafters_grow_while_sessions_find_no_place_and_no_longer(posted):
+    controller = Controller()
+    controller.replicas[DRAFT] = controller.running[DRAFT] = 1
+    started, _ = router(streams=8, undrafted=8)
+    served, _ = router(streams=8)
+    lacking, _ = router(streams=8, undrafted=4)
+    for now, heard, replicas in ((0.0, (started, served), 1), (1.0, (lacking, lacking), 2)):
+        assert controller.call(now, draft=[draft(100, 100, 0.5)], router=[heard])[DRAFT] == replicas
+    assert posted[DRAFT]["changed"] == "1 -> 2, demand: 4 sessions want drafts and have no drafter"
+
+
 def test_a_pool_that_has_not_reported_stays_as_it_is(posted):
     controller = Controller()
     controller.replicas |= {DRAFT: 2, TARGET: 2}
@@ -120,6 +139,19 @@ def test_a_pool_that_has_not_reported_stays_as_it_is(posted):
         decided = controller.call(now, draft=[draft(0, 0, 0)], router=[router()])
         assert (decided[DRAFT], decided[TARGET]) == (2, 2), "one drafter and both targets have yet to report"
     assert posted[TARGET]["why"] == "unknown"
+
+
+def test_a_pool_that_the_policy_was_not_told_of_stays_as_it_is_and_the_others_scale(posted, caplog):
+    controller = Controller()
+    told = declared(from_mapping(CONFIG, "test"))["policy_kwargs"]
+    told["pools"] = [pool for pool in told["pools"] if pool["deployment"] != TARGET]
+    controller.policy = ServePolicy(**told)
+    for now in (0.0, 1000.0):
+        decided = controller.call(now, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
+        assert decided == {TARGET: 1, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    assert posted[TARGET]["says"] == "policy_kwargs.pools does not list it"
+    (line,) = [message for message in caplog.messages if "policy_kwargs" in message]
+    assert line.startswith(f"{TARGET} is not in policy_kwargs.pools, so it stays as it is; there are ['DraftWorker-a")
 
 
 def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, posted):
@@ -135,6 +167,25 @@ def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, posted):
 def test_a_board_that_cannot_be_written_does_not_matter(monkeypatch):
     monkeypatch.setattr(board, "_write", lambda _: 1 / 0)
     assert Controller().call(0.0, target=[target(computed=120)])[TARGET] == 2
+
+
+def test_what_could_not_be_posted_is_posted_later(monkeypatch):
+    now, written, tries = 0.0, {}, []
+
+    def write(entries):
+        tries.append(now)
+        if now < 15.0:
+            raise OSError("the head is away")
+        written.update(entries)
+
+    monkeypatch.setattr(board, "_write", write)
+    decided = board.Posted(2, 1, "work", "much to do", "", "1 -> 2, work: much to do")
+    kept = board.Board(lambda: now)
+    for at in (0.0, 9.0, 10.0, 19.0, 20.0, 500.0):
+        now = at
+        kept.post({TARGET: decided if not tries else replace(decided, changed="")})
+    assert tries == [0.0, 10.0, 20.0], "and not again once it is told"
+    assert written[TARGET] == asdict(decided)
 
 
 def test_what_is_declared_is_what_serve_takes():

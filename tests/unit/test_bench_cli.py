@@ -1,11 +1,14 @@
 """``paceline bench``: mistakes are answered before anything is measured, and flags arrive."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from benchmarks import drafting, speculation
+from benchmarks.workers import WorkerPlan, running
 from cluster.cli import main
+from speculation.events import Role
 
 
 @pytest.fixture
@@ -23,6 +26,9 @@ def started(monkeypatch):
         (["--bursts", "0"], "--bursts must be at least 1, got 0"),
         (["--tokens", "7"], "--tokens must be at least 8, got 7"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: no such folder"),
+        (["--json", "/"], "--json /: a folder, not a file"),
+        (["--out", __file__], f"--out {__file__}: {__file__} is not a folder"),
+        (["--out", f"{__file__}/below/it"], f"{__file__} is not a folder"),
         (["--quick", "--out", "results"], "--out belongs to a full run"),
     ],
 )
@@ -71,3 +77,23 @@ def test_the_quick_run_is_smaller_unless_told_otherwise(started, tmp_path):
     assert len(quick.plans) < len(full.plans)
     assert told.json == tmp_path / "x.json"
     assert full.out.parent == Path(speculation.__file__).parent / "results"
+
+
+def test_workers_compute_on_cpus_unless_their_plan_says_otherwise(monkeypatch):
+    """What they are compared with does, also on a machine that has a GPU."""
+    commands = []
+
+    async def started(*command, **_):
+        commands.append(command)
+        raise OSError("not here")
+
+    async def start(*flags):
+        async with running(WorkerPlan(Role.TARGET, Path("m"), 0, Path("r"), flags)):
+            pass
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    for flags, device in (((), "cpu"), (("--device", "cuda"), "cuda")):
+        with pytest.raises(OSError, match="not here"):
+            asyncio.run(start(*flags))
+        last = len(commands[-1]) - commands[-1][::-1].index("--device")
+        assert commands[-1][last] == device

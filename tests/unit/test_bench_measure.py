@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import baseline, contenders, measure
+from benchmarks import baseline, contenders, levels, measure, structured
 from benchmarks.contenders import best, pace
 from benchmarks.measure import Batch, Commit, Decoded, Run, take_turns
 from speculation.messages import AllBut, Schedule, Source
@@ -65,6 +65,15 @@ def test_contenders_ask_for_what_their_names_say():
     for make, schedule in ((contenders.sequential, Schedule.SEQUENTIAL), (contenders.parallel, Schedule.PARALLEL)):
         asked = make(5).speculation
         assert (asked.schedule, asked.max_depth, asked.sources) == (schedule, 5, {Source.DRAFT})
+
+
+def test_no_contender_leaves_answers_for_another_to_copy():
+    asked = [
+        *(contenders.PLAIN, contenders.OURS, contenders.OURS_AND_LOOKUP, contenders.LOOKUP),
+        *(contenders.sequential(3), contenders.parallel(3)),
+    ]
+    speculation = [*(one.speculation for one in asked), *structured.CONTENDERS.values(), *levels.REQUESTS.values()]
+    assert not any(one.remember for one in speculation)
 
 
 @pytest.mark.parametrize("mode", baseline.ASSISTED)

@@ -65,7 +65,7 @@ GOOD = [head(), *map(piece, PARTS), DONE]
 async def counted(*scripts, finish=5.0):
     """What a workload of one stream counts. It is stopped as soon as every script was asked for."""
     async with FakeServer(*scripts) as server, Workload(server.url, [body("p", 4, 1, 0.8)], 1) as load:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(load.replies) < len(scripts):
                 await asyncio.sleep(0.005)
         await load.finish(finish)
@@ -139,7 +139,7 @@ async def test_a_stream_that_never_completes_has_failed():
 async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
     requests = [body("p", 4, seed, 0.8) for seed in range(2)]
     async with FakeServer(GOOD) as server, Workload(server.url, requests, 3) as load:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(load.replies) < 9:
                 await asyncio.sleep(0.005)
         await load.finish(5)

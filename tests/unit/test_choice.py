@@ -96,6 +96,16 @@ def test_new_sessions_go_to_the_newest_revision_that_has_room():
     assert chosen(full) == {"new"}
 
 
+def test_a_cache_that_cannot_hold_all_of_a_session_is_left_to_others():
+    small = target("small", load=Load(free_tokens=300, capacity_tokens=300))
+    large = target("large", load=Load(sessions=9, free_tokens=600, capacity_tokens=2000))
+    assert chosen(small, large) == {"small"}
+    assert chosen(small, large, wanted=Wanted("m", 5, tokens=100, end=301)) == {"large"}
+    assert chosen(small, wanted=Wanted("m", 5, tokens=100, end=301)) == {"small"}  # which says what is wrong
+    unknown = target("unknown", sessions=20)
+    assert chosen(small, unknown, wanted=Wanted("m", 5, tokens=100, end=301)) == {"unknown"}
+
+
 def test_a_text_stays_on_its_revision():
     candidates = [target("old", revision=7, load=busy(30)), target("new", revision=3, started=50.0)]
     assert chosen(*candidates, wanted=Wanted("m", 5, revision=7)) == {"old"}

@@ -118,7 +118,9 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
 
 def test_workers_that_come_and_go_are_told_of_once_each() -> None:
     clock = Clock()
-    ignore = PoolEvents(lambda _: None, lambda *_: None, lambda _: None, lambda *_: None, lambda *_: None)
+    ignore = PoolEvents(
+        lambda _: None, lambda *_: None, lambda _: None, lambda _: None, lambda *_: None, lambda *_: None
+    )
     pool = WorkerPool(ignore, clock=clock, journal=Journal(clock))
     peer = pool.peers[TARGET] = Peer(TARGET, Role.TARGET, pool)
 

@@ -6,21 +6,28 @@ import socket
 import struct
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
 from packaging.requirements import Requirement
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
 
+from cluster.cli import main
 from cluster.completion import Tally
 from cluster.config import Config, RouterConfig
+from cluster.declaration import declaration
 from cluster.doctor import certificates, devices, distance, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
 from cluster.doctor.weights import WeightsError, read_weights
+from cluster.parts import all_settings
 from cluster.placement import GPU_CLASS, Node
 from cluster.pools import DraftConfig, ModelConfig, TargetConfig
 from engine.memory import GIB
 from speculation.events import Role
 from speculation.messages import Welcome
-from tests.authority import issue, make_authority, write
+from tests.authority import issue, make_authority, make_intermediate, write
 from tests.bundled import MODELS
 from tests.ports import free_port
 
@@ -244,6 +251,25 @@ def test_memory(ranks, gpus, memory, level):
     assert levels(devices.check_memory([need], devices.Devices(bool(gpus), None, gpus, memory))) == [level]
 
 
+def test_workers_that_share_a_gpu_are_added_up():
+    def found(*shares):
+        needs = [devices.Need("target", "target", 1, 20 * GIB, 10 * GIB, share) for share in shares]
+        return list(devices.check_memory(needs, devices.Devices(True, None, [LARGE], 0)))
+
+    assert [finding.level for finding in found(0.5, 0.5)] == ["ok", "ok"]
+    assert [finding.level for finding in found(0.8, 0.5)] == ["warning", "warning"]
+    assert "1.3 GPUs of 1" in str(found(0.8, 0.5))
+    assert "its share of the largest GPU (40%) is 32.0" in str(found(0.4))
+
+
+def test_one_gpu_is_shared_as_at_the_start(monkeypatch):
+    monkeypatch.setattr(devices, "seen", lambda: devices.Devices(True, "13.0", [LARGE], GIB))
+    judged: list[devices.Need] = []
+    monkeypatch.setattr(devices, "check_memory", lambda needs, _: judged.extend(needs) or ())
+    assert levels(devices.check(Config())) == ["ok"]
+    assert [need.share for need in judged] == [0.8, 0.2]
+
+
 def test_what_a_model_needs():
     config = Config(target=TargetConfig(dtype="fp32", tensor_parallel_size=2, replicas=3, cache_tokens=1000))
     target, draft = devices.needs(config, devices.Devices(False, None, [], GIB))
@@ -291,6 +317,51 @@ def test_a_sound_certificate(tmp_path, authorities):
 )
 def test_a_certificate_with_a_fault(tmp_path, authorities, options, words):
     assert words in only(certified(tmp_path, authorities, **options))
+
+
+def joined(*certified):
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certified)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("other", [timedelta(days=1), timedelta(0)])
+def test_any_of_several_authorities_may_have_issued_it(tmp_path, authorities, first, other):
+    certified(tmp_path, authorities)
+    listed = [authorities[0].certificate, make_authority(NOW, other).certificate]
+    (tmp_path / "ca.crt").write_bytes(joined(listed[first], listed[1 - first]))
+    assert "valid for another 90 days" in only(looked_at(tmp_path))
+
+
+def test_the_authority_that_issued_it_must_be_valid(tmp_path, authorities):
+    old = make_authority(NOW, timedelta(0))
+    certified(tmp_path, [old])
+    (tmp_path / "ca.crt").write_bytes(joined(authorities[0].certificate, old.certificate))
+    assert "ca.crt expired at 2030-01-01 00:00 UTC" in only(looked_at(tmp_path))
+    ending = make_authority(NOW, timedelta(days=3))
+    certified(tmp_path, [ending])
+    assert "ca.crt expires in 3 days" in only(looked_at(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("days", "chain", "words"),
+    [
+        (50, True, "ok       certificate: "),
+        (50, False, "was not issued by"),
+        (5, True, "tls.crt expires in 5 days"),
+        (0, True, "tls.crt expired at 2030-01-01"),
+    ],
+)
+def test_intermediates_may_stand_between(tmp_path, authorities, days, chain, words):
+    between = make_intermediate(authorities[0], NOW - timedelta(days=1), NOW + timedelta(days=days))
+    own, key = issue(between, NOW - timedelta(days=1), NOW + timedelta(days=90))
+    write(tmp_path, own, key, authorities[0])
+    if chain:
+        (tmp_path / "tls.crt").write_bytes(joined(own, between.certificate))
+    assert words in only(looked_at(tmp_path))
+
+
+def looked_at(folder):
+    return list(certificates.check(folder / "tls.crt", folder / "tls.key", folder / "ca.crt", NOW))
 
 
 def test_certificates_of_the_roles_on_this_machine(tmp_path):
@@ -351,6 +422,114 @@ def test_what_runs_on_the_nodes():
     bare = node("10.0.0.4", 1, "small", says=here, lacks=["/srv/models/llama-8b"])
     assert "has no /srv/models/llama-8b" in only(ray_nodes.check_nodes([bare], here))
     assert ray_nodes.inspect([TARGET, "/nowhere"])[1] == ["/nowhere"]
+
+
+def test_models_are_looked_for_where_they_may_be_read():
+    config = Config(target=TargetConfig(gpus=1, gpu_class="large"), draft=DraftConfig(gpus=1, gpu_class="small"))
+    head, router = Node(0.0, 0.0, {}), Node(4.0, 0.0, {})
+    small, large = (node("10.0.0.1", 1, kind).room for kind in ("small", "large"))
+    found = [ray_nodes.models_on(config, place) for place in (head, router, small, large)]
+    assert found == [[], [TARGET], [DRAFT, TARGET], [TARGET]]
+
+
+LLAMA = Config(models={"llama-8b": ModelConfig(TargetConfig(), {"small": DraftConfig()})})
+
+
+@pytest.mark.parametrize("config", [Config(), LLAMA])
+def test_workers_that_are_deployed_are_found_by_whatever_name(monkeypatch, config):
+    """``replicas``: of each deployment, what each of its replicas that run answers."""
+    replicas = {
+        "TargetWorker-llama-8b": ["10.0.0.1:7001"],
+        "DraftWorker-llama-8b.small": ["10.0.0.2:7002"],
+        "Router": [],
+    }
+    found = {Role.TARGET: [], Role.DRAFT: ["10.0.0.3:7003"]}
+    findings = deployed(monkeypatch, replicas, config, found)
+    assert found == {Role.TARGET: ["10.0.0.1:7001"], Role.DRAFT: ["10.0.0.3:7003", "10.0.0.2:7002"]}
+    if config is LLAMA:
+        assert only(findings) == "ok       application: running"
+    else:
+        assert str(findings.pop(0)) == "ok       application: running"
+        assert only(findings).startswith(
+            "warning  application: has DraftWorker-llama-8b.small, TargetWorker-llama-8b, and none that this "
+            "configuration describes; give by --config what was deployed"
+        )
+
+
+def test_pools_without_replicas(monkeypatch):
+    findings = deployed(monkeypatch, {"TargetWorker": [], "DraftWorker": [], "Router": []}, Config(), {})
+    assert list(map(str, findings)) == [
+        "ok       application: running",
+        "problem  target TargetWorker: none runs; see its message in `serve status`, and Ray's logs",
+    ]
+
+
+def test_a_worker_that_does_not_answer(monkeypatch):
+    replicas = {"TargetWorker": ["10.0.0.1:7001"], "DraftWorker": TimeoutError(), "Router": []}
+    found = {}
+    _, silent = deployed(monkeypatch, replicas, Config(), found)
+    assert str(silent).startswith("problem  DraftWorker: does not say where it listens (TimeoutError); ")
+    assert found == {Role.TARGET: ["10.0.0.1:7001"], Role.DRAFT: []}
+
+
+def test_an_application_that_does_not_do_well(monkeypatch):
+    failed = SimpleNamespace(status=SimpleNamespace(value="DEPLOY_FAILED"), message="no\nluck", deployments={})
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": failed}))
+    first, second = ray_nodes.check_application(Config(), {})
+    assert str(first) == "problem  application: DEPLOY_FAILED: no luck; see Ray's logs"
+    assert "has no workers, and none that this configuration describes" in str(second)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    assert "not deployed yet" in only(ray_nodes.check_application(Config(), {}))
+
+
+def deployed(monkeypatch, replicas, config, found):
+    """What is found where Serve runs these replicas. No handle is left open."""
+    closed = []
+
+    def answer(name, timeout_s):
+        if isinstance(replicas[name], Exception):
+            raise replicas[name]
+        return replicas[name]
+
+    def handle(name, application):
+        asked = SimpleNamespace(results=lambda timeout_s: answer(name, timeout_s))
+        return SimpleNamespace(broadcast=lambda method: asked, shutdown=lambda: closed.append(name))
+
+    states = {
+        name: SimpleNamespace(replica_states={"RUNNING": 1} if answers else {}) for name, answers in replicas.items()
+    }
+    running = SimpleNamespace(status="RUNNING", deployments=states)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": running}))
+    monkeypatch.setattr(serve, "get_deployment_handle", handle)
+    findings = list(ray_nodes.check_application(config, found))
+    assert closed == [name for name, answers in replicas.items() if answers]
+    return findings
+
+
+def test_configuration_of_a_rayservice_is_read_back_and_that_of_up_is_not():
+    args = {"models": {"llama-8b": {"target": {"gpus": 1}}}, "security": {"api_keys": "/etc/keys"}}
+    serves = {"args": args, "deployments": [{"name": "Router", "num_replicas": 2}]}
+    assert all_settings(serves) == args
+    assert all_settings({"args": args}) == args
+    assert all_settings(declaration(LLAMA)) is None
+    taken = ServeDeploySchema.model_validate({"applications": [declaration(LLAMA)]}).model_dump(exclude_unset=True)
+    assert all_settings(taken["applications"][0]) is None
+
+
+def test_the_doctor_takes_what_is_deployed_where_no_file_is_given(monkeypatch, tmp_path, capsys):
+    args = {"models": {"llama-8b": {"target": {"model": TARGET}}}, "ray": {"address": "auto"}}
+    seen = []
+    monkeypatch.setattr(ray_nodes, "deployed", lambda config: args)
+    monkeypatch.setattr(ray_nodes, "check", lambda config, listed: seen.append(config) or [])
+    assert main(["doctor", "--address", "10.0.0.5:6379", "--set", "router.port=8001"]) == 0
+    assert "ok       configuration: as deployed at 10.0.0.5:6379, and flags\n" in capsys.readouterr().out
+    file = tmp_path / "paceline.yaml"
+    file.write_text("router: {port: 8002}\n")
+    assert main(["doctor", "--address", "10.0.0.5:6379", "--config", str(file)]) == 0
+    monkeypatch.setattr(ray_nodes, "deployed", lambda config: None)
+    assert main(["doctor", "--address", "10.0.0.5:6379"]) == 0
+    taken = [(list(config.models), config.router.port, config.ray.address) for config in seen]
+    assert taken == [(["llama-8b"], 8001, "10.0.0.5:6379"), ([], 8002, "10.0.0.5:6379"), ([], 8000, "10.0.0.5:6379")]
 
 
 # -- workers and HTTP --------------------------------------------------------------------------------------------------

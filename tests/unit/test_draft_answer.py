@@ -28,7 +28,7 @@ from tests.stack import held_out_prompts, settings
 from transport.server import Link
 from transport.worker import Outgoing, Worker
 
-PATIENCE = 2.0
+PATIENCE = 60.0
 """Seconds after which an answer is not coming."""
 ROUTER = "router"
 HELD_BACK = DraftLimits(children=1, width=1, least=0.0, hold=12)
@@ -70,7 +70,7 @@ class Heard(Link):
     """A router's stream that notes when a verification was sent on it."""
 
     def __init__(self) -> None:
-        super().__init__("router")
+        super().__init__("router", lambda: None)
         self.answered = threading.Event()
 
     def send(self, message: FromWorker) -> None:

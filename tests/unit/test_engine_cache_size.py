@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import cache_size
 from engine.build import EngineSettings, build
-from engine.cache_size import MOST_CONTEXTS, fitting_tokens, token_bytes
+from engine.cache_size import MOST_CONTEXTS, allowed_bytes, fitting_tokens, token_bytes
 from engine.kv_cache import KVCache
 from engine.kv_store import KVStore
-from engine.memory import GIB, available_bytes
+from engine.memory import GIB, GpuMemory, available_bytes, gpu_memory
 from engine.model import ModelError
 from engine.step import Chunk, Engine
 from tests.unit.engine_models import load_tiny
@@ -41,24 +42,40 @@ def test_what_a_token_takes_is_what_the_store_holds(family: str, tmp_path: Path,
 def test_a_share_of_what_is_free_but_no_more_than_can_be_used(tmp_path: Path, monkeypatch) -> None:
     model = load_tiny("llama", tmp_path)
     a_token = token_bytes(model)
-    monkeypatch.setattr(cache_size, "free_bytes", lambda device: 1000 * a_token * 4)
+    monkeypatch.setattr(cache_size, "available_bytes", lambda: 1000 * a_token * 4)
     assert fitting_tokens(model) == 1000
     assert build(EngineSettings(str(tmp_path), dtype="fp32")).cache.capacity == 1008
     assert build(EngineSettings(str(tmp_path), dtype="fp32", cache_tokens=64)).cache.capacity == 64
-    monkeypatch.setattr(cache_size, "free_bytes", lambda device: 10**15)
+    monkeypatch.setattr(cache_size, "available_bytes", lambda: 10**15)
     assert fitting_tokens(model) == MOST_CONTEXTS * model.context
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_figures(tmp_path: Path, monkeypatch) -> None:
     model = replace(load_tiny("llama", tmp_path), name="some/model", context=1 << 20)
     assert token_bytes(model) == 3 * 2 * 2 * 16 * 4
-    monkeypatch.setattr(cache_size, "free_bytes", lambda device: GIB)
+    monkeypatch.setattr(cache_size, "available_bytes", lambda: GIB)
     why = (
         r"^some/model: a cache for one context of 1048576 tokens needs 0\.75 GiB, it may have 0\.25 GiB "
         r"\(25% of what is free\); set cache_tokens to serve shorter texts: 349525 fit$"
     )
     with pytest.raises(ModelError, match=why):
         fitting_tokens(model)
+
+
+def test_a_share_of_a_gpu_includes_what_is_loaded_and_not_what_others_hold(monkeypatch) -> None:
+    gpu, cuda = GpuMemory(total=80 * GIB, free=60 * GIB, own=16 * GIB), torch.device("cuda")
+    monkeypatch.setattr(cache_size, "gpu_memory", lambda device: gpu)
+    assert allowed_bytes(cuda, 1.0) == 54 * GIB  # 90 % of what is free: others hold some
+    assert allowed_bytes(cuda, 0.5) == 20 * GIB
+    assert allowed_bytes(cuda, 0.1) == 0
+
+
+def test_memory_that_torch_only_keeps_counts_as_free(monkeypatch) -> None:
+    kept = [30]
+    monkeypatch.setattr("torch.cuda.empty_cache", kept.clear)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (40 - sum(kept), 80))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 10 + sum(kept))
+    assert gpu_memory(torch.device("cuda")) == GpuMemory(total=80, free=40, own=10)
 
 
 def machine(root: Path, groups: str, **files: str) -> Path:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.cuda.graphs import SIZES, Record
+from engine.cuda.graphs import SIZES, CudaRecorder, Record
 from engine.kv_cache import KVCache
 from engine.kv_store import KVStore
 from engine.loader import Model
 from engine.medusa import MedusaHeads
+from engine.model import ModelError
 from engine.step import Chunk, Engine
 from tests.paged import Twins, plain_kernel
 from tests.unit.engine_models import load_tiny, random_tokens, slot_engine
@@ -120,6 +124,64 @@ def test_warm_up_records_every_size_and_leaves_nothing(llama: Model) -> None:
     engine.warm_up()
     assert record.recorded == sum(size <= 24 for size in SIZES)
     slot_engine(llama).warm_up()
+
+
+def test_on_cuda_warming_up_makes_the_cache(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is recorded; on a CPU memory is taken only once it is used."""
+    ran: list[int] = []
+
+    def run(engine: Engine, chunks: list[Chunk]) -> Tensor:
+        ran.append(len(chunks[0].tokens))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(Engine, "run", run)
+    slot_engine(llama).warm_up()
+    assert not ran
+    cache = KVCache(llama.layers, 64, dtype=llama.dtype, device="cpu")
+    with pytest.raises(ModelError, match="a cache of 64 tokens does not fit beside the weights"):
+        Engine(replace(llama, device=torch.device("cuda")), cache).warm_up()
+    assert ran == [1]
+
+
+class Streams:
+    """Stands for ``torch.cuda`` in recording: like torch, it stays on the stream of a recording that cannot end."""
+
+    def __init__(self) -> None:
+        self.current: Any = "default"
+        self.made = 0
+
+    def new(self) -> Any:
+        self.made += 1
+        return SimpleNamespace(wait_stream=lambda _: None, number=self.made)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def recording(self, graph: Any, *, stream: Any = None, **_: Any) -> Iterator[None]:
+        self.current = stream or self.new()
+        yield
+        raise RuntimeError("capture failed")
+
+
+def test_a_recording_that_fails_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, seen = Streams(), []
+    default = SimpleNamespace(wait_stream=lambda _: None)
+    faked = {"Stream": streams.new, "stream": streams.on, "graph": streams.recording, "CUDAGraph": object}
+    faked |= {"current_stream": lambda: default, "device": nullcontext, "graph_pool_handle": object}
+    for name, stand_in in faked.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    record = CudaRecorder(torch.device("cuda"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="capture failed"):
+            record(lambda: seen.append(streams.current) or torch.zeros(1))
+        assert streams.current == "default"
+    assert [stream.number for stream in seen] == [1, 1, 1, 1]
 
 
 def refuse(_: Callable[[], Tensor]) -> Callable[[], Tensor]:

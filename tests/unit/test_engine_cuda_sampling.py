@@ -73,7 +73,9 @@ def test_what_sessions_keep_is_fetched_at_once(monkeypatch: pytest.MonkeyPatch) 
         Walk((0, 1), 9),
         None,
         Fault(
-            "the model's logits are not finite (NaN or infinite) after 30 tokens; its weights or its kernels are broken"
+            "the model's logits are not finite (NaN or infinite) after 30 tokens; "
+            "its weights or its kernels are broken",
+            not_finite=True,
         ),
         Walk((), 3),
     ]

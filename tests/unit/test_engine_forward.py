@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine import attention
+from engine.key_batch import KeyBatch
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.loader import Model
 from engine.step import Chunk, Engine
@@ -146,6 +149,36 @@ def test_a_chain_continues_from_the_last_pending_node(llama: Model) -> None:
     assert two.parents == list(range(-1, 11))
 
 
+def test_moves_outlive_a_step_that_fails_while_making_them(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the layers moved, or moves forgotten, would be another text from then on."""
+    rows = []
+    for fails in range(2 * llama.layers + 1):  # the last time not at all
+        engine = engine_of(llama)
+        sequence = engine.cache.sequence()
+        prefill(engine, sequence, tokens(9, 1))
+        engine.run([Chunk(sequence, [7, 8, 9, 10], [-1, -1, 1, 2])])
+        sequence.advance([1, 2, 3])
+        assert engine.cache.moves._sources
+        calls = 0
+        select = torch.Tensor.index_select
+
+        def short_of_memory(tensor: torch.Tensor, *args: Any, fails: int = fails, select: Any = select) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == fails + 1 <= 2 * llama.layers:
+                raise torch.OutOfMemoryError
+            found: torch.Tensor = select(tensor, *args)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "index_select", short_of_memory)
+            if fails < 2 * llama.layers:
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine.run([Chunk(sequence, [11])])
+        rows.append(engine.run([Chunk(sequence, [11], rows=[0])]))
+    assert all(torch.equal(row, rows[-1]) for row in rows)
+
+
 def test_written_and_fused_attention_agree(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(llama)
     sequence = engine.cache.sequence()
@@ -156,6 +189,29 @@ def test_written_and_fused_attention_agree(llama: Model, monkeypatch: pytest.Mon
         rows.append(engine.run([Chunk(sequence, tokens(100, 2), rows=range(100))]))
         sequence.rollback()
     assert_close(rows[1], rows[0])
+
+
+def test_long_chunks_on_a_gpu_are_folded_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, keys = torch.randn(1, 8, 150, 16, generator=generator), torch.randn(200, 2, 16, generator=generator)
+    mask = torch.full((1, 1, 150, 190), -torch.inf).triu(41)
+    batch = KeyBatch(1, 150, 5, None, 190, [(0, 190)], mask, 0)
+    unfolded = attention.fused_attention(query, keys, keys, batch, None)
+    calls: list[tuple[int, list[str]]] = []
+
+    def kernel(folded: torch.Tensor, *args: torch.Tensor, **named: Any) -> torch.Tensor:
+        calls.append((folded.shape[2], sorted(named)))
+        return scaled_dot_product_attention(folded, *args, **named)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    keys_NHKD = batch.keys_of(keys).view(1, 2, 190, 16)
+    assert_close(attention._folded_attention(query, keys_NHKD, keys_NHKD, batch, None), unfolded)
+    assert calls == [(count * 4, ["attn_mask", "scale"]) for count in (64, 64, 22)]
+
+    elsewhere = KeyBatch(1, 150, 5, None, 190, [(0, 190)], mask.to("meta"), 0)  # any device that is not a CPU
+    found = attention.fused_attention(query.to("meta"), keys.to("meta"), keys.to("meta"), elsewhere, None)
+    assert found.shape == unfolded.shape
+    assert calls[3:] == calls[:3]
 
 
 def test_the_time_in_the_model_is_known(llama: Model) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.linear import PackedLinear, PartialLinear, can_pack, pack_linears
+from engine.kv_cache import KVCache
+from engine.linear import TILE_ROWS, PackedLinear, PartialLinear, can_pack, pack_linears
+from engine.step import Chunk, Engine
+from tests.unit.engine_models import load_tiny
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -105,3 +109,36 @@ def test_layers_packed_together_keep_nothing_after_the_last() -> None:
         layer(x)
     del x
     assert reference() is None
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_only_who_needs_exact_bits_pays_for_them(
+    invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if rows here depended on the others in every way they do anywhere."""
+    model = load_tiny("llama", tmp_path, dtype="bf16")
+    counts: list[int] = []
+    product = PackedLinear._product
+
+    def counted(self: PackedLinear, x_NI: torch.Tensor) -> torch.Tensor:
+        counts.append(x_NI.numel() // self.in_features)
+        return product(self, x_NI)
+
+    monkeypatch.setattr(PackedLinear, "_product", counted)
+    for module in model.module.modules():
+        packed = module._shared._linear if isinstance(module, PartialLinear) else module
+        if isinstance(packed, PackedLinear):
+            packed._lone_row_differs = packed._many_rows_differ = True
+    cache = KVCache(model.layers, 128, dtype=model.dtype, device=model.device)
+    engine = Engine(model, cache, invariant=invariant)
+    sequence = cache.sequence()
+    engine.run([Chunk(sequence, range(3, 68), rows=[64])])
+    sequence.advance(range(65))
+    if invariant:
+        assert min(counts) > 1
+        assert max(counts) == TILE_ROWS
+    else:
+        assert sorted(set(counts)) == [1, 65]
+        counts.clear()
+        engine.run([Chunk(sequence, [5], rows=[0])])
+        assert set(counts) == {1}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,29 @@ def test_auto_dtype_follows_the_processor(llama: Path, monkeypatch: pytest.Monke
     for features, expected in (({"avx512_bf16": True}, torch.bfloat16), ({}, torch.float32)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
         assert load(str(llama), device="cpu", self_test=False).dtype == expected
+
+
+@pytest.mark.parametrize(("has_bfloat16", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_dtype_follows_the_gpu(has_bfloat16: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that emulates bfloat16 does not have it; asked is the one that is computed on."""
+    current = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def supported(including_emulation: bool = True) -> bool:
+        return including_emulation or (has_bfloat16 and current[-1] == 1)
+
+    if not torch.cuda.is_available():
+        assert loader.choose_dtype("auto", torch.device("cuda:1")) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert loader.choose_dtype("auto", torch.device("cuda:1")) == expected
+    assert loader.choose_dtype("fp16", torch.device("cuda:1")) == torch.float16
 
 
 def test_stop_tokens_come_from_both_configurations(tmp_path: Path) -> None:
@@ -176,6 +202,29 @@ def test_weights_that_are_no_numbers(value: float, dtype: str, tmp_path: Path) -
     message = r"tensor 'model\.layers\.1\.mlp\.up_proj\.weight' holds NaN or infinite values in torch\."
     with pytest.raises(ModelError, match=message):
         load(str(folder), dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_weights_that_are_stored_in_float8(
+    stored: torch.dtype, value: float, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As plain parameters beside their scales, which is how transformers reads such checkpoints on a GPU."""
+    read = loader._read_module
+
+    def read_quantised(*arguments: Any) -> Any:
+        module = read(*arguments)
+        up = module.model.layers[1].mlp.up_proj
+        up.weight = torch.nn.Parameter(up.weight.to(stored), requires_grad=False)
+        up.weight_scale_inv = torch.nn.Parameter(torch.full((1, 1), value), requires_grad=False)
+        return module
+
+    monkeypatch.setattr(loader, "_read_module", read_quantised)
+    if math.isfinite(value):
+        load(str(llama), dtype="fp32", device="cpu", pack=False, self_test=False)
+        return
+    with pytest.raises(ModelError, match=r"up_proj\.weight_scale_inv' holds NaN or infinite values"):
+        load(str(llama), dtype="fp32", device="cpu", pack=False, self_test=False)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, 20_000])
@@ -291,6 +340,16 @@ def test_context_ends_where_packing_would_change_the_result(fields: dict[str, An
     config = Config()
     vars(config).update(fields)
     assert loader._context(config) == context
+
+
+def test_a_gpu_does_without_attention_by_cudnn(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", asked.append)
+    monkeypatch.setattr(loader, "choose_device", torch.device)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ModelError, match="quantization"):  # it gets no further without a GPU
+            load(str(llama), device=device, dtype="bf16", quantization="nonsense")
+        assert asked == [False] * (device == "cuda")
 
 
 def test_threads(llama: Path) -> None:

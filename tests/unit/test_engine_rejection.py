@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from engine import rejection
-from engine.rejection import draw_sparse, verify_chain, verify_chains
+from engine.rejection import draw_sparse, verify_chains
 from engine.sampling import Draw, filtered_log_probs, sample
 from speculation.acceptance import Chosen, Draft, Sampled, Walk, walk
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Sampling, Support
@@ -41,7 +41,22 @@ def certain(*tokens: int) -> torch.Tensor:
     return torch.full((len(tokens), VOCABULARY), -50.0).scatter(1, torch.tensor(tokens)[:, None], 50.0)
 
 
+def verify_alone(rows: torch.Tensor, how: Sequence[Draw], drafts: Sequence[Draft]) -> Walk:
+    """The verdict on a single chain."""
+    (outcome,) = verify_chains(rows, how, [drafts])
+    return outcome
+
+
 # -- the drafter's draw ------------------------------------------------------------------------------------------------
+
+
+def test_drafts_at_one_position_of_different_texts_are_independent() -> None:
+    rows = torch.zeros(1, 4)
+    same = 0
+    for position in range(400):
+        (one,), (other,) = (draw_sparse(rows, [Draw(Sampling(seed=7), position, text)]) for text in (3, 5))
+        same += one.token == other.token
+    assert 60 < same < 140, "a quarter of them, within 4.6 standard deviations"
 
 
 def test_q_is_the_filtered_distribution_cut_and_rounded() -> None:
@@ -116,8 +131,8 @@ def test_no_two_uses_of_the_seed_share_noise(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rejection, "key", spy)
     how = draws(2)
     draw_sparse(logits(1), how[:1])
-    verify_chain(certain(3, 4), how, [Chosen(3)])
-    verify_chain(certain(3, 4), how, [Chosen(5)])
+    verify_alone(certain(3, 4), how, [Chosen(3)])
+    verify_alone(certain(3, 4), how, [Chosen(5)])
     assert set(used) == {(7, 50, stream) for stream in (Stream.DRAFT, Stream.ACCEPT, Stream.RESIDUAL)}
 
 
@@ -127,20 +142,20 @@ def test_no_two_uses_of_the_seed_share_noise(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_drafts_it_is_plain_decoding() -> None:
     for position in range(20):
         how = draws(1, position=position)
-        assert verify_chain(logits(1), how, []) == Walk((), sample(logits(1), how)[0])
+        assert verify_alone(logits(1), how, []) == Walk((), sample(logits(1), how)[0])
 
 
 def test_a_drafter_that_is_the_target_is_kept_whole_and_the_bonus_token_is_the_plain_draw() -> None:
     """q holds the whole vocabulary here, so it differs from p by rounding only: these few are all kept."""
     for position in range(10):
         how = draws(5, position=position)
-        outcome = verify_chain(logits(5), how, draw_sparse(logits(4), how[:4], size=VOCABULARY))
+        outcome = verify_alone(logits(5), how, draw_sparse(logits(4), how[:4], size=VOCABULARY))
         assert outcome == Walk((0, 1, 2, 3), sample(logits(5)[4:], how[4:])[0]), f"position {position}"
 
 
 def test_a_target_without_doubt_replaces_the_first_other_token() -> None:
     drafted: list[Draft] = [Chosen(3), Sampled(4, Support((4, 5), (SUPPORT_TOTAL - 1, 1))), Chosen(9), Chosen(6)]
-    assert verify_chain(certain(3, 4, 5, 6, 7), draws(5), drafted) == Walk((0, 1), 5)
+    assert verify_alone(certain(3, 4, 5, 6, 7), draws(5), drafted) == Walk((0, 1), 5)
 
 
 def test_greedy_is_the_coupled_rule() -> None:
@@ -148,7 +163,7 @@ def test_greedy_is_the_coupled_rule() -> None:
         target, how = logits(4, seed), draws(4, GREEDY)
         drafted = draw_sparse(target[:3] + logits(3, seed + 1000, spread=0.5), draws(3, Sampling(seed=seed)))
         tokens = [draft.token for draft in drafted]
-        assert verify_chain(target, how, drafted) == walk(tokens, [ANCHOR, 0, 1], sample(target, how)), f"seed {seed}"
+        assert verify_alone(target, how, drafted) == walk(tokens, [ANCHOR, 0, 1], sample(target, how)), f"seed {seed}"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=1), Sampling(top_k=3, seed=1), Sampling(top_p=0.5, seed=1)])
@@ -157,7 +172,7 @@ def test_a_refused_token_is_never_its_own_replacement(sampling: Sampling) -> Non
     for seed in range(60):
         how = draws(2, sampling, position=seed)
         drafted = draw_sparse(logits(1, seed + 1000), how[:1])
-        outcome = verify_chain(logits(2, seed), how, drafted)
+        outcome = verify_alone(logits(2, seed), how, drafted)
         if not outcome.kept:
             refused += 1
             assert outcome.own != drafted[0].token, f"seed {seed}"
@@ -177,19 +192,19 @@ def test_chains_are_decided_as_if_each_were_alone() -> None:
         chains.append(list(draw_sparse(target[:length] + 0.3 * logits(length, seed=99), how[-1][:length])))
         rows.append(target)
     together = verify_chains(torch.cat(rows), [draw for draw_list in how for draw in draw_list], chains)
-    assert together == [verify_chain(*session) for session in zip(rows, how, chains, strict=True)]
+    assert together == [verify_alone(*session) for session in zip(rows, how, chains, strict=True)]
     assert verify_chains(logits(0), [], []) == []
 
 
 def test_verdicts_leave_the_logits_alone() -> None:
     target, how = logits(3), draws(3)
-    verify_chain(target, how, [Chosen(1), Chosen(2)])
+    verify_alone(target, how, [Chosen(1), Chosen(2)])
     assert torch.equal(target, logits(3))
 
 
 def test_q_may_name_tokens_the_target_does_not_have() -> None:
     q = Support((3, VOCABULARY + 5), (1, SUPPORT_TOTAL - 1))
-    assert verify_chain(certain(4, 5), draws(2), [Sampled(3, q)]) == Walk((), 4)
+    assert verify_alone(certain(4, 5), draws(2), [Sampled(3, q)]) == Walk((), 4)
 
 
 def test_where_rounding_leaves_nothing_of_p_the_replacement_is_drawn_from_p() -> None:
@@ -200,4 +215,4 @@ def test_where_rounding_leaves_nothing_of_p_the_replacement_is_drawn_from_p() ->
 
 def test_rows_must_match_the_drafts() -> None:
     with pytest.raises(AssertionError, match="one row after every draft"):
-        verify_chain(logits(2), draws(2), [Chosen(1), Chosen(2)])
+        verify_alone(logits(2), draws(2), [Chosen(1), Chosen(2)])

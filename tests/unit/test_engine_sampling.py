@@ -196,3 +196,28 @@ def test_kept_noise_is_the_noise(vocabulary: int, monkeypatch: pytest.MonkeyPatc
     before = recent.rows([(7, 3)], vocabulary, torch.float32, torch.device("cpu"))
     assert torch.equal(recent.rows([(1, 1), (7, 3)], vocabulary, torch.float32, torch.device("cpu"))[1:], before)
     assert recent.rows([(7, 3)], vocabulary, torch.float64, torch.device("cpu")).dtype == torch.float64
+
+
+def test_kept_noise_lets_go_of_what_was_hashed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_noise, "KEPT_BLOCKS", 3)
+    recent = engine_noise.RecentNoise()
+    for positions in ([0, 1, 2, 3, 4], [5, 6], [7]):
+        recent.rows([(7, position) for position in positions], 40_000, torch.float32, torch.device("cpu"))
+    held = {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in recent._blocks.values()}
+    assert sum(held.values()) == 3 * 40_000 * 4
+
+
+@pytest.mark.parametrize(("device", "passes"), [("cpu", 4), ("meta", 1)])
+def test_noise_is_hashed_at_once_where_launches_cost(device: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``meta`` stands for any device that is not a CPU."""
+    words = engine_noise._words
+    calls: list[int] = []
+
+    def counted(low: torch.Tensor, high: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        calls.append(len(tokens))
+        return words(low, high, tokens)
+
+    monkeypatch.setattr(engine_noise, "_words", counted)
+    assert engine_noise.gumbel([3], 100_000, torch.float32, torch.device(device)).shape == (1, 100_000)
+    assert len(calls) == passes
+    assert sum(calls) == 100_000

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from speculation import estimates
+from speculation.simulation import estimates
 
 ACCEPTANCES = [Fraction(0), Fraction(1, 3), Fraction(4, 5), Fraction(1)]
 

@@ -16,9 +16,10 @@ from router.field_row import Kind, Row, Support
 from router.field_table import ROWS
 from router.generation import ServedModel
 from router.openapi import description
-from router.requests import ApiRequest, Offer, parse_chat, parse_completion
+from router.requests import ApiRequest, Offer
 from speculation.messages import Sampling
 from tests.fakes import tiny_tokenizer
+from tests.parsing import parse_chat, parse_completion
 
 CONTEXT = 64
 BASES: dict[Kind, dict[str, Any]] = {
@@ -97,6 +98,27 @@ def test_numbers_are_bounded_as_the_table_says(kind: Kind, row: Row) -> None:
         refused(kind, row, bound + beyond)
 
 
+def test_no_tokens_may_be_asked_for_with_echo_by_either_name() -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert parse("completion", **{name: 0, "echo": True}).prompt_only
+        for kind in KINDS:
+            assert refused(kind, Row(name, {}, ""), 0).param == name
+
+
+def test_null_leaves_a_field_of_the_table_out_and_makes_no_other_one_known() -> None:
+    for kind in KINDS:
+        parse(kind, **{row.name: None for row in ROWS if row.of(kind) and not row.inside and not row.required})
+        assert refused(kind, Row("foo", {}, ""), None).code.name == "unknown_parameter"
+
+
+def test_objects_inside_the_body_are_described_with_what_they_take() -> None:
+    for kind, name in zip(KINDS, ("CompletionRequest", "ChatCompletionRequest"), strict=True):
+        schema = description("1.0")["components"]["schemas"][name]
+        for fields in ({"json": {"type": "null"}, "disable_fallback": True}, {"regex": "a"}, {"json_object": True}):
+            jsonschema.validate(BASES[kind] | {"structured_outputs": fields}, schema)
+            parse(kind, structured_outputs=fields)
+
+
 def test_sampling_fields_arrive() -> None:
     request = parse(
         "chat",
@@ -126,12 +148,10 @@ def test_sampling_fields_arrive() -> None:
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
     tokenizer = offer().tokenizer
-    (generation,) = parse("completion", bad_words=["hello", " hello", "z"]).generations
-    hello, spaced = (tokenizer.encode(text, special=False) for text in ("hello", " hello"))
-    expected = {hello, tokenizer.encode("z", special=False)}
-    if len(spaced) == len(hello) and spaced[0] != hello[0]:
-        expected.add(spaced)
-    assert set(generation.sampling.banned) == expected
+    (generation,) = parse("completion", bad_words=["hello", " hello", "world", "z"]).generations
+    written = [tokenizer.encode(space + word, special=False) for word in ("hello", "world", "z") for space in ("", " ")]
+    assert len({len(tokens) for tokens in written[2:4]}) == 2
+    assert set(generation.sampling.banned) == {*written}
 
 
 BAD: list[tuple[Kind, dict[str, Any], str, str]] = [
@@ -196,6 +216,35 @@ def test_the_last_message_can_be_continued() -> None:
     assert tokenizer.decode(closed.prompt).endswith("hello wor\n")
     assert tokenizer.decode(request.generations[0].prompt).endswith("assistant: hello wor")
     assert request.continues
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TRIMMING = CHATML.replace("m.content", "m.content | trim")
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMING])
+@pytest.mark.parametrize("content", ["<", "end", "assistant", "Sure,", "\n a", "hello \n", "<|im_end|>", "a\n"])
+def test_what_is_continued_is_the_last_message_and_not_what_the_template_puts_after_it(
+    template: str, content: str
+) -> None:
+    tokenizer = tiny_tokenizer(template)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    body = json.dumps({"messages": messages, "continue_final_message": True}).encode()
+    request = parse_chat(body, {"tiny": Offer("tiny", offer().model, tokenizer, max_choices=4)}, "r1")
+    written = content.strip() if template == TRIMMING else content
+    prompt = tokenizer.decode(request.generations[0].prompt)
+    assert prompt == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{written}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content"), [(CHATML.replace("m.content", "m.content | upper"), "hi"), (CHATML, ""), (CHATML, " ")]
+)
+def test_a_message_that_is_not_written_as_it_is_cannot_be_continued(template: str, content: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    body = json.dumps({"messages": messages, "continue_final_message": True}).encode()
+    with pytest.raises(ApiError, match="does not write the last message") as caught:
+        parse_chat(body, {"tiny": Offer("tiny", offer().model, tiny_tokenizer(template), max_choices=4)}, "r1")
+    assert caught.value.param == "continue_final_message"
 
 
 def test_the_description_is_openapi_and_knows_every_field() -> None:

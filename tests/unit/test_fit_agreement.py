@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.fit.agreement import agreement
 from benchmarks.fit.settings import DEPTH, Way
-from speculation.agreement import Passage
 from speculation.draft_session import Candidate
 from speculation.messages import Source
+from speculation.simulation.agreement import Passage
 
 DRAFT = Way("draft")
 LOOKUP = Way(None, frozenset({Source.LOOKUP}))

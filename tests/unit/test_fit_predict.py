@@ -22,11 +22,11 @@ from benchmarks.fit.predict import (
 )
 from benchmarks.fit.settings import Options, Way
 from cluster.config import load
-from speculation import estimates
-from speculation.agreement import Passage
-from speculation.costs import Costs, Curve
 from speculation.draft_session import Candidate
 from speculation.messages import Source
+from speculation.simulation import estimates
+from speculation.simulation.agreement import Passage
+from speculation.simulation.costs import Costs, Curve
 
 VOCABULARY = 4000
 VERIFY, DRAFT = 0.030, 0.001

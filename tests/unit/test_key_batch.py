@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
 import torch
 
-from engine.key_batch import FEW_KEYS, FEW_QUERIES, KeyBatch, together
-from engine.visibility import HIDDEN, KeyView
+from engine.chain_view import ChainView, is_plain
+from engine.invariance import chain_segments, position_ordered
+from engine.key_batch import FEW_KEYS, FEW_QUERIES, KeyBatch, View, together
+from engine.sequence_state import SequenceState
+from engine.visibility import HIDDEN, KeyView, slot_ordered
 
 SLOTS = 8192
 HEADS, SIZE = 2, 4
@@ -97,3 +101,80 @@ def test_who_is_computed_together() -> None:
     assert sizes((1, 200), (FEW_QUERIES + 1, 200), (3, 210)) == [1, 2]
     assert sizes((1, FEW_KEYS), (1, FEW_KEYS + 1), (1, FEW_KEYS)) == [1, 2]
     assert sizes((1, 64), (1, 64), (1, 400), (1, 400)) == [2, 2], "not padded to many times what is needed"
+
+
+BLOCK = 16
+
+
+def chain_of(rng: Random, length: int, tokens: int) -> SequenceState:
+    """A text of ``length`` tokens in any blocks, a chain of ``tokens`` at its end."""
+    blocks = rng.sample(range(SLOTS // BLOCK), -(-(length + tokens) // BLOCK))
+    if rng.random() < 0.5:
+        blocks = list(range(blocks[0] % 100, blocks[0] % 100 + len(blocks)))
+    adjacent = next((i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1), len(blocks))
+    state = SequenceState(BLOCK, blocks, adjacent, length, list(range(-1, tokens - 1)), list(range(tokens)))
+    state.pending_slots = [state.home(position) for position in range(length, length + tokens)]
+    return state
+
+
+def placed_alone(state: SequenceState, tokens: int, *, invariant: bool) -> KeyView:
+    if invariant:
+        (view,) = position_ordered(state, tokens, None, SLOTS)
+        return view
+    return slot_ordered(state, tokens, None, torch.float32)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("invariant", [True, False])
+def test_chains_laid_out_at_once_are_as_laid_out_one_by_one(invariant: bool, seed: int) -> None:
+    """Also beside views of other kinds, and around every boundary of segments."""
+    rng = Random(seed)
+    sizes = [(rng.choice([0, 1, 15, 16, 63, 64, 300, 383, 384, 385, 440]), rng.choice([1, 1, 2, 16])) for _ in range(9)]
+    views: list[View] = []
+    apart: list[KeyView] = []
+    for length, tokens in sizes:
+        state = chain_of(rng, length, tokens)
+        assert is_plain(state, tokens, None)
+        assert is_plain(state, tokens, length + tokens)
+        assert not is_plain(state, tokens, length + tokens - 1), "a window hides the first"
+        alone = partial(placed_alone, state, tokens, invariant=invariant)
+        view = alone()
+        segments = chain_segments(length + tokens) if invariant else [(0, length + tokens)]
+        assert not invariant or list(view.segments) == segments
+        apart.append(view)
+        views.append(ChainView(state, tokens, segments[-1][1], segments, alone) if rng.random() < 0.8 else view)
+    packed = sum(view.queries for view in views)
+    found = [
+        {query: seen for batch in together(each) for query, seen in seen_together(batch, packed).items()}
+        for each in (views, apart)
+    ]
+    assert found[0] == found[1], f"seed {seed}"
+    assert len(found[0]) == packed
+    if invariant:
+        assert [batch.segments for batch in together(views)] == [batch.segments for batch in together(apart)]
+
+
+def test_what_is_no_chain_at_home() -> None:
+    rng = Random(0)
+    state = chain_of(rng, 40, 4)
+    assert is_plain(state, 4, None)
+    assert not is_plain(state, 3, None), "one more is pending"
+    state.pending_slots[1], state.pending_slots[2] = state.pending_slots[2], state.pending_slots[1]
+    assert not is_plain(state, 4, None), "not in order"
+    tree = chain_of(rng, 40, 3)
+    tree.parents, tree.depths = [-1, 0, 0], [0, 1, 1]
+    assert not is_plain(tree, 3, None)
+
+
+def test_columns_without_a_key_read_nobody_elses_slots() -> None:
+    rng = Random(5)
+    short, long = chain_of(rng, 70, 1), chain_of(rng, 100, 2)
+    own = [{state.home(position) for position in range(state.length + state.pending)} for state in (short, long)]
+    views: list[View] = []
+    for state in (short, long):
+        alone = partial(placed_alone, state, state.pending, invariant=True)
+        segments = chain_segments(state.length + state.pending)
+        views.append(ChainView(state, state.pending, segments[-1][1], segments, alone))
+    (batch,) = together(views)
+    assert batch.slots_F is not None
+    assert [set(row) for row in batch.slots_F.view(2, batch.keys).tolist()] == own

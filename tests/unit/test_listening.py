@@ -6,8 +6,10 @@ import asyncio
 import socket
 
 import pytest
+from starlette.applications import Starlette
 
-from router.service import listening
+from router.asgi import BoundedHttp
+from router.service import listening, server_config
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -25,6 +27,12 @@ async def test_no_event_waits_for_an_acknowledgement_of_the_one_before(host) -> 
 
     async with await asyncio.start_server(serve, sock=listener):
         _, writer = await asyncio.open_connection(host, listener.getsockname()[1])
-        assert await asyncio.wait_for(accepted, 10)
+        assert await asyncio.wait_for(accepted, 60)
         writer.close()
         await writer.wait_closed()
+
+
+def test_a_connection_is_kept_longer_than_load_balancers_keep_theirs() -> None:
+    config = server_config(Starlette(), "127.0.0.1", 0)
+    assert config.timeout_keep_alive > 60
+    assert config.http is BoundedHttp

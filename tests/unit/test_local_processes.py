@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cluster.child import Child
+from cluster import child
 from cluster.ports import HeldPort
 from transport.address import AddressError, check_free
 
@@ -36,10 +36,11 @@ def connected_from(port: int) -> int:
         return client.getsockname()[1]
 
 
-def test_the_last_words_of_a_process_are_waited_for() -> None:
+def test_the_last_words_of_a_process_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come only some time after the process has ended."""
+    monkeypatch.setattr(child, "LAST_WORDS_SECONDS", 60.0)
     words = "import os, sys, time\nif os.fork() == 0: time.sleep(0.3); print('last words', file=sys.stderr)"
-    child = Child("one", [sys.executable, "-c", words], lambda *_: None)
-    child.start(0.0)
-    child.stop(30.0)
-    assert child.reason == "last words"
+    one = child.Child("one", [sys.executable, "-c", words], lambda *_: None)
+    one.start(0.0)
+    one.stop(30.0)
+    assert one.reason == "last words"

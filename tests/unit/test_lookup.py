@@ -5,8 +5,8 @@ from types import FrameType
 
 import pytest
 
-from speculation import lookup as module
-from speculation.lookup import COUNTED, LONGEST, Continuation, PromptLookup, confidence
+from speculation.sources import lookup as module
+from speculation.sources.lookup import COUNTED, LONGEST, Continuation, PromptLookup, confidence
 
 
 def words(text: str) -> list[int]:

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from speculation.draft_session import Candidate
-from speculation.medusa import PATIENCE, REST, GuessTree, MedusaDrafts, likeliest
 from speculation.messages import ANCHOR, Limits, Open, Rule, Sampling, SessionId, Source, Speculation
+from speculation.sources.medusa import PATIENCE, REST, GuessTree, MedusaDrafts, likeliest
 from speculation.target_session import TargetSession
 
 PROMPT = (1, 2, 3)

@@ -40,6 +40,11 @@ def test_limits_are_the_defaults():
         assert int(number) == default_of(key), key
 
 
+def test_no_table_is_torn():
+    for table in re.findall(r"(?:^\|.*\n)+", GUIDE, re.MULTILINE):
+        assert re.fullmatch(r"(\|-+)+\|", table.splitlines()[1]), f"has no heading: {table}"
+
+
 def test_the_costs_follow_from_their_inputs():
     rows = re.findall(r"^\| [\w ]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", GUIDE, re.MULTILINE)
     assert len(rows) == 3

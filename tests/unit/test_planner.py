@@ -175,6 +175,32 @@ def test_under_the_rejection_rule_a_token_is_not_left_out_because_of_what_follow
     assert min(counts[Rule.REJECTION]) >= 1
 
 
+def drawn(to: TargetSession, *tokens: int) -> None:
+    """Drafts from a q that is as sure of two tokens."""
+    half = SUPPORT_TOTAL // 2
+    q = tuple(Support((token, 99), (half, half)) for token in tokens)
+    chain = tuple(range(ANCHOR, len(tokens) - 1))
+    to.propose(Proposal(SessionId(1), 1, to.trie.position, to.trie.digest, tokens, chain, q=q))
+
+
+def test_under_the_rejection_rule_a_token_is_not_left_out_because_of_how_many_follow():
+    """A stop token has none behind it, here or in a session of the same seed, which draws the same."""
+    made = Planner()
+    for sessions in (1, 2):
+        for tokens, seconds in ((1, 0.020), (2, 0.032), (9, 0.034), (10, 0.034), (18, 0.050)):
+            made.observe(sessions, tokens, seconds)
+    for alone in (True, False):
+        offered: set[bool] = set()
+        for drafts in ((4,), (5, 6, 7, 8, 9, 10, 11, 12)):
+            asked = [Asked(session(made, replace(DRAFT, rule=Rule.REJECTION)), 8) for _ in range(2 - alone)]
+            for one in asked:
+                drawn(one.session, *drafts)
+            offer = made.plan(asked, 0.0).offers[-1]
+            assert offer is not None
+            offered.add(bool(offer.nodes))
+        assert len(offered) == 1
+
+
 def answered(after: float, depth: int = 8) -> tuple[Planner, TargetSession]:
     """A session whose drafts, ``depth`` tokens, always came so many seconds after a miss, at its next miss at 1.0."""
     made = planner(slope=0.0001, step=0.035)

@@ -9,9 +9,9 @@ from types import FrameType
 
 import pytest
 
-from speculation import lookup, prediction
-from speculation.lookup import COUNTED, confidence
-from speculation.prediction import REPLACED, SOLID, TRUSTED, Prediction
+from speculation.sources import lookup, prediction
+from speculation.sources.lookup import COUNTED, confidence
+from speculation.sources.prediction import REPLACED, SOLID, TRUSTED, Prediction
 
 PROMPT = [1, 2, 3]
 

@@ -13,10 +13,10 @@ from protos.paceline.v1 import worker_pb2 as pb
 from router.errors import ApiError
 from router.fields import Fields
 from router.speculation_fields import speculation_of
-from speculation import registry
 from speculation.messages import AllBut, Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
 from speculation.origin import Own
-from speculation.registry import MOST_SOURCES, SourceError, register, registered, unregister
+from speculation.sources import registry
+from speculation.sources.registry import MOST_SOURCES, SourceError, register, registered, unregister
 from speculation.target_session import TargetSession
 from target_service.named_sources import load_sources
 from transport.codec import decode_from_worker, decode_to_worker, encode_from_worker, encode_to_worker
@@ -173,7 +173,7 @@ def test_names_of_sources_are_told_of_every_token() -> None:
 
 
 PLUGIN = """
-from speculation.registry import register
+from speculation.sources.registry import register
 
 class Mine:
     source = "{name}"

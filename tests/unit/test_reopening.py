@@ -60,6 +60,18 @@ def test_who_has_committed_is_no_suspect_and_moves_freely():
     assert not router.known.on_probation
 
 
+def test_who_goes_on_elsewhere_is_no_suspect_of_a_target_it_has_left():
+    router = Router()
+    router.open(1, T0)
+    router.commit(1)
+    router.known.opened(SessionId(1), T1, 2)  # it would have moved there, was refused, and stayed
+    router.known.closed(SessionId(1), T1)
+    router.die(T1)
+    assert router.known.on_probation  # it might have been that
+    router.commit(1)
+    assert not router.known.on_probation
+
+
 def test_suspects_are_tried_one_at_a_time_with_nobody_else_there():
     router = Router()
     router.open(1, T0)
@@ -107,6 +119,26 @@ def test_what_a_suspect_had_reserved_is_free_again(leaves):
         router.open(1, T0)
     router.up = [T1]
     router.open(3, T1)
+
+
+def test_a_suspect_is_kept_another_target_free_when_the_first_drains():
+    router = Router()
+    router.open(1, T0)
+    router.open(2, T1)
+    router.die(T0)
+    router.up = [T1]
+    router.ask(1)  # T1 is kept free for it, once 2 has committed there
+    router.known.due()
+    router.known.draining(T1)
+    router.up = [T0]
+    router.known.opened(SessionId(3), T0, 1)
+    assert 1 in router.known.due()
+    assert router.ask(1) == Placed(Role.TARGET, None, queued=True)  # 3 has not committed there yet
+    assert router.ask(4) == Placed(Role.TARGET, None, queued=True)  # and nobody else goes there before it
+    router.at[3] = T0, 1
+    router.commit(3)
+    assert router.known.due()[0] == 1
+    router.open(1, T0)
 
 
 def test_many_suspects_are_tried_an_eighth_at_a_time():

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from router.errors import CODES, ApiError, code_of
 from router.field_table import known, refusals
 from router.generation import ServedModel
-from router.requests import ApiRequest, Offer, parse_chat, parse_completion, parse_object
+from router.requests import ApiRequest, Offer, parse_object
 from speculation.events import FailureCode
 from speculation.messages import RefusalCode, Sampling, Speculation
 from tests.fakes import BOS, EOS, tiny_tokenizer
+from tests.parsing import parse_chat, parse_completion
 
 CONTEXT = 64
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -311,7 +312,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(st.dictionaries(st.sampled_from(sorted(known("completion") | known("chat"))), JSON, max_size=4))
 def test_anything_is_either_a_request_that_fits_or_a_refusal(fields: dict[str, Any]) -> None:
     for parse, base in ((parse_completion, {"prompt": "hi"}), (parse_chat, CHAT)):
@@ -331,3 +332,20 @@ def test_the_table_of_errors_knows_how_sessions_fail() -> None:
         assert CODES[code.value].retryable == code.retryable
     assert code_of("no such name").name == "internal"
     assert all(400 <= row.status < 600 and row.name == name and row.meaning for name, row in CODES.items())
+
+
+def test_a_long_name_is_not_repeated():
+    with pytest.raises(ApiError) as caught:
+        chat(chat_template_kwargs={"a" * 100_000: 1})
+    assert caught.value.param == f"chat_template_kwargs.{'a' * 64}..."
+    assert len(caught.value.message) < 300
+    assert "got 1" in caught.value.message
+
+
+def test_hints_about_caches_are_taken_and_looked_at():
+    part = {"type": "text", "text": "hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    hinted = chat(messages=[{"role": "user", "content": [part]}], prompt_cache_options={"mode": "explicit"})
+    assert hinted.prompts == chat(messages=[{"role": "user", "content": "hi"}]).prompts
+    with pytest.raises(ApiError) as caught:
+        completion(prompt_cache_options={"mode": "none"})
+    assert caught.value.param == "prompt_cache_options.mode"

@@ -263,3 +263,27 @@ def test_pairs_are_apart_and_bounded() -> None:
     blocks(watch, [0.0], PeerId("draft@49"))
     assert [draft for _, draft, pair in watch.pairs() if pair.collapsed] == ["draft@49"]
     assert [draft for _, draft, _ in watch.pairs()] == [f"draft@{i}" for i in range(42, 50)]
+
+
+def test_a_collapse_is_over_once_its_drafter_is_no_longer_listed() -> None:
+    tally = Tally()
+    tally.watch = AcceptanceWatch(LIMITS)
+    other = PeerId("draft@10.0.0.3:7002")
+    drafters = [DRAFT, other]
+    target = WorkerView(TARGET, Role.TARGET, WorkerState.UP)
+
+    def snapshot() -> Snapshot:
+        return Snapshot(workers=(target, *(WorkerView(one, Role.DRAFT, WorkerState.DOWN) for one in drafters)))
+
+    metrics = RouterMetrics(tally, snapshot)
+    blocks(tally.watch, [0.0])
+    blocks(tally.watch, [0.5], other)
+    assert value(metrics, "acceptance_collapsed", target=TARGET, draft=DRAFT) == 1
+    drafters.remove(DRAFT)
+    told = scraped(metrics)
+    for name, expected in (("acceptance_collapsed", 0), ("acceptance_ratio", 0.5)):
+        assert told[f"paceline_{name}"] == {(("draft", other), ("target", TARGET)): expected}
+    assert value(metrics, "acceptance_collapses_total") == 1
+    drafters.append(DRAFT)
+    blocks(tally.watch, [0.5])
+    assert value(metrics, "acceptance_collapsed", target=TARGET, draft=DRAFT) == 0, "it comes back as another"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from itertools import count, islice, pairwise
+from itertools import count, islice
 from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
 
 from benchmarks.serve import arrivals
 from benchmarks.serve.arrivals import at_once, at_rate, offsets
@@ -81,13 +84,20 @@ async def test_so_many_at_once_and_no_more() -> None:
     assert sorted(order) == list(range(11))
 
 
-async def test_senders_pause_when_told_and_stop_in_time() -> None:
+async def test_senders_pause_when_told_and_stop_in_time(monkeypatch) -> None:
+    now = 0.0
     asked: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(arrivals, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(arrivals, "asyncio", SimpleNamespace(sleep=sleep, TaskGroup=asyncio.TaskGroup))
 
     async def ask(number: int, due: float) -> float:
         asked.append(due)
         return 0.04
 
     await at_once(count(), 1, ask, seconds=0.1)
-    assert 2 <= len(asked) <= 3
-    assert all(later - earlier >= 0.04 for earlier, later in pairwise(asked))
+    assert asked == pytest.approx([0.0, 0.04, 0.08])

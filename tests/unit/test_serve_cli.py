@@ -64,7 +64,7 @@ def started(monkeypatch) -> list[Options]:
         (["--extra-body", "{}", "--extra-body", "{}"], "given twice for 127.0.0.1:8000"),
         (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: there is no such variable"),
         (["--json", "/nowhere/x.json"], "no such folder"),
-        (["--out", __file__], "not a folder"),
+        (["--out", __file__], "is not a folder"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys) -> None:
@@ -156,13 +156,20 @@ def test_requests_of_a_number_differ_between_contenders_in_what_they_must() -> N
             (Contender("a", ""), Make.PACELINE, 3),
             (Contender("a", "", plain=True), Make.PACELINE, None),
             (Contender("b", "", extra={"speculation": {"rule": "rejection"}}), Make.PACELINE, 3),
+            (Contender("b", "", extra={"speculation": {"remember": True}}), Make.PACELINE, None),
             (Contender("c", ""), Make.LLAMA_CPP, 3),
         )
     ]
     speculation = [one.pop("speculation", None) for one in bodies]
-    assert speculation == [{"max_depth": 3}, {"enabled": False}, {"max_depth": 3, "rule": "rejection"}, None]
+    assert speculation == [
+        {"remember": False, "max_depth": 3},
+        {"remember": False, "enabled": False},
+        {"remember": False, "max_depth": 3, "rule": "rejection"},
+        {"remember": True},
+        None,
+    ]
     options_sent = [one.pop("stream_options") for one in bodies]
-    assert options_sent[:3] == [{"include_usage": True, "include_speculation": True}] * 3
-    assert options_sent[3] == {"include_usage": True}
+    assert options_sent[:4] == [{"include_usage": True, "include_speculation": True}] * 4
+    assert options_sent[4] == {"include_usage": True}
     assert all(one == bodies[0] for one in bodies)
     assert (bodies[0]["seed"], bodies[0]["prompt"]) == (7 + number, "p")

@@ -195,8 +195,20 @@ def test_a_reader_is_told_what_limits_the_figures() -> None:
         "but lists n",
     ):
         assert words in said
+    assert "kept to draft" not in said
     request = document(result)["requests"][0]
     assert (request["contender"], request["sent"], request["chunks"]) == ("a", 1100.0, [1500.0, 1700.0, 2100.0])
+
+
+def test_a_reader_is_told_whose_answers_were_kept() -> None:
+    def said(**extra: object) -> str:
+        given = options(contenders=(A, replace(B, extra=extra)))
+        return " ".join(notes(Result.of(logged(given, make=Make.PACELINE), given, date(2026, 1, 2))))
+
+    assert "a, b: answers are not kept to draft for later requests" in said(top_p=0.9)
+    for extra in ({"remember": True}, {"remember": None}, None):
+        both = said(speculation=extra)
+        assert "a: answers are not kept" in both and "b: answers may be kept" in both, extra
 
 
 def test_counters_of_paceline_and_vllm_are_read() -> None:

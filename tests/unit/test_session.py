@@ -22,6 +22,7 @@ from speculation.events import (
     Role,
     Send,
     Start,
+    Stays,
     Stop,
     Tick,
     Wake,
@@ -213,9 +214,48 @@ def test_a_session_that_wants_no_draft_model_asks_for_no_drafter(speculation):
 
 def test_a_drafter_that_refuses_is_not_asked_again_until_another_comes():
     session = running()
-    refused = Refused(ID, 2, RefusalCode.OVERLOADED)
+    refused = Refused(ID, 2, RefusalCode.DRAINING)
     assert session.handle(0.1, Received(D0, refused)) == [Place(Role.DRAFT, frozenset({D0}))]
     assert session.handle(0.1, Placed(Role.DRAFT, D0)) == []
+
+
+def test_drafters_that_are_full_are_asked_again_for_as_long_as_they_are():
+    session, now, pauses = running(), 0.0, []
+    for epoch in range(2, 9):
+        place, wake = session.handle(now, Received(D0, Refused(ID, epoch, RefusalCode.OVERLOADED)))
+        assert place == Place(Role.DRAFT, frozenset({D0}))
+        assert session.handle(now, Placed(Role.DRAFT, None)) == []
+        assert session.undrafted
+        pauses.append(wake.at - now)
+        now = wake.at
+        session.handle(now, Received(T0, verified(session, 4)))  # text goes on meanwhile
+        assert Place(Role.DRAFT, frozenset()) in session.handle(now, Tick())
+        assert len(sent(session.handle(now, Placed(Role.DRAFT, D0)), Open)) == 1
+    assert 0.5 <= pauses[0] <= 1.0
+    assert 5.0 <= pauses[-1] <= 10.0
+    prefix = (*PROMPT, *session.output)
+    session.handle(now, Received(D0, Proposal(ID, 9, len(prefix), digests.of(prefix), (5,), (ANCHOR,))))
+    _, wake = session.handle(now, Received(D0, Refused(ID, 9, RefusalCode.OVERLOADED)))
+    assert wake.at - now <= 1.0
+
+
+def test_a_text_that_begins_where_a_target_drains_looks_for_its_revision_elsewhere():
+    session = running()
+    session.handle(0.1, Draining(T0))
+    session.handle(0.1, Placed(Role.TARGET, T1))  # of any revision: nothing was said yet
+    effects = session.handle(0.2, Received(T0, verified(session, 4)))
+    assert isinstance(effects[0], Emit)  # who hears this knows the revision when asked for a place
+    assert effects[-2:] == [Send(T1, Close(ID, 3)), Place(Role.TARGET, frozenset({T0}))]
+    assert session.workers == (T0, D0)
+
+
+def test_a_text_that_has_not_begun_goes_to_whoever_is_ready_first():
+    session = running()
+    session.handle(0.1, Draining(T0))
+    session.handle(0.1, Placed(Role.TARGET, T1))
+    session.handle(0.2, Received(T1, verified(session, 4, epoch=3)))
+    assert session.workers == (T1, None)
+    assert session.output == ()
 
 
 def test_a_drafter_that_keeps_losing_the_thread_is_given_up():
@@ -225,6 +265,17 @@ def test_a_drafter_that_keeps_losing_the_thread_is_given_up():
         if effects:
             session.handle(0.1, Placed(Role.DRAFT, D0))
     assert effects == []
+
+
+def test_a_proposal_of_nothing_goes_nowhere_and_proves_nothing():
+    session = running()
+    for epoch in (2, 3, 4):
+        assert session.handle(0.1, Received(D0, Proposal(ID, epoch, 3, digests.of(PROMPT), (), ()))) == []
+        effects = session.handle(0.1, Received(D0, Refused(ID, epoch, RefusalCode.UNKNOWN_SESSION)))
+        if effects:
+            session.handle(0.1, Placed(Role.DRAFT, D0))
+    assert effects == []
+    assert not session.strikes
 
 
 def test_a_drafter_that_breaks_the_protocol_is_replaced_and_never_asked_again():
@@ -389,6 +440,25 @@ def test_where_a_session_is_opened_again_it_keeps_its_age():
     assert opening.message.age_ms == 2500
 
 
+def test_who_is_condemned_where_it_still_runs_asks_again():
+    session = running()
+    session.handle(0.1, Draining(T0))
+    (wake,) = session.handle(0.1, Condemned(2))
+    assert session.phase is Phase.RUNNING
+    assert session.handle(wake.at, Tick())[-1] == Place(Role.TARGET, frozenset({T0}))
+    session.handle(wake.at, Lost(T0))
+    assert isinstance(session.handle(wake.at, Condemned(2))[-1], Fail)
+
+
+def test_a_target_that_stays_after_all_is_not_left():
+    session = leaving()
+    assert session.handle(0.3, Stays(T0)) == [Send(T1, Close(ID, 3))]
+    assert session.handle(0.4, Received(T1, replace(verified(session, 9), epoch=3))) == []
+    assert session.workers == (T0, D0)
+    session.handle(0.5, Lost(T0))
+    assert (session.moved, session.reopened) == (0, 1)
+
+
 def test_a_target_that_drains_is_used_for_as_long_as_there_is_no_other():
     session = running()
     session.handle(0.1, Draining(T0))
@@ -406,9 +476,11 @@ def test_what_becomes_of_an_heir():
     session.handle(0.3, Lost(T0))  # before the heir was warm: it takes over as it is
     assert session.phase is Phase.RUNNING
     assert session.handle(0.4, Received(T1, verified(session, 5, epoch=4)))[0] == Emit((5,), 0, 0)
-    for fate in (Lost(T1), Received(T1, Refused(ID, 3, RefusalCode.OVERLOADED)), Faulted(T1, 3, "garbage")):
+    refused = Received(T1, Refused(ID, 3, RefusalCode.OVERLOADED))
+    for fate, closed in ((Lost(T1), []), (refused, [T1]), (Faulted(T1, 3, "garbage"), [T1])):
         session = leaving()
-        wake = session.handle(0.3, fate)[-1]
+        *effects, wake = session.handle(0.3, fate)
+        assert [effect.peer for effect in sent(effects, Close)] == closed
         assert session.handle(0.3, Received(T0, verified(session, 5)))[0] == Emit((5,), 0, 0)
         assert isinstance(session.handle(wake.at, Tick())[-1], Place)
     session = leaving()
@@ -461,6 +533,36 @@ def test_full_targets_refuse_what_was_not_begun_and_nothing_else(begun, code):
     assert failed == ([code] if code else [])
 
 
+@pytest.mark.parametrize(("begun", "least"), [(False, 30.0), (True, 120.0)])
+def test_no_session_waits_for_ever_for_targets_that_were_full_and_are_gone(begun, least):
+    session, now = running(), 0.2
+    if begun:
+        session.handle(0.1, Received(T0, verified(session, 4)))
+    session.handle(now, Received(T0, Refused(ID, 1, RefusalCode.OVERLOADED)))
+    while session.phase is Phase.PLACING:
+        assert now < least + 10.0
+        *effects, last = session.handle(now, Placed(Role.TARGET, None))
+        if isinstance(last, Wake):
+            now = last.at
+            session.handle(now, Tick())
+    assert now > least
+    assert [effect.code for effect in [*effects, last]] == [
+        FailureCode.UNAVAILABLE if begun else FailureCode.OVERLOADED
+    ]
+
+
+def test_a_target_that_goes_on_refusing_is_asked_less_and_less():
+    session, now, epochs = running(), 0.0, [1]
+    while now < 29.0:
+        session.handle(now, Received(T0, Refused(ID, epochs[-1], RefusalCode.OVERLOADED)))
+        (wake,) = session.handle(now, Placed(Role.TARGET, None))
+        now = wake.at
+        session.handle(now, Tick())
+        (opening,) = sent(session.handle(now, Placed(Role.TARGET, T0)), Open)
+        epochs.append(opening.message.epoch)
+    assert 10 < len(epochs) < 40
+
+
 def test_a_session_whose_turn_will_come_is_not_given_up():
     session = new()
     session.handle(0.0, Start())
@@ -493,6 +595,18 @@ def test_without_any_target_it_waits_and_then_says_so():
     ]
 
 
+def test_a_text_that_has_begun_waits_longer_for_a_target_to_be_started_again():
+    session = running()
+    session.handle(0.1, Received(T0, verified(session, 4)))
+    session.handle(1.0, Lost(T0))
+    for now in (1.0, 31.0, 120.9):
+        assert isinstance(session.handle(now, Placed(Role.TARGET, None))[-1], Wake)
+        session.handle(now + 2.0, Tick())
+    assert session.handle(123.0, Placed(Role.TARGET, None)) == [
+        Fail(FailureCode.UNAVAILABLE, "no target worker is available")
+    ]
+
+
 @pytest.mark.parametrize("code", [RefusalCode.OVERLOADED, RefusalCode.DRAINING])
 def test_a_busy_target_is_left_for_another_and_does_not_count_as_a_fault(code):
     session = running()
@@ -510,6 +624,43 @@ def test_silence_opens_the_session_again_with_growing_patience():
     assert Place(Role.TARGET, frozenset()) in effects
     effects = session.handle(10.0, Placed(Role.TARGET, T0))
     assert Wake(30.0) in effects
+
+
+def test_who_is_silent_twice_in_a_row_is_left_for_another_and_silence_ends_a_session_at_last():
+    session, now, placed = running(), 0.0, []
+    while session.phase is Phase.RUNNING:
+        assert session.workers.target is not None
+        now += 10.0 * 2 ** len(placed)
+        *_, last = session.handle(now, Tick())
+        if isinstance(last, Place):
+            placed.append(last.avoid)
+            session.handle(now, Placed(Role.TARGET, T1 if T0 in last.avoid else T0))
+    assert placed == [frozenset(), frozenset({T0}), frozenset({T0, T1}), frozenset({T0, T1})]
+    assert isinstance(last, Fail)
+    assert last.code is FailureCode.FAULTY
+    assert "5 times" in last.message
+
+
+def test_a_token_forgives_silence():
+    session = running()
+    session.handle(10.0, Tick())
+    (opening,) = sent(session.handle(10.0, Placed(Role.TARGET, T0)), Open)
+    session.handle(11.0, Received(T0, verified(session, 4, epoch=opening.message.epoch)))
+    assert session.handle(21.0, Tick())[-1] == Place(Role.TARGET, frozenset())
+
+
+def test_who_was_silent_is_not_what_was_waited_for_before():
+    """A text that found a target late, and then only silence, has all the time again to find another."""
+    session, now = new(), 0.0
+    session.handle(now, Start())
+    while now < 25.0:
+        (wake,) = session.handle(now, Placed(Role.TARGET, None))
+        now = wake.at
+        session.handle(now, Tick())
+    session.handle(now, Placed(Role.TARGET, T0))
+    now += 10.0
+    session.handle(now, Tick())
+    assert isinstance(session.handle(now, Placed(Role.TARGET, None))[-1], Wake)
 
 
 def test_finish_and_stop_close_both_sides_and_end_the_session():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -13,8 +17,10 @@ import pytest
 from benchmarks.random_schemas import random_schema
 from router.errors import ApiError
 from router.fields import Fields
+from router.grammar_check import ends
 from router.grammar_checker import CHECK_SECONDS, GrammarChecker, GrammarRefused
-from router.structured import FORMAT_FIELDS, json_schema_grammar, mentions_structure, text_grammar
+from router.requests import read_fields
+from router.structured import FORMAT_FIELDS, demands_structure, json_schema_grammar, text_grammar
 
 LIST: dict[str, Any] = {
     "type": "object",
@@ -63,7 +69,7 @@ def test_any_text(fields):
 )
 def test_what_is_asked_for_becomes_a_grammar(fields, part):
     assert part in grammar(**fields)
-    assert mentions_structure(json.dumps(fields).encode())
+    assert demands_structure(Fields(fields))
 
 
 ENDLESS = {"type": "object", "required": ["next"], "properties": {"next": {"$ref": "#"}}}
@@ -141,6 +147,66 @@ def test_a_schema_that_recurses_has_to_end_somewhere(value, ends):
             json_schema_grammar(value, "field")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("end", [{"type": "null"}, {"$ref": "#/$defs/a0"}])
+def test_long_chains_of_references_are_followed_in_time(order, end):
+    places = {f"a{i}": required("n", f"#/$defs/a{i + 1}") for i in range(800)} | {"a800": end}
+    chain = {"$ref": "#/$defs/a0", "$defs": dict([*places.items()][::order])}
+    started = time.process_time()
+    assert ends(chain) is (end == {"type": "null"})
+    assert time.process_time() - started < 0.25
+
+
+def required(name: str, reference: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"$ref": reference}}, "required": [name]}
+
+
+@pytest.mark.parametrize("value", ['{"const": "\\ud800"}', '{"\\udfff": 1}', "[" * 10_000 + "]" * 10_000])
+def test_json_in_a_string_is_text_and_not_nested_too_deeply(value):
+    for fields, param in (({"guided_json": value}, "guided_json"), (structured(json=value), "structured_outputs.json")):
+        with pytest.raises(ApiError, match="must be a JSON schema") as caught:
+            grammar(**fields)
+        assert caught.value.param == param
+
+
+def test_a_schema_nested_too_deeply_is_refused():
+    """At every depth: where Python can read it, but not write it, or not show it in a message."""
+    for depth in range(200, sys.getrecursionlimit(), 3):
+        nested: Any = True
+        for _ in range(depth):
+            nested = [nested]
+        with pytest.raises(ApiError) as caught:
+            grammar(guided_json={"const": nested})
+        assert caught.value.param == "guided_json"
+        with pytest.raises(ApiError) as caught:
+            grammar(guided_json=nested)
+        assert caught.value.param == "guided_json"
+
+
+def test_any_json_may_be_asked_for():
+    assert json_schema_grammar(True, "field") == json_schema_grammar({}, "field")
+
+
+def test_names_may_be_written_with_escapes():
+    body = json.dumps({"guided_json": {}}).replace("_", "\\u005f").encode()
+    assert json.loads(body) == {"guided_json": {}}
+    assert demands_structure(read_fields(body, "completion"))
+
+
+def test_what_names_no_grammar_is_read_without_waiting():
+    tool = {"type": "function", "function": {"name": "f", "strict": False}}
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    for fields in (
+        {"prompt": "guided_json strict tool_choice \u00fc"},
+        {"response_format": {"type": "text"}},
+        {"tools": [tool], "tool_choice": "auto"},
+        {"tools": 3, "tool_choice": "none", "guided_json": None},
+    ):
+        assert not demands_structure(Fields(fields))
+    for fields in ({"tools": [tool, strict]}, {"tools": [tool], "tool_choice": "required"}):
+        assert demands_structure(Fields(fields))
+
+
 def test_random_schemas_are_taken():
     rng = Random(9)
     assert all(json_schema_grammar(random_schema(rng), "field") for _ in range(60))
@@ -179,6 +245,30 @@ def test_a_process_that_does_not_answer_is_given_up_and_another_asked():
     assert checker.grammar("regex", "[ef]+")
     assert hanging.returncode == -signal.SIGKILL
     checker.close()
+
+
+def test_descriptors_beyond_1023_are_as_good_as_others(checker):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        assert checker.grammar("regex", "[ab]+")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_after_an_error_another_process_is_asked(checker, monkeypatch):
+    checker.grammar("regex", "[ab]+")
+    broken = checker._process
+    with monkeypatch.context() as context:
+        context.setattr(GrammarChecker, "_exchange", lambda *_: b"no JSON\n")
+        with pytest.raises(ValueError, match="Expecting value"):
+            checker.grammar("regex", "[cd]+")
+    assert broken.returncode is not None
+    assert checker.grammar("regex", "[cd]+")
+    assert checker._process is not broken
 
 
 def test_garbage_is_refused_or_taken():

@@ -94,6 +94,7 @@ def test_a_service_is_restarted_drains_and_has_no_rights(name):
         "",
     )
     assert int(service["TimeoutStopSec"]) >= 120
+    assert service["KillMode"] == "mixed", "ranks that end with their worker's drain would end the worker"
     assert unit(name)["Unit"]["StartLimitIntervalSec"] == "0"
     for closed in ("PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute"):  # would keep GPUs or PyTorch out
         assert closed not in service
@@ -135,7 +136,7 @@ def test_readiness_reaches_who_started_the_service(tmp_path, monkeypatch):
     abstract = f"paceline-test-{os.getpid()}"
     for address, name in ((str(tmp_path / "notify"), str(tmp_path / "notify")), (f"\0{abstract}", f"@{abstract}")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-            systemd.settimeout(5)
+            systemd.settimeout(60)
             systemd.bind(address)
             monkeypatch.setenv("NOTIFY_SOCKET", name)
             notify.notify(notify.READY)

@@ -26,7 +26,7 @@ from tests.fakes import BOS, EOS, TURN, tiny_tokenizer
 BUNDLED = Path(__file__).parents[2] / "models" / "target"
 TEXT = "hello wörld, 世界 🎉 the fox\n"
 S = TypeVar("S", str, tuple[int, ...])
-QUICK = settings(max_examples=150, deadline=None, derandomize=True)
+QUICK = settings(max_examples=150, derandomize=True)
 
 
 @cache
@@ -250,6 +250,12 @@ def test_encoding_adds_bos_only_where_asked() -> None:
 def test_a_folder_without_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "a" * 5000])
+def test_a_name_that_no_folder_has_is_a_clear_error(name: str) -> None:
+    with pytest.raises(TokenizerError, match="neither a folder nor available from the hub"):
+        Tokenizer.load(name)
 
 
 @pytest.mark.parametrize("broken", ["", "{", "[]", '{"model": 3}'])

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from speculation import digest as digests
-from speculation.messages import ANCHOR, Proposal, SessionId, Source
+from speculation.messages import ANCHOR, SUPPORT_TOTAL, Proposal, SessionId, Source, Support
 from speculation.trie import Fate, SpeculationTrie, TrieLimits
 
 PROMPT = (1, 2, 3)
@@ -30,6 +32,12 @@ def test_a_chain_is_offered_in_order_and_survives_as_far_as_it_was_right():
     assert t.advance([7]) is None
     assert len(t) == 0
     assert t.digest == digests.of([1, 2, 3, 4, 5, 7])
+
+
+def test_whether_a_drawn_token_is_taken_does_not_depend_on_it():
+    q = Support((4, 100), (SUPPORT_TOTAL // 2, SUPPORT_TOTAL // 2))
+    for token in q.tokens:
+        assert trie().insert(replace(propose(PROMPT, [token]), q=(q,))).fate is Fate.INVALID_TOKEN
 
 
 def test_a_tree_is_selected_best_first_with_parents_before_children():

@@ -74,7 +74,7 @@ async def followed(file):
 
 
 async def test_changes_are_told_role_by_role(file):
-    async with followed(file) as heard, asyncio.timeout(30):
+    async with followed(file) as heard, asyncio.timeout(60):
         file.write_text(LIST + "draft 10.0.0.8:7002\n")
         assert await heard.get() == (Role.DRAFT, ["10.0.0.6:7002", "10.0.0.8:7002"])
         other = file.with_suffix(".new")
@@ -89,7 +89,7 @@ async def test_changes_are_told_role_by_role(file):
 
 @pytest.mark.parametrize("broken", ["target 10.0.0.5", "", None])
 async def test_a_broken_edit_changes_nothing_and_says_so(file, caplog, broken):
-    async with followed(file) as heard, asyncio.timeout(30):
+    async with followed(file) as heard, asyncio.timeout(60):
         with caplog.at_level(logging.ERROR):
             file.unlink() if broken is None else file.write_text(broken)
             while not caplog.records:

@@ -8,9 +8,9 @@ from speculation import digest as digests
 from speculation.arrivals import Arrivals, Miss
 from speculation.draft_session import (
     FIRST_CREDIT,
+    IGNORED_BEFORE_REPUSH,
     LARGEST_SHARE,
     MOST_CREDIT,
-    PATIENCE,
     Candidate,
     DraftLimits,
     DraftSession,
@@ -322,6 +322,24 @@ def test_fewer_steps_are_held_back_while_the_target_has_hardly_any_drafts():
     assert sizes == [1, 0, 2, 0, 2, 0, 0, 0, 4, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("behind", [(9,), (5, 6), (5, 9), (5, 6, 7)])
+def test_under_the_rejection_rule_no_token_waits_for_those_behind_it(schedule, behind):
+    """9 ends the text, and after 6 and 7 the drafter has no idea. A token that leaves later then is left out more."""
+    speculation = replace(DRAFTS_ONLY, rule=Rule.REJECTION, schedule=schedule, max_depth=6)
+    session = draft(lead=24, hold=4, stop=frozenset({9}), speculation=speculation)
+    sent: list[int] = []
+    for token in (4, *behind):
+        (node,) = session.frontier()
+        flat = token in (6, 7)
+        weights = (SUPPORT_TOTAL // 64,) * 64 if flat else (SUPPORT_TOTAL,)
+        q = Support(tuple(range(64)) if flat else (token,), weights)
+        session.expand(node, [Candidate(token, q.peak, q)])
+        (proposal,) = session.pushes()
+        sent += proposal.tokens
+    assert sent == [4, *behind]
+
+
 def test_a_target_that_ran_out_is_answered_with_the_verification_itself():
     """What is drafted but held back is needed now, and nothing more has to be computed for it."""
     drafting, verifying = draft(lead=24, hold=4), target()
@@ -470,9 +488,9 @@ def test_a_place_without_room_that_becomes_the_end_of_the_text_is_not_drafted_ag
 
 def test_an_alternative_that_comes_back_while_lost_drafts_are_sent_again_is_sent_too():
     drafting, verifying = draft(lead=12), target(speculation=DRAFTS_ONLY)
-    grow(drafting, *range(10, 10 + PATIENCE - 1))
+    grow(drafting, *range(10, 10 + IGNORED_BEFORE_REPUSH - 1))
     doubtful(drafting)  # all lost on the way
-    for token in range(10, 10 + PATIENCE - 1):
+    for token in range(10, 10 + IGNORED_BEFORE_REPUSH - 1):
         drafting.verified(without_drafts(verifying, token))
         assert drafting.pushes() == []
     drafting.verified(without_drafts(verifying, 4))
@@ -547,9 +565,9 @@ def test_a_drafter_ignores_repeats_and_says_when_it_lost_the_thread():
 
 def test_drafts_that_the_target_seems_not_to_have_are_sent_again():
     drafting, verifying = draft(lead=12), target()
-    grow(drafting, *range(4, 4 + PATIENCE + 3))  # all lost on the way
+    grow(drafting, *range(4, 4 + IGNORED_BEFORE_REPUSH + 3))  # all lost on the way
     pushed = []
-    for token in range(4, 4 + PATIENCE):
+    for token in range(4, 4 + IGNORED_BEFORE_REPUSH):
         assert pushed == []
         verifying.offer(verifying.candidates(8))
         drafting.verified(verifying.commit([token]).verification)

@@ -1,0 +1,111 @@
+"""Answers that call tools: where they end, and what of odd calls is read, however the text arrives."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import repeat
+from random import Random
+from typing import Any
+
+import pytest
+
+from router.tool_calls import Found, HermesParser, ToolCall
+from tests.fakes import EOS
+from tests.integration.test_answers import PATHS, TOOL_TEMPLATE, WEATHER, call, encode, generator, post, whole
+
+SIZES = [(1,), (3, 5), (400,)]
+
+
+async def answers(text: str, **fields: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same text, committed in other portions each time: the answer and its usage."""
+    asked = {"tools": [WEATHER], **fields}
+    found = []
+    for sizes in SIZES:
+        response = await post(generator((*encode(text), EOS), sizes), PATHS[1], asked)
+        (answer,) = whole(response)
+        found.append((answer, response.json()["usage"]))
+    return found
+
+
+@pytest.mark.parametrize("stop", [[], ["Done"], [">\nDone. A!"]])
+async def test_where_the_first_call_is_the_end_drafts_behind_it_are_not_read(stop: list[str]) -> None:
+    told = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    text = "Well. " + call(a=1) + "\nDone. All good."
+    first, *others = await answers(text, parallel_tool_calls=False, stop=stop, **told)
+    answer, usage = first
+    assert (answer["text"], [one["arguments"] for one in answer["calls"]]) == ("Well.", ['{"a": 1}'])
+    assert answer["finish"] == "tool_calls"
+    assert usage["completion_tokens"] == len(answer["token_ids"]) == len(answer["logprobs"]["content"])
+    if not stop or stop == ["Done"]:  # the other one begins with the end of the call, which so is known later
+        assert usage["completion_tokens"] == len(encode("Well. " + call(a=1)))
+    for other, counted in others:
+        assert other == answer
+        assert counted["completion_tokens"] == usage["completion_tokens"]
+
+
+async def test_arguments_go_by_either_name() -> None:
+    text = '<tool_call>{"name": "weather", "parameters": {"city": "Bern"}}</tool_call>'
+    for answer, _ in await answers(text):
+        assert [one["arguments"] for one in answer["calls"]] == ['{"city": "Bern"}']
+
+
+CLOSE = "</tool_call>"
+CALL = call(a=1)
+ODD: list[tuple[str, str, list[str]]] = [
+    (call(html=f"a{CLOSE}b"), "", [json.dumps({"html": f"a{CLOSE}b"})]),
+    (call(html=f'"\\{CLOSE}" \\\\{CLOSE}') + " so", "so", [json.dumps({"html": f'"\\{CLOSE}" \\\\{CLOSE}'})]),
+    (call(html=CLOSE * 8), "", [json.dumps({"html": CLOSE * 8})]),
+    (call(html=CLOSE * 9), call(html=CLOSE * 9), []),
+    (call(html=f"a{CLOSE}b").removesuffix(CLOSE), "", [json.dumps({"html": f"a{CLOSE}b"})]),
+    (f'<tool_call>{{"na{CLOSE} so {CALL}', f'<tool_call>{{"na{CLOSE} so', ['{"a": 1}']),
+    (f'<tool_call>{{"na{CLOSE} so "', f'<tool_call>{{"na{CLOSE} so "', []),
+    (f"<tool_call>no{CLOSE} so {CALL}", f"<tool_call>no{CLOSE} so", ['{"a": 1}']),
+    (f'<tool_call>"{CLOSE}' * 12 + CALL, f'<tool_call>"{CLOSE}' * 12, ['{"a": 1}']),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "arguments"), ODD)
+async def test_closing_tags_within_arguments(text: str, content: str, arguments: list[str]) -> None:
+    for answer, _ in await answers(text):
+        assert ([one["arguments"] for one in answer["calls"]], answer["text"]) == (arguments, content)
+
+
+def read(text: str, sizes: Iterator[int]) -> tuple[str, list[ToolCall]]:
+    parser, found = HermesParser(), Found()
+    while text:
+        size = next(sizes)
+        found, text = found.then(parser.push(text[:size])), text[size:]
+    found = found.then(parser.finish())
+    return found.content, found.calls
+
+
+def test_calls_are_the_same_however_the_text_arrives() -> None:
+    rng = Random(16)
+    parts = ["<tool_call>", CLOSE, '"', "\\", '{"name": "f", "arguments": {"a": "', '"}}', " ", "x", "</tool", CALL]
+    called = 0
+    for _ in range(2000):
+        text = "".join(rng.choices(parts, k=rng.randint(1, 14)))
+        whole = read(text, repeat(len(text)))
+        assert whole == read(text, repeat(1))
+        assert whole == read(text, iter(lambda: rng.randint(1, 9), 0))
+        assert whole[1] or whole[0] == text
+        called += bool(whole[1])
+    assert called > 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_call_has_an_id_of_its_own_that_others_take_back(stream: bool) -> None:
+    fields = {"tools": [WEATHER], "n": 3, "stream": stream}
+    response = await post(generator((*encode(CALL + CALL), EOS)), PATHS[1], fields)
+    ids = re.findall(r'"id":"(call_[0-9a-f_]+)"', response.text)
+    assert len(set(ids)) == len(ids) == 6
+    assert all(len(one) <= 40 for one in ids)
+
+
+async def test_a_schema_that_the_template_cannot_write_is_refused() -> None:
+    template = TOOL_TEMPLATE.replace("{{ t | tojson }}", "{{ t.function.parameters.properties | dictsort }}")
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}
+    response = await post(generator((*encode("x"), EOS)), PATHS[1], {"tools": [tool]}, template)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
