@@ -35,7 +35,7 @@ check: setup
 	$(BIN)/python -m protos.generate --check
 
 sim: setup
-	$(BIN)/python -m speculation.faults --seeds 2000 $(ARGS)
+	$(BIN)/python -m speculation.simulation.faults --seeds 2000 $(ARGS)
 
 # The engine, and the ways to draft without a small sibling. Another benchmark: make bench ARGS="speculation --quick"
 bench: setup
