@@ -40,8 +40,6 @@ TILE_ROWS = 32
 TILE_INPUTS = 256
 """Inputs up to which it does so for any number of rows."""
 
-PACKABLE = (torch.float32, torch.bfloat16)
-
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that, side by side in one module, usually read the same input. A wrong guess costs speed only."""
 
@@ -50,7 +48,13 @@ def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN has packed kernels for this weight here."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     plain = type(weight.data) is Tensor  # a quantised one only claims the dtype
-    return available and plain and weight.device.type == "cpu" and weight.dtype in PACKABLE
+    computes = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and packs_bfloat16())
+    return available and plain and weight.device.type == "cpu" and computes
+
+
+def packs_bfloat16() -> bool:
+    """Whether oneDNN multiplies packed bfloat16 weights here: it takes AVX-512 (or AVX-NE-CONVERT)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def has_tiles() -> bool:

@@ -43,5 +43,5 @@ def test_packed_weights_are_in_huge_pages_where_there_are_any() -> None:
     probe = torch.ones(4 * HUGE, dtype=torch.uint8)
     if not collapse(probe.data_ptr(), 4 * HUGE):
         pytest.skip("this system gives no huge pages")
-    packed = PackedLinear(torch.randn(2048, 2048, dtype=torch.bfloat16), None)
+    packed = PackedLinear(torch.randn(2048, 2048), None)
     assert huge_bytes(torch.ops.mkldnn.data_ptr(packed._packed) + 2 * HUGE) >= 2 * HUGE

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.kv_cache import KVCache
-from engine.linear import TILE_ROWS, PackedLinear, PartialLinear, can_pack, pack_linears
+from engine.linear import TILE_ROWS, PackedLinear, PartialLinear, can_pack, pack_linears, packs_bfloat16
 from engine.step import Chunk, Engine
 from tests.unit.engine_models import load_tiny
 
@@ -19,8 +19,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.empty(1)), reason="this build of torch has no oneDNN")
 
+needs_bfloat16 = pytest.mark.skipif(not packs_bfloat16(), reason="oneDNN has no bfloat16 products for this CPU")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (37, 129), (256, 1000), (1, 1)])
 @torch.inference_mode()
@@ -69,6 +72,13 @@ def test_leaves_what_it_cannot_pack() -> None:
     assert type(module[0]) is nn.Linear
 
 
+def test_leaves_bfloat16_where_this_cpu_cannot_multiply_it_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.linear.packs_bfloat16", lambda: False)
+    module = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4))
+    assert pack_linears(module) == 1
+    assert type(module[0]) is nn.Linear
+
+
 class Siblings(nn.Module):
     def __init__(self, bias: bool, odd: bool = False) -> None:
         super().__init__()
@@ -111,6 +121,7 @@ def test_layers_packed_together_keep_nothing_after_the_last() -> None:
     assert reference() is None
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("invariant", [True, False])
 def test_only_who_needs_exact_bits_pays_for_them(
     invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
