@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
+
+if not Path("/dev/nvidiactl").exists():
+    # Kernels run in Triton's interpreter. It counts when triton is imported first.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
@@ -17,6 +23,10 @@ from models.stretch import stretch
 from tests.stack import MODELS
 
 CLUSTERS = "tests/cluster/"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell leaves it for what it starts in the background; tests interrupt themselves and what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # Small models gain nothing from more, and other processes need the cores.
 
