@@ -56,7 +56,7 @@ def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) ->
 
 def _load(path: str, dtype: str, device: str, threads: int) -> Model:
     """With attention as transformers computes it, which has gradients."""
-    model = load(path, dtype=dtype, device=device, threads=threads, pack=False, self_test=False, paged=False)
+    model = load(path, dtype=dtype, device=device, threads=threads, pack=False, self_test=False, by_rows=False)
     module: Any = model.module
     module.set_attn_implementation("sdpa" if module._supports_sdpa else STOCK)
     return model

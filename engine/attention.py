@@ -5,13 +5,16 @@ runs packed: the tokens of all sequences in one row, each chunk looking at its o
 attention is computed. Which slots it reads and what it may see is decided in :mod:`engine.visibility` and
 :mod:`engine.invariance`.
 
+On CUDA a step is rows, which kernels of our own compute whatever they are for (:mod:`engine.cuda`); everything else
+here is for CPUs, and for where those kernels cannot run.
+
 What a step needs travels in a forward context next to the call, not in keyword arguments: some models drop those.
 
 In bfloat16 on a CPU attention can be *batch-invariant*: a query's result has the same bits whether it is computed alone
 or with others, so that verifying drafts cannot tip a near tie that decoding would have decided otherwise.
 
 Tensor legend: N views of a batch, Q query heads, H key/value heads, B = N * H, T tokens of a view, M = T * Q / H rows
-of a key head, P packed tokens, C of them computed over pages, K keys, S slots, D key head size, E value head size.
+of a key head, P packed tokens, K keys, S slots, D key head size, E value head size.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -30,8 +32,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from engine.chain_view import ChainView, is_plain
-from engine.cuda.kernel import PagedKernel
-from engine.cuda.pages import Pages
+from engine.cuda.attention import RowAttention
+from engine.cuda.rows import Rows
 from engine.invariance import chain_segments, position_ordered
 from engine.key_batch import FEW_KEYS, FEW_QUERIES, KeyBatch, Segments, View, together
 from engine.kv_store import KVStore
@@ -55,27 +57,6 @@ class UnsupportedAttention(Exception):
     """The model asks its attention for something this engine does not compute."""
 
 
-@dataclass(frozen=True, slots=True)
-class PagedPart:
-    """The chunks of a step that a paged kernel computes, where a layer lets it."""
-
-    kernel: PagedKernel
-    pages: Pages
-    chunks: frozenset[int]
-    """Which these are."""
-    packed_C: Tensor | None = None
-    """Packed indices of their tokens; None: of all tokens of the step, in order."""
-
-    def attention(
-        self, query_1QTD: Tensor, keys_SHD: Tensor, values_SHD: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        """Of these tokens, ``[C, Q, D]``."""
-        query_CQD = query_1QTD[0].transpose(0, 1)
-        if self.packed_C is not None:
-            query_CQD = query_CQD.index_select(0, self.packed_C)
-        return self.kernel(query_CQD, keys_SHD, values_SHD, self.pages, scaling, window)
-
-
 class Step:
     """What the attention layers need to know about the forward in progress."""
 
@@ -88,42 +69,37 @@ class Step:
         *,
         first: int | None = None,
         invariant: bool = False,
-        paged: PagedPart | None = None,
+        rows: Rows | None = None,
+        attention: RowAttention | None = None,
+        longest: int = 0,
     ) -> None:
         """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order.
 
-        Without any, ``paged`` has to be computed by every layer. ``first``: see :meth:`engine.kv_store.KVStore.write`.
+        ``first``: see :meth:`engine.kv_store.KVStore.write`. ``rows``: the step as rows, which ``attention`` computes
+        instead of what is made of ``chunks``; ``longest``: see :meth:`engine.cuda.attention.RowAttention.__call__`.
         """
         self.store = store
         self.slots_T = slots_T
         self.first = first
         self.invariant = invariant
-        self.paged = paged
+        self.rows, self.attention, self.longest = rows, attention, longest
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._chunks = chunks
         self._starts = list(accumulate((tokens for _, tokens in chunks), initial=0))
-        self._batches: dict[tuple[int | None, bool], list[KeyBatch]] = {}
+        self._batches: dict[int | None, list[KeyBatch]] = {}
 
-    def batches(self, window: int | None, *, beside_pages: bool) -> list[KeyBatch]:
-        """What is computed together, of all chunks or of those that are not paged.
-
-        Shared by all layers with the same window.
-        """
-        if not self._chunks:
-            raise UnsupportedAttention("a layer of a recorded step cannot be computed over pages")
-        kind = (window, beside_pages)
-        if kind not in self._batches:
-            done = self.paged.chunks if self.paged is not None and beside_pages else frozenset[int]()
+    def batches(self, window: int | None) -> list[KeyBatch]:
+        """What is computed together; shared by all layers with the same window."""
+        if window not in self._batches:
             views: list[View] = []
             starts: list[int] = []
             for i, (sequence, tokens) in enumerate(self._chunks):
-                if i not in done:
-                    of_chunk = self._chunk_views(sequence, tokens, window)
-                    views += of_chunk
-                    starts += accumulate((view.queries for view in of_chunk[:-1]), initial=self._starts[i])
-            self._batches[kind] = together(views, starts, self.store.device)
-        return self._batches[kind]
+                of_chunk = self._chunk_views(sequence, tokens, window)
+                views += of_chunk
+                starts += accumulate((view.queries for view in of_chunk[:-1]), initial=self._starts[i])
+            self._batches[window] = together(views, starts, self.store.device)
+        return self._batches[window]
 
     def _chunk_views(self, sequence: SequenceState, tokens: int, window: int | None) -> Sequence[View]:
         end = sequence.length + tokens
@@ -185,12 +161,23 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     step.calls[layer] += 1
     keys_SHD, values_SHE = step.store.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
-    paged = step.paged
-    if paged is not None and (softcap or s_aux is not None or not paged.kernel.takes(query_1QTD, keys_SHD, values_SHE)):
-        paged = None
-    if paged is not None and paged.packed_C is None:
-        return paged.attention(query_1QTD, keys_SHD, values_SHE, scaling, sliding_window)[None], None
-    batches = step.batches(sliding_window, beside_pages=paged is not None)
+    if step.rows is not None and step.attention is not None:
+        query_TQD = query_1QTD[0].transpose(0, 1)
+        if not step.attention.takes(query_TQD, keys_SHD, values_SHE):
+            raise UnsupportedAttention(f"heads of {query_TQD.shape[-1]} in {query_TQD.dtype} are not computed by rows")
+        found_TQE = step.attention(
+            query_TQD,
+            keys_SHD,
+            values_SHE,
+            step.rows,
+            longest=step.longest,
+            scaling=scaling,
+            window=sliding_window,
+            cap=softcap,
+            sinks_Q=s_aux,
+        )
+        return found_TQE[None], None
+    batches = step.batches(sliding_window)
     outputs = []
     for batch in batches:
         query_NQTD = batch.queries_of(query_1QTD[0])
@@ -199,14 +186,11 @@ def paged_attention(
         else:
             found_NTQE = fused_attention(query_NQTD, keys_SHD, values_SHE, batch, scaling)
         outputs.append(found_NTQE)
-    if paged is None and len(batches) == 1 and batches[0].packed_F is None:
+    if len(batches) == 1 and batches[0].packed_F is None:
         return outputs[0].flatten(0, 1)[None].contiguous(), None
     out_PQE = query_1QTD.new_empty(query_1QTD.shape[2], query_1QTD.shape[1], values_SHE.shape[-1])
     for batch, found_NTQE in zip(batches, outputs, strict=True):
         batch.put(out_PQE, found_NTQE)
-    if paged is not None and paged.packed_C is not None:
-        found_CQE = paged.attention(query_1QTD, keys_SHD, values_SHE, scaling, sliding_window)
-        out_PQE.index_copy_(0, paged.packed_C, found_CQE)
     return out_PQE[None], None
 
 

@@ -1,8 +1,8 @@
 """One forward of the model over the cache, from nothing but plain data.
 
-Decides how a step is computed, once it is decided what: replayed, over pages, or plainly. Every rank of a
-tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept once, by
-:mod:`engine.step` on rank 0.
+Decides how a step is computed, once it is decided what: by rows (:mod:`engine.cuda`), or sequence by sequence. Every
+rank of a tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept
+once, by :mod:`engine.step` on rank 0.
 
 Tensor legend: T tokens of the step, R rows asked for, V vocabulary, D hidden size, X logits and hidden state together.
 """
@@ -15,14 +15,12 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from engine.attention import PagedPart, Step, forward_context
-from engine.cuda.graphs import Graphs, Record
-from engine.cuda.pages import Chain, Pages, chain_of
+from engine.attention import Step, forward_context
+from engine.cuda.graphs import Record, RowSteps
 from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
 from engine.linear import products
@@ -82,7 +80,7 @@ class Forward:
     def __init__(
         self, model: Model, store: KVStore, record: Record | None = None, *, keep_hidden: bool = False
     ) -> None:
-        """``record``: how small steps are recorded to be replayed, if they are.
+        """``record``: how steps by rows are recorded to be replayed, if they are.
 
         ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it.
         """
@@ -101,14 +99,9 @@ class Forward:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._tap = HiddenTap(model) if keep_hidden else None
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
-        self._graphs: Graphs | None = None
-        if record is not None and model.paged is not None:
-            self._graphs = Graphs(self._logits, store, model.paged, model.layers, model.context, record)
-
-    @property
-    def recorded_sizes(self) -> Sequence[int]:
-        """Tokens of the steps that are recorded when they come up first."""
-        return () if self._graphs is None else self._graphs.sizes
+        self._rows: RowSteps | None = None
+        if model.attention is not None:
+            self._rows = RowSteps(self._logits, store, model.attention, model.layers, model.context, record)
 
     @torch.inference_mode()
     def compute(self, inputs: StepInput) -> Tensor:
@@ -117,67 +110,46 @@ class Forward:
         self._store.move(inputs.moves)
         self.moved = True
         started = time.perf_counter()
-        rows_R = upload(inputs.rows or [len(inputs.tokens) - 1], self._model.device)
-        chains = self._chains(inputs)
-        logits_TV = self._replayed(inputs, chains)
-        if logits_TV is not None:
-            logits_RV = logits_TV.index_select(0, rows_R)
+        if self._rows is not None:
+            logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks)
         else:
-            logits_RV = self._computed(inputs, chains, rows_R)
+            logits_RV = self._computed(inputs)
         if self._tap is not None:
-            hidden_RD = logits_RV[:, -self._hidden_size :]
-            self.hidden_RD = hidden_RD[: len(inputs.rows)].to(self._model.dtype)
+            self.hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :].to(self._model.dtype)
         self.seconds = time.perf_counter() - started
         return logits_RV[: len(inputs.rows), : self._model.vocabulary].to(self.dtype)
 
-    def _chains(self, inputs: StepInput) -> list[Chain | None]:
-        """Every chunk as a paged kernel sees it; None for those it cannot compute."""
-        kernel = self._model.paged
-        if kernel is None or inputs.invariant:
-            return [None] * len(inputs.chunks)
-        return [None if state.block % kernel.page else chain_of(state, tokens) for state, tokens in inputs.chunks]
+    @property
+    def row_classes(self) -> Sequence[int]:
+        """See :attr:`engine.step.Engine.row_classes`."""
+        return () if self._rows is None else self._rows.classes
 
-    def _replayed(self, inputs: StepInput, chains: Sequence[Chain | None]) -> Tensor | None:
-        """The logits of all tokens, if the step is one that is replayed."""
-        paged = [chain for chain in chains if chain is not None]
-        if self._graphs is None or len(paged) < len(chains):
-            return None
-        return self._graphs.run(inputs.tokens, inputs.positions, inputs.slots, paged, inputs.chunks[0][0].block)
+    def avoid_rows(self, rows: int) -> None:
+        """See :meth:`engine.step.Engine.avoid_rows`."""
+        if self._rows is not None:
+            self._rows.avoid(rows)
 
-    def _computed(self, inputs: StepInput, chains: Sequence[Chain | None], rows_R: Tensor) -> Tensor:
-        """The wanted rows, computed kernel by kernel."""
+    def warm_up(self) -> bool:
+        """Prepare for steps of every size, where that can be done without one; False: it cannot."""
+        return self._rows is not None and self._rows.warm_up()
+
+    def _computed(self, inputs: StepInput) -> Tensor:
+        """The wanted rows, or one if none are, laid out sequence by sequence."""
         store, device, slots = self._store, self._model.device, inputs.slots
         count = len(slots)
-        numbers_3T = upload([*inputs.tokens, *inputs.positions, *slots], device).view(3, count)
-        tokens_T, positions_T, slots_T = numbers_3T
+        tokens_T, positions_T, slots_T = upload([*inputs.tokens, *inputs.positions, *slots], device).view(3, count)
+        rows_R = upload(inputs.rows or [count - 1], device)
         first = slots[0] if slots == list(range(slots[0], slots[0] + count)) else None
-        part = self._paged_part(inputs, chains)
-        step = Step(
-            store, inputs.chunks, slots_T, self._model.layers, first=first, invariant=inputs.invariant, paged=part
-        )
-        logits_RV = self._logits(step, tokens_T, positions_T, rows_R)
-        self.calls = step.calls
-        return logits_RV
+        step = Step(store, inputs.chunks, slots_T, self._model.layers, first=first, invariant=inputs.invariant)
+        return self._logits(step, tokens_T, positions_T, rows_R)
 
-    def _paged_part(self, inputs: StepInput, chains: Sequence[Chain | None]) -> PagedPart | None:
-        """What a paged kernel computes of the step, if anything."""
-        kernel, device = self._model.paged, self._model.device
-        paged = {i: chain for i, chain in enumerate(chains) if chain is not None}
-        if kernel is None or not paged:
-            return None
-        pages = Pages.of(list(paged.values()), inputs.chunks[0][0].block, device)
-        if len(paged) == len(chains):
-            return PagedPart(kernel, pages, frozenset(paged))
-        ends = list(accumulate(tokens for _, tokens in inputs.chunks))
-        packed = [index for i, chain in paged.items() for index in range(ends[i] - chain.queries, ends[i])]
-        return PagedPart(kernel, pages, frozenset(paged), upload(packed, device))
-
-    def _logits(self, step: Step, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor | None = None) -> Tensor:
-        """Logits of the wanted rows, ``[R, V]``; by default of all. V is padded as in the model.
+    @torch.inference_mode()
+    def _logits(self, step: Step, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:
+        """Logits of the wanted rows, ``[R, V]``; V is padded as in the model.
 
         Hidden states that are kept stand behind them in their rows: one tensor is what is recorded and replayed.
         """
-        wanted = {"logits_to_keep": rows_R} if self._keeps_rows and rows_R is not None else {}
+        wanted = {"logits_to_keep": rows_R} if self._keeps_rows else {}
         with forward_context(step), products(invariant=step.invariant):
             output = self._model.module(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted
@@ -185,4 +157,5 @@ class Forward:
         logits_RV: Tensor = output.logits[0]
         if self._tap is not None:
             logits_RV = torch.cat((logits_RV, self._tap.take()[0]), -1)
-        return logits_RV if self._keeps_rows or rows_R is None else logits_RV.index_select(0, rows_R)
+        self.calls = step.calls
+        return logits_RV if self._keeps_rows else logits_RV.index_select(0, rows_R)

@@ -18,14 +18,11 @@ import torch
 
 from engine.block_ledger import BlockLedger
 from engine.known_blocks import Known
-from engine.kv_store import CLEAR, KVStore, Move
+from engine.kv_store import BLOCK, CLEAR, KVStore, Move
 from engine.moves import Moves
 from engine.sequence_state import ROOT, SequenceState
 
 __all__ = ["ROOT", "CacheFull", "CachedSequence", "KVCache", "SequenceState"]
-
-BLOCK = 16
-"""Slots of a block, where no kernel wants more."""
 
 
 class CacheFull(Exception):
@@ -39,8 +36,16 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: int, capacity: int, *, block: int = BLOCK, dtype: torch.dtype, device: torch.device | str
+        self,
+        layers: int,
+        capacity: int,
+        *,
+        block: int = BLOCK,
+        spare: int = 0,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
+        """``spare``: see :class:`engine.kv_store.KVStore`."""
         if capacity < 1 or block < 1:
             raise ValueError(f"capacity and block must be positive, got {capacity} and {block}")
         blocks = -(-capacity // block)
@@ -49,7 +54,7 @@ class KVCache:
         self.ledger = BlockLedger(blocks)
         self.moves = Moves()
         self.sequences: set[CachedSequence] = set()
-        self.store = KVStore(layers, self.capacity, dtype=dtype, device=device)
+        self.store = KVStore(layers, self.capacity, dtype=dtype, device=device, spare=spare)
 
     @property
     def free_tokens(self) -> int:

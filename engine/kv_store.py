@@ -17,8 +17,11 @@ from torch import Tensor
 
 from engine.upload import upload
 
-PAGE = 256
-"""Slots of a block on CUDA: the page of the paged attention kernel."""
+BLOCK = 16
+"""Slots of a block of the cache, where no kernel wants more."""
+
+PAGE = 64
+"""Slots of a block where a step is computed by rows: a page (:mod:`engine.cuda.attention`)."""
 
 Move = tuple[int, int]
 """From which slot to which."""
@@ -35,11 +38,11 @@ class KVStore:
     """
 
     def __init__(
-        self, layers: int, slots: int, *, dtype: torch.dtype, device: torch.device | str, spare: int | None = None
+        self, layers: int, slots: int, *, dtype: torch.dtype, device: torch.device | str, spare: int = 0
     ) -> None:
-        """``spare``: slots behind the others that are nobody's, for what pads a step; by default a page on CUDA."""
+        """``spare``: slots behind the others that are nobody's, for what pads a step."""
         self.slots = slots
-        self.spare = (PAGE if torch.device(device).type == "cuda" else 0) if spare is None else spare
+        self.spare = spare
         self.dtype = dtype
         self.device = torch.device(device)
         self._keys: list[Tensor | None] = [None] * layers

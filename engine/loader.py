@@ -23,7 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import NAME
-from engine.cuda.kernel import find_kernel
+from engine.cuda.attention import RowAttention, find_attention
 from engine.linear import pack_linears
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.parallel.group import Group
@@ -75,7 +75,7 @@ def load(
     self_test: bool = True,
     without_speculation: bool = False,
     group: Group | None = None,
-    paged: bool = True,
+    by_rows: bool = True,
     progress: Progress | None = None,
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
@@ -84,7 +84,7 @@ def load(
     ``quantization``: one of :data:`engine.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's layout (CPU
     only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised and
     :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load the
-    same. ``paged``: compute attention over pages of the cache (CUDA only), if that is right here. ``progress`` hears a
+    same. ``by_rows``: compute steps by rows (CUDA only), if that is right here. ``progress`` hears a
     line before each slow part.
     """
     report = progress or (lambda _: None)
@@ -108,7 +108,7 @@ def load(
         _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
     try:
         on_cpu = chosen_device.type == "cpu"
-        return _for_speculation(model, test, report, quantization, group, pack=pack and on_cpu, paged=paged)
+        return _for_speculation(model, test, report, quantization, group, pack=pack and on_cpu, by_rows=by_rows)
     except CannotSpeculate as reason:
         if not without_speculation or quantization != NONE or group is not None:
             raise
@@ -123,7 +123,7 @@ def _for_speculation(
     group: Group | None,
     *,
     pack: bool,
-    paged: bool,
+    by_rows: bool,
 ) -> Model:
     """Let the model compute through :mod:`engine.attention`; raises :class:`CannotSpeculate`."""
     module: Any = model.module
@@ -145,23 +145,31 @@ def _for_speculation(
         module.set_attn_implementation(NAME)
     if group is not None:
         group.meet()
-    kernel = find_kernel(model.dtype, model.device) if paged else None
-    if group is not None and not group.least(int(kernel is not None)):
-        kernel = None
-    return _tested(replace(model, paged=kernel), test, report)
+    attention = _attention(model) if by_rows else None
+    if group is not None and not group.least(int(attention is not None)):
+        attention = None
+    return _tested(replace(model, attention=attention), test, report)
+
+
+def _attention(model: Model) -> RowAttention | None:
+    """What computes its attention by rows; None where that cannot be had."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    per_key = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return find_attention(model.context, per_key, model.dtype, model.device)
 
 
 def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
-    """The model as it passes its test: without attention over pages, if need be."""
+    """The model as it passes its test: without attention by rows, if need be."""
     if test is None:
         return model
     try:
         _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
     except CannotSpeculate as reason:
-        if model.paged is None:
+        if model.attention is None:
             raise
-        log.warning("attention is not computed over pages: %s", reason)
-        return _tested(replace(model, paged=None), test, report)
+        log.warning("steps are not computed by rows, which is slower: %s", reason)
+        return _tested(replace(model, attention=None), test, report)
     return model
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.cuda.kernel import PagedKernel
+from engine.cuda.attention import RowAttention
+from engine.kv_store import BLOCK
 
 
 class ModelError(Exception):
@@ -48,12 +49,22 @@ class Model:
     """Whether it must be fed prompts in one go there, since its cache may go wrong otherwise."""
 
     @property
+    def block(self) -> int:
+        """Slots of a block of its cache."""
+        return BLOCK if self.attention is None else self.attention.page
+
+    @property
+    def spare(self) -> int:
+        """Slots that its cache has for padding."""
+        return 0 if self.attention is None else self.attention.spare
+
+    @property
     def kind(self) -> str:
         """The model type, as configurations call it."""
         kind: str = getattr(self.config, "model_type", type(self.module).__name__)
         return kind
 
-    paged: PagedKernel | None = None
-    """What computes its attention over pages of the cache; None: it is computed over gathered keys alone."""
+    attention: RowAttention | None = None
+    """What computes its attention by rows; None: see :mod:`engine.attention`."""
     weights: str = ""
     """How the weights are quantised and what that saves, for people; empty if they are not."""

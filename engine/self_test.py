@@ -152,8 +152,9 @@ class SelfTest:
 
     def _paged(self) -> Tensor:
         model = self.model
-        block = 8 if model.paged is None else model.paged.page
-        cache = KVCache(model.layers, max(128, 4 * block), block=block, dtype=model.dtype, device=model.device)
+        block = 8 if model.attention is None else model.block
+        capacity = max(128, 4 * block)
+        cache = KVCache(model.layers, capacity, block=block, spare=model.spare, dtype=model.dtype, device=model.device)
         engine = Engine(model, cache)
         trunk, other = cache.sequence(), cache.sequence()
         a, b = self.trunk, self.other

@@ -1,8 +1,8 @@
-"""Faster ways to compute a step on CUDA, each beside the plain one it must equal.
+"""How a step is computed on CUDA: as rows, by kernels of our own, replayed.
 
-- :mod:`engine.cuda.pages`: which chunks of a step a paged kernel can compute, and what it is told of them;
-- :mod:`engine.cuda.kernel`: torch's paged attention, in the variant that was found to compute right;
-- :mod:`engine.cuda.graphs`: small steps recorded once as CUDA graphs, then replayed.
+- :mod:`engine.cuda.rows`: a step as a list of rows, padded to a few sizes;
+- :mod:`engine.cuda.attention`: attention of rows over the paged cache, with :mod:`engine.cuda.attention_kernels`;
+- :mod:`engine.cuda.graphs`: steps of each size recorded once as CUDA graphs, then replayed.
 
-Whatever they cannot compute, or compute wrong, is computed by :mod:`engine.attention` and :mod:`engine.forward`.
+Where they cannot run, or compute wrong, :mod:`engine.attention` and :mod:`engine.forward` compute sequence by sequence.
 """

@@ -1,123 +1,217 @@
-"""Small steps recorded once, then replayed: on CUDA the host takes longer to launch their kernels than these to run.
+"""Steps recorded once, then replayed: on CUDA the host takes longer to launch their kernels than these to run.
 
-Decides which steps are replayed: those of few tokens, all in chains over pages (:mod:`engine.cuda.pages`), which are
-decoding and verification. Such a step is padded to one of :data:`SIZES` with tokens that read and write spare slots
-only. What was recorded reads its inputs from buffers that stay where they are; everything else of a step, such as
-which slots were moved before, is in the cache itself.
+Every step is replayed, whatever it is made of: it is laid out as rows (:mod:`engine.cuda.rows`), padded to a class of
+rows, and what was recorded for that class reads it from a buffer that stays where it is. A step larger than the
+largest class is computed in pieces. Where nothing can be recorded the same rows are computed kernel by kernel.
 
-A recording is compared with the computation it was made from. If it differs, or recording fails, nothing is replayed
-any more, which is logged.
+A recording is compared with the computation it was made from, and all are compared again after the last was made, since
+a later recording may overwrite what an earlier one holds. If any differs, or recording fails, nothing is replayed any
+more, which is logged.
 
-Tensor legend: T tokens of a padded step, V vocabulary (padded as in the model).
+Tensor legend: T rows of a padded step, R of them wanted, X logits and whatever stands behind them.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.attention import PagedPart, Step
-from engine.cuda.kernel import PagedKernel, first_line
-from engine.cuda.pages import Chain, Pages, empty_pages
+from engine.attention import Step
+from engine.cuda.attention import RowAttention, first_line
+from engine.cuda.rows import ROW_CLASSES, Packed, Rows, empty_buffer, packed
 from engine.kv_store import KVStore
+from engine.sequence_state import SequenceState
 from engine.upload import upload
 
 log = logging.getLogger(__name__)
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-"""Tokens that steps are padded to."""
-
 TOLERANCE = 0.02
 """Largest accepted difference between a recording and the computation, relative to the largest logit."""
 
-Compute = Callable[[Step, Tensor, Tensor], Tensor]
-"""The logits ``[T, V]`` of a step from its tokens and their positions."""
+CHECKED = 1024
+"""Columns of each row that are kept to be compared at the end."""
+
+Compute = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
+"""The wanted rows of a step, ``[R, X]``, from its tokens, their positions and which rows are wanted, all int64."""
 
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Makes of a function one that does the same again, to the same memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """A step of some size: its buffers, and what computes it from them."""
+class Shape:
+    """What decides which kernels a step launches."""
 
-    inputs_3T: Tensor
-    """Tokens, positions and slots."""
-    pages: Pages
+    rows: int
+    longest: int
+    """No row sees more tokens; one of :meth:`~engine.cuda.attention.RowAttention.tiers`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A step of some shape: its buffer, and what computes it from there."""
+
+    buffer: Tensor
     replay: Callable[[], Tensor]
 
 
-class Graphs:
-    """The recordings of one model over one store."""
+class RowSteps:
+    """Computes steps of one model over one store, row by row."""
 
     def __init__(
-        self, compute: Compute, store: KVStore, kernel: PagedKernel, layers: int, context: int, record: Record
+        self,
+        compute: Compute,
+        store: KVStore,
+        attention: RowAttention,
+        layers: int,
+        context: int,
+        record: Record | None = None,
     ) -> None:
-        """Nothing is recorded yet. ``context``: tokens of the longest sequence."""
-        self.sizes = tuple(size for size in SIZES if size <= store.spare)
-        """Sizes of what may be replayed; none once recording has failed."""
-        self._compute, self._store, self._kernel = compute, store, kernel
+        """``context``: tokens of the longest sequence. ``record``: how steps are recorded, if they are."""
+        self._compute, self._store, self._attention = compute, store, attention
         self._layers, self._context, self._record = layers, context, record
-        self._recordings: dict[int, Recording] = {}
+        self._pages = -(-context // attention.page)
+        self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
+        """Numbers of rows that steps are padded to."""
+        self._recordings: dict[Shape, Recording] = {}
 
-    def run(
-        self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], chains: Sequence[Chain], page: int
-    ) -> Tensor | None:
-        """The logits of all tokens, ``[T, V]`` with padding, good until the next call; None: not to be replayed.
+    def run(self, tokens: Sequence[int], wanted: Sequence[int], chunks: Sequence[tuple[SequenceState, int]]) -> Tensor:
+        """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``."""
+        order = sorted(set(wanted))
+        found: list[Tensor] = []
+        pieces = packed(
+            tokens,
+            order,
+            chunks,
+            group=self._attention.group,
+            max_rows=self.classes[-1],
+            pages=self._pages,
+        )
+        for piece in pieces:
+            found.append(self._piece(piece)[: len(piece.wanted)].clone())  # the next replay overwrites it
+        found_RX = torch.cat(found) if len(found) > 1 else found[0]
+        if order == list(wanted):
+            return found_RX
+        place = {row: i for i, row in enumerate(order)}
+        return found_RX.index_select(0, upload([place[row] for row in wanted], found_RX.device))
 
-        ``chains``: all tokens of the step, in packed order; their pages have ``page`` slots.
+    def avoid(self, rows: int) -> None:
+        """Compute no more steps of this class; larger ones are cut, smaller ones padded to the next class."""
+        if len(self.classes) > 1:
+            self.classes = tuple(each for each in self.classes if each != rows)
+            log.info("steps of %d rows are not computed: they give tokens other bits than others do", rows)
+
+    def warm_up(self) -> bool:
+        """Record a step of every shape, and see that each still computes what it did when all are recorded.
+
+        False: nothing is recorded.
         """
-        size = next((size for size in self.sizes if size >= len(tokens)), None)
-        if size is None:
-            return None
-        padding = range(size - len(tokens))
-        store = self._store
-        numbers = [*tokens, *(0 for _ in padding), *positions, *padding, *slots, *(store.slots + i for i in padding)]
-        inputs_3T = upload(numbers, store.device).view(3, size)
-        # One sequence more than can have tokens, for the padding. It lies in the spare page.
-        rest = [Chain(len(padding), len(padding), (store.slots // page,)), *[Chain(0, 0, ())] * (size - len(chains))]
-        pages = Pages.of([*chains, *rest], page, store.device)
-        recording = self._recordings.get(size)
-        if recording is None:
-            return self._first(inputs_3T, pages)
-        recording.inputs_3T.copy_(inputs_3T)
-        recording.pages.overwrite(pages)
-        return recording.replay()
+        if self._record is None:
+            return False
+        started, before = time.perf_counter(), self._reserved()
+        shapes = [Shape(rows, longest) for longest in self._attention.tiers() for rows in reversed(self.classes)]
+        expected: dict[Shape, tuple[list[int], Tensor]] = {}
+        for shape in shapes:
+            flat = self._throwaway(shape.rows).flat(shape.rows, self._store.slots)
+            found_RX = self._computed(shape, flat)
+            if self._record is None:  # given up meanwhile
+                return True
+            expected[shape] = flat, found_RX[:, :CHECKED].clone()
+        for shape, (flat, expected_RX) in expected.items():
+            error = _difference(self._computed(shape, flat)[:, :CHECKED], expected_RX)
+            if not error <= TOLERANCE:
+                self._give_up(f"a step of {shape.rows} rows is off by {error:.2g} once all are recorded")
+                return True
+        taken = (self._reserved() - before) / 2**20
+        log.info("%d CUDA graphs recorded in %.1f s, %.0f MiB", len(shapes), time.perf_counter() - started, taken)
+        return True
 
-    def _first(self, inputs_3T: Tensor, pages: Pages) -> Tensor | None:
-        """Compute a step of a size that was not seen before, and record it."""
-        size, device = inputs_3T.shape[1], self._store.device
-        width = -(-self._context // pages.page)
-        buffer = empty_pages(size + 1, width, pages.page, most_queries=size, device=device)
-        buffer.overwrite(pages)
+    def _piece(self, piece: Packed) -> Tensor:
+        rows = next(rows for rows in self.classes if rows >= len(piece))
+        longest = next(longest for longest in self._attention.tiers() if longest >= piece.max_keys)
+        return self._computed(Shape(rows, longest), piece.flat(rows, self._store.slots))
 
-        def compute() -> Tensor:
-            tokens_T, positions_T, slots_T = inputs_3T
-            part = PagedPart(self._kernel, buffer, frozenset())
-            return self._compute(Step(self._store, (), slots_T, self._layers, paged=part), tokens_T, positions_T)
+    def _computed(self, shape: Shape, flat: Sequence[int]) -> Tensor:
+        """``[R, X]`` with padding, good until the next call."""
+        recording = self._recordings.get(shape)
+        if recording is not None:
+            self._fill(recording.buffer, flat)
+            return recording.replay()
+        buffer = empty_buffer(shape.rows, self._pages, self._store.device)
+        self._fill(buffer, flat)
+        if self._record is None:
+            return self._forward(shape, buffer)
+        return self._first(shape, buffer)
 
+    def _first(self, shape: Shape, buffer: Tensor) -> Tensor:
+        """Compute a step of a shape that was not seen before, and record it."""
+        assert self._record is not None
+        expected_RX = self._forward(shape, buffer).clone()
         try:
-            expected_TV = compute().clone()
-            recording = Recording(inputs_3T, buffer, self._record(compute))
-            found_TV = recording.replay()
-            error = float((found_TV - expected_TV).abs().max() / expected_TV.abs().max())
+            recording = Recording(buffer, self._record(lambda: self._forward(shape, buffer)))
+            error = _difference(recording.replay(), expected_RX)
         except Exception as failure:  # whatever a model does that cannot be recorded
             self._give_up(first_line(failure))
-            return None
+            return expected_RX
         if not error <= TOLERANCE:  # also when it is NaN
-            self._give_up(f"logits of a replayed step of {size} tokens are off by {error:.2g}")
-            return None
-        self._recordings[size] = recording
-        return found_TV
+            self._give_up(f"logits of a replayed step of {shape.rows} rows are off by {error:.2g}")
+        else:
+            self._recordings[shape] = recording
+        return expected_RX
+
+    def _forward(self, shape: Shape, buffer: Tensor) -> Tensor:
+        rows = Rows.within(buffer, shape.rows)
+        step = Step(
+            self._store,
+            (),
+            rows.slots_T.long(),
+            self._layers,
+            rows=rows,
+            attention=self._attention,
+            longest=shape.longest,
+        )
+        return self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
+
+    def _throwaway(self, rows: int) -> Packed:
+        """A prompt in the store's spare slots, with as many rows as fit into a class."""
+        page, first = self._attention.page, self._store.slots
+        count = min(rows, self._context)
+        slots = list(range(first, first + count))
+        blocks = list(range(first // page, -(-(first + count) // page)))
+        state = SequenceState(page, blocks, len(blocks), 0, list(range(-1, count - 1)), list(range(count)), slots)
+        (piece,) = packed(
+            [0] * count,
+            [count - 1],
+            [(state, count)],
+            group=self._attention.group,
+            max_rows=rows,
+            pages=self._pages,
+        )
+        return piece
+
+    def _fill(self, buffer: Tensor, flat: Sequence[int]) -> None:
+        numbers = torch.tensor(flat, dtype=torch.int32)
+        if buffer.is_cuda:
+            numbers = numbers.pin_memory()  # torch keeps it until the copy is made
+        buffer[: len(flat)].copy_(numbers, non_blocking=True)
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._store.device) if self._store.device.type == "cuda" else 0
 
     def _give_up(self, why: str) -> None:
         log.warning("steps are not replayed as CUDA graphs: %s", why)
-        self.sizes = ()
+        self._record = None
         self._recordings.clear()
+
+
+def _difference(found_RX: Tensor, expected_RX: Tensor) -> float:
+    """Relative to the largest logit."""
+    return float((found_RX - expected_RX).abs().max() / expected_RX.abs().max())
 
 
 class CudaRecorder:
@@ -140,11 +234,11 @@ class CudaRecorder:
                 compute()
                 # Only what this thread does must be fit to be recorded; another may compute, such as a draft worker's.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    found_TV = compute()
+                    found_RX = compute()
             torch.cuda.current_stream().wait_stream(self._stream)
 
         def replay() -> Tensor:
             graph.replay()
-            return found_TV
+            return found_RX
 
         return replay

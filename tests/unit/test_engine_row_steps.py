@@ -1,4 +1,7 @@
-"""Replayed steps say what computed ones say; a recording here is the computation itself, on the same buffers."""
+"""Steps by rows say what steps sequence by sequence say, computed and replayed.
+
+A recording here is the computation itself, on the same buffers; attention is the plain one, so this runs anywhere.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cuda.graphs import SIZES, CudaRecorder, Record
+from engine.cuda.graphs import CudaRecorder, Record
+from engine.cuda.rows import ROW_CLASSES
 from engine.kv_cache import KVCache
-from engine.kv_store import KVStore
 from engine.loader import Model
 from engine.medusa import MedusaHeads
 from engine.model import ModelError
 from engine.step import Chunk, Engine
-from tests.paged import Twins, plain_kernel
+from tests.by_rows import PlainRows, Twins, by_rows
 from tests.unit.engine_models import load_tiny, random_tokens, slot_engine
 
-BLOCK = 8
 
-
-@pytest.fixture(scope="module", params=["llama", "mistral", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     sizes = {"n_layer": 2} if request.param == "gpt2" else {"num_hidden_layers": 2}
     return load_tiny(request.param, tmp_path_factory.mktemp(request.param), **sizes)
@@ -57,56 +58,96 @@ class Recorder:
         return replay
 
 
-def recording_engine(
-    model: Model, record: Record, capacity: int = 400, spare: int = BLOCK, heads: MedusaHeads | None = None
-) -> Engine:
-    kernel, _ = plain_kernel(BLOCK)
-    cache = KVCache(model.layers, capacity, block=BLOCK, dtype=model.dtype, device=model.device)
-    cache.store = KVStore(model.layers, cache.capacity, dtype=model.dtype, device=model.device, spare=spare)
-    return Engine(replace(model, paged=kernel), cache, record=record, heads=heads)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_steps_replayed(model: Model, seed: int) -> None:
-    """Every few steps chains only; between them what cannot be replayed, and what moves and drops tokens."""
-    record = Recorder()
-    twins = Twins(seed, recording_engine(model, record), slot_engine(model, 400), branches=0.2)
+@pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_steps(model: Model, seed: int, recorded: bool) -> None:
+    """Prefixes shared and copied, chains and trees side by side, moves, rollbacks; windows, soft caps, sinks."""
+    record, attention = Recorder(), PlainRows(2)
+    engine = by_rows(model, attention=attention, record=record if recorded else None)
+    twins = Twins(seed, engine, slot_engine(model, 400), branches=0.3)
     for _ in range(3):
         twins.open()
-    for step in range(24):
-        found, expected = twins.step(most=3)
+    moved = 0
+    for step in range(14):
+        moved += len(twins.engines[0].cache.moves._sources)
+        found, expected = twins.step()
         bound = 1e-5 * float(expected.abs().max())
         torch.testing.assert_close(found, expected, atol=bound, rtol=1e-5, msg=f"seed {seed}, step {step}")
-        if step % 7 == 6:
+        if step % 5 == 4:
             twins.close()
             twins.open()
-    assert record.recorded >= 2 and record.replayed >= 8, f"seed {seed}: {record.replayed} steps were replayed"
+    assert moved, f"seed {seed} moves nothing"
+    assert attention.calls and (record.replayed > 10) == recorded, "every step of a size seen before is replayed"
 
 
 def test_padding_writes_spare_slots_only(llama: Model) -> None:
-    engine = recording_engine(llama, Recorder())
+    engine = by_rows(llama)
     engine.run([Chunk(engine.cache.sequence(), random_tokens(6, 1))])
     (keys_SHD,) = engine.cache.store._keys
     assert keys_SHD is not None
     written = keys_SHD.flatten(1).any(1).nonzero().flatten().tolist()
     spare = engine.cache.store.slots
-    assert written == [*range(6), spare, spare + 1], "six tokens are padded to eight"
+    assert written == [*range(6), *range(spare, spare + 10)], "six rows are padded to sixteen"
 
 
-def test_one_recording_for_each_size(llama: Model) -> None:
-    record = Recorder()
-    engine = recording_engine(llama, record)
+def test_one_recording_for_each_class_of_rows(llama: Model) -> None:
+    record, attention = Recorder(), PlainRows(2)
+    engine = by_rows(llama, attention=attention, record=record)
     sequence = engine.cache.sequence()
-    for count, recorded in [(1, 1), (2, 2), (3, 3), (4, 3), (1, 3), (8, 4), (9, 4)]:
+    for count, recorded in [(1, 1), (2, 1), (16, 1), (17, 2), (33, 3), (64, 3), (65, 3)]:
         logits_RV = engine.run([Chunk(sequence, random_tokens(count, count), rows=range(count))])
         assert record.recorded == recorded, f"{count} tokens"
         assert logits_RV.shape == (count, llama.vocabulary)
-        sequence.advance(range(count))
+        sequence.rollback()
+    assert attention.most_rows == 64
     assert engine.run([Chunk(sequence, [7])]).shape == (0, llama.vocabulary)
 
 
+def test_long_sequences_have_recordings_of_their_own(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose rows see few tokens launches nothing for those far behind."""
+    monkeypatch.setattr("engine.cuda.attention.SHORT_SPLIT", 32)
+    monkeypatch.setattr("engine.cuda.attention.SHORT_SPLITS", 4)
+    attention = PlainRows(2, llama.context)
+    assert attention.tiers() == (128, 256)
+    record = Recorder()
+    engine, plain = by_rows(llama, attention=attention, record=record), slot_engine(llama, 400)
+    tokens = random_tokens(136, 5)
+    found, recorded = [], []
+    for each in (engine, plain):
+        sequence = each.cache.sequence()
+        for start in range(0, 128, 16):
+            each.run([Chunk(sequence, tokens[start : start + 16])])
+            sequence.advance(range(16))
+        recorded.append(record.recorded)
+        found.append(each.run([Chunk(sequence, tokens[128:], rows=[7])]))
+    assert (recorded[0], record.recorded) == (1, 2), "the same rows, behind 128 tokens"
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_with_more_than_fits_is_cut(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows, by rows that are wanted, and by pages; rows that are wanted come in any order, also twice."""
+    monkeypatch.setattr("engine.cuda.rows.MAX_WANTED", 20)
+    monkeypatch.setattr("engine.cuda.rows.max_numbers", lambda rows, pages: pages + 4)
+    engine, plain = by_rows(llama), slot_engine(llama, 400)
+    sequences = [(engine.cache.sequence(), plain.cache.sequence()) for _ in range(5)]
+    for tokens in (30, 40):
+        found, expected = (
+            each.run(
+                [
+                    Chunk(pair[i], random_tokens(tokens, n), rows=[*range(tokens - 1, -1, -2), 3])
+                    for n, pair in enumerate(sequences)
+                ]
+            )
+            for i, each in enumerate((engine, plain))
+        )
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        for pair in sequences:
+            for sequence in pair:
+                sequence.advance(range(tokens))
+
+
 def test_rows_outlive_the_next_replay(llama: Model) -> None:
-    engine = recording_engine(llama, Recorder())
+    engine = by_rows(llama, record=Recorder())
     sequence = engine.cache.sequence()
     first_RV = engine.run([Chunk(sequence, [7], rows=[0])])
     kept_RV = first_RV.clone()
@@ -115,15 +156,33 @@ def test_rows_outlive_the_next_replay(llama: Model) -> None:
     assert torch.equal(first_RV, kept_RV)
 
 
-def test_warm_up_records_every_size_and_leaves_nothing(llama: Model) -> None:
+def test_warm_up_records_every_class_and_leaves_nothing(llama: Model, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     record = Recorder()
-    engine = recording_engine(llama, record, spare=24)
+    engine = by_rows(llama, record=record)
     engine.warm_up()
-    assert record.recorded == sum(size <= 24 for size in SIZES)
+    assert record.recorded == sum(rows <= 64 for rows in ROW_CLASSES)
     assert engine.cache.free_tokens == engine.cache.capacity
+    assert f"{record.recorded} CUDA graphs recorded in " in caplog.text
     engine.warm_up()
-    assert record.recorded == sum(size <= 24 for size in SIZES)
+    assert record.recorded == sum(rows <= 64 for rows in ROW_CLASSES)
     slot_engine(llama).warm_up()
+
+
+def test_a_recording_that_a_later_one_overwrites_is_found(llama: Model, caplog: pytest.LogCaptureFixture) -> None:
+    record = Recorder()
+
+    def overwriting(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        replay = record(compute)
+        number = record.recorded
+        return lambda: replay() if record.recorded == number else replay() * 2
+
+    engine = by_rows(llama, record=overwriting)
+    engine.warm_up()
+    assert "a step of 64 rows is off by " in caplog.text and "once all are recorded" in caplog.text
+    replayed = record.replayed
+    engine.run([Chunk(engine.cache.sequence(), [5], rows=[0])])
+    assert record.replayed == replayed
 
 
 def test_on_cuda_warming_up_makes_the_cache(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +249,7 @@ def refuse(_: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @pytest.mark.parametrize("record", [refuse, Recorder(wrong=0.5), Recorder(wrong=float("nan"))])
 def test_a_wrong_recording_ends_replaying(llama: Model, record: Record, caplog: pytest.LogCaptureFixture) -> None:
-    engine, plain = recording_engine(llama, record), slot_engine(llama)
+    engine, plain = by_rows(llama, record=record), slot_engine(llama)
     one, other = engine.cache.sequence(), plain.cache.sequence()
     for token in (5, 6, 7):
         found_RV, expected_RV = (e.run([Chunk(s, [token], rows=[0])]) for e, s in ((engine, one), (plain, other)))
@@ -202,23 +261,10 @@ def test_a_wrong_recording_ends_replaying(llama: Model, record: Record, caplog: 
     assert "\n" not in caplog.text.strip()
 
 
-def test_a_model_with_other_layers_is_not_replayed(
-    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Soft caps are not for the kernel, so a step that has nothing else to compute them by cannot be recorded."""
-    gemma = load_tiny("gemma2", tmp_path_factory.mktemp("gemma2"), num_hidden_layers=1)
-    record = Recorder()
-    engine, plain = recording_engine(gemma, record), slot_engine(gemma)
-    tokens = random_tokens(5, 3)
-    found_RV, expected_RV = (e.run([Chunk(e.cache.sequence(), tokens, rows=range(5))]) for e in (engine, plain))
-    torch.testing.assert_close(found_RV, expected_RV, atol=1e-4, rtol=1e-4)
-    assert not record.recorded and "a layer of a recorded step cannot be computed over pages" in caplog.text
-
-
 def test_hidden_states_of_replayed_steps_are_those_of_the_step(llama: Model) -> None:
     record = Recorder()
     heads = MedusaHeads(64, 256, 1, 0)
-    replaying, computing = recording_engine(llama, record, heads=heads), slot_engine(llama)
+    replaying, computing = by_rows(llama, record=record, heads=heads), slot_engine(llama)
     engines = (replaying, Engine(llama, computing.cache, heads=heads))
     sequences = [engine.cache.sequence() for engine in engines]
     tokens = random_tokens(15, seed=8)
