@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.cache_size import fitting_tokens
 from engine.cuda.graphs import CudaRecorder
 from engine.interface import StepEngine
-from engine.kv_cache import BLOCK, KVCache
+from engine.kv_cache import KVCache
 from engine.loader import choose_device, load
 from engine.medusa import MedusaHeads, load_heads
 from engine.model import Model, ModelError
@@ -46,7 +46,7 @@ class EngineSettings:
     threads: int = 1
     """CPU threads of a step."""
     plain_cuda: bool = False
-    """Neither attention over pages nor CUDA graphs."""
+    """Neither kernels of our own nor CUDA graphs."""
     cache_tokens: int = 0
     """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
     gpu_share: float = 1.0
@@ -118,7 +118,7 @@ def load_model(
         dtype=settings.dtype,
         device=settings.device,
         quantization=settings.quantization,
-        paged=not settings.plain_cuda,
+        by_rows=not settings.plain_cuda,
         threads=settings.threads,
         without_speculation=without_speculation,
         group=group,
@@ -146,8 +146,7 @@ def cache_for(settings: EngineSettings, model: Model, group: Group | None = None
     else:
         parts = group.world if splits_heads(model.module) else 1
         capacity = group.least(fitting_tokens(model, parts, gpu_share=settings.gpu_share))
-    block = BLOCK if model.paged is None else model.paged.page
-    return KVCache(model.layers, capacity, block=block, dtype=model.dtype, device=model.device)
+    return KVCache(model.layers, capacity, block=model.block, spare=model.spare, dtype=model.dtype, device=model.device)
 
 
 def _alone(
@@ -159,7 +158,7 @@ def _alone(
 ) -> Engine:
     """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge."""
     heads = heads_for(settings, model, progress)
-    record = None if model.paged is None else CudaRecorder(model.device)
+    record = None if model.attention is None else CudaRecorder(model.device)
     return _warmed(Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads))
 
 
@@ -173,7 +172,7 @@ def _warmed(engine: Engine) -> Engine:
     return engine
 
 
-def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:
+def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = "") -> Welcome:
     """What a worker with this model says of itself."""
     folder = Path(settings.model)
     number_format = ", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights)))
@@ -189,4 +188,5 @@ def welcome(settings: EngineSettings, model: Model, role: str) -> Welcome:
         speculates=not model.no_speculation,
         revision=revision_of(settings.model, number_format),
         started=time.time(),
+        exactness=exactness,
     )

@@ -39,6 +39,10 @@ class StepEngine(Protocol):
         """Whether chunks may be trees, and pending tokens be dropped at no cost."""
 
     @property
+    def exactness(self) -> str:
+        """See :attr:`speculation.messages.Welcome.exactness`."""
+
+    @property
     def forward_seconds(self) -> float:
         """How long the model itself took in the last step."""
 

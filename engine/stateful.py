@@ -110,6 +110,7 @@ class StatefulEngine:
 
     speculates = False
     heads = hidden = None
+    exactness = "not measured: this model is served without speculation"
 
     def __init__(self, model: Model, cache: StatefulCache) -> None:
         self.model = model

@@ -9,6 +9,7 @@ Tensor legend: R rows asked for, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,15 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graphs import Record
+from engine.exactness import measure
 from engine.forward import Forward, StepInput
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.kv_store import Move
 from engine.medusa import MedusaHeads
 from engine.model import Model, ModelError
 from engine.parallel.leader import Leader
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,15 @@ class Engine:
 
         That is in bfloat16 on a CPU. It costs decoding a chain next to nothing, a prompt up to 1.6 times its time with
         AMX, and a tree that its keys are gathered.
-        ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how small
+        ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how
         steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are. ``heads``: what drafts from hidden
         states, which are kept for them. Raises ModelError if the model does not show these.
         """
         self.model = model
         self.cache = cache
+        self.exactness = ""
+        """Whether a token has the same bits however it is computed, for people; empty: it was not measured."""
+        self._wants_exact = invariant
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
         self.heads = heads
         self._forward = Forward(model, cache.store, record, keep_hidden=heads is not None)
@@ -119,22 +126,34 @@ class Engine:
                 chunk.sequence.retract(len(chunk.tokens))
             raise
 
-    def warm_up(self) -> None:
-        """Run a throwaway step of every size that is recorded, so that no request has to wait for that.
+    @property
+    def row_classes(self) -> Sequence[int]:
+        """Numbers of rows that steps are padded to, ascending; none: they are as large as what they compute."""
+        return self._forward.row_classes
 
-        On CUDA one step at least, with which the cache takes its memory. Raises ModelError if there is too little.
+    def avoid_rows(self, rows: int) -> None:
+        """Compute no more steps of this class of rows, if there are smaller or larger ones left."""
+        self._forward.avoid_rows(rows)
+
+    def warm_up(self) -> None:
+        """Record steps of every size that is replayed, so that no request has to wait for that.
+
+        On CUDA one step is computed at least, with which the cache takes its memory. Raises ModelError if there is too
+        little.
         """
-        for size in reversed(self._forward.recorded_sizes or ((1,) if self.model.device.type == "cuda" else ())):
-            if size <= min(self.model.context, self.cache.free_tokens):
+        try:
+            if not self._forward.warm_up() and self.model.device.type == "cuda":
                 sequence = self.cache.sequence()
-                try:
-                    self.run([Chunk(sequence, [0] * size, rows=[size - 1])])
-                except torch.OutOfMemoryError as error:
-                    raise ModelError(
-                        f"{self.model.name}: a cache of {self.cache.capacity} tokens does not fit beside the weights "
-                        "and whatever else uses this GPU; lower cache_tokens, or set gpus where workers share one"
-                    ) from error
+                self.run([Chunk(sequence, [0], rows=[0])])
                 sequence.free()
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"{self.model.name}: a cache of {self.cache.capacity} tokens does not fit beside the weights "
+                "and whatever else uses this GPU; lower cache_tokens, or set gpus where workers share one"
+            ) from error
+        if self._wants_exact:
+            self.exactness = measure(self)
+            log.info("%s: %s", self.model.name, self.exactness)
 
     def close(self) -> None:
         """End the other ranks, if there are any. The last call; not while a step is computed."""

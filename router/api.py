@@ -185,7 +185,9 @@ class _Api:
         """200 while requests can be served, 503 with the reason while not."""
         reason = self._metrics.unready
         return _json(
-            {"status": "ready"} if reason is None else {"status": "unready", "reason": reason},
+            {"status": "ready", "exact": self._metrics.exact}
+            if reason is None
+            else {"status": "unready", "reason": reason},
             status=503 if reason else 200,
         )
 

@@ -147,6 +147,7 @@ class WorkerPart(TypedDict):
     sources: dict[str, SourcePart]
     """Of a target: by draft source, those only that offered something."""
     dtype: str
+    exactness: str
     revision: str
     """16 hexadecimal digits; all 0 if unknown."""
     instance: str

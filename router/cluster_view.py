@@ -146,6 +146,7 @@ def _worker(view: WorkerView, epoch: float) -> WorkerPart:
         "efficiency": efficiency(view),
         "sources": _sources(view),
         "dtype": described.dtype if described else "",
+        "exactness": described.exactness if described else "",
         "revision": f"{described.revision:016x}" if described else "",
         "instance": described.instance if described else "",
         "started": described.started or None if described else None,

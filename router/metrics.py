@@ -48,6 +48,11 @@ class RouterMetrics:
         """Why no request can be served now; None: one can."""
         return self.snapshot().unready
 
+    @property
+    def exact(self) -> bool | None:
+        """See :attr:`router.snapshot.Snapshot.exact`."""
+        return self.snapshot().exact
+
     def exposition(self, accept: str = "", *, accounts: bool = True) -> tuple[bytes, str]:
         """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers.
 

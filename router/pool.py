@@ -300,7 +300,13 @@ class WorkerPool:
         if welcome.role != peer.role.value:
             log.error("worker %s is not used: it says it is a %s worker", peer.peer, welcome.role)
             return
-        log.info("worker %s is up: %s in %s", peer.peer, welcome.model, welcome.dtype)
+        log.info(
+            "worker %s is up: %s in %s%s",
+            peer.peer,
+            welcome.model,
+            welcome.dtype,
+            welcome.exactness and ", " + welcome.exactness,
+        )
         self._note(peer, Kind.WORKER_UP, f"is up: {welcome.model} in {welcome.dtype}")
         if peer.described is None or peer.described.instance != welcome.instance:
             peer.prefixes.clear()

@@ -93,6 +93,13 @@ class Snapshot:
     draining: bool = False
 
     @property
+    def exact(self) -> bool | None:
+        """Whether every target that is up gives a token the same bits however it is computed; None: unknown."""
+        targets = [each for each in self.workers if each.role is Role.TARGET and each.state is WorkerState.UP]
+        known = [each.described.exact if each.described else None for each in targets]
+        return None if None in known or not known else all(known)
+
+    @property
     def unready(self) -> str | None:
         """Why no request can be served now; None: one can."""
         if self.draining:

@@ -134,6 +134,12 @@ def _loads(views: list[WorkerView]) -> Iterator[Metric]:
     ):
         yield gauge(name, about + PER_WORKER, LABELS, values)
     yield gauge(
+        "worker_exact",
+        "Whether a token has the same bits at a target however it is computed, as measured at its start." + PER_WORKER,
+        LABELS,
+        {_labels(v): float(v.described.exact) for v in views if v.described and v.described.exact is not None},
+    )
+    yield gauge(
         "pipeline_efficiency",
         "Part of a target's working time since its start that it computed rather than waited for drafts: its tokens/s "
         "against those at the same tokens a step without waiting. Over a time range: rate(step_seconds) / "

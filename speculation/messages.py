@@ -268,6 +268,9 @@ class Load:
     """Monotone totals since the worker started: steps, committed, offered, accepted, dropped proposals ..."""
 
 
+EXACT = "exact"
+
+
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """The first message of a worker on a stream: who it is and what it runs."""
@@ -295,6 +298,14 @@ class Welcome:
     """When the worker started, in seconds since 1970, by its own clock; 0: unknown."""
     sources: tuple[SourceName, ...] = ()
     """Of a target: draft sources that were registered there."""
+    exactness: str = ""
+    """``exact``: a token has the same bits however it is computed, as measured at the start; or why not; empty:
+    unknown."""
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether a token has the same bits however it is computed; None: unknown."""
+        return self.exactness == EXACT if self.exactness else None
 
 
 ToWorker = Open | Proposal | Verification | Close

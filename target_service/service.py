@@ -53,7 +53,9 @@ async def start_target(
     recorder = Recorder(Path(settings.record)) if settings.record else None
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
     engine = await asyncio.to_thread(build_target, settings.engine, progress, ranks)
-    machine = VerifyLoop(engine, welcome(settings.engine, engine.model, ROLE), settings.limits, recorder, tracing)
+    machine = VerifyLoop(
+        engine, welcome(settings.engine, engine.model, ROLE, engine.exactness), settings.limits, recorder, tracing
+    )
     ending = ExitStack()
     ending.callback(engine.close)
     if tracing is not None:

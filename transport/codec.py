@@ -308,6 +308,7 @@ def _welcome(message: Welcome) -> pb.Welcome:
         revision=message.revision,
         started=message.started,
         sources=message.sources,
+        exactness=message.exactness[:MAX_TEXT],
     )
 
 
@@ -325,6 +326,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         revision=message.revision,
         started=message.started if math.isfinite(message.started) else 0.0,
         sources=tuple(name for name in message.sources[:MOST_SOURCES] if NAME.fullmatch(name)),
+        exactness=message.exactness[:MAX_TEXT],
     )
 
 

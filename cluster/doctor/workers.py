@@ -126,7 +126,8 @@ def _judge_one(worker: Met) -> Iterator[Finding]:
         if worst > LONG_SECONDS and worst > UNEVEN * worker.trip:
             yield warning(worker.subject, f"{trip}: uneven", "look for a busy link or an overloaded machine")
         else:
-            yield ok(worker.subject, f"{welcome.model} in {welcome.dtype}, {trip}")
+            said = ", ".join(filter(None, (welcome.dtype, welcome.exactness)))
+            yield ok(worker.subject, f"{welcome.model} in {said}, {trip}")
 
 
 def _same_tokens(one: Welcome, other: Welcome) -> bool:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
 
 from engine.build import EngineSettings, build
-from engine.cuda.graphs import CudaRecorder, Graphs, Record
-from engine.cuda.kernel import PagedKernel, find_kernel, plain_attention
-from engine.cuda.pages import Chain, Pages
+from engine.cuda.attention import RowAttention, find_attention, trial_error
+from engine.cuda.graphs import CudaRecorder, Record
+from engine.exactness import EXACT
 from engine.kv_cache import KVCache
 from engine.kv_store import PAGE
 from engine.loader import Model, load
@@ -27,7 +26,7 @@ from engine.step import Chunk, Engine
 from speculation.acceptance import Chosen
 from speculation.messages import Sampling
 from tests.bundled import MODELS, held_out_prompts
-from tests.paged import Twins, gathering_kernel
+from tests.by_rows import Twins, by_rows
 from tests.unit.engine_models import random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(
@@ -43,19 +42,6 @@ SAMPLINGS = [
 ]
 
 
-def torchs_kernel(dtype: torch.dtype) -> PagedKernel:
-    kernel = find_kernel(dtype, CUDA)
-    if kernel is None:
-        pytest.skip(f"torch {torch.__version__} has no paged kernel that computes right here; the log says why")
-    return kernel
-
-
-@pytest.fixture(scope="module", params=["torch's", "gathering"])
-def kernel(request: pytest.FixtureRequest) -> PagedKernel:
-    """Torch's, and one of plain tensor operations, so that graphs are tested whatever torch has."""
-    return torchs_kernel(torch.float16) if request.param == "torch's" else gathering_kernel(PAGE)
-
-
 @pytest.fixture(scope="module", params=["llama", "mistral"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """With heads of 64, grouped; mistral slides."""
@@ -63,12 +49,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "mistral":
         changes["sliding_window"] = 300
     folder = save_model(request.param, tmp_path_factory.mktemp(request.param), **changes)
-    return load(folder, dtype="fp16", device="cuda", self_test=False, paged=False)
+    return load(folder, dtype="fp16", device="cuda", self_test=False, by_rows=False)
 
 
 def engine_of(model: Model, record: Record | None = None) -> Engine:
-    cache = KVCache(model.layers, 40 * PAGE, block=PAGE, dtype=model.dtype, device=model.device)
-    return Engine(model, cache, record=record)
+    """By rows, computed or recorded."""
+    heads = model.config.num_attention_heads // model.config.num_key_value_heads
+    attention = RowAttention(model.context, heads, CUDA)
+    return by_rows(model, 40 * PAGE * 4, attention, record=record)
+
+
+def plain_engine_of(model: Model) -> Engine:
+    """Sequence by sequence."""
+    return Engine(model, KVCache(model.layers, 40 * PAGE * 4, block=PAGE, dtype=model.dtype, device=model.device))
 
 
 @contextmanager
@@ -89,87 +82,43 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, told: str) -> None
     assert error < 0.03, f"{told}: off by {float(error):.2g}"
 
 
-# -- attention over pages ----------------------------------------------------------------------------------------------
+# -- attention by rows -------------------------------------------------------------------------------------------------
 
 
-def random_chains(rng: Random, count: int, longest: int) -> list[Chain]:
-    """Decodes, verifications and prefills over pages in any order."""
-    chains = []
-    for _ in range(count):
-        keys = rng.choice([1, 2, PAGE - 1, PAGE, PAGE + 1, rng.randint(1, longest)])
-        queries = min(keys, rng.choice([1, 1, 5, 16, 70, 300]))
-        chains.append(Chain(queries, keys, rng.sample(range(64), -(-keys // PAGE))))
-    return chains
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("heads_per_key", [1, 3, 4, 8])
+@pytest.mark.parametrize("context", [400, 131_072])
+def test_the_kernels_are_found_and_right(dtype, heads_per_key, context):
+    assert find_attention(context, heads_per_key, dtype, CUDA) is not None
+    attention = RowAttention(context, heads_per_key, CUDA)
+    assert trial_error(attention, heads_per_key, dtype, CUDA) < {torch.float32: 1e-4}.get(dtype, 0.03)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize(("heads", "group", "size"), [(2, 1, 64), (8, 4, 128), (1, 8, 80), (4, 2, 256)])
-def test_torchs_kernel_attends_to_what_it_should(dtype, heads, group, size):
-    kernel = torchs_kernel(dtype)
-    for seed in range(12):
-        torch.manual_seed(seed)
-        rng = Random(seed)
-        chains = random_chains(rng, rng.choice([1, 4, 9]), 5000)
-        keys, values = (torch.randn(64 * PAGE, heads, size, device=CUDA, dtype=dtype) for _ in range(2))
-        query = 3 * torch.randn(sum(c.queries for c in chains), heads * group, size, device=CUDA, dtype=dtype)
-        window = rng.choice([None, 1, 100, 700])
-        found = kernel(query, keys, values, Pages.of(chains, PAGE, CUDA), None, window)
-        expected = plain_attention(query, keys, values, chains, PAGE, window)
-        error = float((found.float() - expected).abs().max())
-        assert error < 0.05, f"seed {seed}: off by {error:.2g}"
-
-
-@pytest.mark.parametrize("queries", [1, 6])
-def test_torchs_kernel_gives_a_query_the_same_bits_in_any_batch(queries):
-    kernel = torchs_kernel(torch.bfloat16)
-    torch.manual_seed(1)
-    keys, values = (torch.randn(64 * PAGE, 2, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
-    query = torch.randn(queries, 8, 128, device=CUDA, dtype=torch.bfloat16)
-    mine = Chain(queries, 3000, tuple(range(20, 32)))
-    alone = kernel(query, keys, values, Pages.of([mine], PAGE, CUDA), None, None)
-    for seed in range(5):
-        others = random_chains(Random(seed), 7, 5000)
-        rest = torch.randn(sum(c.queries for c in others), 8, 128, device=CUDA, dtype=torch.bfloat16)
-        pages = Pages.of([mine, *others], PAGE, CUDA)
-        together = kernel(torch.cat((query, rest)), keys, values, pages, None, None)
-        assert torch.equal(together[:queries], alone), f"seed {seed}"
-
-
+@pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_steps_over_pages(model, kernel, seed):
-    paged = engine_of(replace(model, paged=kernel))
-    twins = Twins(seed, paged, engine_of(model), branches=0.3, prefix=700)
+def test_steps_by_rows(model, recorded, seed, caplog):
+    """Prompts, decoding, chains and trees, mixed; every one of them is replayed where any is."""
+    engine = engine_of(model, CudaRecorder(CUDA) if recorded else None)
+    engine.warm_up()
+    twins = Twins(seed, engine, plain_engine_of(model), branches=0.3, prefix=700)
     for _ in range(4):
         twins.open()
-    for step in range(20):
+    for step in range(30):
         found, expected = twins.step(most=300 if step < 6 else 7)
         assert_close(found, expected, f"seed {seed}, step {step}")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "recording failed"
 
 
-# -- graphs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_replayed_steps(model, kernel, seed, monkeypatch, caplog):
-    replayed = []
-    run = Graphs.run
-
-    def counting(self, *args):
-        logits_TV = run(self, *args)
-        replayed.append(logits_TV is not None)
-        return logits_TV
-
-    monkeypatch.setattr(Graphs, "run", counting)
-    recording = engine_of(replace(model, paged=kernel), CudaRecorder(CUDA))
-    recording.warm_up()
-    twins = Twins(seed, recording, engine_of(model), branches=0.1, prefix=400)
-    for _ in range(4):
-        twins.open()
-    for step in range(40):
-        found, expected = twins.step(most=300 if step < 5 else 4)
-        assert_close(found, expected, f"seed {seed}, step {step}")
-    assert not caplog.records, "recording failed"
-    assert sum(replayed) > 15, f"{sum(replayed)} of {len(replayed)} steps were replayed"
+@pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
+def test_a_token_has_the_same_bits_however_it_is_computed(tmp_path, recorded, monkeypatch):
+    """Also with the recordings of every number of rows: none had to be given up."""
+    folder = save_model("llama", tmp_path, head_dim=64, max_position_embeddings=4096)
+    model = load(folder, dtype="bf16", device="cuda", self_test=False, by_rows=False)
+    engine = engine_of(model, CudaRecorder(CUDA) if recorded else None)
+    classes = engine.row_classes
+    engine.warm_up()
+    assert engine.exactness == EXACT
+    assert engine.row_classes == classes
 
 
 # -- sampling and waiting ----------------------------------------------------------------------------------------------
@@ -208,8 +157,8 @@ def test_verdicts_of_the_rejection_rule_are_the_cpus():
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
-def test_a_step_waits_for_the_device_only_to_fetch_its_tokens(model, kernel, recorded):
-    engine = engine_of(replace(model, paged=kernel), CudaRecorder(CUDA) if recorded else None)
+def test_a_step_waits_for_the_device_only_to_fetch_its_tokens(model, recorded):
+    engine = engine_of(model, CudaRecorder(CUDA) if recorded else None)
     sequences = [engine.cache.sequence() for _ in range(4)]
 
     def step(counts: list[int], branches: bool = False) -> None:
@@ -245,9 +194,7 @@ def test_no_waiting_would_be_noticed():
 def test_a_built_engine_says_what_a_plain_one_says():
     settings = EngineSettings(str(MODELS / "target"), dtype="bfloat16", device="cuda", cache_tokens=8192)
     fast, plain = build(settings), build(replace(settings, plain_cuda=True))
-    assert plain.model.paged is None
-    if fast.model.paged is None:
-        pytest.skip(f"torch {torch.__version__} has no paged kernel that computes right here; the log says why")
+    assert plain.model.attention is None and fast.model.attention is not None
     agreed = total = 0
     for prompt in held_out_prompts()[:10]:
         found, expected = (

@@ -115,7 +115,7 @@ async def test_a_scrape_after_two_requests(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_ready_follows_the_workers_while_health_stays() -> None:
     async with serving() as (router, client):
         ready = await client.get("/ready")
-        assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
+        assert (ready.status_code, ready.json()) == (200, {"status": "ready", "exact": None})
         router.dispatcher.draining = True
         drains = await client.get("/ready")
         assert (drains.status_code, drains.json()["reason"]) == (503, "this router is draining")

@@ -105,7 +105,7 @@ class FromWorker(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started", "sources")
+    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started", "sources", "exactness")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class Welcome(_message.Message):
     REVISION_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocabulary: int
@@ -130,7 +131,8 @@ class Welcome(_message.Message):
     revision: int
     started: float
     sources: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
+    exactness: str
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., exactness: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority", "age_ms", "request", "trace", "prompt", "grammar", "prediction", "logprobs", "prompt_logprobs", "scope", "not_remembered")

@@ -1,0 +1,141 @@
+"""Whether a token's logits have the same bits however it is computed: the ground of "the same text for a seed".
+
+Measured at load for this model on this device, since kernels of libraries may add up in another order when a step has
+another size. Where steps of some number of rows differ from the others, those are not used; whatever still differs is
+named. Knows steps and bits; nothing about kernels.
+
+Tensor legend: N tokens compared, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from speculation.messages import EXACT
+
+if TYPE_CHECKING:
+    from engine.step import Engine
+
+PREFIX, COMPARED = 41, 8
+"""Tokens of the probed text: before what is compared, and compared."""
+
+OTHERS = 3
+"""Other sequences that are computed beside it."""
+
+PIECE = 16
+"""Tokens of a piece in which the text is computed again."""
+
+
+def measure(engine: Engine) -> str:
+    """:data:`EXACT`, or in one line what changes the bits of a token. Steps of sizes that do are avoided from now on.
+
+    Leaves nothing in the cache. Where it has too little room, what cannot be tried counts as not exact.
+    """
+    end = PREFIX + COMPARED
+    needed = (1 + OTHERS) * (max((end, *engine.row_classes)) + COMPARED)
+    if engine.model.context < end or engine.cache.free_tokens < needed:
+        return f"not measured: that takes a cache of {needed} tokens and a context of {end}"
+    probe = _Probe(engine)
+    try:
+        return probe.run()
+    finally:
+        probe.close()
+
+
+class _Probe:
+    """A text, computed in every way that a step can be made of."""
+
+    def __init__(self, engine: Engine) -> None:
+        rng = Random(5)
+        self._engine = engine
+        self._text = [rng.randrange(engine.model.vocabulary) for _ in range(PREFIX + COMPARED)]
+        self._rng = rng
+        self._sequence = engine.cache.sequence()
+        self._others = [engine.cache.sequence() for _ in range(OTHERS)]
+
+    def close(self) -> None:
+        for sequence in (self._sequence, *self._others):
+            sequence.free()
+
+    def run(self) -> str:
+        self._step(self._text[:PREFIX], rows=())
+        self._sequence.advance(range(PREFIX))
+        expected_NV = self._one_by_one()
+        for rows in self._engine.row_classes:
+            if not torch.equal(self._among(rows), expected_NV):
+                self._engine.avoid_rows(rows)
+        ways: Sequence[tuple[str, Callable[[], Tensor]]] = (
+            ("in a chain", lambda: self._step(self._text[PREFIX:])),
+            ("in a tree", self._as_branch),
+            ("in a batch", lambda: self._among(0)),
+            ("computed again in other pieces", self._again),
+        )
+        for told, compute in ways:
+            found_NV = compute()
+            if not torch.equal(found_NV, expected_NV):
+                differ = (found_NV != expected_NV).any(-1).float().mean()
+                return f"not exact: {told}, {differ:.0%} of the tokens have other bits than alone"
+        return EXACT
+
+    def _step(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+        beside: Sequence[int] = (),
+    ) -> Tensor:
+        """The wanted logits of the text's next tokens, which stay pending; others compute ``beside`` tokens each."""
+        from engine.step import Chunk
+
+        chunks = [
+            Chunk(sequence, [self._rng.randrange(self._engine.model.vocabulary) for _ in range(count)])
+            for sequence, count in zip(self._others, beside, strict=False)
+            if count
+        ]
+        own = Chunk(self._sequence, tokens, parents, range(len(tokens)) if rows is None else rows)
+        logits_NV = self._engine.run([*chunks[:1], own, *chunks[1:]]).clone()
+        for chunk in chunks:
+            chunk.sequence.rollback()
+        if rows is None:
+            self._sequence.rollback()
+        return logits_NV
+
+    def _one_by_one(self) -> Tensor:
+        found = []
+        for token in self._text[PREFIX:]:
+            found.append(self._step([token], rows=[0]))
+            self._sequence.advance([0])
+        self._sequence.truncate(PREFIX)
+        return torch.cat(found)
+
+    def _as_branch(self) -> Tensor:
+        """With a wrong sibling before each token."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        last = -1
+        for token in self._text[PREFIX:]:
+            parents += [last, last]
+            tokens += [(token + 1) % self._engine.model.vocabulary, token]
+            last = len(tokens) - 1
+        return self._step(tokens, parents)[1::2]
+
+    def _among(self, rows: int) -> Tensor:
+        """Beside others, in a step that is as large as ``rows`` rows, where steps have classes."""
+        room = max(0, rows - COMPARED)
+        first = min(room, self._engine.model.context)
+        beside = (first, min(room - first, self._engine.model.context)) if rows else (5, 1, 2)
+        return self._step(self._text[PREFIX:], beside=beside)
+
+    def _again(self) -> Tensor:
+        """In another order and other pieces, as after a failover; what is compared in one piece of them."""
+        self._sequence.truncate(0)
+        for start in range(0, PREFIX, PIECE):
+            part = self._text[start : min(start + PIECE, PREFIX)]
+            self._step(part, rows=())
+            self._sequence.advance(range(len(part)))
+        return self._step(self._text[PREFIX:])
