@@ -188,6 +188,7 @@ async def test_a_real_prometheus_answers_every_panel(tmp_path: Path) -> None:
         assert {where for where, text in graphs.items() if not await query(asked, text)} == QUIET
         rules = (await asked.get("/rules")).json()["data"]["groups"]
         assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
-        assert {
-            alert["labels"]["alertname"] for alert in (await asked.get("/alerts")).json()["data"]["alerts"]
-        } == set()
+        # What was judged before the first scrape is judged again; a rule that is wrong stays.
+        async with asyncio.timeout(60):
+            while (await asked.get("/alerts")).json()["data"]["alerts"]:
+                await asyncio.sleep(0.2)
