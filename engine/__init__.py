@@ -4,8 +4,13 @@ Shared by the target and the draft service. Knows nothing about routers, tries o
 """
 
 import logging
+import os
 
 # transformers imports torchao, which then warns of kernels for GPUs that a CPU build of torch cannot load, and of
 # what it will have to change for later versions of torch.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+# Read when CUDA starts. Workspaces so small that cuBLAS splits no sum: else a row's bits depend on how many there are.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")

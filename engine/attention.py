@@ -89,6 +89,34 @@ class Step:
         self._starts = list(accumulate((tokens for _, tokens in chunks), initial=0))
         self._batches: dict[int | None, list[KeyBatch]] = {}
 
+    def attend(
+        self,
+        layer: int,
+        query_TQD: Tensor,
+        keys_SHD: Tensor,
+        values_SHE: Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None = None,
+        sinks_Q: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of all rows, whose own keys and values are stored already, ``[T, Q, E]``, contiguous."""
+        assert self.rows is not None and self.attention is not None, "this step has no rows"
+        self.calls[layer] += 1
+        if not self.attention.takes(query_TQD, keys_SHD, values_SHE):
+            raise UnsupportedAttention(f"heads of {query_TQD.shape[-1]} in {query_TQD.dtype} are not computed by rows")
+        return self.attention(
+            query_TQD,
+            keys_SHD,
+            values_SHE,
+            self.rows,
+            longest=self.longest,
+            scaling=scaling,
+            window=sliding_window,
+            cap=softcap,
+            sinks_Q=sinks_Q,
+        )
+
     def batches(self, window: int | None) -> list[KeyBatch]:
         """What is computed together; shared by all layers with the same window."""
         if window not in self._batches:
@@ -139,6 +167,12 @@ def forward_context(step: Step) -> Iterator[None]:
         _current.step = None
 
 
+def current_step() -> Step:
+    """The one that the forward in progress on this thread belongs to."""
+    assert _current.step is not None, "a layer was called outside Engine.run"
+    return _current.step
+
+
 def paged_attention(
     module: nn.Module,
     query_1QTD: Tensor,
@@ -154,29 +188,15 @@ def paged_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Cache the new keys and values, attend, return ``[1, P, Q, E]``, contiguous. The signature is transformers'."""
-    step = _current.step
-    assert step is not None, "attention was called outside Engine.run"
+    step = current_step()
     if attention_mask is not None or position_bias is not None:
         raise UnsupportedAttention("the model adds its own bias to the attention scores (ALiBi or similar)")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    step.calls[layer] += 1
     keys_SHD, values_SHE = step.store.write(layer, step.slots_T, step.first, key_1HTD, value_1HTE)
-    if step.rows is not None and step.attention is not None:
+    if step.rows is not None:
         query_TQD = query_1QTD[0].transpose(0, 1)
-        if not step.attention.takes(query_TQD, keys_SHD, values_SHE):
-            raise UnsupportedAttention(f"heads of {query_TQD.shape[-1]} in {query_TQD.dtype} are not computed by rows")
-        found_TQE = step.attention(
-            query_TQD,
-            keys_SHD,
-            values_SHE,
-            step.rows,
-            longest=step.longest,
-            scaling=scaling,
-            window=sliding_window,
-            cap=softcap,
-            sinks_Q=s_aux,
-        )
-        return found_TQE[None], None
+        return step.attend(layer, query_TQD, keys_SHD, values_SHE, scaling, sliding_window, softcap, s_aux)[None], None
+    step.calls[layer] += 1
     batches = step.batches(sliding_window)
     outputs = []
     for batch in batches:
