@@ -55,10 +55,10 @@ class KVStore:
 
         ``first`` is the first slot when ``slots_T`` is one ascending run, which is copied faster than scattered ones.
         """
-        keys_SHD, values_SHE = self._keys[layer], self._values[layer]
-        if keys_SHD is None or values_SHE is None:
-            keys_SHD, values_SHE = self._allocate(layer, key_1HTD), self._allocate(layer, value_1HTE)
-            self._keys[layer], self._values[layer] = keys_SHD, values_SHE
+        assert key_1HTD.dtype == value_1HTE.dtype == self.dtype, (
+            f"layer {layer} writes {key_1HTD.dtype} to {self.dtype}"
+        )
+        keys_SHD, values_SHE = self.layer(layer, key_1HTD.shape[1], key_1HTD.shape[-1], value_1HTE.shape[-1])
         key_THD, value_THE = key_1HTD[0].transpose(0, 1), value_1HTE[0].transpose(0, 1)
         if first is not None:
             stop = first + len(key_THD)
@@ -67,6 +67,15 @@ class KVStore:
         else:
             keys_SHD.index_copy_(0, slots_T, key_THD)
             values_SHE.index_copy_(0, slots_T, value_THE)
+        return keys_SHD, values_SHE
+
+    def layer(self, layer: int, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of one layer, ``[S, H, D]`` and ``[S, H, E]``, to be read and written in place."""
+        keys_SHD, values_SHE = self._keys[layer], self._values[layer]
+        if keys_SHD is None or values_SHE is None:
+            # Allocated at the first use because head counts and sizes differ between models and even between layers.
+            keys_SHD, values_SHE = self._allocate(heads, key_size), self._allocate(heads, value_size)
+            self._keys[layer], self._values[layer] = keys_SHD, values_SHE
         return keys_SHD, values_SHE
 
     def move(self, moves: Sequence[Move]) -> None:
@@ -85,12 +94,9 @@ class KVStore:
             stored.index_copy_(0, destinations_M, moved_MHD)
             stored.index_fill_(0, cleared_C, 0)
 
-    def _allocate(self, layer: int, like_1HTD: Tensor) -> Tensor:
-        # Allocated at the first write because head counts and sizes differ between models and even between layers.
+    def _allocate(self, heads: int, size: int) -> Tensor:
         # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN. For the same reason
         # what a broken step wrote is cleared.
-        _, heads, _, size = like_1HTD.shape
-        assert like_1HTD.dtype == self.dtype, f"layer {layer} writes {like_1HTD.dtype} into a {self.dtype} cache"
         return _zeros((self.slots + self.spare, heads, size), self.dtype, self.device)
 
 

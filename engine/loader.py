@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.attention import NAME
+from engine.attention import NAME, current_step
 from engine.cuda.attention import RowAttention, find_attention
+from engine.fused import fuse, unfuse
 from engine.linear import pack_linears
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.parallel.group import Group
@@ -148,7 +149,17 @@ def _for_speculation(
     attention = _attention(model) if by_rows else None
     if group is not None and not group.least(int(attention is not None)):
         attention = None
+    if attention is not None:
+        report(_fuse(module) or "decoder layers are computed fused")
     return _tested(replace(model, attention=attention), test, report)
+
+
+def _fuse(module: Any) -> str:
+    """Have layers that are known computed fused; returns why not, or nothing."""
+    from engine.cuda.kernels import TritonOps
+
+    reason = fuse(module, TritonOps(), current_step)
+    return f"decoder layers are computed as transformers wrote them: {reason}" if reason else ""
 
 
 def _attention(model: Model) -> RowAttention | None:
@@ -160,7 +171,7 @@ def _attention(model: Model) -> RowAttention | None:
 
 
 def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
-    """The model as it passes its test: without attention by rows, if need be."""
+    """The model as it passes its test: with layers that are not fused, without attention by rows, if need be."""
     if test is None:
         return model
     try:
@@ -168,6 +179,9 @@ def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
     except CannotSpeculate as reason:
         if model.attention is None:
             raise
+        if unfuse(model.module):
+            log.warning("decoder layers are computed as transformers wrote them, which is slower: %s", reason)
+            return _tested(model, test, report)
         log.warning("steps are not computed by rows, which is slower: %s", reason)
         return _tested(replace(model, attention=None), test, report)
     return model

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -193,3 +197,53 @@ def test_splits_lie_where_they_lie_whatever_the_context(monkeypatch: pytest.Monk
         Octave(65_536, 4096, 16, 80),
     ]
     assert octaves(20_000)[:2] == longest[:2] and octaves(20_000)[2] == Octave(16_384, 1024, 4, 48)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from engine.cuda import attention, attention_kernels
+from engine.kv_store import PAGE
+
+PRECISE, NUMBERS = ("sums_ptr", "maxima_ptr", "totals_ptr"), ("N", "first_split", "first_position")
+HALF = ("query_ptr", "keys_ptr", "values_ptr", "sinks_ptr", "out_ptr")
+
+def shared(kernel, capability, dtype, **constants):
+    def kind(name):
+        if name in constants:
+            return "constexpr"
+        if not name.endswith("_ptr"):
+            return "i32" if name in NUMBERS else "fp32"
+        return "*fp32" if name in PRECISE else "*" + dtype if name in HALF else "*i32"
+    source = ASTSource(fn=kernel, signature={name: kind(name) for name in kernel.arg_names}, constexprs=constants)
+    options = {"num_warps": 4, "num_stages": 1}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+def attend(capability, dtype, heads, size, padded, split, window, capped):
+    return shared(
+        attention_kernels.attend_splits, capability, dtype, QUERY_HEADS=2 * heads, KEY_HEADS=heads, SIZE=size,
+        SIZE_PADDED=padded, VALUE_SIZE=size, VALUE_PADDED=padded, PAGE=PAGE, SPLIT=split, BLOCK=attention.BLOCK,
+        UNROLLED=attention.UNROLLED, ROWS=attention.MIN_ROWS, WINDOW=window, CAPPED=capped,
+        PRECISION="ieee" if dtype == "fp32" else "tf32",
+    )
+
+taken = [
+    attend(90, "bf16", 8, 128, 128, 256, 0, False),
+    attend(89, "bf16", 8, 256, 256, 4096, 4096, True),
+    attend(89, "fp32", 8, 80, 128, 256, 0, False),
+]
+assert max(taken) <= 99 << 10, f"an L4 has 99 KiB of shared memory for a program, asked for are {taken}"
+for window, sinks in ((0, False), (4096, True)):
+    shared(
+        attention_kernels.add_splits, 89, "bf16", USED=96, QUERY_HEADS=32, VALUE_SIZE=128, VALUE_PADDED=128,
+        CHUNK=attention.CHUNK, WINDOW=window, SINKS=sinks,
+    )
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
+def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
