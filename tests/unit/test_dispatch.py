@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -19,6 +20,7 @@ from speculation.messages import (
     FromWorker,
     Load,
     Open,
+    Proposal,
     RefusalCode,
     Refused,
     Sampling,
@@ -64,6 +66,9 @@ class Wire:
 
     def send(self, message: ToWorker) -> None:
         self.sent.append(message)
+
+    def relay(self, message: Proposal | Verification, epoch: int) -> None:
+        self.sent.append(replace(message, epoch=epoch))
 
     @property
     def last(self) -> Open:
