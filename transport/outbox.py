@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -18,6 +18,8 @@ MAX_WAITING = 65_536
 """Messages that may wait on one stream. A peer that reads so slowly is as good as lost."""
 MAX_FRAME_BYTES = 1 << 20
 """A frame is closed once it holds this much; one larger message still goes out alone."""
+SLICE = 4
+"""Messages that are worked at before what they have sent so far is written."""
 HEARTBEAT_SECONDS = 0.25
 """Longest silence on a stream."""
 MAX_MESSAGE_BYTES = 16 << 20
@@ -41,6 +43,18 @@ _Item = TypeVar("_Item")
 def no_delay() -> float:
     """The delay of a peer that is as near as it is."""
     return 0.0
+
+
+def slices(frame: pb.Frame) -> Iterator[pb.Frame]:
+    """A frame as several that hold :data:`SLICE` messages at most."""
+    if len(frame.messages) <= SLICE:
+        yield frame
+        return
+    entries = list(frame.messages)
+    del frame.messages[SLICE:]
+    yield frame
+    for start in range(SLICE, len(entries), SLICE):
+        yield pb.Frame(messages=entries[start : start + SLICE])
 
 
 class PeerTooSlow(Exception):

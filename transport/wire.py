@@ -6,7 +6,7 @@ Built-in sources are numbers. Any other is a name, which a message lists once an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import Source, SourceName
@@ -35,7 +35,7 @@ def at_most(field: str, count: int, limit: int) -> None:
         raise ValueError(f"{field} has {count} entries; at most {limit} are allowed")
 
 
-def names_in(sources: Sequence[SourceName]) -> list[SourceName]:
+def names_in(sources: Collection[SourceName]) -> list[SourceName]:
     """Those without a number, each once, in an order that depends on nothing else."""
     return sorted(set(sources) - SOURCE_OUT.keys()) if sources else []
 
