@@ -18,8 +18,10 @@ MAX_WAITING = 65_536
 """Messages that may wait on one stream. A peer that reads so slowly is as good as lost."""
 MAX_FRAME_BYTES = 1 << 20
 """A frame is closed once it holds this much; one larger message still goes out alone."""
-SLICE = 4
-"""Messages that are worked at before what they have sent so far is written."""
+MIN_SLICE = 4
+"""Messages of a frame that are worked at before what they have sent so far is written ..."""
+MAX_SLICES = 4
+"""... or more, so that no frame is cut into more slices: each is a write."""
 HEARTBEAT_SECONDS = 0.25
 """Longest silence on a stream."""
 MAX_MESSAGE_BYTES = 16 << 20
@@ -46,15 +48,16 @@ def no_delay() -> float:
 
 
 def slices(frame: pb.Frame) -> Iterator[pb.Frame]:
-    """A frame as several that hold :data:`SLICE` messages at most."""
-    if len(frame.messages) <= SLICE:
+    """A frame as several."""
+    if len(frame.messages) <= MIN_SLICE:
         yield frame
         return
     entries = list(frame.messages)
-    del frame.messages[SLICE:]
+    size = max(MIN_SLICE, -(-len(entries) // MAX_SLICES))
+    del frame.messages[size:]
     yield frame
-    for start in range(SLICE, len(entries), SLICE):
-        yield pb.Frame(messages=entries[start : start + SLICE])
+    for start in range(size, len(entries), size):
+        yield pb.Frame(messages=entries[start : start + size])
 
 
 class PeerTooSlow(Exception):
