@@ -74,9 +74,6 @@ from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
-MAX_PUT_OFF = 256
-"""Commits that wait for messages to be relayed, at most."""
-
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
@@ -314,16 +311,9 @@ class Dispatcher:
         if not all(isinstance(effect, Emit) for effect in rest):
             self._catch_up()
         elif len(self._heard) == 1:
-            self._catch_up_soon(0)
+            asyncio.get_running_loop().call_soon(self._catch_up)
         if run.session.phase is Phase.ENDED:
             self._over(run)
-
-    def _catch_up_soon(self, known: int) -> None:
-        """Once no more comes than what is ``known`` to be put off."""
-        if known < len(self._heard) < MAX_PUT_OFF:
-            asyncio.get_running_loop().call_soon(self._catch_up_soon, len(self._heard))
-        else:
-            self._catch_up()
 
     def _catch_up(self) -> None:
         """Perform what was put off, in order."""

@@ -26,7 +26,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, Proposal, ToWorker, Verification, Welcome
 from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker, relayed
-from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay, slices
+from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
 from transport.round_trip import RoundTrip
 from transport.tls import Identity
 
@@ -235,9 +235,7 @@ class WorkerConnection:
             try:
                 while isinstance(frame := await call.read(), pb.Frame):
                     self.received_bytes += frame.ByteSize()
-                    for part in slices(frame):
-                        line.put(part)
-                        await asyncio.sleep(0)  # what was passed on is written meanwhile
+                    line.put(frame)
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
             except asyncio.CancelledError:

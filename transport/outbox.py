@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -18,10 +18,6 @@ MAX_WAITING = 65_536
 """Messages that may wait on one stream. A peer that reads so slowly is as good as lost."""
 MAX_FRAME_BYTES = 1 << 20
 """A frame is closed once it holds this much; one larger message still goes out alone."""
-MIN_SLICE = 4
-"""Messages of a frame that are worked at before what they have sent so far is written ..."""
-MAX_SLICES = 4
-"""... or more, so that no frame is cut into more slices: each is a write."""
 HEARTBEAT_SECONDS = 0.25
 """Longest silence on a stream."""
 MAX_MESSAGE_BYTES = 16 << 20
@@ -45,19 +41,6 @@ _Item = TypeVar("_Item")
 def no_delay() -> float:
     """The delay of a peer that is as near as it is."""
     return 0.0
-
-
-def slices(frame: pb.Frame) -> Iterator[pb.Frame]:
-    """A frame as several."""
-    if len(frame.messages) <= MIN_SLICE:
-        yield frame
-        return
-    entries = list(frame.messages)
-    size = max(MIN_SLICE, -(-len(entries) // MAX_SLICES))
-    del frame.messages[size:]
-    yield frame
-    for start in range(size, len(entries), size):
-        yield pb.Frame(messages=entries[start : start + size])
 
 
 class PeerTooSlow(Exception):
