@@ -31,6 +31,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench speculation
   paceline bench drafting --only medusa
   paceline bench http --quick
+  paceline bench relay
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
@@ -43,6 +44,8 @@ MOST_STREAMS = 32
 """More would be refused, which is a fault of its own."""
 MOST_HTTP_STREAMS = 256
 """Each is a connection, and tokens of all come at a pace that one process must keep up with."""
+MAX_RELAY_SESSIONS = 256
+"""As many as a target runs in one step."""
 MOST_TOKENS = 800
 """With a prompt, what the bundled model's context holds."""
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -51,12 +54,16 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 def add(parser: Parser) -> None:
     """Its flags."""
     benches = parser.add_subparsers(
-        dest="bench", title="benchmarks", metavar="{engine,speculation,drafting,http,serve,chaos,soak}", required=True
+        dest="bench",
+        title="benchmarks",
+        metavar="{engine,speculation,drafting,http,relay,serve,chaos,soak}",
+        required=True,
     )
     _add_engine(benches)
     _add_speculation(benches)
     _add_drafting(benches)
     _add_http(benches)
+    _add_relay(benches)
     run_bench_serve.add(benches)
     _add_chaos(benches)
     _add_soak(benches)
@@ -153,6 +160,20 @@ def _add_http(benches: argparse._SubParsersAction[Parser]) -> None:
     _add_files(bench, "DATE-http")
     flag("--streams", type=int, default=64, metavar="N", help="streams at once (default: 64)")
     flag("--rounds", type=int, metavar="N", help="turns of each server (default: 7; quick: 2)")
+
+
+def _add_relay(benches: argparse._SubParsersAction[Parser]) -> None:
+    about = "what the router's relay takes from target to drafter and back, beside bare gRPC streams"
+    details = "No model is computed. Takes less than a minute"
+    bench = benches.add_parser("relay", help=about, description=f"Measures {about}.\n\n{details}.")
+    bench.set_defaults(prepare=_relay, out=None)
+    flag = bench.add_argument
+    flag("--json", type=Path, metavar="FILE", help="write the figures there too")
+    flag("--sessions", type=int, default=16, metavar="N", help="sessions at once (default: 16)")
+    flag("--steps", type=float, default=125.0, metavar="N", help="steps of the target a second (default: 125)")
+    flag("--host-ms", type=float, default=1.0, metavar="MS", help="Python in each step of the target (default: 1)")
+    flag("--rounds", type=int, default=3, metavar="N", help="turns of the router and of the bare relay (default: 3)")
+    flag("--seconds", type=float, default=4.0, metavar="S", help="how long a turn is measured (default: 4)")
 
 
 def _add_files(bench: Parser, folder: str) -> None:
@@ -286,6 +307,21 @@ def _http(args: argparse.Namespace) -> Callable[[], int]:
         rounds=args.rounds,
     )
     return partial(http_path.main, options)
+
+
+def _relay(args: argparse.Namespace) -> Callable[[], int]:
+    """Check its flags; return what measures."""
+    bounds = (("sessions", 1, MAX_RELAY_SESSIONS), ("steps", 1, 1000), ("rounds", 1, 100), ("seconds", 0.1, 600))
+    for name, least, most in bounds:
+        if not least <= getattr(args, name) <= most:
+            raise CommandError(f"--{name} must be {least} to {most}, got {getattr(args, name):g}", BAD_INPUT)
+    if not 0 <= args.host_ms <= 1000 / args.steps:
+        raise CommandError(f"--host-ms must be 0 to {1000 / args.steps:g}, a step, got {args.host_ms:g}", BAD_INPUT)
+    from benchmarks import relay
+    from benchmarks.relay_settings import Options
+
+    options = Options(args.json, args.sessions, args.steps, args.host_ms, args.rounds, args.seconds)
+    return partial(relay.main, options)
 
 
 def _chaos(args: argparse.Namespace) -> Callable[[], int]:

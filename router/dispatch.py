@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -42,6 +43,7 @@ from speculation.events import (
     Place,
     Placed,
     Received,
+    Relay,
     Role,
     Send,
     Start,
@@ -83,6 +85,18 @@ class DispatchLimits:
     reopening: ReopeningLimits = ReopeningLimits()
 
 
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """A message of a worker, with those of its effects that nobody but us and the client waits for."""
+
+    run: Run
+    peer: PeerId
+    message: FromWorker
+    effects: Sequence[Effect]
+    workers: Workers
+    now: float
+
+
 class Dispatcher:
     """All sessions of a router. Implements :class:`router.generation.Generator`."""
 
@@ -103,6 +117,7 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._reopenings = Reopenings(limits.reopening)
         self._asked_again = False
+        self._heard: deque[_Heard] = deque()
         self._durations = Durations()
         events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
@@ -276,13 +291,42 @@ class Dispatcher:
         elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
             self._malformed(peer, wrong)
         else:
-            known = self.pool.peers.get(peer)
-            if isinstance(message, Verification) and known is not None and known.role is Role.TARGET:
-                self._reopenings.heard(peer, message)
-                if message.lead is not None:
-                    run.tally.leads(message.lead)
-            self._handle(run, Received(peer, message))
-            self._ask_again_soon()
+            self._hear(run, peer, message)
+
+    def _hear(self, run: Run, peer: PeerId, message: FromWorker) -> None:
+        """Pass on what the other worker waits for; what a commit means to us and to the client comes after that."""
+        now, workers = asyncio.get_running_loop().time(), run.session.workers
+        rest: list[Effect] = []
+        for effect in run.session.handle(now, Received(peer, message)):
+            if isinstance(effect, Relay):
+                if run.witness is not None and isinstance(effect.message, Proposal):
+                    self._catch_up()
+                    run.witness.proposed(now, effect.message)
+                self.pool.relay(effect.peer, effect.message, effect.epoch)
+            else:
+                rest.append(effect)
+        if isinstance(message, Proposal) and not rest:
+            return
+        self._heard.append(_Heard(run, peer, message, rest, workers, now))
+        if not all(isinstance(effect, Emit) for effect in rest):
+            self._catch_up()
+        elif len(self._heard) == 1:
+            asyncio.get_running_loop().call_soon(self._catch_up)
+        if run.session.phase is Phase.ENDED:
+            self._over(run)
+
+    def _catch_up(self) -> None:
+        """Perform what was put off, in order."""
+        while self._heard:
+            heard = self._heard.popleft()
+            run, known = heard.run, self.pool.peers.get(heard.peer)
+            if isinstance(heard.message, Verification) and known is not None and known.role is Role.TARGET:
+                self._reopenings.heard(heard.peer, heard.message)
+                if heard.message.lead is not None:
+                    run.tally.leads(heard.message.lead)
+            for effect in heard.effects:
+                self._perform(run, effect, heard.workers, heard.now)
+        self._ask_again_soon()
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
         self.totals.malformed += 1
@@ -292,6 +336,7 @@ class Dispatcher:
 
     def _handle(self, run: Run, event: Event, at: float = 0.0) -> None:
         """Let a session take an event; ``at``: the time is no earlier, whatever the clock says."""
+        self._catch_up()
         self._take(run, event, at)
         if run.session.phase is Phase.ENDED:
             self._over(run)
@@ -300,7 +345,7 @@ class Dispatcher:
         now = max(asyncio.get_running_loop().time(), at)
         workers = run.session.workers
         for effect in run.session.handle(now, event):
-            self._perform(run, effect, workers)
+            self._perform(run, effect, workers, now)
 
     def _ask_again_soon(self) -> None:
         """Let sessions whose turn has come ask for a target again, once what happens now is dealt with."""
@@ -316,16 +361,17 @@ class Dispatcher:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, run: Run, effect: Effect, workers: Workers) -> None:
-        """``workers``: where the session was when what has this effect happened."""
+    def _perform(self, run: Run, effect: Effect, workers: Workers, now: float) -> None:
+        """``workers``: where the session was when what has this effect happened, at ``now``."""
         match effect:
             case Place(role=role, avoid=avoid):
                 self._take(run, self._placed(run, role, avoid))
             case Send(peer=peer, message=message):
                 self._note(run, peer, message)
                 self.pool.send(peer, message)
+            case Relay(peer=peer, message=message, epoch=epoch):
+                self.pool.relay(peer, message, epoch)
             case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, told=told):
-                now = asyncio.get_running_loop().time()
                 of_drafter = from_draft_models(accepted, offered, told)
                 assert workers.target is not None
                 self._learn(run, workers.target, workers.draft, *of_drafter)
@@ -385,8 +431,6 @@ class Dispatcher:
                     run.notes.opened(peer)
                     self._reopenings.opened(message.session, peer, message.epoch)
             run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
-        elif isinstance(message, Proposal) and run.witness is not None:
-            run.witness.proposed(asyncio.get_running_loop().time(), message)
         elif isinstance(message, Close):
             run.trace.closed(peer, "closed")
             self._reopenings.closed(message.session, peer)

@@ -22,7 +22,7 @@ from router.prefixes import Prefixes
 from router.recent import Recent
 from router.record import AcceptanceRecord
 from speculation.events import PeerId, Role
-from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Welcome
+from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Verification, Welcome
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
 from transport.tls import Identity
@@ -145,8 +145,7 @@ def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage
     """What is wrong with a proposal of tokens that the model of its session does not have."""
     if not isinstance(message, Proposal):
         return None
-    supports = (support.tokens for support in message.q)
-    worst = max(itertools.chain(message.tokens, *supports), default=-1)
+    worst = max(itertools.chain(message.tokens, *(support.tokens for support in message.q)), default=-1)
     if worst < vocabulary:
         return None
     why = f"token {worst} is outside the vocabulary of {vocabulary}"
@@ -234,6 +233,12 @@ class WorkerPool:
         known = self.peers.get(peer)
         if known is not None and known.connection is not None:
             known.connection.send(message)
+
+    def relay(self, peer: PeerId, message: Proposal | Verification, epoch: int) -> None:
+        """Pass on what another worker sent, under this epoch; dropped if the worker is not connected."""
+        known = self.peers.get(peer)
+        if known is not None and known.connection is not None:
+            known.connection.relay(message, epoch)
 
     def choose(
         self, role: Role, avoid: frozenset[PeerId], wanted: Wanted = Wanted(), target: PeerId | None = None

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
-from speculation.messages import FinishReason, FromWorker, SourceName, Token, TokenLogprobs, ToWorker
+from speculation.messages import (
+    FinishReason,
+    FromWorker,
+    Proposal,
+    SourceName,
+    Token,
+    TokenLogprobs,
+    ToWorker,
+    Verification,
+)
 
 PeerId = NewType("PeerId", str)
 
@@ -135,6 +144,15 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Relay:
+    """Pass a message on to the worker at the other side, as it came but under the epoch of the session there."""
+
+    peer: PeerId
+    message: Proposal | Verification
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """What a target says of tokens it commits, for those who want to know; see :class:`Verification`."""
 
@@ -181,4 +199,4 @@ class Wake:
     at: float
 
 
-Effect = Place | Send | Emit | Finish | Fail | Wake
+Effect = Place | Send | Relay | Emit | Finish | Fail | Wake

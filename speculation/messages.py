@@ -163,6 +163,8 @@ class Proposal:
     q: tuple[Support, ...] = ()
     took_us: int = 0
     """How long the draft steps that made it took, in microseconds: it was begun that long before it was sent."""
+    wire: bytes = field(default=b"", init=False, repr=False, compare=False)
+    """As it came, for whoever passes it on; empty if it was made here, or changed."""
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
@@ -237,6 +239,8 @@ class Verification:
     """How long the step took, in microseconds."""
     waited_us: int = 0
     """How long the session had waited for drafts before it."""
+    wire: bytes = field(default=b"", init=False, repr=False, compare=False)
+    """As it came, for whoever passes it on; empty if it was made here, or changed."""
 
     @property
     def end(self) -> int:

@@ -50,6 +50,7 @@ from speculation.events import (
     Place,
     Placed,
     Received,
+    Relay,
     Role,
     Send,
     Start,
@@ -313,7 +314,7 @@ class Session:
         if verification.finish:
             return effects + self._end(Finish(verification.finish))
         if drafter := self._drafting.opening:
-            effects.append(Send(drafter.peer, _for_drafter(verification, drafter.epoch)))
+            effects.append(_for_drafter(verification, drafter))
         if first and self._heir is not None:  # chosen for a text that had not begun: perhaps of another revision
             effects += self._drop_heir() + self._seek_heir()
         return effects
@@ -425,7 +426,7 @@ class Session:
         if why := self._drafting.objection(proposal):
             return self._strike(why)
         self._drafting.proposed()
-        return [Send(self._target.peer, replace(proposal, epoch=self._target.epoch))]
+        return [Relay(self._target.peer, proposal, self._target.epoch)]
 
     def _strike(self, why: str) -> list[Effect]:
         return self._close_draft() + self._place_draft() if self._drafting.struck(why) else []
@@ -581,19 +582,11 @@ class Session:
         return self._epoch
 
 
-def _for_drafter(verification: Verification, epoch: int) -> Verification:
-    """The same without what only clients want to know."""
-    return replace(
-        verification,
-        epoch=epoch,
-        sources=(),
-        refused=(),
-        recovered=False,
-        logprobs=(),
-        prompt_logprobs=(),
-        took_us=0,
-        waited_us=0,
-    )
+def _for_drafter(verification: Verification, drafter: Opening) -> Send | Relay:
+    """The same, without logprobs: they are long, and only clients want to know them."""
+    if not (verification.logprobs or verification.prompt_logprobs):
+        return Relay(drafter.peer, verification, drafter.epoch)
+    return Send(drafter.peer, replace(verification, epoch=drafter.epoch, logprobs=(), prompt_logprobs=()))
 
 
 def _told(verification: Verification, known: int, *, first: bool) -> Told:

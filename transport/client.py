@@ -24,8 +24,8 @@ import grpc
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
-from speculation.messages import FromWorker, Load, ToWorker, Welcome
-from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker
+from speculation.messages import FromWorker, Load, Proposal, ToWorker, Verification, Welcome
+from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker, relayed
 from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
 from transport.round_trip import RoundTrip
 from transport.tls import Identity
@@ -176,13 +176,26 @@ class WorkerConnection:
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
+        if (outbox := self._outbox) is not None:
+            self._put(outbox, encode_to_worker(message))
+
+    def relay(self, message: Proposal | Verification, epoch: int) -> None:
+        """As ``send``, of what another worker sent, under the epoch that the session has here."""
+        if (outbox := self._outbox) is not None:
+            self._put(outbox, relayed(message, epoch))
+
+    @property
+    def _outbox(self) -> Outbox | None:
+        """Where messages go while the worker is up."""
         stream = self._stream
-        if stream is None or not stream.incoming.up:
-            return
+        return stream.outbox if stream is not None and stream.incoming.up else None
+
+    def _put(self, outbox: Outbox, entry: bytes) -> None:
         try:
-            stream.outbox.put(encode_to_worker(message))
+            outbox.put(entry)
         except PeerTooSlow as error:
-            stream.reset(str(error))
+            assert self._stream is not None
+            self._stream.reset(str(error))
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""

@@ -5,6 +5,9 @@ What a session is opened with is much, and has a module of its own: :mod:`transp
 Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
 raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is affected.
 
+What a router passes on from one worker to the other is decoded, and so checked, but not encoded again
+(:func:`relayed`): the bytes go on as they came.
+
 What most messages would repeat is left out: the parents of a chain, a draft model as the source, the names of a
 worker's counters once the stream has heard them. No state is kept here: who owns the stream passes those names in.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
@@ -51,7 +55,18 @@ MAX_SUPPORT = 1024
 """Most tokens in one q."""
 MAX_COUNTERS = 256
 """Most counters a worker reports."""
+MAX_RELAYED_BYTES = 1 << 16
+"""A longer message is encoded again on its way from worker to worker: fields unknown here are no way to send much."""
 MAX_UINT32 = (1 << 32) - 1
+
+_VERIFIED = pb.FromWorker.DESCRIPTOR.fields_by_name["verified"].number << 3 | 2
+_PROPOSED = pb.FromWorker.DESCRIPTOR.fields_by_name["proposed"].number << 3 | 2
+_TO_TARGET = bytes((pb.ToWorker.DESCRIPTOR.fields_by_name["propose"].number << 3 | 2,))
+_TO_DRAFTER = bytes((pb.ToWorker.DESCRIPTOR.fields_by_name["verified"].number << 3 | 2,))
+_EPOCH = bytes((pb.Verification.DESCRIPTOR.fields_by_name["epoch"].number << 3,))
+assert pb.Proposal.DESCRIPTOR.fields_by_name["epoch"].number << 3 == _EPOCH[0]
+_BYTE = tuple(value / 255 for value in range(256))
+"""What a byte of confidence stands for."""
 
 _FINISH = {pb.FINISH_STOP: FinishReason.STOP, pb.FINISH_LENGTH: FinishReason.LENGTH}
 _CODE = {
@@ -88,6 +103,18 @@ def encode_to_worker(message: ToWorker) -> bytes:
             return pb.ToWorker(verified=_verification(message)).SerializeToString()
         case Close():
             return pb.ToWorker(close=pb.Close(session=message.session, epoch=message.epoch)).SerializeToString()
+
+
+def relayed(message: Proposal | Verification, epoch: int) -> bytes:
+    """One entry of a router's frame: what another worker sent, under the epoch that the session has here.
+
+    Where a field comes twice, the last one counts, so the epoch is put after the bytes that came.
+    """
+    if not message.wire:
+        return encode_to_worker(replace(message, epoch=epoch))
+    kind = _TO_TARGET if isinstance(message, Proposal) else _TO_DRAFTER
+    epoch_field = _EPOCH + _varint(epoch)
+    return b"".join((kind, _varint(len(message.wire) + len(epoch_field)), message.wire, epoch_field))
 
 
 def decode_to_worker(entry: bytes) -> ToWorker:
@@ -134,9 +161,9 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
         case "verified":
-            return _checked(message.verified, _read_verification)
+            return _as_it_came(_checked(message.verified, _read_verification), entry, _VERIFIED)
         case "proposed":
-            return _checked(message.proposed, _read_proposal)
+            return _as_it_came(_checked(message.proposed, _read_proposal), entry, _PROPOSED)
         case "refused":
             refused = message.refused
             code = _CODE.get(refused.code, RefusalCode.INTERNAL)
@@ -148,11 +175,36 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
     raise MalformedMessage("a message without a known kind")
 
 
+_Relayed = TypeVar("_Relayed", Proposal, Verification)
+
+
+def _as_it_came(message: _Relayed, entry: bytes, tag: int) -> _Relayed:
+    """With its bytes, if they are all there is to the entry."""
+    for start in (2, 3, 4):  # after the tag and a length of one, two or three bytes
+        body = entry[start:]
+        if entry[0] == tag and entry[1:start] == _varint(len(body)) and len(body) <= MAX_RELAYED_BYTES:
+            object.__setattr__(message, "wire", body)
+            break
+    return message
+
+
+def _varint(value: int) -> bytes:
+    """A whole number, not negative, as protobuf writes it."""
+    if value < 0x80:
+        return bytes((value,))
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
 # -- one message each --------------------------------------------------------------------------------------------------
 
 
 def _proposal(message: Proposal) -> pb.Proposal:
-    chain = all(parent == i - 1 for i, parent in enumerate(message.parents))
+    chain = message.parents == tuple(range(ANCHOR, len(message.parents) - 1))
     return pb.Proposal(
         session=message.session,
         epoch=message.epoch,
@@ -160,7 +212,7 @@ def _proposal(message: Proposal) -> pb.Proposal:
         anchor_digest=message.anchor_digest,
         tokens=message.tokens,
         parents=() if chain else message.parents,
-        confidence=bytes(round(255 * min(max(value, 0.0), 1.0)) for value in message.confidence),
+        confidence=bytes([round(255 * min(max(value, 0.0), 1.0)) for value in message.confidence]),
         source=pb.SOURCE_UNSPECIFIED if message.source is Source.DRAFT else SOURCE_OUT[message.source],
         q=[pb.Support(tokens=support.tokens, weights=support.weights) for support in message.q],
         took_us=min(message.took_us, MAX_UINT32),
@@ -169,21 +221,25 @@ def _proposal(message: Proposal) -> pb.Proposal:
 
 def _read_proposal(message: pb.Proposal) -> Proposal:
     at_most("tokens", len(message.tokens), MAX_PROPOSED)
-    at_most("q", max((len(support.tokens) for support in message.q), default=0), MAX_SUPPORT)
-    count = len(message.tokens)
+    if message.q:
+        at_most("q", max(len(support.tokens) for support in message.q), MAX_SUPPORT)
+    tokens, parents = tuple(message.tokens), tuple(message.parents)
     proposal = Proposal(
         session=SessionId(message.session),
         epoch=message.epoch,
         anchor_position=message.anchor_position,
         anchor_digest=message.anchor_digest,
-        tokens=tuple(message.tokens),
-        parents=tuple(message.parents) or tuple(range(ANCHOR, count - 1)),
-        confidence=tuple(value / 255 for value in message.confidence),
+        tokens=tokens,
+        parents=parents or tuple(range(ANCHOR, len(tokens) - 1)),
+        confidence=tuple([_BYTE[value] for value in message.confidence]),
         source=SOURCE.get(message.source, Source.DRAFT),
-        q=tuple(Support(tuple(support.tokens), tuple(support.weights)) for support in message.q),
+        q=tuple([Support(tuple(support.tokens), tuple(support.weights)) for support in message.q]),
         took_us=message.took_us,
     )
-    _check_shape(proposal)
+    if parents:
+        _check_shape(proposal)
+    elif len(tokens) > MAX_DEPTH:
+        raise ValueError(f"the tree is {len(tokens)} tokens deep; at most {MAX_DEPTH} are allowed")
     return proposal
 
 
@@ -197,8 +253,7 @@ def _check_shape(proposal: Proposal) -> None:
 
 
 def _verification(message: Verification) -> pb.Verification:
-    named = names_in((*message.sources, *message.refused))
-    return pb.Verification(
+    wire = pb.Verification(
         session=message.session,
         epoch=message.epoch,
         position=message.position,
@@ -206,18 +261,22 @@ def _verification(message: Verification) -> pb.Verification:
         digest=message.digest,
         accepted=message.accepted,
         offered=message.offered,
-        finish=_FINISH_OUT[message.finish] if message.finish else pb.FINISH_UNSPECIFIED,
         lead=message.lead,
         cached=message.cached,
-        logprobs=[_logprobs(each) for each in message.logprobs],
-        prompt_logprobs=[_logprobs(each) for each in message.prompt_logprobs],
-        sources=numbers(message.sources, named),  # type: ignore[arg-type]  # beyond what the enum names
-        refused=numbers(message.refused, named),  # type: ignore[arg-type]
-        named=named,
         recovered=message.recovered,
         took_us=min(message.took_us, MAX_UINT32),
         waited_us=min(message.waited_us, MAX_UINT32),
     )
+    if message.finish:
+        wire.finish = _FINISH_OUT[message.finish]
+    if message.sources or message.refused:
+        wire.named.extend(named := names_in((*message.sources, *message.refused)))
+        wire.sources.extend(numbers(message.sources, named))  # type: ignore[arg-type]  # beyond what the enum names
+        wire.refused.extend(numbers(message.refused, named))  # type: ignore[arg-type]
+    if message.logprobs or message.prompt_logprobs:
+        wire.logprobs.extend(map(_logprobs, message.logprobs))
+        wire.prompt_logprobs.extend(map(_logprobs, message.prompt_logprobs))
+    return wire
 
 
 def _logprobs(message: TokenLogprobs) -> pb.Logprobs:
@@ -229,38 +288,37 @@ def _read_logprobs(message: pb.Logprobs) -> TokenLogprobs:
 
 
 def _read_verification(message: pb.Verification) -> Verification:
-    at_most("tokens", len(message.tokens), MAX_TOKENS)
-    if not message.accepted <= min(message.offered, len(message.tokens)):
+    tokens, accepted, offered = tuple(message.tokens), message.accepted, message.offered
+    logprobs, sources, refused = message.logprobs, message.sources, message.refused
+    at_most("tokens", len(tokens), MAX_TOKENS)
+    if not accepted <= min(offered, len(tokens)):
         raise ValueError(
-            f"accepted is {message.accepted}; it must be at most offered ({message.offered}) "
-            f"and the {len(message.tokens)} tokens sent"
+            f"accepted is {accepted}; it must be at most offered ({offered}) and the {len(tokens)} tokens sent"
         )
     if message.cached > message.position:
         raise ValueError(f"cached is {message.cached}; it must be at most position ({message.position})")
-    if len(message.logprobs) not in (0, len(message.tokens)):
-        raise ValueError(f"logprobs has {len(message.logprobs)} entries for {len(message.tokens)} tokens")
-    if len(message.sources) not in (0, message.accepted):
-        raise ValueError(f"sources has {len(message.sources)} entries for {message.accepted} accepted tokens")
-    if len(message.refused) not in (0, message.offered - message.accepted):
-        raise ValueError(
-            f"refused has {len(message.refused)} entries for {message.offered - message.accepted} refused tokens"
-        )
+    if len(logprobs) not in (0, len(tokens)):
+        raise ValueError(f"logprobs has {len(logprobs)} entries for {len(tokens)} tokens")
+    if len(sources) not in (0, accepted):
+        raise ValueError(f"sources has {len(sources)} entries for {accepted} accepted tokens")
+    if len(refused) not in (0, offered - accepted):
+        raise ValueError(f"refused has {len(refused)} entries for {offered - accepted} refused tokens")
     named = read_names("named", message.named)
     return Verification(
         session=SessionId(message.session),
         epoch=message.epoch,
         position=message.position,
-        tokens=tuple(message.tokens),
+        tokens=tokens,
         digest=message.digest,
-        accepted=message.accepted,
-        offered=message.offered,
+        accepted=accepted,
+        offered=offered,
         finish=_FINISH.get(message.finish),
         lead=message.lead if message.HasField("lead") else None,
         cached=message.cached,
-        sources=sources_of(message.sources, named),
-        refused=sources_of(message.refused, named),
+        sources=sources_of(sources, named),
+        refused=sources_of(refused, named),
         recovered=message.recovered,
-        logprobs=tuple(map(_read_logprobs, message.logprobs)),
+        logprobs=tuple(map(_read_logprobs, logprobs)),
         prompt_logprobs=tuple(map(_read_logprobs, message.prompt_logprobs)),
         took_us=message.took_us,
         waited_us=message.waited_us,

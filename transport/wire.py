@@ -6,7 +6,7 @@ Built-in sources are numbers. Any other is a name, which a message lists once an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import Source, SourceName
@@ -35,19 +35,21 @@ def at_most(field: str, count: int, limit: int) -> None:
         raise ValueError(f"{field} has {count} entries; at most {limit} are allowed")
 
 
-def names_in(sources: Iterable[SourceName]) -> list[SourceName]:
+def names_in(sources: Collection[SourceName]) -> list[SourceName]:
     """Those without a number, each once, in an order that depends on nothing else."""
-    return sorted(set(sources) - SOURCE_OUT.keys())
+    return sorted(set(sources) - SOURCE_OUT.keys()) if sources else []
 
 
 def numbers(sources: Iterable[SourceName], named: Sequence[SourceName]) -> list[int]:
     """What stands for each on the wire; ``named``: those that the message lists."""
-    known = SOURCE_OUT | {name: FIRST_NAMED + i for i, name in enumerate(named)}
+    known = SOURCE_OUT | {name: FIRST_NAMED + i for i, name in enumerate(named)} if named else SOURCE_OUT
     return [known[source] for source in sources]
 
 
-def sources_of(numbers: Iterable[int], named: Sequence[SourceName]) -> tuple[SourceName, ...]:
+def sources_of(numbers: Sequence[int], named: Sequence[SourceName]) -> tuple[SourceName, ...]:
     """The other way round. A number that means nothing here is read as a draft model."""
+    if not numbers:
+        return ()
     known: dict[int, SourceName] = SOURCE | {FIRST_NAMED + i: name for i, name in enumerate(named)}
     return tuple(known.get(number, Source.DRAFT) for number in numbers)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from speculation.events import (
@@ -30,6 +30,7 @@ from speculation.events import (
     Place,
     Placed,
     Received,
+    Relay,
     Role,
     Send,
     Start,
@@ -252,6 +253,8 @@ class World:
             case Send(peer=peer, message=message):
                 self._note(self.peers[peer], message)
                 self._to_worker(self.peers[peer], message)
+            case Relay(peer=peer, message=message, epoch=epoch):
+                self._to_worker(self.peers[peer], replace(message, epoch=epoch))
             case Emit(tokens=tokens, accepted=accepted):
                 self._emit(number, tokens)
                 self.accepted += accepted

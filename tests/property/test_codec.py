@@ -17,12 +17,14 @@ from transport.codec import (
     decode_to_worker,
     encode_from_worker,
     encode_to_worker,
+    relayed,
 )
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
 sessions = u64.map(m.SessionId)
 token_lists = st.lists(u32, max_size=20).map(tuple)
+SHORT = m.Verification(m.SessionId(7), 300, 9, (1, 2, 70_000), 12345, 2, 4, lead=8, recovered=True)
 few_tokens = st.lists(u32, max_size=4).map(tuple)
 shifts = st.floats(-1e4, 1e4)
 samplings = st.builds(
@@ -135,6 +137,29 @@ def test_messages_to_workers_survive(message):
 @given(from_worker)
 def test_messages_from_workers_survive(message):
     assert decode_from_worker(encode_from_worker(message)) == message
+
+
+@given(st.one_of(verifications(), proposals()), u32)
+def test_what_is_relayed_arrives_as_it_was_sent_under_another_epoch(message, epoch):
+    heard = decode_from_worker(encode_from_worker(message))
+    assert isinstance(heard, m.Verification | m.Proposal)
+    assert decode_to_worker(relayed(heard, epoch)) == replace(message, epoch=epoch)
+    assert relayed(replace(heard, epoch=epoch), epoch) == encode_to_worker(replace(message, epoch=epoch))
+
+
+def test_what_is_relayed_is_passed_on_byte_by_byte_unless_it_is_long_or_comes_with_something_else():
+    sent = encode_from_worker(SHORT)
+    assert decode_from_worker(sent).wire in relayed(decode_from_worker(sent), 9)
+    assert decode_from_worker(sent).wire
+    unknown = b"\xfa\x07\x01x"  # a field 127, of some later version
+    assert decode_from_worker(sent + unknown) == SHORT
+    assert not decode_from_worker(sent + unknown).wire
+    stuffed = pb.FromWorker()
+    stuffed.ParseFromString(sent)
+    stuffed.verified.MergeFromString(b"\xfa\x07\xa0\x8d\x06" + bytes(100_000))
+    heard = decode_from_worker(stuffed.SerializeToString())
+    assert heard == SHORT
+    assert relayed(heard, 9) == encode_to_worker(replace(SHORT, epoch=9)), "without what was stuffed into it"
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), u64, max_size=3).map(lambda counters: m.Load(counters=counters))))

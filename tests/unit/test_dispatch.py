@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -19,6 +20,7 @@ from speculation.messages import (
     FromWorker,
     Load,
     Open,
+    Proposal,
     RefusalCode,
     Refused,
     Sampling,
@@ -64,6 +66,9 @@ class Wire:
 
     def send(self, message: ToWorker) -> None:
         self.sent.append(message)
+
+    def relay(self, message: Proposal | Verification, epoch: int) -> None:
+        self.sent.append(replace(message, epoch=epoch))
 
     @property
     def last(self) -> Open:
@@ -306,4 +311,45 @@ async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads():
     with pytest.raises(GenerationError, match="had to stop"):
         await anext(reading)
     assert served.dispatcher.snapshot().failed == 1
+    await served.dispatcher.pool.close()
+
+
+async def test_messages_are_relayed_before_clients_and_accounts_hear_of_them_and_both_hear_all_in_order():
+    served = Served()
+    served.up("a")
+    served.up("d", role=Role.DRAFT)
+    serving = asyncio.create_task(served.serve(100))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    await served.read(1)
+    opened, drafted = served.wires["a"].last, served.wires["d"].last
+    served.verify("a", 12)
+    assert replace(served.wires["d"].sent[-1], digest=0) == Verification(
+        drafted.session, drafted.epoch, len(PROMPT) + 1, (12,), 0
+    )
+    assert served.dispatcher.totals.committed == 1, "not yet"
+    digest = digests.of((*PROMPT, 11, 12, 13))
+    last = Verification(opened.session, opened.epoch, len(PROMPT) + 2, (13,), digest, finish=FinishReason.STOP)
+    served.hear("a", last)
+    await serving
+    assert [commit.tokens for commit in served.commits] == [(11,), (12,), (13,)]
+    assert (served.dispatcher.totals.committed, served.dispatcher.running) == (3, 0)
+    assert [type(message) for message in served.wires["d"].sent] == [Open, Verification, Verification, Close]
+    await served.dispatcher.pool.close()
+
+
+async def test_what_is_put_off_is_done_before_anything_else_happens_to_a_session():
+    served = Served()
+    served.up("a")
+    serving = asyncio.create_task(served.serve(100))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    served.die("a")
+    assert served.dispatcher.totals.committed == 1
+    served.up("b")
+    assert served.wires["b"].last.tokens == (*PROMPT, 11)
+    await served.read(1)
+    served.verify("b", 12, finish=FinishReason.STOP)
+    await serving
+    assert [commit.tokens for commit in served.commits] == [(11,), (12,)]
     await served.dispatcher.pool.close()

@@ -19,6 +19,7 @@ from speculation.events import (
     Place,
     Placed,
     Received,
+    Relay,
     Role,
     Send,
     Start,
@@ -94,11 +95,11 @@ def test_a_verification_is_emitted_and_relayed_under_the_drafters_epoch():
     session = running()
     message = replace(verified(session, 4, 5, accepted=1), lead=9)
     effects = session.handle(0.1, Received(T0, message))
-    assert effects == [Emit((4, 5), 1, 1), Send(D0, replace(message, epoch=2))]
+    assert effects == [Emit((4, 5), 1, 1), Relay(D0, message, 2)]
     assert session.output == (4, 5)
 
 
-def test_a_drafter_is_not_told_what_only_clients_want_to_know():
+def test_a_drafter_is_not_told_logprobs_which_only_clients_want_to_know():
     session = running()
     message = replace(
         verified(session, 4, 5, accepted=1),
@@ -114,8 +115,7 @@ def test_a_drafter_is_not_told_what_only_clients_want_to_know():
     told = emit.told
     assert (told.sources, told.refused, told.recovered) == (message.sources, message.refused, True)
     assert (told.took_us, told.waited_us, told.logprobs) == (30, 5, message.logprobs)
-    plain = replace(verified(new(), 4, 5, epoch=2, accepted=1), offered=2)
-    assert relayed == Send(D0, plain)
+    assert relayed == Send(D0, replace(message, epoch=2, logprobs=()))
 
 
 def test_a_prediction_goes_to_every_target_and_to_no_drafter():
@@ -153,7 +153,7 @@ def test_what_was_cached_counts_for_the_prompt_only():
 def test_a_proposal_is_relayed_under_the_targets_epoch():
     session = running()
     proposal = Proposal(ID, 2, 3, digests.of(PROMPT), (4,), (ANCHOR,))
-    assert session.handle(0.1, Received(D0, proposal)) == [Send(T0, replace(proposal, epoch=1))]
+    assert session.handle(0.1, Received(D0, proposal)) == [Relay(T0, proposal, 1)]
     assert session.handle(0.1, Received(D0, replace(proposal, epoch=1))) == []
     assert session.handle(0.1, Received(PeerId("d9"), proposal)) == []
 
@@ -321,7 +321,7 @@ def test_a_drafter_that_does_what_its_session_did_not_ask_for_is_struck():
         assert session.output == ()
     for session, right in ((new(), branching), (new(rule=Rule.REJECTION), drawn)):
         running(session)
-        assert session.handle(0.1, Received(D0, right)) == [Send(T0, replace(right, epoch=1))]
+        assert session.handle(0.1, Received(D0, right)) == [Relay(T0, right, 1)]
         assert not session.strikes
 
 
@@ -496,7 +496,7 @@ def test_a_drafter_that_drains_is_left_for_another_if_there_is_one():
     assert session.handle(0.1, Draining(D0)) == [Place(Role.DRAFT, frozenset({D0}))]
     assert session.handle(0.1, Placed(Role.DRAFT, None)) == []
     message = verified(session, 4)
-    assert session.handle(0.2, Received(T0, message)) == [Emit((4,), 0, 0), Send(D0, replace(message, epoch=2))]
+    assert session.handle(0.2, Received(T0, message)) == [Emit((4,), 0, 0), Relay(D0, message, 2)]
     assert session.handle(0.3, Available(Role.DRAFT)) == [Place(Role.DRAFT, frozenset({D0}))]
     effects = session.handle(0.3, Placed(Role.DRAFT, D1))
     assert [effect.peer for effect in sent(effects, Close)] == [D0]

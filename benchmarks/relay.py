@@ -1,0 +1,205 @@
+"""What the relay between a target and a drafter takes: real streams through a real router, and nothing computed.
+
+Each part is a process of its own. Messages carry the time they were made at as a token id, so one-way times are read
+where they arrive. Beside the router runs, in turn, a bare one that passes the same bytes on through gRPC's streams and
+reads nothing: the difference is ours, the rest is what two streams cost on this machine as it is now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.relay_settings import BARE, CONTENDERS, PACELINE, PROPOSED, VERIFIED, WANTED_MS, WAYS, Options
+from benchmarks.report import Table, describe_machine
+from benchmarks.workers import WorkerFailed
+from cluster.console import stages
+
+READY_SECONDS = 60.0
+WARM_UP_SECONDS = 1.0
+PARTS = {PACELINE: ("target", "draft", "router"), BARE: ("bare-target", "bare-draft", "bare-router")}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a contender. Times in milliseconds, by the way they were taken on."""
+
+    contender: str
+    heard: dict[str, list[float]]
+    """From one machine to the event loop of the other."""
+    taken: dict[str, list[float]]
+    """And until the other machine took the message up."""
+    cpu_us: dict[str, float]
+    """Processor time of each part for a verification and its proposal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One way of one contender, over all its turns."""
+
+    messages: int
+    p50_ms: float
+    p99_ms: float
+    taken_p50_ms: float
+    """Until the machine took it up: a target does so between two steps."""
+
+
+def figures(turns: Sequence[Turn], contender: str, way: str) -> Figures:
+    """What was measured of one way."""
+    own = [turn for turn in turns if turn.contender == contender]
+    heard = sorted(time for turn in own for time in turn.heard[way])
+    taken = [time for turn in own for time in turn.taken[way]]
+    if not heard:
+        raise WorkerFailed(f"nothing came from {way} through {contender}")
+    return Figures(len(heard), median(heard), heard[99 * len(heard) // 100], median(taken))
+
+
+def cpu(turns: Sequence[Turn], contender: str, part: str) -> float:
+    """Microseconds of a part for a verification and its proposal: the median of its turns."""
+    return median(turn.cpu_us[part] for turn in turns if turn.contender == contender)
+
+
+def summary(turns: Sequence[Turn]) -> dict[str, float]:
+    """The figures that matter, the first two of which have a goal of :data:`WANTED_MS`."""
+    ours = {way: figures(turns, PACELINE, way) for way in WAYS}
+    bare = {way: figures(turns, BARE, way) for way in WAYS}
+    return {
+        "verified_p50_ms": ours[VERIFIED].p50_ms,
+        "proposed_p50_ms": ours[PROPOSED].p50_ms,
+        "verified_p99_ms": ours[VERIFIED].p99_ms,
+        "proposed_p99_ms": ours[PROPOSED].p99_ms,
+        "verified_over_bare": ours[VERIFIED].p50_ms / bare[VERIFIED].p50_ms,
+        "proposed_over_bare": ours[PROPOSED].p50_ms / bare[PROPOSED].p50_ms,
+        "router_cpu_us": cpu(turns, PACELINE, "router"),
+    }
+
+
+async def measure(options: Options, report: Callable[[str], None] = lambda _: None) -> list[Turn]:
+    """All turns. Raises WorkerFailed, TimeoutError."""
+    turns = []
+    for number in range(options.rounds):
+        for contender in CONTENDERS if number % 2 else reversed(CONTENDERS):
+            report(f"round {number + 1} of {options.rounds}: {contender}")
+            turns.append(await _turn(contender, options))
+    return turns
+
+
+async def _turn(contender: str, options: Options) -> Turn:
+    size = [f"{options.host_ms}", f"{options.steps}", f"{options.sessions}"]
+    target_part, draft_part, router_part = PARTS[contender]
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(_running(target_part, *size))
+        draft = await stack.enter_async_context(_running(draft_part, *size))
+        router = await stack.enter_async_context(_running(router_part, target.first, draft.first, size[-1]))
+        await asyncio.sleep(WARM_UP_SECONDS)
+        parts = {"target": target, "draft": draft, "router": router}
+        before = {name: await part.told() for name, part in parts.items()}
+        await asyncio.sleep(options.seconds)
+        told = {name: await part.told() for name, part in parts.items()}
+    frames = 1 if contender == PACELINE else options.sessions  # a bare frame is as long as the messages of a step
+    proposals = max(len(told["target"]["heard"]) * frames, 1)
+    return Turn(
+        contender,
+        {VERIFIED: told["draft"]["heard"], PROPOSED: told["target"]["heard"]},
+        {VERIFIED: told["draft"]["taken"], PROPOSED: told["target"]["taken"]},
+        {name: 1e6 * (told[name]["cpu"] - before[name]["cpu"]) / proposals for name in parts},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    name: str
+    process: Process
+    first: str
+
+    async def told(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        answer: dict[str, Any] = json.loads(await _line(self.name, self.process))
+        return answer
+
+
+@asynccontextmanager
+async def _running(name: str, *arguments: str) -> AsyncIterator[_Part]:
+    command = [sys.executable, "-m", "benchmarks.relay_part", name, *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 28)
+    try:
+        yield _Part(name, process, await _line(name, process))
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+
+async def _line(name: str, process: Process) -> str:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), READY_SECONDS)
+    if not line:
+        raise WorkerFailed(f"the {name} of the relay ended")
+    return line.decode().strip()
+
+
+def main(options: Options) -> int:
+    """Measure, show, write."""
+    with stages() as report:
+        turns = asyncio.run(measure(options, report))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table(turns).rich())
+    for note in notes(options):
+        console.print(note, highlight=False)
+    if options.json is not None:
+        options.json.write_text(json.dumps(document(options, turns), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def table(turns: Sequence[Turn]) -> Table:
+    """Each way of each contender."""
+    lines = []
+    for contender in CONTENDERS:
+        processor = "/".join(f"{cpu(turns, contender, part):.0f}" for part in ("target", "router", "draft"))
+        for way in WAYS:
+            found = figures(turns, contender, way)
+            goal = "" if contender == BARE else "yes" if found.p50_ms < WANTED_MS else "NO"
+            times = (f"{ms:.2f}" for ms in (found.p50_ms, found.p99_ms, found.taken_p50_ms))
+            lines.append((contender, way, str(found.messages), *times, processor, goal))
+    columns = ("", "way", "messages", "p50 ms", "p99", "taken p50", "CPU us target/router/draft", f"< {WANTED_MS:g} ms")
+    return Table("The relay", columns, lines)
+
+
+def notes(options: Options) -> list[str]:
+    """What a reader of the figures must know."""
+    return [
+        f"{options.sessions} sessions, {options.steps:g} steps a second of all of them at once, {options.host_ms:g} ms "
+        "of Python in each at the target. Target, drafter and router are processes on the same machine.",
+        "From a machine that made a message to the event loop of the other one; taken: until its machine took it up. "
+        "CPU: for a verification and its proposal together.",
+    ]
+
+
+def document(options: Options, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Everything, for other programs."""
+    return {
+        "summary": summary(turns),
+        "wanted": {name: {"below": WANTED_MS} for name in ("verified_p50_ms", "proposed_p50_ms")},
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": describe_machine(),
+        "command": options.command,
+        "notes": notes(options),
+        "figures": {
+            contender: {
+                **{way: asdict(figures(turns, contender, way)) for way in WAYS},
+                "cpu_us": {part: cpu(turns, contender, part) for part in ("target", "router", "draft")},
+            }
+            for contender in CONTENDERS
+        },
+    }
