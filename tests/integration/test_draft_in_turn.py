@@ -18,6 +18,7 @@ from engine.step import Chunk, Engine
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
     Close,
+    Extras,
     Limits,
     Open,
     Rule,
@@ -31,7 +32,9 @@ from speculation.messages import (
 from target_service import draft_model, scheduler
 from target_service.draft_model import check_drafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.unit.engine_models import load_tiny, random_tokens
+from tests.grammars import CORPUS, STOP, regex, tiny_engine
+from tests.ranks import needs_no_gpu, on_ranks
+from tests.unit.engine_models import load_tiny, random_tokens, save_model
 
 LINK = "router"
 NEW = 24
@@ -323,4 +326,44 @@ def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model) -> Non
     drafter.receive(LINK, one)
     assert [levels(rate=1e6) for _ in range(66)].count(1) == 1
     drafter.receive(LINK, Close(SessionId(1), 1))
+    assert_empty(drafter)
+
+
+def test_a_grammar_holds_for_drafts(tmp_path: Path) -> None:
+    """A draft model of one mind with the target is right within the grammar as well."""
+    engine, tokenizer = tiny_engine(tmp_path)
+    cache = KVCache(engine.model.layers, 2048, dtype=engine.model.dtype, device="cpu")
+    drafter = drafter_of(Engine(engine.model, cache, invariant=False))
+    prompt = tuple(tokenizer.encode(CORPUS[0]).ids)
+
+    def text(drafter: InTurn | None, speculation: Speculation) -> tuple[list[Token], VerifyLoop]:
+        loop = loop_of(engine.model, drafter)
+        limits = Limits(len(prompt) + 48, frozenset({STOP}))
+        extras = Extras(grammar=regex("[a-z]{40,60}"))
+        loop.receive(LINK, Open(SessionId(1), 1, prompt, WARM, limits, speculation=speculation, extras=extras))
+        said: list[Token] = []
+        while loop._held:
+            for _, message in loop.step() or ():
+                assert isinstance(message, Verification), message
+                said += message.tokens
+        return said, loop
+
+    expected, _ = text(None, PLAIN)
+    said, loop = text(drafter, DRAFTED)
+    assert said == expected
+    assert loop.counters.accepted_from[Source.DRAFT] > loop.counters.offered_from[Source.DRAFT] // 4 > 0
+    assert_empty(drafter)
+
+
+@needs_no_gpu
+def test_beside_rank_0_of_a_target_on_several_ranks(
+    model: Model, likeness: Model, expected: dict[int, list[Token]], tmp_path: Path
+) -> None:
+    folder = save_model("llama", tmp_path / "model", num_hidden_layers=2)
+    drafter = drafter_of(engine_of(likeness, invariant=False))
+    with on_ranks(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=2048)) as engine:
+        limits = TargetLimits(adaptive=False)
+        loop = VerifyLoop(engine, welcome(EngineSettings("tiny"), engine.model, "target"), limits, drafter=drafter)
+        assert texts(loop, mixed()) == expected
+    assert loop.counters.accepted_from[Source.DRAFT] > loop.counters.committed // 2
     assert_empty(drafter)
