@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draft_service.drafted import Drafted
 from draft_service.lookahead import Lookahead, LookaheadLimits
@@ -38,16 +38,8 @@ Key = tuple[Hashable, SessionId]
 
 def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:
     """What is drafted at once and read in between: everything is handed over at once, nothing is held back."""
-    bounded = DraftLimits(
-        lead=min(draft.lead, 2 * MAX_LEVELS),
-        nodes=draft.nodes,
-        children=draft.children,
-        width=draft.width,
-        least=draft.least,
-        hold=1,
-        enough=draft.nodes,
-        bytes_a_token=math.inf,
-    )
+    lead = min(draft.lead, 2 * MAX_LEVELS)
+    bounded = replace(draft, lead=lead, hold=1, enough=draft.nodes, bytes_a_token=math.inf)
     return LookaheadLimits(sessions=sessions, prefill=256, draft=bounded)
 
 

@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 RETRY_AFTER = 64
 """Steps after which a session that the draft model had no room for is tried again."""
 
+PLAIN_EVERY = 64
+"""Steps of which the first is computed without drafts, to see what that takes."""
+
 Key = tuple[Hashable, SessionId]
 """A session: the link it was opened on and its number there."""
 
@@ -97,6 +100,7 @@ class DraftModel:
         """The turn from which on a session that was refused is tried again; never, if it failed."""
         self._turn = 0
         self._tempos: defaultdict[int, Tempo] = defaultdict(Tempo)  # by size class of the batch
+        self._turns: defaultdict[int, int] = defaultdict(int)  # likewise
         self.seconds = 0.0
         """What drafting took before the step at hand."""
 
@@ -110,6 +114,8 @@ class DraftModel:
         try:
             self._follow(running, part)
             wanted = {key: held.session.pace.agreement for held in drawing if (key := _key(held)) in self._open}
+            if len(part) == len(drawing) and self._is_plain_due(len(drawing)):
+                wanted = {}
             if self._open:
                 rate, row_seconds = self._worth(len(drawing))
                 self._take(self._drafter.draft([_key(held) for held in part], wanted, rate, row_seconds))
@@ -141,6 +147,15 @@ class DraftModel:
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
         self._tempos[sessions.bit_length()].observe(tokens, seconds)
+
+    def _is_plain_due(self, sessions: int) -> bool:
+        """Whether this step goes without drafts, so that it is known what such a step takes.
+
+        Here drafts never come late, so there would be none to compare with.
+        """
+        turns = self._turns[sessions.bit_length()]
+        self._turns[sessions.bit_length()] += 1
+        return turns % PLAIN_EVERY == 0
 
     def _worth(self, sessions: int) -> tuple[float, float]:
         """Tokens a second that the target makes now, at least those without drafts, and seconds of one more row."""

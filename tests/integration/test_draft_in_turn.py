@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_service.in_turn import InTurn, limits_in_turn
+from draft_service import in_turn
+from draft_service.in_turn import InTurn, Key, limits_in_turn
 from engine.build import EngineSettings, welcome
 from engine.kv_cache import KVCache
 from engine.model import Model, ModelError
@@ -35,11 +36,18 @@ from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.grammars import CORPUS, STOP, regex, tiny_engine
 from tests.ranks import needs_no_gpu, on_ranks
 from tests.unit.engine_models import load_tiny, random_tokens, save_model
+from transport.worker import Outgoing
 
 LINK = "router"
 NEW = 24
 GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=12, seed=5)
 PLAIN, DRAFTED = Speculation(enabled=False), Speculation(sources=frozenset({Source.DRAFT}), remember=False)
+
+
+@pytest.fixture(autouse=True)
+def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level counts as worth its time, so that what is drafted does not depend on how fast the machine is."""
+    monkeypatch.setattr(in_turn, "FIRST_LEVELS", 1 << 30)
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +271,27 @@ def test_long_prompts_are_read_in_parts(model: Model, likeness: Model) -> None:
     assert_empty(drafter)
 
 
+def test_some_steps_go_without_so_that_there_is_something_to_compare_with(model: Model, likeness: Model) -> None:
+    engine = engine_of(likeness, invariant=False)
+    asked: list[int] = []
+
+    class Noted(InTurn):
+        def draft(
+            self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float
+        ) -> Outgoing:
+            if running:
+                asked.append(len(wanted))
+            return super().draft(running, wanted, rate, row_seconds)
+
+    drafter = Noted(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits_in_turn(DraftLimits()))
+    loop = loop_of(model, drafter)
+    for number in range(20):
+        texts(loop, [opening(1, replace(WARM, seed=number), new=60)])
+    prompts, steady = 1, len(asked) - 1  # the later ones have the same prompt, which is known
+    assert steady > 128 and set(asked) == {0, 1}
+    assert asked.count(0) == prompts + -(-steady // draft_model.PLAIN_EVERY)
+
+
 def test_requests_shape_what_is_drafted(model: Model, likeness: Model) -> None:
     """Allowed tokens and penalties hold for drafts too, or hardly any would be accepted."""
     shaped = replace(WARM, allowed=tuple(range(3, 60)), repetition_penalty=1.2, presence_penalty=0.3)
@@ -302,14 +331,14 @@ def test_another_vocabulary_is_refused(model: Model, tmp_path: Path) -> None:
     check_drafter(welcome(EngineSettings("small"), model, "draft"), engine_of(model))
 
 
-def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model) -> None:
+def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dear against the target's tokens, none is but for a probe now and then; at no price, all are."""
     limits = limits_in_turn(DraftLimits(children=1, width=1, least=0.0))
     engine = engine_of(likeness, invariant=False)
     drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits)
     key, one = (LINK, SessionId(1)), opening(1, GREEDY, new=120)
     drafter.receive(LINK, one)
-    drafter.counters.steps = 1000  # what a level costs counts as known
+    monkeypatch.setattr(in_turn, "FIRST_LEVELS", 0)
     drafter._cost.observe(1, 0.01)
 
     def levels(rate: float) -> int:
