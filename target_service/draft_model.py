@@ -104,17 +104,18 @@ class DraftModel:
         self.seconds = 0.0
         """What drafting took before the step at hand."""
 
-    def draft(self, running: Sequence[Held], part: Sequence[Held], drawing: Sequence[Held]) -> None:
-        """Let it draft for those of ``drawing`` that may verify drafts in this step.
+    def draft(self, running: Sequence[Held], part: Sequence[Held], drawing: Sequence[Held]) -> bool:
+        """Let it draft for those of ``drawing`` that may verify drafts in this step; False: none is to be verified.
 
         ``running``: all that are not preempted; ``part``: those that take part in the step. They are read meanwhile.
         """
-        started = time.perf_counter()
+        started, is_plain = time.perf_counter(), False
         self._turn += 1
         try:
             self._follow(running, part)
             wanted = {key: held.session.pace.agreement for held in drawing if (key := _key(held)) in self._open}
-            if len(part) == len(drawing) and self._is_plain_due(len(drawing)):
+            is_plain = len(part) == len(drawing) and self._is_plain_due(len(drawing))
+            if is_plain:
                 wanted = {}
             if self._open:
                 rate, row_seconds = self._worth(len(drawing))
@@ -126,6 +127,7 @@ class DraftModel:
             self._give_up()
         self.seconds = time.perf_counter() - started
         self._counters.draft_microseconds += round(self.seconds * 1e6)
+        return not is_plain
 
     def verified(self, held: Held, verification: Verification) -> None:
         """A step has committed tokens of a session."""

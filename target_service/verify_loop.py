@@ -260,7 +260,9 @@ class VerifyLoop:
             self._medusa.draft([piece.held for piece in drawing if piece.drafts])
         if self._draft_model is not None:
             part, open_for_drafts = [piece.held for piece in pieces], [piece.held for piece in drawing if piece.drafts]
-            self._draft_model.draft(self._scheduler.running, part, open_for_drafts)
+            if not self._draft_model.draft(self._scheduler.running, part, open_for_drafts):
+                for piece in drawing:
+                    piece.drafts = 0
         asked = [Asked(piece.held.session, piece.drafts or 0) for piece in drawing]
         prefilled = sum(piece.feed for piece in pieces) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)

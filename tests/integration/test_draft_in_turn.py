@@ -286,7 +286,10 @@ def test_some_steps_go_without_so_that_there_is_something_to_compare_with(model:
     drafter = Noted(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits_in_turn(DraftLimits()))
     loop = loop_of(model, drafter)
     for number in range(20):
-        texts(loop, [opening(1, replace(WARM, seed=number), new=60)])
+        loop.receive(LINK, opening(1, replace(WARM, seed=number), new=60))
+        while (sent := loop.step()) is not None:
+            offered = sum(message.offered for _, message in sent if isinstance(message, Verification))
+            assert offered == 0 or asked[-1], "what was drafted before waits as well"
     prompts, steady = 1, len(asked) - 1  # the later ones have the same prompt, which is known
     assert steady > 128 and set(asked) == {0, 1}
     assert asked.count(0) == prompts + -(-steady // draft_model.PLAIN_EVERY)
