@@ -37,6 +37,9 @@ def check(config: Config) -> None:
             check_model(pool.settings.model, _setting_of(pool))
         if isinstance(pool.settings, TargetConfig) and pool.settings.medusa:
             check_heads(pool.settings.medusa, f"{pool.path}.medusa")
+        if isinstance(pool.settings, TargetConfig) and (draft := config.shared_draft(pool)):
+            check_model(draft.model, "--draft")
+            check_shared_draft(pool.settings, draft, "--draft")
     check_ranks(config)
     for pool in pools:
         check_assistant(pool.settings, f"{pool.path}.assistant")
@@ -116,6 +119,15 @@ def check_assistant(settings: TargetConfig | DraftConfig, flag: str) -> None:
         raise CheckError(
             f"{flag} {settings.assistant}: its vocabulary is not that of the draft model {settings.model} ({detail}); "
             "choose a model with the draft model's tokenizer"
+        )
+
+
+def check_shared_draft(target: TargetConfig, draft: DraftConfig, flag: str) -> None:
+    """Whether a draft model can work in a target's process. Raises :class:`CheckError`."""
+    if detail := difference(target.model, draft.model):
+        raise CheckError(
+            f"{flag} {draft.model}: its vocabulary is not that of the target {target.model} ({detail}), so it cannot "
+            "draft in the target's process; choose a model with the target's tokenizer, or set draft.placement to own"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from cluster.pools import TARGET_POOL, DraftConfig, ModelConfig, Pool, TargetConfig, node_labels
+from cluster.pools import CPU, OWN, SHARED, TARGET_POOL, DraftConfig, ModelConfig, Pool, TargetConfig, node_labels
 from cluster.reading import DEFAULT_POOL, MODELS, Override, Reader, Values, document_in
 from cluster.settings import ConfigError, Rule, rule_in, settings_of
 from cluster.settings import setting as _setting
@@ -214,18 +214,41 @@ class Config:
 
         Also those with no replicas.
         """
-        models = self.models or {"": ModelConfig(self.target, {DEFAULT_POOL: self.draft})}
         found = []
-        for model, pools in models.items():
+        for model, pools in self._models().items():
             found.append(Pool(Role.TARGET, model, TARGET_POOL, pools.target))
-            if self.speculation.enabled and self.speculation.drafters:
-                found += [Pool(Role.DRAFT, model, name, settings) for name, settings in pools.drafts.items()]
+            if self.drafts_with_models:
+                found += [
+                    Pool(Role.DRAFT, model, name, settings)
+                    for name, settings in pools.drafts.items()
+                    if settings.placement != SHARED
+                ]
         return found
 
+    @property
+    def drafts_with_models(self) -> bool:
+        """Whether draft models are wanted at all."""
+        return self.speculation.enabled and self.speculation.drafters
+
+    def shared_draft(self, pool: Pool) -> DraftConfig | None:
+        """The draft model that works in the processes of this target pool, if one does."""
+        if pool.role is not Role.TARGET or not self.drafts_with_models:
+            return None
+        drafts = self._models()[pool.model].drafts.values()
+        return next((settings for settings in drafts if settings.placement == SHARED), None)
+
     def of_worker(self, pool: Pool) -> Config:
-        """The configuration that a worker of the pool is started with: its own settings in ``target`` or ``draft``."""
-        section = {pool.role.value: pool.settings}
-        return replace(self, models={}, **section)  # type: ignore[arg-type]
+        """The configuration that a worker of the pool is started with: its own settings in ``target`` or ``draft``.
+
+        Those of the draft model in a target's process are in ``draft`` as well.
+        """
+        if pool.role is Role.TARGET:
+            draft = self.shared_draft(pool) or replace(self.draft, placement=OWN)
+            return replace(self, models={}, target=pool.settings, draft=draft)  # type: ignore[arg-type]
+        return replace(self, models={}, draft=pool.settings)  # type: ignore[arg-type]
+
+    def _models(self) -> Mapping[str, ModelConfig]:
+        return self.models or {"": ModelConfig(self.target, {DEFAULT_POOL: self.draft})}
 
     def to_mapping(self) -> dict[str, Any]:
         """The same settings as plain values, as :func:`from_mapping` takes them."""
@@ -284,6 +307,7 @@ def from_mapping(
     """
     values, shape = _READER.read(where, document, base, overrides)
     sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
+    sections["draft"] = _placed(where, "draft", sections["draft"])
     models = {name: _model(where, name, shape[name], sections, values) for name in shape}
     if models and sections["router"].model_name:
         given = sections["router"].model_name
@@ -314,4 +338,34 @@ def _model(where: object, name: str, drafts: Iterable[str], sections: Mapping[st
     if target.name != name:
         raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
     pools = {pool: replace(sections["draft"], **_under(values, MODELS, name, "drafts", pool)) for pool in drafts}
-    return ModelConfig(target, pools)
+    shared = [pool for pool, settings in pools.items() if settings.placement == SHARED]
+    if len(shared) > 1:
+        raise ConfigError(
+            f"{where}: models.{name} has {len(shared)} draft pools with placement shared; a target has one"
+        )
+    return ModelConfig(
+        target,
+        {pool: _placed(where, f"models.{name}.drafts.{pool}", settings) for pool, settings in pools.items()},
+    )
+
+
+def _placed(where: object, path: str, draft: DraftConfig) -> DraftConfig:
+    """The same with what follows from its placement. Raises :class:`ConfigError` where that contradicts the rest."""
+    at = f"{where or 'settings'}: {path}"
+    if draft.placement == CPU:
+        if draft.device not in ("auto", "cpu"):
+            raise ConfigError(f"{at}.placement is cpu, but its device is {draft.device}; leave one of them out")
+        return replace(draft, device="cpu")
+    if draft.placement == SHARED:
+        for name in ("target_tokenizer", "assistant"):
+            if getattr(draft, name):
+                raise ConfigError(
+                    f"{at}.placement is shared, which {path}.{name} cannot be used with; leave it out, or set "
+                    f"{path}.placement to own"
+                )
+        if draft.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{at}.placement is shared, so it computes on one rank, but {path}.tensor_parallel_size is "
+                f"{draft.tensor_parallel_size}; leave it out, or set {path}.placement to own"
+            )
+    return draft

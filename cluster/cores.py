@@ -99,6 +99,19 @@ def divide(cores: int, measured: Measured) -> Division:
     return Division(*threads, split, shared)
 
 
+def threads_in_turn(cores: int, measured: Measured) -> int:
+    """Threads of one process that drafts in turn with its target's steps: all of the cores where that clearly pays.
+
+    ``measured`` as in :func:`divide`. With fewer, routers have what is left.
+    """
+    speeds = {
+        threads: max(tokens(k) / (measured[threads].target[k] + k * measured[threads].draft) for k in DRAFTS)
+        for threads in thread_counts(cores)
+    }
+    fewer = max((threads for threads in speeds if threads < cores), key=speeds.__getitem__)
+    return cores if speeds[cores] > MARGIN * speeds[fewer] else fewer
+
+
 def tokens(drafts: int) -> float:
     """Tokens that a step over so many drafts brings, in the mean."""
     return (1 - ACCEPTANCE ** (drafts + 1)) / (1 - ACCEPTANCE)

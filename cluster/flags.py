@@ -12,6 +12,7 @@ from typing import NoReturn
 from cluster import speculative_config
 from cluster.config import SECTIONS, Config, default_of, load, rule_of
 from cluster.console import complain
+from cluster.pools import SHARED
 from cluster.reading import Override
 from cluster.settings import ConfigError
 
@@ -72,6 +73,16 @@ def add_section(parser: argparse._ActionsContainer, section: str, *, without: Se
     for entry in fields(SECTIONS[section]):
         if entry.name not in without:
             add_setting(parser, f"--{entry.name.replace('_', '-')}", f"{section}.{entry.name}")
+
+
+def add_shared_draft(parser: argparse._ActionsContainer, flag: str) -> None:
+    """A flag that gives a target's process a draft model of its own."""
+
+    def overrides(given: str) -> list[Override]:
+        return [Override("draft.model", given, flag), Override("draft.placement", SHARED, flag)]
+
+    about = "draft in this process too, in turn, with this model: folder or hub id, with the target's tokenizer"
+    parser.add_argument(flag, dest=OVERRIDES, action="append", type=overrides, metavar="TEXT", help=about)
 
 
 def add_repeated(parser: argparse._ActionsContainer, flag: str, key: str) -> None:

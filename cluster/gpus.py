@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.config import Config, most
 from cluster.console import complain
-from cluster.pools import DraftConfig, ModelConfig, Pool, TargetConfig
+from cluster.pools import SHARED, DraftConfig, ModelConfig, Pool, TargetConfig
 from cluster.threads import GPU_DEVICES, Unmeasured, output_of
 from speculation.events import Role
 
@@ -55,7 +55,8 @@ def divided(config: Config, gpus: int) -> Config:
         return config  # Ray might put two ranks of a worker on the same GPU
 
     def shared(worker: Any, role: Role) -> Any:
-        return worker if worker.device == "cpu" else replace(worker, gpus=shares[role])
+        fixed = worker.device == "cpu" or (isinstance(worker, DraftConfig) and worker.placement == SHARED)
+        return worker if fixed else replace(worker, gpus=shares[role])
 
     models = {
         name: ModelConfig(

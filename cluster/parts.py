@@ -59,11 +59,14 @@ def outline(config: Config) -> Config:
 def part(config: Config, own: Pool | None) -> Config:
     """What the replicas of a pool depend on, or the routers (None).
 
-    Of other pools those are their targets' models and names: drafters draft for these, routers speak of them.
+    Of other pools those are their targets' models and names: drafters draft for these, routers speak of them. A draft
+    model in a target's process is a part of that target.
     """
 
     def seen(pool: Pool) -> Any:
         if own is not None and pool.deployment == own.deployment:
+            return pool.settings
+        if own is not None and pool.settings is config.shared_draft(own):
             return pool.settings
         if pool.role is Role.TARGET and (own is None or own.model == pool.model):
             return replace(_default(pool), model=pool.settings.model, name=pool.settings.name)
@@ -112,7 +115,9 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
 
 def _default(pool: Pool) -> Any:
     """The settings of a pool of which nothing is said; the target of one of several models has the model's name."""
-    return TargetConfig(name=pool.model) if pool.role is Role.TARGET else DraftConfig()
+    if isinstance(pool.settings, DraftConfig):
+        return DraftConfig(placement=pool.settings.placement)
+    return TargetConfig(name=pool.model)
 
 
 def _one(settings: Any) -> Any:

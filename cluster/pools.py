@@ -18,6 +18,8 @@ from speculation.events import Role
 Threads = int | Literal["auto"]
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
+OWN, SHARED, CPU = "own", "shared", "cpu"
+"""Where drafting takes place: on draft workers, in the process of the target, or on draft workers' CPUs."""
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
 TARGET_POOL = "target"
 """Name of a model's target pool."""
@@ -152,6 +154,12 @@ class DraftConfig:
     """Draft workers: they run a small model ahead of the target. Without any, decoding is plain."""
 
     model: str = _setting(str(BUNDLED / "draft"), "model folder, or a hub id; best with the target's tokenizer")
+    placement: str = _setting(
+        OWN,
+        "where to draft: own (workers of their own, ahead of the target), shared (in each target's process, in turn "
+        "with it, where both would share a GPU or cores) or cpu (workers of their own, on the CPU)",
+        choices=(OWN, SHARED, CPU),
+    )
     target_tokenizer: str = _setting(
         "", "folder or hub id of the target's tokenizer, if it is another (default: found out where both are folders)"
     )

@@ -72,6 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_setting(
         parser, "--draft", "draft.model", about="draft model: folder or hub id, best with the target's tokenizer"
     )
+    add_setting(parser, "--draft-placement", "draft.placement")
     add_setting(parser, "--medusa", "target.medusa")
     add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
     add_setting(parser, "--device", "target.device", "draft.device")
@@ -194,7 +195,8 @@ def _introduce(config: Config, detached: bool) -> None:
     other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     say(f"Paceline serves at {url}")
     pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if most(p.settings)]
-    drafts = "" if config.drafts else ", no drafts"
+    shared = [draft.model for pool in config.pools() if (draft := config.shared_draft(pool))]
+    drafts = f", drafting in turn with {', '.join(shared)}" if shared else "" if config.drafts else ", no drafts"
     say(f"  {', '.join(pools)}{drafts}, on {config.backend}")
     say("Try, in another terminal:")
     say(f'  paceline complete "{DEMO_PROMPT}"{other}')

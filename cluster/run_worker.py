@@ -8,7 +8,14 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from cluster.checks import check_assistant, check_heads, check_listen, check_model, check_target_tokenizer
+from cluster.checks import (
+    check_assistant,
+    check_heads,
+    check_listen,
+    check_model,
+    check_shared_draft,
+    check_target_tokenizer,
+)
 from cluster.config import Config
 from cluster.console import CommandError, complain, say, stages
 from cluster.flags import (
@@ -20,15 +27,17 @@ from cluster.flags import (
     add_repeated,
     add_section,
     add_setting,
+    add_shared_draft,
     add_tracing,
     configuration,
 )
 from cluster.logs import add_flags, set_up
 from cluster.notify import READY, STOPPING, notify
 from cluster.parent import exit_with
+from cluster.pools import SHARED
 from cluster.rank_processes import RankProcesses
 from cluster.security import check_security, identity
-from cluster.serving import draft_settings, target_settings
+from cluster.serving import draft_settings, shared_drafter, target_settings
 
 if TYPE_CHECKING:
     from transport.worker import Worker
@@ -39,6 +48,7 @@ Loads a model and listens for routers. Prints one line when it is ready. SIGTERM
 or end, for up to drain_timeout seconds, and stop it; a second one stops it at once.
 
   paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
+  paceline worker target --model ./llama-8b --draft-model ./llama-1b      both in one process, in turn
   paceline worker draft --model ./llama-1b --listen 127.0.0.1:7002 --threads 2
   paceline worker draft --model ./qwen-0.5b --target-tokenizer ./llama-8b
 """
@@ -53,12 +63,13 @@ def add(parser: Parser) -> None:
         worker.add_argument(
             "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
         )
-        add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels", "sources"))
+        add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels", "sources", "placement"))
         add_setting(worker, "--allow-remote", "router.allow_remote")
         add_section(worker, "security", without=("api_keys",))
         if role == "target":
             add_setting(worker, "--max-draft", "speculation.max_draft")
             add_repeated(worker, "--source", "target.sources")
+            add_shared_draft(worker, "--draft-model")
         else:
             add_setting(worker, "--lead", "speculation.lead")
         add_tracing(worker)
@@ -78,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
     check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
     if args.role == "target" and config.target.medusa:
         check_heads(config.target.medusa, "--medusa")
+    if args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models:
+        check_model(config.draft.model, "--draft-model")
+        check_shared_draft(config.target, config.draft, "--draft-model")
     if args.role == "draft":
         check_assistant(config.draft, "--assistant")
         if config.draft.target_tokenizer:
@@ -132,7 +146,8 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
         known = identity(config, role)
         try:
             if role == "target":
-                return await start_target(target_settings(config), listen, report, RankProcesses(), known)
+                own, drafter = target_settings(config), shared_drafter(config)
+                return await start_target(own, listen, report, RankProcesses(), known, drafter)
             return await start_draft(draft_settings(config), listen, report, RankProcesses(), known)
         except (ModelError, RecordError, SourceError) as error:
             raise CommandError(str(error), BAD_INPUT) from error

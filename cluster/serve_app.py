@@ -24,7 +24,7 @@ from cluster.pools import Pool
 from cluster.ray_metrics import RayExporter
 from cluster.ray_ranks import RayRanks
 from cluster.security import check_http_exposure, check_worker_exposure, identity
-from cluster.serving import draft_settings, router_settings, target_settings
+from cluster.serving import draft_settings, router_settings, shared_drafter, target_settings
 from cluster.vocabularies import worker_config
 from router.api import build_app
 from router.prompt_recorder import PromptRecorder
@@ -95,8 +95,11 @@ class TargetWorker(_WorkerReplica):
         from target_service.service import start_target
 
         config, pool = _settings(config, deployment)
-        settings, certified = target_settings(config.of_worker(pool)), identity(config, "target")
-        worker = await start_target(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
+        own, certified, ranks = config.of_worker(pool), identity(config, "target"), _ranks(config, pool)
+        drafter = shared_drafter(own)
+        worker = await start_target(
+            target_settings(own), _listen(config), ranks=ranks, identity=certified, make_drafter=drafter
+        )
         await self._begin(worker, config.drain_timeout)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config import AdmissionConfig, Config, RouterConfig
-from cluster.pools import DraftConfig, TargetConfig, chosen_threads
+from cluster.pools import SHARED, DraftConfig, TargetConfig, chosen_threads
 from cluster.security import api_keys, identity
 from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
@@ -18,9 +19,13 @@ if TYPE_CHECKING:  # they bring torch
     from router.admission import AdmissionSettings
     from router.prompt_recorder import RecordSettings
     from router.service import RouterSettings
+    from target_service.draft_model import MakeDrafter
     from target_service.service import TargetSettings
     from transport.tracing import TraceSettings
 
+SHARED_GPU = 0.15
+"""What part of a GPU the weights and the cache of a draft model in a target's process may fill, unless its ``gpus`` say
+so; the target has what is left."""
 READY_SECONDS = 25.0
 """How long a router waits for its first target worker before it gives up with a reason."""
 
@@ -48,6 +53,22 @@ def target_settings(config: Config) -> TargetSettings:
     settings = _engine(config.target), limits, config.target.record, config.target.step_timeout
     sources = tuple(name.strip() for name in config.target.sources.split(",") if name.strip())
     return TargetSettings(*settings, trace_settings(config), sources)
+
+
+def shared_drafter(config: Config) -> MakeDrafter | None:
+    """What loads the draft model that a target's process is to have; None: it has none.
+
+    ``config``: what the target is started with, see :meth:`cluster.config.Config.of_worker`.
+    """
+    if config.draft.placement != SHARED or not config.drafts_with_models:
+        return None
+    from draft_service.service import build_in_turn
+
+    # One process has one number of threads.
+    of_gpu = config.draft.gpus or SHARED_GPU * (config.target.gpus if 0 < config.target.gpus < 1 else 1.0)
+    draft = replace(config.draft, threads=chosen_threads(config.target), gpus=of_gpu)
+    settings = draft_settings(replace(config, draft=draft))
+    return lambda progress: build_in_turn(settings, progress)
 
 
 def draft_settings(config: Config) -> DraftSettings:

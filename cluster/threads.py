@@ -2,8 +2,8 @@
 
 On a GPU, with several workers of a kind or ranks of a worker, on other machines, with a single core, or where a number
 is given for one of the two, ``auto`` is 1. One target and one drafter that compute on the cores of this machine are
-measured, once, and get the division that :mod:`cluster.cores` predicts to be faster. When they cannot be measured, they
-get a core each: that is never an error.
+measured, once, and get the division that :mod:`cluster.cores` predicts to be faster; so does a target that drafts in
+turn with itself. When they cannot be measured, they get a core each: that is never an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cluster.child import ours, spawn
 from cluster.config import Config
 from cluster.console import complain, say, stages
 from cluster.core_cache import CoreCache, default_cache, key_of
-from cluster.cores import Measured, decoded, divide, thread_counts
+from cluster.cores import Measured, decoded, divide, thread_counts, threads_in_turn
 from cluster.settings import AUTO
 
 MEASURE_SECONDS = 60.0
@@ -43,6 +43,10 @@ def settled(config: Config) -> Config:
     except Unmeasured as error:
         complain(f"paceline: cannot measure how to divide {cores} cores ({error}); a core each, or set --threads")
         return config
+    if _drafts_in_turn(config):
+        threads = threads_in_turn(cores, measured)
+        say(f"cores: {threads} of {cores} for the target and its draft model, which take turns")
+        return replace(config, target=replace(config.target, threads=threads))
     division = divide(cores, measured)
     say(str(division))
     return replace(
@@ -60,14 +64,18 @@ def usable_cores() -> int:
 
 
 def divisible(config: Config, cores: int) -> bool:
-    """Whether there is something to choose: one target and one drafter, on CPU cores of this machine."""
+    """Whether there is something to choose: one target and one draft model, on CPU cores of this machine."""
     here = config.backend == "local" or config.ray.address == "local"
     workers = (config.target, config.draft)
     fixed = not config.models and not config.autoscales
-    alone = fixed and config.target.replicas == 1 and config.drafts == 1
+    alone = fixed and config.target.replicas == 1 and (config.drafts == 1 or _drafts_in_turn(config))
     alone = alone and all(worker.tensor_parallel_size == 1 for worker in workers)
     free = all(worker.threads == AUTO and not worker.gpus and _on_cpu(worker.device) for worker in workers)
     return cores >= 2 and here and alone and free
+
+
+def _drafts_in_turn(config: Config) -> bool:
+    return config.shared_draft(config.pools()[0]) is not None
 
 
 def _on_cpu(device: str) -> bool:

@@ -262,18 +262,23 @@ class Lookahead:
         self._constrain(started)
         pieces = self._plan()
         self._second.hang(pieces, self._cost, self._engine.model.context)
+        outgoing = self._expand(pieces, started)
+        for held in self._held.values():
+            outgoing += held.pushes()
+        if not pieces and self._recorder:
+            self._recorder.flush()
+        return outgoing if pieces or outgoing else None
+
+    def _expand(self, pieces: Sequence[Piece], started: float) -> Outgoing:
+        """Compute a planned step, which began at ``started``; nothing is pushed yet."""
+        if not pieces:
+            return []
         for piece in pieces:
             piece.drafted.course.begins(started)
-        outgoing = self._compute(pieces) if pieces else []
+        outgoing = self._compute(pieces)
         took = time.perf_counter() - started
         for piece in pieces:
             piece.drafted.drafted_for += took if piece.expands else 0.0
-        for held in self._held.values():
-            outgoing += held.pushes()
-        if not pieces:
-            if self._recorder:
-                self._recorder.flush()
-            return outgoing or None
         self._account(pieces, started)
         return outgoing
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draft_service.assistant import Assistant
+from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.reading import Reader
 from draft_service.second_level import Guesser, Lookup, SecondLevel
@@ -74,6 +75,16 @@ async def start_draft(
     worker = Worker(machine, ROLE, ending.close, settings.step_timeout)
     await worker.start(listen, identity)
     return worker
+
+
+def build_in_turn(settings: DraftSettings, progress: Callable[[str], None] | None = None) -> InTurn:
+    """The same model for the process of a target, on one rank; see :mod:`draft_service.in_turn`.
+
+    Raises :class:`engine.model.ModelError`.
+    """
+    engine = build(replace(settings.engine, tensor_parallel_size=1), progress, invariant=False)
+    limits = limits_in_turn(settings.limits.draft, settings.limits.sessions)
+    return InTurn(engine, welcome(settings.engine, engine.model, ROLE), limits)
 
 
 @dataclass(frozen=True, slots=True)

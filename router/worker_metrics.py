@@ -53,6 +53,25 @@ COUNTERS = (
         role=Role.TARGET,
     ),
     Counted("prefix_cache_hits", "Tokens of these that it held.", ("reused",), role=Role.TARGET),
+    Counted(
+        "draft_model_seconds",
+        "Time that draft models in targets' processes took, part of the time in steps.",
+        ("draft_microseconds",),
+        MICROSECONDS,
+        Role.TARGET,
+    ),
+    Counted(
+        "draft_model_left_out",
+        "Times a session had no room in, or text unknown to, the draft model in its target's process.",
+        ("draft_left_out",),
+        role=Role.TARGET,
+    ),
+    Counted(
+        "draft_model_faults",
+        "Sessions that go on without the draft model in their target's process since it failed.",
+        ("draft_faults",),
+        role=Role.TARGET,
+    ),
     Counted("suffix_indexed_tokens", "Tokens of outputs kept to draft from.", ("suffix_indexed",), role=Role.TARGET),
     Counted("suffix_forgotten_tokens", "Of these, those no longer kept.", ("suffix_forgotten",), role=Role.TARGET),
     Counted(

@@ -36,6 +36,12 @@ class Counters:
     proposals: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
     source_faults: int = 0
     """Sessions in which a registered draft source failed."""
+    draft_microseconds: int = 0
+    """What a draft model in this process took to draft, as part of the steps."""
+    draft_left_out: int = 0
+    """Times a session found no room in its cache, or has text that it cannot read, ..."""
+    draft_faults: int = 0
+    """... and sessions that go on without it since it failed."""
     suffix_asked: int = 0
     """How often a session asked how its text went on in earlier outputs, ..."""
     suffix_found: int = 0

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.build import EngineSettings, build_target, welcome
+from engine.interface import StepEngine
+from engine.model import ModelError
 from engine.parallel.leader import Ranks
 from engine.recorder import Recorder
+from target_service.draft_model import Drafter, MakeDrafter, check_drafter
 from target_service.named_sources import load_sources
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.tls import Identity
@@ -42,8 +45,11 @@ async def start_target(
     progress: Callable[[str], None] | None = None,
     ranks: Ranks | None = None,
     identity: Identity | None = None,
+    make_drafter: MakeDrafter | None = None,
 ) -> Worker:
     """Load the model and listen on ``HOST:PORT``, with TLS as ``identity``. ``ranks``: see :func:`engine.build.build`.
+
+    ``make_drafter``: loads the draft model that this process is to have too, if any.
 
     Raises :class:`engine.model.ModelError`, :class:`engine.parallel.group.RankError`,
     :class:`engine.recorder.RecordError`, :class:`speculation.sources.registry.SourceError` or
@@ -52,14 +58,38 @@ async def start_target(
     load_sources(settings.sources)
     recorder = Recorder(Path(settings.record)) if settings.record else None
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
-    engine = await asyncio.to_thread(build_target, settings.engine, progress, ranks)
-    machine = VerifyLoop(
-        engine, welcome(settings.engine, engine.model, ROLE, engine.exactness), settings.limits, recorder, tracing
-    )
+    engine, drafter = await asyncio.to_thread(_load, settings.engine, progress, ranks, make_drafter)
+    introduction = welcome(settings.engine, engine.model, ROLE, engine.exactness)
+    machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter)
     ending = ExitStack()
     ending.callback(engine.close)
+    if drafter is not None:
+        ending.callback(drafter.close)
     if tracing is not None:
         ending.callback(tracing.close)
     worker = Worker(machine, ROLE, ending.close, settings.step_timeout)
     await worker.start(listen, identity)
     return worker
+
+
+def _load(
+    settings: EngineSettings,
+    progress: Callable[[str], None] | None,
+    ranks: Ranks | None,
+    make_drafter: MakeDrafter | None,
+) -> tuple[StepEngine, Drafter | None]:
+    """The draft model first: the target's cache takes what memory is left."""
+    if make_drafter is None:
+        return build_target(settings, progress, ranks), None
+    drafter = make_drafter(progress)
+    try:
+        engine = build_target(settings, progress, ranks)
+        try:
+            check_drafter(drafter.welcome(), engine)
+        except ModelError:
+            engine.close()
+            raise
+    except BaseException:
+        drafter.close()
+        raise
+    return engine, drafter

@@ -38,6 +38,7 @@ from speculation.planner import Asked, Planner
 from speculation.sources.local_sources import LookupBounds
 from speculation.sources.registry import registered
 from target_service.counters import Counters
+from target_service.draft_model import Drafter, DraftModel
 from target_service.held import Held
 from target_service.medusa import HeadDrafter
 from target_service.objections import objection
@@ -79,8 +80,9 @@ class VerifyLoop:
         limits: TargetLimits = TargetLimits(),
         recorder: Recorder | None = None,
         tracing: Tracing | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Nothing is open. The loop owns ``engine`` and its cache."""
+        """Nothing is open. The loop owns ``engine`` and its cache. ``drafter``: a draft model in this process."""
         self._engine, self._limits = engine, limits
         self._welcome = replace(welcome, sources=registered())
         self._held: dict[tuple[Hashable, SessionId], Held] = {}
@@ -93,6 +95,7 @@ class VerifyLoop:
         self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup)
         self._outputs = Outputs(limits.suffix)
         self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
+        self._draft_model = None if drafter is None else DraftModel(drafter, self._planner, self.counters)
         self._step_time = StepTime()
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
@@ -221,6 +224,8 @@ class VerifyLoop:
         if self._tracing is not None:
             self._tracing.session("target", held.session.opened, held.course, why)
         held.cached.free()
+        if self._draft_model is not None:
+            self._draft_model.drop(held)
         del self._held[held.link, held.session.opened.session]
         if not self._compiling.remove(held):
             self._scheduler.remove(held)
@@ -243,7 +248,7 @@ class VerifyLoop:
         committed = self.counters.committed
         outgoing += self._compute(pieces, started)
         self._tidy(IN_STEP + 2 * (self.counters.committed - committed))
-        self._account(pieces, started, time.perf_counter())
+        self._account(pieces, started, time.perf_counter(), self.counters.committed - committed)
         return outgoing
 
     def _plan(self, now: float) -> list[Piece]:
@@ -253,6 +258,11 @@ class VerifyLoop:
         drawing = [piece for piece in pieces if piece.drafts is not None]
         if self._medusa is not None:
             self._medusa.draft([piece.held for piece in drawing if piece.drafts])
+        if self._draft_model is not None:
+            part, open_for_drafts = [piece.held for piece in pieces], [piece.held for piece in drawing if piece.drafts]
+            if not self._draft_model.draft(self._scheduler.running, part, open_for_drafts):
+                for piece in drawing:
+                    piece.drafts = 0
         asked = [Asked(piece.held.session, piece.drafts or 0) for piece in drawing]
         prefilled = sum(piece.feed for piece in pieces) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
@@ -293,15 +303,20 @@ class VerifyLoop:
             self._recorder.write(role="target", wait=[self._waiting_since, now])
         self._waiting_since = None
 
-    def _account(self, pieces: Sequence[Piece], started: float, ended: float) -> None:
-        """Learn and tell what the step took."""
+    def _account(self, pieces: Sequence[Piece], started: float, ended: float, committed: int) -> None:
+        """Learn and tell what the step took, which ``committed`` so many tokens."""
         self.counters.steps += 1
         self.counters.step_microseconds += round((ended - started) * 1e6)
         self.counters.forward_microseconds += round(self._engine.forward_seconds * 1e6)
         tokens = sum(piece.tokens for piece in pieces)
+        computing = ended - started
+        if self._draft_model is not None:
+            computing -= self._draft_model.seconds
+            if all(piece.decodes for piece in pieces):
+                self._draft_model.observe(len(pieces), committed, ended - started)
         if all(piece.decodes for piece in pieces):
-            self._planner.observe(len(pieces), tokens, ended - started)
-        self._step_time.observe(tokens, ended - started)
+            self._planner.observe(len(pieces), tokens, computing)
+        self._step_time.observe(tokens, computing)
         if self._recorder:
             self._recorder.write(
                 role="target",
@@ -374,6 +389,8 @@ class VerifyLoop:
                 self.counters.count(piece.offer, commit)
                 if self._medusa is not None:
                     self._medusa.settled(held, piece.offer)
+                if self._draft_model is not None:
+                    self._draft_model.verified(held, commit.verification)
                 held.course.draws(ended)
                 held.course.counts(commit.verification)
                 self.counters.prefilled += piece.feed - 1

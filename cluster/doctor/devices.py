@@ -125,21 +125,29 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
 def needs(config: Config, devices: Devices) -> Iterator[Need]:
     """What the pools ask for, as far as their models are folders that can be read."""
     for named in _pools(config):
-        pool = named.settings
-        try:
-            text_config = read_config(pool.model).get_text_config(decoder=True)
-            weights = read_weights(expanded(pool.model))
-        except (ModelError, WeightsError):
-            continue  # told by the check of the model's files
-        if weights is None:
-            continue
-        itemsize = _itemsize(pool, bool(devices.gpus))
-        stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
-        context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
-        cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
-        ranks = pool.tensor_parallel_size
-        own = weights.loaded_bytes(stored) // ranks, cache // ranks
-        yield Need(str(named), named.path, pool.replicas * ranks, *own, min(pool.gpus or 1.0, 1.0))
+        pool, beside = named.settings, config.shared_draft(named)
+        own = _memory(pool, devices)
+        drafting = (0, 0) if beside is None else _memory(beside, devices)
+        if own is not None and drafting is not None:
+            weights, cache = own[0] + drafting[0], own[1] + drafting[1]
+            ranks = pool.replicas * pool.tensor_parallel_size
+            yield Need(str(named), named.path, ranks, weights, cache, min(pool.gpus or 1.0, 1.0))
+
+
+def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:
+    """Weights and cache of one rank, in bytes; None if its model cannot be read, or not here."""
+    try:
+        text_config = read_config(pool.model).get_text_config(decoder=True)
+        weights = read_weights(expanded(pool.model))
+    except (ModelError, WeightsError):
+        return None  # told by the check of the model's files
+    if weights is None:
+        return None
+    itemsize = _itemsize(pool, bool(devices.gpus))
+    stored = 1 if pool.quantization != NO_QUANTIZATION else itemsize
+    context = min(getattr(text_config, "max_position_embeddings", None) or SMALLEST_CONTEXT, SMALLEST_CONTEXT)
+    cache = (pool.cache_tokens or context) * bytes_a_token(text_config, itemsize)
+    return weights.loaded_bytes(stored) // pool.tensor_parallel_size, cache // pool.tensor_parallel_size
 
 
 def check(config: Config) -> Iterator[Finding]:

@@ -26,6 +26,8 @@ def check(config: Config) -> Iterator[Finding]:
         yield from check_folder(f"model of {pool}", pool.settings)
         if pool.role is Role.DRAFT:
             yield from check_pair(f"vocabulary of {pool}", targets[pool.model], pool.settings.model)
+        elif draft := config.shared_draft(pool):
+            yield from check_folder(f"draft model of {pool}", draft)
 
 
 def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Finding]:

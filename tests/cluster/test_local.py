@@ -60,6 +60,26 @@ async def test_a_killed_target_is_started_again_and_the_text_goes_on():
 
 
 @pytest.mark.slow
+async def test_a_draft_model_in_the_targets_process_changes_no_text():
+    """There is no draft worker, and what was drafted is told as any draft model's."""
+    with up("--draft-placement", "shared", "--set", "speculation.lookup=false") as paceline:
+        paceline.expect("drafting in turn with .*models/draft")
+        url = paceline.expect(r"Paceline serves at (\S+)")
+        assert not paceline.descendants("worker draft")
+        own = {"sources": ["draft"], "remember": False}
+        bodies = [body(prompt, 80, temperature=0.8 * (i % 2)) for i, prompt in enumerate(prompts(4))]
+        expected = await plain(url, bodies)
+        results = await streamed(url, [{**one, "speculation": own} for one in bodies])
+        assert [result.text for result in results] == expected
+        async with httpx.AsyncClient(timeout=PATIENCE, trust_env=False) as client:
+            (worker,) = (await client.get(f"{url}/cluster")).json()["workers"]
+            metrics = (await client.get(f"{url}/metrics")).text
+        assert worker["sources"]["draft"]["accepted"] > 0
+        assert re.search(r"^paceline_draft_model_seconds_total\{.*\} [\d.e-]*[1-9]", metrics, re.MULTILINE)
+        assert paceline.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.slow
 def test_killing_the_supervisor_ends_everything():
     with up("--no-speculation", "--demo") as paceline:
         paceline.expect("no drafts were offered")

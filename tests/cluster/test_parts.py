@@ -163,6 +163,15 @@ def test_a_change_replaces_only_whom_it_concerns(path, value, expected):
     assert replaced(before, after) == expected
 
 
+def test_a_draft_model_in_targets_processes_is_theirs():
+    """No draft workers; another draft model replaces the targets, and nobody else."""
+    before, after = (
+        declaration(from_mapping({"draft": {"placement": "shared", "max_sessions": count}}, "args")) for count in (8, 9)
+    )
+    assert [entry["name"] for entry in before["deployments"]] == ["TargetWorker", "Router"]
+    assert replaced(before, after) == {"TargetWorker"}
+
+
 @pytest.mark.parametrize("document", [{"target": {"max_running": 7}, "draft": {"replicas": 0}}, MODELS])
 def test_every_replica_finds_what_it_is_told_in_its_environment(monkeypatch, document):
     """And without that, as in a RayService, in what Serve was given for all."""

@@ -100,12 +100,26 @@ def test_a_draft_worker_of_another_vocabulary_is_told_of_the_targets(other_vocab
 
 
 @pytest.mark.parametrize(
+    "arguments", [["up", "--draft-placement", "shared", "--draft"], ["worker", "target", "--draft-model"]]
+)
+def test_another_vocabulary_cannot_draft_in_the_targets_process(other_vocabulary, arguments):
+    free = ["--port", str(free_port())] if arguments[0] == "up" else ["--listen", "127.0.0.1:0"]
+    refused = run(*arguments, str(other_vocabulary), *free)
+    assert refused.returncode == 2
+    assert str(other_vocabulary) in refused.stderr and str(MODELS / "target") in refused.stderr
+    assert "set draft.placement to own" in refused.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["up", "--target", "/nowhere/model"], 2, "/nowhere/model: no such folder"),
         (["up", "--draft", "./nowhere"], 2, "./nowhere: no such folder"),
         (["worker", "target", "--model", "nowhere"], 2, "nowhere: no such folder"),
         (["worker", "target", "--model", str(MODELS)], 2, "it has no config.json"),
+        (["up", "--draft-placement", "shared", "--draft", "./nowhere"], 2, "--draft ./nowhere: no such folder"),
+        (["up", "--draft-placement", "both"], 2, "draft.placement must be one of own, shared, cpu, got 'both'"),
+        (["worker", "target", "--draft-model", "./nowhere"], 2, "--draft-model ./nowhere: no such folder"),
         (["worker", "draft", "--target-tokenizer", "/nowhere"], 2, "--target-tokenizer /nowhere: no such folder"),
         (["worker", "target", "--listen", "7001"], 2, "'7001' is not HOST:PORT"),
         (["worker", "draft", "--listen", "0.0.0.0:7001"], 2, "--allow-remote"),

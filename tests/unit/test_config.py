@@ -6,7 +6,7 @@ import yaml
 from cluster.config import SECTIONS, Config, Override, default_of, load, rule_of
 from cluster.flags import Parser, add_file, add_repeated, add_section, add_tracing, configuration
 from cluster.pools import chosen_threads
-from cluster.serving import router_settings, trace_settings
+from cluster.serving import router_settings, shared_drafter, trace_settings
 from cluster.settings import ConfigError
 from speculation.events import Role
 from transport.tracing import TraceSettings
@@ -184,6 +184,61 @@ def test_a_worker_of_a_pool_finds_its_settings_where_a_single_model_has_them(tmp
     small = config.pools()[1]
     alone = config.of_worker(small)
     assert (alone.draft, alone.models, alone.target) == (small.settings, {}, config.target)
+
+
+def test_a_draft_model_may_work_in_its_targets_process(tmp_path):
+    """Then there are no draft workers, and the target's are told of it."""
+    config = load(None, [Override("draft.placement", "shared", "--draft-placement")])
+    (target,) = config.pools()
+    assert (target.role, config.drafts, config.shared_draft(target)) == (Role.TARGET, 0, config.draft)
+    assert load(written(tmp_path, config.to_yaml())) == config
+    assert config.of_worker(target).draft == config.draft
+    assert shared_drafter(config.of_worker(target)) is not None
+    assert shared_drafter(load().of_worker(target)) is None
+    for key in ("speculation.enabled", "speculation.drafters"):
+        without = load(None, [Override("draft.placement", "shared", "-"), Override(key, "no", "-")])
+        assert without.shared_draft(target) is None and shared_drafter(without.of_worker(target)) is None
+
+
+def test_each_model_places_its_drafts(tmp_path):
+    document = (
+        "draft: {placement: shared}\nmodels: {a: {drafts: {one: {threads: 2}}}, b: {drafts: {two: {placement: own}}}}"
+    )
+    config = load(written(tmp_path, document))
+    a, b, two = config.pools()
+    shared = config.shared_draft(a)
+    assert (a.model, b.model, two.name, config.shared_draft(b)) == ("a", "b", "two", None)
+    assert shared is not None and shared.threads == 2
+    assert config.of_worker(a).draft == shared
+    assert shared_drafter(config.of_worker(b)) is None
+
+
+def test_drafting_on_cpus_is_a_device():
+    assert load(None, [Override("draft.placement", "cpu", "-")]).draft.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("draft: {placement: here}", "draft.placement must be one of own, shared, cpu, got 'here'"),
+        ("draft: {placement: cpu, device: 'cuda:1'}", "draft.placement is cpu, but its device is cuda:1"),
+        (
+            "draft: {placement: shared, assistant: /m}",
+            "draft.placement is shared, which draft.assistant cannot be used",
+        ),
+        ("draft: {placement: shared, target_tokenizer: /m}", "which draft.target_tokenizer cannot be used with"),
+        ("draft: {placement: shared, tensor_parallel_size: 2}", "but draft.tensor_parallel_size is 2"),
+        (
+            "models: {a: {drafts: {b: {placement: shared}, c: {placement: shared}}}}",
+            "models.a has 2 draft pools with placement shared; a target has one",
+        ),
+        ("models: {a: {drafts: {b: {placement: cpu, device: cuda}}}}", "models.a.drafts.b.placement is cpu"),
+    ],
+)
+def test_a_placement_that_contradicts_the_rest_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError) as caught:
+        load(written(tmp_path, text))
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cores import DRAFTS, MARGIN, StepTimes, decoded, divide, encoded, thread_counts, tokens
+from cluster.cores import DRAFTS, MARGIN, StepTimes, decoded, divide, encoded, thread_counts, threads_in_turn, tokens
 
 
 def steps(one: float, nine: float, draft: float) -> StepTimes:
@@ -35,6 +35,12 @@ def test_two_cores_that_gain_much_together_are_shared():
     assert (chosen.target, chosen.draft, chosen.shares) == (2, 2, True)
     assert str(chosen).startswith("cores: 2 for the target, 2 for the drafter (all shared: 0.18")
     assert "; a core each: 0.1" in str(chosen)
+
+
+def test_in_turn_as_many_cores_as_clearly_pay():
+    assert threads_in_turn(2, {1: steps(32, 45, 2), 2: steps(30, 40, 2)}) == 1
+    assert threads_in_turn(2, {1: steps(30, 40, 0.5), 2: steps(15, 20, 0.5)}) == 2
+    assert threads_in_turn(4, {1: steps(30, 40, 1), 3: steps(11, 14, 1), 4: steps(10, 13, 1)}) == 3
 
 
 def test_sharing_has_to_promise_clearly_more():

@@ -59,6 +59,9 @@ def measured_by(monkeypatch, program: str, seconds: float = 20.0) -> list[str]:
         ({"target_replicas": "2"}, 2, False),
         ({"draft_replicas": "2"}, 2, False),
         ({"draft_replicas": "0"}, 2, False),
+        ({"draft_placement": "shared"}, 2, True),
+        ({"draft_placement": "shared", "speculation_enabled": "false"}, 2, False),
+        ({"draft_placement": "shared", "target_threads": "1"}, 2, False),
         ({"speculation_enabled": "false"}, 2, False),
         ({"target_threads": "1"}, 2, False),
         ({"draft_threads": "2"}, 2, False),
@@ -110,6 +113,12 @@ def test_the_first_start_measures_and_the_second_remembers(monkeypatch, capsys, 
     assert settled(configured()) == first
     assert capsys.readouterr() == (line, "")
     assert [path.name for path in cache.path.parent.iterdir()] == ["cores.json"]
+
+
+def test_a_target_that_drafts_in_turn_gets_the_cores_that_pay(monkeypatch, capsys, cache):
+    measured_by(monkeypatch, f"print({json.dumps(encoded(MEASURED))!r})")
+    assert chosen_threads(settled(configured(draft_placement="shared")).target) == 2
+    assert capsys.readouterr().out == "cores: 2 of 2 for the target and its draft model, which take turns\n"
 
 
 @pytest.mark.parametrize(

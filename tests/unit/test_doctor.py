@@ -279,6 +279,19 @@ def test_what_a_model_needs():
     assert target.cache == 1000 * 6 * 2 * 4 * 32 * 4 // 2  # layers, keys and values, heads, their size, bytes; halved
 
 
+def test_a_target_needs_what_the_draft_model_in_its_process_does():
+    seen = devices.Devices(False, None, [], GIB)
+    shared = Config(draft=DraftConfig(placement="shared"))
+    target, draft = devices.needs(Config(), seen)
+    (both,) = devices.needs(shared, seen)
+    assert (both.pool, both.weights, both.cache) == (
+        "target",
+        target.weights + draft.weights,
+        target.cache + draft.cache,
+    )
+    assert any("draft model of target" in str(finding) for finding in models.check(shared))
+
+
 # -- certificates ------------------------------------------------------------------------------------------------------
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -1,0 +1,138 @@
+"""Drafting in turn: a draft model that works between the steps of a target, in the target's process.
+
+Where both have one device, two processes that take turns for it by time slices cost each other more than drafts gain.
+Here the target asks right before a step: the draft model goes ahead by as many levels as pay, one forward for all
+sessions each, and what it drafted is verified at once, so no step is computed without knowing the last outcome.
+
+Decided here: which places a level expands and when to stop. A place is worth the chance that the text gets there times
+that of one more draft to be right; it costs its share of the level, a row of the target's step, and both take time that
+makes ``rate`` tokens a second otherwise. All else, the trees, their cache, what shapes their logits and what a fault
+costs, is :class:`draft_service.lookahead.Lookahead`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from draft_service.drafted import Drafted
+from draft_service.lookahead import Lookahead, LookaheadLimits
+from draft_service.piece import Piece
+from speculation.draft_session import DraftLimits
+from speculation.messages import SessionId
+from speculation.trie import Node
+from transport.worker import Outgoing
+
+MAX_LEVELS = 8
+"""Forwards of the draft model before one step of the target, at most."""
+FIRST_LEVELS = 32
+"""Levels after which their cost counts as known; until then all are worth their time."""
+PROBE_EVERY = 64
+"""Turns in a row without drafts after which a level is drafted whatever it is worth, to see whether it pays by now."""
+
+Key = tuple[Hashable, SessionId]
+"""A session: the link it was opened on and its number there."""
+
+
+def limits_in_turn(draft: DraftLimits, sessions: int = 256) -> LookaheadLimits:
+    """What is drafted at once and read in between: everything is handed over at once, nothing is held back."""
+    lead = min(draft.lead, 2 * MAX_LEVELS)
+    bounded = replace(draft, lead=lead, hold=1, enough=draft.nodes, bytes_a_token=math.inf)
+    return LookaheadLimits(sessions=sessions, prefill=256, draft=bounded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place that may be expanded, and the tokens that one more draft there is expected to bring."""
+
+    gain: float
+    held: Drafted
+    node: Node
+    tokens: int
+    """How many are computed for it."""
+
+
+class InTurn(Lookahead):
+    """The sessions of a target that a draft model in its process drafts for.
+
+    Implements :class:`target_service.draft_model.Drafter`; never steps by itself.
+    """
+
+    _idle_turns = 0
+
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float) -> Outgoing:
+        """Proposals for ``wanted`` sessions, which are about to be verified, and refusals of those that are dropped.
+
+        ``wanted[key]``: the chance that a draft token is right. ``running``: all whose text may be read, prompts in
+        parts. ``rate``: tokens a second that the target makes. ``row_seconds``: what one more draft costs its step.
+        """
+        self._constrain(time.perf_counter())
+        outgoing = self._read([self._held[key] for key in running if key in self._held])
+        drafted = 0
+        for _ in range(MAX_LEVELS):
+            started = time.perf_counter()
+            pieces = self._level(wanted, rate, row_seconds, probe=not drafted and self._idle_turns >= PROBE_EVERY)
+            if not pieces:
+                break
+            drafted += 1
+            outgoing += self._expand(pieces, started)
+        self._idle_turns = 0 if drafted else self._idle_turns + 1
+        for key in wanted:
+            if (held := self._held.get(key)) is not None:
+                outgoing += held.pushes()
+        return outgoing
+
+    def close(self) -> None:
+        """Let go of the engine. The last call."""
+        self._engine.close()
+
+    def _read(self, running: Iterable[Drafted]) -> Outgoing:
+        """Get on with texts of which much is not in the cache, by so many tokens together as the limits say."""
+        started, pieces, tokens = time.perf_counter(), list[Piece](), 0
+        for held in running:
+            if tokens < self._limits.prefill and self._is_behind(held):
+                pieces.append(self._root_piece(held, held.frontier(self._engine.model.context)))
+                tokens += len(pieces[-1].tokens)
+        return self._expand(pieces, started)
+
+    def _is_behind(self, held: Drafted) -> bool:
+        """Whether it has more to read than a level reads on the way."""
+        readable = len(held.text.tokens) <= self._engine.model.context and held not in self._compiling
+        return readable and held.uncached >= self._limits.warm
+
+    def _level(self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool) -> list[Piece]:
+        """The places that the next level expands; none if no number of them is worth its time."""
+        places = [place for key, chance in wanted.items() for place in self._places(key, chance)]
+        places.sort(key=lambda place: -place.gain)
+        places = places[: self._limits.batch]
+        known = self.counters.steps >= FIRST_LEVELS and not probe
+        chosen: dict[Drafted, list[Node]] = {}
+        for place in places[: self._worth(places, rate, row_seconds)] if known else places:
+            chosen.setdefault(place.held, []).append(place.node)
+        return [
+            self._root_piece(held, nodes) if nodes[0] is held.session.trie.root else self._piece(held, nodes)
+            for held, nodes in chosen.items()
+        ]
+
+    def _places(self, key: Key, chance: float) -> list[_Place]:
+        held = self._held.get(key)
+        if held is None or held in self._compiling or self._is_behind(held):
+            return []
+        root = held.session.trie.root
+        return [
+            _Place(node.weight * chance, held, node, max(held.uncached, 1) if node is root else 1)
+            for node in held.frontier(self._engine.model.context)
+        ]
+
+    def _worth(self, places: list[_Place], rate: float, row_seconds: float) -> int:
+        """How many of these places, best first, bring the most beyond what their time is worth."""
+        best, count, gained, tokens = 0.0, 0, 0.0, 0
+        for number, place in enumerate(places, start=1):
+            gained += place.gain
+            tokens += place.tokens
+            value = gained - rate * (self._cost(tokens) + number * row_seconds)
+            if value > best:
+                best, count = value, number
+        return count

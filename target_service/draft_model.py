@@ -1,0 +1,231 @@
+"""A draft model in the target's own process: for which sessions it drafts, and what its time is worth.
+
+It works in turn with the target: before each step it drafts for the sessions that verify something in it
+(:mod:`draft_service.in_turn`), and what it proposes takes the way of every proposal. Decided here: which sessions it
+reads (those that run; a preempted one makes room), when one that had no room in its cache is tried again, and what a
+second is worth. No failure of it ends a session, and none changes a text: it is counted, and the session goes on
+without.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from engine.interface import FATAL, StepEngine
+from engine.model import ModelError
+from speculation.messages import (
+    Close,
+    Open,
+    Proposal,
+    RefusalCode,
+    Refused,
+    Schedule,
+    SessionId,
+    Source,
+    ToWorker,
+    Verification,
+    Welcome,
+)
+from speculation.planner import Planner
+from speculation.tempo import Tempo
+from target_service.counters import Counters
+from target_service.held import Held
+from transport.worker import Outgoing
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER = 64
+"""Steps after which a session that the draft model had no room for is tried again."""
+
+PLAIN_EVERY = 64
+"""Steps of which the first is computed without drafts, to see what that takes."""
+
+Key = tuple[Hashable, SessionId]
+"""A session: the link it was opened on and its number there."""
+
+
+class Drafter(Protocol):
+    """A draft model that drafts when it is asked."""
+
+    def welcome(self) -> Welcome:
+        """Which model it is."""
+
+    def receive(self, link: Hashable, message: ToWorker) -> Outgoing:
+        """Take a session, follow it, or forget it."""
+
+    def draft(self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float) -> Outgoing:
+        """See :meth:`draft_service.in_turn.InTurn.draft`."""
+
+    def close(self) -> None:
+        """Let go of what it has beyond this process. The last call."""
+
+
+MakeDrafter = Callable[[Callable[[str], None] | None], Drafter]
+"""Loads one; is told where to report progress. Raises :class:`engine.model.ModelError`."""
+
+
+def check_drafter(drafter: Welcome, target: StepEngine) -> None:
+    """Whether it may draft for this target. Raises :class:`engine.model.ModelError`."""
+    model = target.model
+    if not target.speculates:
+        raise ModelError(
+            f"{model.name} cannot use the draft model {drafter.model}: {model.no_speculation}; "
+            "leave the draft model out, or set draft.placement to own"
+        )
+    if drafter.tokenizer and model.tokenizer_digest:
+        same = drafter.tokenizer == model.tokenizer_digest
+    else:
+        same = drafter.vocabulary == model.vocabulary
+    if not same:
+        raise ModelError(
+            f"the draft model {drafter.model} ({drafter.vocabulary} tokens) has not the tokenizer of the target "
+            f"{model.name} ({model.vocabulary} tokens), so it cannot draft in the target's process; choose one that "
+            "has, or set draft.placement to own: a draft worker translates"
+        )
+
+
+class DraftModel:
+    """The sessions of a target that its own draft model drafts for."""
+
+    def __init__(self, drafter: Drafter, planner: Planner, counters: Counters) -> None:
+        """``planner``: knows what steps of the target take."""
+        self._drafter, self._planner, self._counters = drafter, planner, counters
+        self._open: dict[Key, Held] = {}
+        self._again: dict[Key, int] = {}
+        """The turn from which on a session that was refused is tried again; never, if it failed."""
+        self._turn = 0
+        self._tempos: defaultdict[int, Tempo] = defaultdict(Tempo)  # by size class of the batch
+        self._turns: defaultdict[int, int] = defaultdict(int)  # likewise
+        self.seconds = 0.0
+        """What drafting took before the step at hand."""
+
+    def draft(self, running: Sequence[Held], part: Sequence[Held], drawing: Sequence[Held]) -> bool:
+        """Let it draft for those of ``drawing`` that may verify drafts in this step; False: none is to be verified.
+
+        ``running``: all that are not preempted; ``part``: those that take part in the step. They are read meanwhile.
+        """
+        started, is_plain = time.perf_counter(), False
+        self._turn += 1
+        try:
+            self._follow(running, part)
+            wanted = {key: held.session.pace.agreement for held in drawing if (key := _key(held)) in self._open}
+            is_plain = len(part) == len(drawing) and self._is_plain_due(len(drawing))
+            if is_plain:
+                wanted = {}
+            if self._open:
+                rate, row_seconds = self._worth(len(drawing))
+                self._take(self._drafter.draft([_key(held) for held in part], wanted, rate, row_seconds))
+        except FATAL:
+            raise
+        except Exception:  # whatever a model may raise: the text does not need it
+            log.exception("the draft model failed; its sessions go on without drafts")
+            self._give_up()
+        self.seconds = time.perf_counter() - started
+        self._counters.draft_microseconds += round(self.seconds * 1e6)
+        return not is_plain
+
+    def verified(self, held: Held, verification: Verification) -> None:
+        """A step has committed tokens of a session."""
+        if _key(held) not in self._open:
+            return
+        try:
+            self._take(self._drafter.receive(held.link, verification))
+        except FATAL:
+            raise
+        except Exception:
+            held.log.exception("the draft model failed; the session goes on without it")
+            self._give_up()
+
+    def drop(self, held: Held) -> None:
+        """A session is over."""
+        self._again.pop(_key(held), None)
+        self._close(held)
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
+        """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
+        self._tempos[sessions.bit_length()].observe(tokens, seconds)
+
+    def _is_plain_due(self, sessions: int) -> bool:
+        """Whether this step goes without drafts, so that it is known what such a step takes.
+
+        Here drafts never come late, so there would be none to compare with.
+        """
+        turns = self._turns[sessions.bit_length()]
+        self._turns[sessions.bit_length()] += 1
+        return turns % PLAIN_EVERY == 0
+
+    def _worth(self, sessions: int) -> tuple[float, float]:
+        """Tokens a second that the target makes now, at least those without drafts, and seconds of one more row."""
+        if not sessions:
+            return 0.0, 0.0
+        cost = self._planner.cost(sessions)
+        plain = cost(sessions)
+        return max(self._tempos[sessions.bit_length()].rate, sessions / plain), (cost(2 * sessions) - plain) / sessions
+
+    def _follow(self, running: Sequence[Held], part: Sequence[Held]) -> None:
+        """Have those open that take part, and no preempted one."""
+        for key in self._open.keys() - {_key(held) for held in running}:
+            self._close(self._open[key])
+        for held in part:
+            key = _key(held)
+            if key not in self._open and self._again.get(key, 0) <= self._turn and _allowed(held.session.opened):
+                opened, tokens = held.session.opened, tuple(held.session.tokens)
+                self._open[key] = held
+                again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
+                self._take(self._drafter.receive(held.link, again))
+
+    def _take(self, outgoing: Outgoing) -> None:
+        for link, message in outgoing:
+            held = self._open.get((link, message.session)) if isinstance(message, Proposal | Refused) else None
+            if held is None:
+                continue
+            if isinstance(message, Proposal):
+                self._counters.proposals[held.session.propose(message).fate] += 1
+            elif isinstance(message, Refused):
+                self._refused(held, message)
+
+    def _refused(self, held: Held, refused: Refused) -> None:
+        key = _key(held)
+        del self._open[key]
+        match refused.code:
+            case RefusalCode.UNKNOWN_SESSION:
+                return  # it lost the thread, and gets the whole text
+            case RefusalCode.OVERLOADED:
+                self._counters.draft_left_out += 1
+                self._again[key] = self._turn + RETRY_AFTER
+                return
+            case RefusalCode.INVALID:
+                self._counters.draft_left_out += 1
+            case _:
+                self._counters.draft_faults += 1
+        self._again[key] = _NEVER
+        held.log.warning("goes on without the draft model: %s", refused.message)
+
+    def _give_up(self) -> None:
+        """Something is wrong beyond one session: drop all that it has."""
+        for key, held in list(self._open.items()):
+            self._counters.draft_faults += 1
+            self._close(held)
+            self._again[key] = _NEVER
+
+    def _close(self, held: Held) -> None:
+        if self._open.pop(_key(held), None) is not None:
+            self._drafter.receive(held.link, Close(held.session.opened.session, held.session.opened.epoch))
+
+
+_NEVER = 1 << 62
+
+
+def _key(held: Held) -> Key:
+    return held.link, held.session.opened.session
+
+
+def _allowed(opened: Open) -> bool:
+    """Whether a session is drafted for. The baseline schedules are what draft workers are compared with."""
+    speculation = opened.speculation
+    return speculation.enabled and Source.DRAFT in speculation.sources and speculation.schedule is Schedule.TRIE

@@ -1,0 +1,401 @@
+"""A draft model in the target's process: the text is the target's own, whatever becomes of the drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draft_service import in_turn
+from draft_service.in_turn import InTurn, Key, limits_in_turn
+from engine.build import EngineSettings, welcome
+from engine.kv_cache import KVCache
+from engine.model import Model, ModelError
+from engine.step import Chunk, Engine
+from speculation.draft_session import DraftLimits
+from speculation.messages import (
+    Close,
+    Extras,
+    Limits,
+    Open,
+    Rule,
+    Sampling,
+    SessionId,
+    Source,
+    Speculation,
+    Token,
+    Verification,
+)
+from target_service import draft_model, scheduler
+from target_service.draft_model import check_drafter
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.grammars import CORPUS, STOP, regex, tiny_engine
+from tests.ranks import needs_no_gpu, on_ranks
+from tests.unit.engine_models import load_tiny, random_tokens, save_model
+from transport.worker import Outgoing
+
+LINK = "router"
+NEW = 24
+GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=12, seed=5)
+PLAIN, DRAFTED = Speculation(enabled=False), Speculation(sources=frozenset({Source.DRAFT}), remember=False)
+
+
+@pytest.fixture(autouse=True)
+def _cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level counts as worth its time, so that what is drafted does not depend on how fast the machine is."""
+    monkeypatch.setattr(in_turn, "FIRST_LEVELS", 1 << 30)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_tiny("llama", tmp_path_factory.mktemp("target") / "model", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def likeness(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The target with other numbers in its output layer: mostly, but not always, of one mind with it."""
+    model = load_tiny("llama", tmp_path_factory.mktemp("draft") / "model", num_hidden_layers=2)
+    weight = model.module.get_output_embeddings().weight  # type: ignore[operator]
+    with torch.no_grad():
+        weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_tiny("llama", tmp_path_factory.mktemp("other") / "model", num_hidden_layers=1, hidden_size=32)
+
+
+def engine_of(model: Model, capacity: int = 2048, *, invariant: bool = True) -> Engine:
+    cache = KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device)
+    return Engine(model, cache, invariant=invariant)
+
+
+def drafter_of(engine: Engine) -> InTurn:
+    return InTurn(engine, welcome(EngineSettings("draft"), engine.model, "draft"), limits_in_turn(DraftLimits()))
+
+
+def loop_of(model: Model, drafter: InTurn | None = None, capacity: int = 2048, **limits: object) -> VerifyLoop:
+    """Verifies all there is, so that what is tested does not depend on how fast the machine is."""
+    engine = engine_of(model, capacity)
+    chosen = replace(TargetLimits(adaptive=False), **limits)  # type: ignore[arg-type]
+    return VerifyLoop(engine, welcome(EngineSettings("tiny"), model, "target"), chosen, drafter=drafter)
+
+
+def opening(number: int, sampling: Sampling, speculation: Speculation = DRAFTED, new: int = NEW) -> Open:
+    prompt = tuple(random_tokens(10 + 7 * number, seed=number))
+    chosen = replace(sampling, seed=sampling.seed + number)
+    return Open(SessionId(number), 1, prompt, chosen, Limits(len(prompt) + new), speculation=speculation)
+
+
+def texts(loop: VerifyLoop, openings: Sequence[Open]) -> dict[int, list[Token]]:
+    """What the sessions say, all at once; nothing is left of them then."""
+    for one in openings:
+        assert loop.receive(LINK, one) == []
+    said: dict[int, list[Token]] = {one.session: [] for one in openings}
+    while (sent := loop.step()) is not None:
+        for _, message in sent:
+            assert isinstance(message, Verification), message
+            said[message.session] += message.tokens
+    assert loop.load().free_tokens == loop.load().capacity_tokens
+    return said
+
+
+def assert_empty(drafter: InTurn) -> None:
+    assert not drafter._held
+    drafter._engine.cache.check()
+    assert drafter._engine.cache.free_tokens == drafter._engine.cache.capacity
+
+
+def mixed(count: int = 6, speculation: Speculation = DRAFTED) -> list[Open]:
+    return [opening(number, WARM if number % 2 else GREEDY, speculation) for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> dict[int, list[Token]]:
+    return texts(loop_of(model), mixed(speculation=PLAIN))
+
+
+def test_texts_are_those_without_drafts_and_steps_are_fewer(
+    model: Model, likeness: Model, expected: dict[int, list[Token]]
+) -> None:
+    """Greedy and at temperature 0.8, all at once and each alone."""
+    drafter = drafter_of(engine_of(likeness, invariant=False))
+    loop = loop_of(model, drafter)
+    assert texts(loop, mixed()) == expected
+    counters = loop.counters
+    assert counters.accepted_from[Source.DRAFT] > counters.committed // 2
+    assert counters.steps < NEW
+    assert counters.draft_microseconds > 0 and counters.draft_faults == counters.draft_left_out == 0
+    assert_empty(drafter)
+    for one in mixed():
+        assert texts(loop, [one])[one.session] == expected[one.session]
+
+
+def test_a_draft_of_another_mind_costs_no_text(model: Model, stranger: Model, expected: dict[int, list[Token]]) -> None:
+    drafter = drafter_of(engine_of(stranger, invariant=False))
+    assert texts(loop_of(model, drafter), mixed()) == expected
+    assert_empty(drafter)
+
+
+def test_preempted_sessions_make_room_and_are_read_again(
+    model: Model, likeness: Model, expected: dict[int, list[Token]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "HEADROOM", 0)
+    drafter = drafter_of(engine_of(likeness, invariant=False))
+    loop = loop_of(model, drafter, capacity=128)
+    assert texts(loop, mixed()) == expected
+    assert loop.counters.preempted and loop.counters.accepted_from[Source.DRAFT]
+    assert_empty(drafter)
+
+
+@pytest.mark.parametrize("capacity", [8, 64, 120])
+def test_a_small_draft_cache_costs_drafts_only(
+    model: Model, likeness: Model, expected: dict[int, list[Token]], capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions without room go on without drafts, and are tried again."""
+    monkeypatch.setattr(draft_model, "RETRY_AFTER", 2)
+    drafter = drafter_of(engine_of(likeness, capacity, invariant=False))
+    loop = loop_of(model, drafter)
+    assert texts(loop, mixed()) == expected
+    assert loop.counters.draft_left_out and loop.counters.draft_faults == 0
+    assert bool(loop.counters.accepted_from[Source.DRAFT]) is (capacity > 8)
+    assert_empty(drafter)
+
+
+class Poisoned(Engine):
+    """Says nothing but NaN from its third step on, or fails."""
+
+    raises = False
+    steps = 0
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        self.steps += 1
+        if self.steps < 3:
+            return super().run(chunks)
+        if self.raises:
+            raise RuntimeError("out of everything")
+        return torch.full_like(super().run(chunks), float("nan"))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_draft_model_that_fails_is_counted_and_done_without(
+    model: Model, likeness: Model, expected: dict[int, list[Token]], raises: bool
+) -> None:
+    cache = KVCache(likeness.layers, 2048, block=8, dtype=likeness.dtype, device=likeness.device)
+    engine = Poisoned(likeness, cache, invariant=False)
+    engine.raises = raises
+    drafter = drafter_of(engine)
+    loop = loop_of(model, drafter)
+    assert texts(loop, mixed()) == expected
+    assert loop.counters.draft_faults == len(expected) and loop.counters.refused == 0
+    assert_empty(drafter)
+
+
+class Broken(InTurn):
+    """Fails beyond any session."""
+
+    def draft(self, *_: object) -> list[object]:  # type: ignore[override]
+        raise RuntimeError("broken")
+
+
+def test_a_drafter_that_fails_as_a_whole_ends_nothing(
+    model: Model, likeness: Model, expected: dict[int, list[Token]]
+) -> None:
+    engine = engine_of(likeness, invariant=False)
+    drafter = Broken(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits_in_turn(DraftLimits()))
+    loop = loop_of(model, drafter)
+    assert texts(loop, mixed()) == expected
+    assert loop.counters.draft_faults == len(expected)
+    assert_empty(drafter)
+
+
+def test_opened_again_elsewhere_the_text_goes_on(
+    model: Model, likeness: Model, expected: dict[int, list[Token]]
+) -> None:
+    """From every third committed token, as after the loss of a worker, and here again under a later epoch."""
+    loop = loop_of(model, drafter_of(engine_of(likeness, invariant=False)))
+    for one in mixed():
+        text = expected[one.session]
+        for done in range(1, len(text), 3):
+            again = replace(one, epoch=done + 1, tokens=(*one.tokens, *text[:done]), prompt=len(one.tokens))
+            assert texts(loop, [again])[one.session] == text[done:]
+    one = opening(1, WARM)
+    loop.receive(LINK, one)
+    said: list[Token] = []
+    while len(said) < NEW // 2:
+        said += [
+            token for _, message in loop.step() or () if isinstance(message, Verification) for token in message.tokens
+        ]
+    again = replace(one, epoch=2, tokens=(*one.tokens, *said), prompt=len(one.tokens))
+    assert [*said, *texts(loop, [again])[one.session]] == expected[one.session]
+
+
+def test_a_closed_session_is_forgotten(model: Model, likeness: Model) -> None:
+    drafter = drafter_of(engine_of(likeness, invariant=False))
+    loop = loop_of(model, drafter)
+    for one in mixed():
+        loop.receive(LINK, one)
+    for _ in range(3):
+        loop.step()
+    assert drafter._held
+    loop.receive(LINK, Close(SessionId(0), 1))
+    assert (LINK, SessionId(0)) not in drafter._held
+    loop.forget(LINK)
+    assert_empty(drafter)
+
+
+def test_long_prompts_are_read_in_parts(model: Model, likeness: Model) -> None:
+    """No step reads more for the draft model than its limits say, but for the part of one session."""
+    prompt = tuple(random_tokens(180, seed=9))
+    sizes: list[int] = []
+
+    class Sized(Engine):
+        def run(self, chunks: Sequence[Chunk]) -> Tensor:
+            sizes.append(sum(len(chunk.tokens) for chunk in chunks))
+            return super().run(chunks)
+
+    cache = KVCache(likeness.layers, 2048, block=8, dtype=likeness.dtype, device=likeness.device)
+    engine = Sized(likeness, cache, invariant=False)
+    limits = replace(limits_in_turn(DraftLimits()), prefill=48)
+    drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits)
+    loop = loop_of(model, drafter)
+    openings = [Open(SessionId(n), 1, (*prompt, n + 3), GREEDY, Limits(205), speculation=DRAFTED) for n in range(3)]
+    plain = texts(loop_of(model), [replace(one, speculation=PLAIN) for one in openings])
+    assert texts(loop, openings) == plain
+    assert max(sizes) < 2 * 48 and loop.counters.accepted_from[Source.DRAFT]
+    assert_empty(drafter)
+
+
+def test_some_steps_go_without_so_that_there_is_something_to_compare_with(model: Model, likeness: Model) -> None:
+    engine = engine_of(likeness, invariant=False)
+    asked: list[int] = []
+
+    class Noted(InTurn):
+        def draft(
+            self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float
+        ) -> Outgoing:
+            if running:
+                asked.append(len(wanted))
+            return super().draft(running, wanted, rate, row_seconds)
+
+    drafter = Noted(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits_in_turn(DraftLimits()))
+    loop = loop_of(model, drafter)
+    for number in range(20):
+        loop.receive(LINK, opening(1, replace(WARM, seed=number), new=60))
+        while (sent := loop.step()) is not None:
+            offered = sum(message.offered for _, message in sent if isinstance(message, Verification))
+            assert offered == 0 or asked[-1], "what was drafted before waits as well"
+    prompts, steady = 1, len(asked) - 1  # the later ones have the same prompt, which is known
+    assert steady > 128 and set(asked) == {0, 1}
+    assert asked.count(0) == prompts + -(-steady // draft_model.PLAIN_EVERY)
+
+
+def test_requests_shape_what_is_drafted(model: Model, likeness: Model) -> None:
+    """Allowed tokens and penalties hold for drafts too, or hardly any would be accepted."""
+    shaped = replace(WARM, allowed=tuple(range(3, 60)), repetition_penalty=1.2, presence_penalty=0.3)
+    one = opening(1, shaped)
+    expected = texts(loop_of(model), [replace(one, speculation=PLAIN)])
+    loop = loop_of(model, drafter_of(engine_of(likeness, invariant=False)))
+    assert texts(loop, [one]) == expected
+    assert loop.counters.accepted_from[Source.DRAFT] > NEW // 3
+
+
+def test_the_rejection_rule_gets_drafts_with_their_q(model: Model, likeness: Model) -> None:
+    """Without randomness its text is the plain one; with it, drafts are sampled, never chosen."""
+    speculation = replace(DRAFTED, rule=Rule.REJECTION)
+    greedy = [opening(n, GREEDY, speculation) for n in range(3)]
+    plain = texts(loop_of(model), [replace(one, speculation=PLAIN) for one in greedy])
+    loop = loop_of(model, drafter_of(engine_of(likeness, invariant=False)))
+    assert texts(loop, greedy) == plain
+    loop.receive(LINK, opening(7, WARM, speculation))
+    offered = 0
+    while loop.step() is not None:
+        for held in loop._held.values():
+            assert all(node.q is not None for node in held.session.trie)
+        offered = loop.counters.offered_from[Source.DRAFT]
+    assert offered and loop.counters.proposals["missing_q"] == 0
+
+
+def test_what_allows_no_draft_model_has_none(model: Model, likeness: Model) -> None:
+    loop = loop_of(model, drafter_of(engine_of(likeness, invariant=False)))
+    texts(loop, [opening(1, GREEDY, Speculation(sources=frozenset({Source.LOOKUP}))), opening(2, GREEDY, PLAIN)])
+    assert loop.counters.offered_from[Source.DRAFT] == 0
+
+
+def test_another_vocabulary_is_refused(model: Model, tmp_path: Path) -> None:
+    other = load_tiny("llama", tmp_path / "model", num_hidden_layers=1, vocab_size=300)
+    with pytest.raises(ModelError, match=r"draft model small \(300 tokens\).*target .* \(256 tokens\)"):
+        check_drafter(replace(welcome(EngineSettings("small"), other, "draft")), engine_of(model))
+    check_drafter(welcome(EngineSettings("small"), model, "draft"), engine_of(model))
+
+
+def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dear against the target's tokens, none is but for a probe now and then; at no price, all are."""
+    limits = limits_in_turn(DraftLimits(children=1, width=1, least=0.0))
+    engine = engine_of(likeness, invariant=False)
+    drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits)
+    key, one = (LINK, SessionId(1)), opening(1, GREEDY, new=120)
+    drafter.receive(LINK, one)
+    monkeypatch.setattr(in_turn, "FIRST_LEVELS", 0)
+    drafter._cost.observe(1, 0.01)
+
+    def levels(rate: float) -> int:
+        before = drafter.counters.steps
+        drafter.draft([key], {key: 0.8}, rate, 0.0)
+        return drafter.counters.steps - before
+
+    assert levels(rate=1e6) == 0
+    assert levels(rate=50.0) in range(1, 8), "as far as the chance of getting there is worth the time"
+    drafter.receive(LINK, Close(SessionId(1), 1))
+    drafter.receive(LINK, one)
+    assert levels(rate=0.0) == 8
+    drafter.receive(LINK, Close(SessionId(1), 1))
+    drafter.receive(LINK, one)
+    assert [levels(rate=1e6) for _ in range(66)].count(1) == 1
+    drafter.receive(LINK, Close(SessionId(1), 1))
+    assert_empty(drafter)
+
+
+def test_a_grammar_holds_for_drafts(tmp_path: Path) -> None:
+    """A draft model of one mind with the target is right within the grammar as well."""
+    engine, tokenizer = tiny_engine(tmp_path)
+    cache = KVCache(engine.model.layers, 2048, dtype=engine.model.dtype, device="cpu")
+    drafter = drafter_of(Engine(engine.model, cache, invariant=False))
+    prompt = tuple(tokenizer.encode(CORPUS[0]).ids)
+
+    def text(drafter: InTurn | None, speculation: Speculation) -> tuple[list[Token], VerifyLoop]:
+        loop = loop_of(engine.model, drafter)
+        limits = Limits(len(prompt) + 48, frozenset({STOP}))
+        extras = Extras(grammar=regex("[a-z]{40,60}"))
+        loop.receive(LINK, Open(SessionId(1), 1, prompt, WARM, limits, speculation=speculation, extras=extras))
+        said: list[Token] = []
+        while loop._held:
+            for _, message in loop.step() or ():
+                assert isinstance(message, Verification), message
+                said += message.tokens
+        return said, loop
+
+    expected, _ = text(None, PLAIN)
+    said, loop = text(drafter, DRAFTED)
+    assert said == expected
+    assert loop.counters.accepted_from[Source.DRAFT] > loop.counters.offered_from[Source.DRAFT] // 4 > 0
+    assert_empty(drafter)
+
+
+@needs_no_gpu
+def test_beside_rank_0_of_a_target_on_several_ranks(
+    model: Model, likeness: Model, expected: dict[int, list[Token]], tmp_path: Path
+) -> None:
+    folder = save_model("llama", tmp_path / "model", num_hidden_layers=2)
+    drafter = drafter_of(engine_of(likeness, invariant=False))
+    with on_ranks(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=2048)) as engine:
+        limits = TargetLimits(adaptive=False)
+        loop = VerifyLoop(engine, welcome(EngineSettings("tiny"), engine.model, "target"), limits, drafter=drafter)
+        assert texts(loop, mixed()) == expected
+    assert loop.counters.accepted_from[Source.DRAFT] > loop.counters.committed // 2
+    assert_empty(drafter)
