@@ -39,6 +39,14 @@ class StepEngine(Protocol):
         """Whether chunks may be trees, and pending tokens be dropped at no cost."""
 
     @property
+    def row_classes(self) -> Sequence[int]:
+        """Numbers of rows that steps are padded to, ascending; empty: each computes as many as it has.
+
+        What is added to a step within its class costs nothing on the device. Larger steps than the last one are not
+        padded.
+        """
+
+    @property
     def forward_seconds(self) -> float:
         """How long the model itself took in the last step."""
 

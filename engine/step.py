@@ -52,6 +52,7 @@ class Engine:
     """A model over a cache. Implements :class:`engine.interface.StepEngine`."""
 
     speculates = True
+    row_classes: Sequence[int] = ()
 
     def __init__(
         self,

@@ -344,7 +344,7 @@ class DraftSession:
         self._said = {node: self._said[node] for node in (self.trie.root, *standing) if node in self._said}
         if offered:
             self._ignored, self._repush_after = 0, IGNORED_BEFORE_REPUSH
-        elif len(standing) > len(self._unsent):
+        elif self._lead and len(standing) > len(self._unsent):
             self._ignored += 1
         if self._ignored >= self._repush_after:
             # Pushed long ago and never verified: the push may have been lost. Or the target does not want them.

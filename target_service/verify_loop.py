@@ -84,13 +84,12 @@ class VerifyLoop:
         self._engine, self._limits = engine, limits
         self._welcome = replace(welcome, sources=registered())
         self._held: dict[tuple[Hashable, SessionId], Held] = {}
-        self._scheduler: Scheduler[Held] = Scheduler(
-            limits.running, limits.budget, free=lambda: engine.cache.ledger.free
-        )
+        budget = replace(limits.budget, row_classes=engine.row_classes)
+        self._scheduler: Scheduler[Held] = Scheduler(limits.running, budget, free=lambda: engine.cache.ledger.free)
         self._compiling: Compiling[Held] = Compiling(lambda: Grammars(engine.model))
         self._numbers = itertools.count()
         self.counters = Counters()
-        self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup)
+        self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
         self._outputs = Outputs(limits.suffix)
         self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
         self._step_time = StepTime()
@@ -243,7 +242,7 @@ class VerifyLoop:
         committed = self.counters.committed
         outgoing += self._compute(pieces, started)
         self._tidy(IN_STEP + 2 * (self.counters.committed - committed))
-        self._account(pieces, started, time.perf_counter())
+        self._account(pieces, started, time.perf_counter(), self.counters.committed - committed)
         return outgoing
 
     def _plan(self, now: float) -> list[Piece]:
@@ -293,14 +292,14 @@ class VerifyLoop:
             self._recorder.write(role="target", wait=[self._waiting_since, now])
         self._waiting_since = None
 
-    def _account(self, pieces: Sequence[Piece], started: float, ended: float) -> None:
-        """Learn and tell what the step took."""
+    def _account(self, pieces: Sequence[Piece], started: float, ended: float, committed: int) -> None:
+        """Learn and tell what the step took, in which so many tokens were committed."""
         self.counters.steps += 1
         self.counters.step_microseconds += round((ended - started) * 1e6)
         self.counters.forward_microseconds += round(self._engine.forward_seconds * 1e6)
         tokens = sum(piece.tokens for piece in pieces)
         if all(piece.decodes for piece in pieces):
-            self._planner.observe(len(pieces), tokens, ended - started)
+            self._planner.observe(len(pieces), tokens, ended - started, committed)
         self._step_time.observe(tokens, ended - started)
         if self._recorder:
             self._recorder.write(

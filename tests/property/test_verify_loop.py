@@ -62,6 +62,7 @@ class TableEngine:
 
     def __init__(self, capacity: int) -> None:
         self.speculates = True
+        self.row_classes = ()
         self.heads = None
         self.cache = KVCache(0, capacity, dtype=torch.float32, device="cpu")
         self.forward_seconds = 0.0
