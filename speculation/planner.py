@@ -103,7 +103,7 @@ class Planner:
 
     def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0, room: int | None = None) -> Plan:
         """Settle the next step, which computes ``prefilled`` tokens besides; ``room``: most drafts of all together."""
-        payoff = self._note(asked, now)
+        payoff = self._note(asked, now, room)
         if payoff.probing:
             asked = [replace(one, drafts=0) if _follows(one.session) else one for one in asked]
         if room is not None:
@@ -123,7 +123,7 @@ class Planner:
             self._began = now
         return Plan(tuple(offers), min(wakes) if wakes else None)
 
-    def _note(self, asked: Sequence[Asked], now: float) -> Payoff:
+    def _note(self, asked: Sequence[Asked], now: float, room: int | None) -> Payoff:
         """Note when a step is asked for and who is at work beside it; tell sessions whether drafters shall be."""
         if self._began is not None or not asked:
             # The step before read prompts, so that nothing was learned from it, or there is none to come.
@@ -134,7 +134,7 @@ class Planner:
             self._quiet_for = 0 if at_work else self._quiet_for + 1
             self._follow = all(_follows(one.session) for one in asked)
         payoff, drafting = self._payoff(len(asked)), self.experience.drafting
-        drafting.pays = payoff.drafting or not self._adaptive
+        drafting.pays = (payoff.drafting and room != 0) or not self._adaptive
         drafting.break_even = payoff.break_even(len(asked))
         return payoff
 

@@ -84,7 +84,8 @@ class VerifyLoop:
         self._engine, self._limits = engine, limits
         self._welcome = replace(welcome, sources=registered())
         self._held: dict[tuple[Hashable, SessionId], Held] = {}
-        budget = replace(limits.budget, row_classes=engine.row_classes)
+        verify = max((limits.budget.verify, *engine.row_classes))
+        budget = replace(limits.budget, row_classes=engine.row_classes, verify=verify)
         self._scheduler: Scheduler[Held] = Scheduler(limits.running, budget, free=lambda: engine.cache.ledger.free)
         self._compiling: Compiling[Held] = Compiling(lambda: Grammars(engine.model))
         self._numbers = itertools.count()
