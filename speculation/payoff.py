@@ -88,6 +88,7 @@ class Payoff:
             self._gain += WEIGHT * (gain / plain - self._gain)
             self._lost = max(self._lost + plain - gain, 0.0)
             if self._lost > LOST + LOST_ALONE / sqrt(sessions):
+                self._lost = 0.0
                 self._rest(self._next_rest)
                 self._next_rest = min(2 * self._next_rest, LONGEST_REST)
                 return
@@ -98,5 +99,5 @@ class Payoff:
             self._rest(PROBE)
 
     def _rest(self, steps: int) -> None:
-        self._resting, self._lost = steps, 0.0
+        self._resting = steps
         self._to_probe = max(OFTEN, round(RARELY * (1.0 - 1.0 / max(self._gain, 1.0))))

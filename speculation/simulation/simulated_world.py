@@ -32,7 +32,9 @@ class Bounds:
 
     def room(self, sessions: int, row_classes: Sequence[int]) -> tuple[int, int]:
         """Room for drafts of one of so many sessions in a step, and of all together."""
-        return room_for_drafts(sessions, self.drafts_per_session, max(max((self.verify, *row_classes)) - sessions, 0), row_classes)
+        return room_for_drafts(
+            sessions, self.drafts_per_session, max(max((self.verify, *row_classes)) - sessions, 0), row_classes
+        )
 
 
 @dataclass(frozen=True, slots=True)
