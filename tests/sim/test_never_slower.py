@@ -1,8 +1,8 @@
 """Speculation is never slower than plain decoding, in virtual time: whatever it costs and however wrong drafts are.
 
-On steps that are a staircase of classes of rows, as on a GPU, and on steps that cost by the token, as on a CPU; beside a
-drafter that has a device of its own, and beside one that takes its share of the target's. What is measured begins after
-a worker's first tokens, when it has found out what its steps cost. The texts are the target's own in every run.
+On steps that are a staircase of classes of rows, as on a GPU, and on steps that cost by the token, as on a CPU; beside
+a drafter that has a device of its own, and beside one that takes its share of the target's. What is measured begins
+after a worker's first tokens, when it has found out what its steps cost. The texts are the target's own in every run.
 """
 
 from dataclasses import replace
