@@ -66,10 +66,13 @@ class StepCost:
     MEMORY = 2000
     """Steps after which a size that did not occur again is forgotten, and so gets tried again."""
 
-    def __init__(self, row_classes: Sequence[int] = ()) -> None:
-        """``row_classes``: numbers of rows that steps are padded to, ascending; empty: each costs what it computes."""
+    def __init__(self, row_classes: Sequence[int] = (), smoothing: float = SMOOTHING) -> None:
+        """``row_classes``: numbers of rows that steps are padded to, ascending; empty: each costs what it computes.
+
+        ``smoothing``: weight of a new measurement.
+        """
         assert list(row_classes) == sorted(set(row_classes)), "classes of rows ascend"
-        self._row_classes = row_classes
+        self._row_classes, self._smoothing = row_classes, smoothing
         self._measured: dict[int, float] = {}
         self._seen: dict[int, int] = {}
         self._steps = 0
@@ -83,7 +86,7 @@ class StepCost:
         tokens = rows_for(tokens, self._row_classes)
         known = self._measured.get(tokens)
         if known is not None:
-            seconds = known + self.SMOOTHING * (min(seconds, self.OUTLIER * known) - known)
+            seconds = known + self._smoothing * (min(seconds, self.OUTLIER * known) - known)
         self._measured[tokens] = seconds
         self._steps += 1
         self._seen[tokens] = self._steps

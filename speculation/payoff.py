@@ -7,9 +7,9 @@ them rest. From the second follows what plain decoding would have committed in t
 
     lost = max(0, lost + tokens of plain decoding - tokens committed),    a session and step
 
-is what drafting has cost since it was last worth its while. When that comes to more than a few steps, all drafters of
-the target rest; after a while they try again, and rest longer if nothing has changed. While drafting pays, quiet steps
-are measured in short *probes*, the rarer the more there is to lose.
+is what drafting has cost since it was last worth its while. When that comes to more than a few steps, by what quiet
+ones took of late, all drafters of the target rest; after a while they try again, and rest longer if nothing has
+changed. While drafting pays, quiet steps are measured in short *probes*, the rarer the more there is to lose.
 
 One :class:`Payoff` for each size class of the batch: what pays for one session may not for sixty.
 """
@@ -35,6 +35,8 @@ LOST, LOST_ALONE = 2.0, 8.0
 """Steps of plain decoding that drafting may cost before it rests. Some more for few sessions, whose luck varies."""
 FIRST_REST, LONGEST_REST = 512, 4096
 """Steps to rest for; doubles each time in a row."""
+QUIET_SMOOTHING = 0.3
+"""Weight of the latest quiet step: there are few, and the machine or the texts may have changed since the others."""
 WEIGHT = 1 / 64
 """Weight of the latest step in the gain."""
 
@@ -44,12 +46,14 @@ class Payoff:
 
     def __init__(self, row_classes: Sequence[int] = ()) -> None:
         """Nothing is known; drafters work. ``row_classes``: see :class:`~speculation.budget.StepCost`."""
-        self._beside, self._quiet = StepCost(row_classes), StepCost(row_classes)
+        self._beside, self._quiet = StepCost(row_classes), StepCost(row_classes, QUIET_SMOOTHING)
         self._gain = 1.0
         self._lost = 0.0
         self._resting = 0
         self._next_rest = FIRST_REST
         self._to_probe = FIRST_PROBE
+        self._since_quiet = 0
+        """Steps beside drafters since the last quiet one."""
         self.probing = False
         """Whether the next steps are to be plain ones, which show what those cost."""
 
@@ -82,6 +86,7 @@ class Payoff:
     def drafted(self, sessions: int, committed: int, seconds: float) -> None:
         """So many tokens were committed beside drafters, ``seconds`` after the step before."""
         self._to_probe -= 1
+        self._since_quiet += 1
         if self._quiet.known:
             plain = seconds / self._quiet(sessions)
             gain = committed / sessions
@@ -89,9 +94,11 @@ class Payoff:
             self._lost = max(self._lost + plain - gain, 0.0)
             if self._lost > LOST + LOST_ALONE / sqrt(sessions):
                 self._lost = 0.0
-                self._rest(self._next_rest)
-                self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-                return
+                if self._since_quiet <= OFTEN:
+                    self._rest(self._next_rest)
+                    self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+                    return
+                self._to_probe = 0  # plain steps may take longer by now, too
         if self._to_probe <= 0:
             self.probing = True
             if self._quiet.known and self._gain > 1.0:
@@ -99,5 +106,5 @@ class Payoff:
             self._rest(PROBE)
 
     def _rest(self, steps: int) -> None:
-        self._resting = steps
+        self._resting, self._since_quiet = steps, 0
         self._to_probe = max(OFTEN, round(RARELY * (1.0 - 1.0 / max(self._gain, 1.0))))

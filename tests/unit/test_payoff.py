@@ -87,6 +87,15 @@ def test_it_comes_back_when_drafting_pays_again_and_then_rests_briefly_first():
     assert FIRST_REST in device.lengths("rest")
 
 
+def test_a_machine_that_has_become_slower_is_told_from_drafting_that_does_not_pay(monkeypatch):
+    device = Device(gain=2, slower=1.2)
+    device.steps(1000)
+    monkeypatch.setattr("tests.unit.test_payoff.PLAIN", 2.5 * PLAIN)
+    device.steps(1000)
+    assert device.lengths("rest") == []
+    assert len(device.lengths("probe")) > 2
+
+
 def test_break_even_is_what_steps_take_longer_beside_drafters():
     payoff = Payoff()
     payoff.observe(1, 0.0135, quiet=False)
