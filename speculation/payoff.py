@@ -47,7 +47,7 @@ class Payoff:
     def __init__(self, row_classes: Sequence[int] = ()) -> None:
         """Nothing is known; drafters work. ``row_classes``: see :class:`~speculation.budget.StepCost`."""
         self._beside, self._quiet = StepCost(row_classes), StepCost(row_classes, QUIET_SMOOTHING)
-        self._gain = 1.0
+        self._gain, self._drafted = 1.0, 0
         self._lost = 0.0
         self._resting = 0
         self._next_rest = FIRST_REST
@@ -87,10 +87,10 @@ class Payoff:
         """So many tokens were committed beside drafters, ``seconds`` after the step before."""
         self._to_probe -= 1
         self._since_quiet += 1
+        self._drafted += 1
+        gain, plain = committed / sessions, seconds / self.cost(quiet=True)(sessions)
+        self._gain += max(WEIGHT, 1 / self._drafted) * (gain / plain - self._gain)
         if self._quiet.known:
-            plain = seconds / self._quiet(sessions)
-            gain = committed / sessions
-            self._gain += WEIGHT * (gain / plain - self._gain)
             self._lost = max(self._lost + plain - gain, 0.0)
             if self._lost > LOST + LOST_ALONE / sqrt(sessions):
                 self._lost = 0.0
