@@ -35,8 +35,8 @@ LOST, LOST_ALONE = 2.0, 8.0
 """Steps of plain decoding that drafting may cost before it rests. Some more for few sessions, whose luck varies."""
 FIRST_REST, LONGEST_REST = 512, 4096
 """Steps to rest for; doubles each time in a row."""
-QUIET_SMOOTHING = 0.3
-"""Weight of the latest quiet step: there are few, and the machine or the texts may have changed since the others."""
+LATELY = 0.3
+"""Weight of the latest quiet step in what plain decoding takes: there are few, and the machine or the texts may have changed since the others."""
 WEIGHT = 1 / 64
 """Weight of the latest step in the gain."""
 
@@ -46,7 +46,9 @@ class Payoff:
 
     def __init__(self, row_classes: Sequence[int] = ()) -> None:
         """Nothing is known; drafters work. ``row_classes``: see :class:`~speculation.budget.StepCost`."""
-        self._beside, self._quiet = StepCost(row_classes), StepCost(row_classes, QUIET_SMOOTHING)
+        self._beside, self._quiet = StepCost(row_classes), StepCost(row_classes)
+        self._lately = StepCost(row_classes, LATELY)
+        """Quiet steps too, the latest of which count for more."""
         self._gain, self._drafted = 1.0, 0
         self._lost = 0.0
         self._resting = 0
@@ -71,11 +73,12 @@ class Payoff:
         """Accepted drafts a session and step that make up for what drafting takes from steps over so many sessions."""
         if not (self._quiet.known and self._beside.measured_up_to(sessions)):
             return BREAK_EVEN
-        return max(self._beside(sessions) / self._quiet(sessions) - 1.0, BREAK_EVEN)
+        return max(self._beside(sessions) / self._lately(sessions) - 1.0, BREAK_EVEN)
 
     def observe(self, tokens: int, seconds: float, *, quiet: bool) -> None:
         """Learn what a step of so many tokens cost."""
-        (self._quiet if quiet else self._beside).observe(tokens, seconds)
+        for cost in (self._quiet, self._lately) if quiet else (self._beside,):
+            cost.observe(tokens, seconds)
 
     def rested(self) -> None:
         """A step went by in which drafters were to rest."""
@@ -88,7 +91,7 @@ class Payoff:
         self._to_probe -= 1
         self._since_quiet += 1
         self._drafted += 1
-        gain, plain = committed / sessions, seconds / self.cost(quiet=True)(sessions)
+        gain, plain = committed / sessions, seconds / (self._lately if self._quiet.known else self._beside)(sessions)
         self._gain += max(WEIGHT, 1 / self._drafted) * (gain / plain - self._gain)
         if self._quiet.known:
             self._lost = max(self._lost + plain - gain, 0.0)

@@ -53,7 +53,7 @@ class Planner:
         self.experience = Experience()
         self._adaptive, self._lookup = adaptive, lookup
         self._payoffs: defaultdict[int, Payoff] = defaultdict(lambda: Payoff(row_classes))  # by size class of the batch
-        self._quiet_for = 0
+        self._quiet_for = SETTLE
         """Steps since a drafter was last at work for a session of the step."""
         self._follow = True
         """Whether drafters run ahead of all sessions of the step, none of which takes turns with them."""
