@@ -36,7 +36,8 @@ LOST, LOST_ALONE = 2.0, 8.0
 FIRST_REST, LONGEST_REST = 512, 4096
 """Steps to rest for; doubles each time in a row."""
 LATELY = 0.3
-"""Weight of the latest quiet step in what plain decoding takes: there are few, and the machine or the texts may have changed since the others."""
+"""Weight of the latest quiet step in what plain decoding takes: there are few, and the machine or the texts may have
+changed since the others."""
 WEIGHT = 1 / 64
 """Weight of the latest step in the gain."""
 
