@@ -100,6 +100,8 @@ class Lookahead:
         self._compiling: Compiling[Drafted] = Compiling(lambda: Grammars(self._reader.model))
         self._calibration = Calibration()
         self._cost = StepCost()
+        self._resting = False
+        """Whether the last verification told its drafter to rest: then so does a new session, until it hears more."""
         self._recorder, self._tracing = recorder, tracing
         self._second = second or SecondLevel(welcome.vocabulary)
         self._outcomes: list[dict[str, object]] = []  # for the record of the next step
@@ -159,6 +161,7 @@ class Lookahead:
             vocabulary=self._welcome.vocabulary,
             limits=self._limits.draft,
             calibration=self._calibration,
+            resting=self._resting,
         )
         text = self._reader.text(session.tokens)
         if len(text.tokens) > self._engine.cache.free_tokens:
@@ -187,6 +190,7 @@ class Lookahead:
         if held is None:
             why = "not opened here"
             return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, why)]
+        self._resting = verification.lead == 0
         old_root = held.session.trie.root
         pending = held.pending
         lead = held.session.lead

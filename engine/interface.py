@@ -43,6 +43,13 @@ class StepEngine(Protocol):
         """See :attr:`speculation.messages.Welcome.exactness`."""
 
     @property
+    def row_classes(self) -> Sequence[int]:
+        """Numbers of rows that steps are padded to, ascending; empty: each computes as many as it has.
+
+        What is added to a step within its class costs nothing on the device.
+        """
+
+    @property
     def forward_seconds(self) -> float:
         """How long the model itself took in the last step."""
 

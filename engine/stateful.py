@@ -109,6 +109,7 @@ class StatefulEngine:
     """A model over one state per sequence. Implements :class:`engine.interface.StepEngine`."""
 
     speculates = False
+    row_classes: Sequence[int] = ()
     heads = hidden = None
     exactness = "not measured: this model is served without speculation"
 

@@ -21,14 +21,34 @@ over "now" and "at a later moment, with the drafts that are likely to have come 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 from speculation.arrivals import Moment
 
 
+def rows_for(tokens: int, row_classes: Sequence[int]) -> int:
+    """Rows that a step of ``tokens`` is computed with: the smallest of the ascending classes, if any holds so many."""
+    at = bisect_left(row_classes, tokens)
+    return row_classes[at] if at < len(row_classes) else tokens
+
+
+def room_for_drafts(sessions: int, each: int, most: int, row_classes: Sequence[int] = ()) -> tuple[int, int]:
+    """Room for drafts of one session and of all together, where each of them may have ``each`` and all ``most``.
+
+    What would be left empty of the class of rows that this comes to may be had as well, by any session.
+    """
+    wanted = sessions * (1 + each)
+    spare = rows_for(wanted, row_classes) - wanted if each else 0
+    return min(each + spare, most), min(sessions * each + spare, most)
+
+
 class StepCost:
-    """``T(n)``: seconds of a step that computes ``n`` tokens, learned online; never falls with ``n``."""
+    """``T(n)``: seconds of a step that computes ``n`` tokens, learned online; never falls with ``n``.
+
+    Where steps are padded to classes of rows, ``T`` is a staircase, and a class is measured as one: what has room in
+    the class that is paid for costs next to nothing (:data:`ROW`).
+    """
 
     SMOOTHING = 0.1
     """Weight of a new measurement."""
@@ -36,12 +56,23 @@ class StepCost:
     """A step that took this many times longer than expected counts as that long only."""
     SLOPE = 0.02
     """Assumed cost of one more token, as a share of a step, beyond what was measured: low, so that it gets measured."""
+    ROW = 0.0005
+    """Assumed cost of one more token within a class, as a share of a step: what the host does for it. Keeps out what is
+    next to hopeless."""
+    CLASS = 0.1
+    """Assumed cost of each further class beyond what was measured, as a share of a step."""
     LARGEST = 512
     """Larger steps are prefill and teach nothing about drafts."""
     MEMORY = 2000
     """Steps after which a size that did not occur again is forgotten, and so gets tried again."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_classes: Sequence[int] = (), smoothing: float = SMOOTHING) -> None:
+        """``row_classes``: numbers of rows that steps are padded to, ascending; empty: each costs what it computes.
+
+        ``smoothing``: weight of a new measurement.
+        """
+        assert list(row_classes) == sorted(set(row_classes)), "classes of rows ascend"
+        self._row_classes, self._smoothing = row_classes, smoothing
         self._measured: dict[int, float] = {}
         self._seen: dict[int, int] = {}
         self._steps = 0
@@ -52,9 +83,10 @@ class StepCost:
         """Learn from one step."""
         if not 0 < tokens <= self.LARGEST:
             return
+        tokens = rows_for(tokens, self._row_classes)
         known = self._measured.get(tokens)
         if known is not None:
-            seconds = known + self.SMOOTHING * (min(seconds, self.OUTLIER * known) - known)
+            seconds = known + self._smoothing * (min(seconds, self.OUTLIER * known) - known)
         self._measured[tokens] = seconds
         self._steps += 1
         self._seen[tokens] = self._steps
@@ -65,12 +97,27 @@ class StepCost:
 
     def __call__(self, tokens: int) -> float:
         """Expected seconds; between measured sizes on a straight line. 1 before anything was measured."""
+        rows = rows_for(tokens, self._row_classes)
+        return self._at(rows) * (1 + self.ROW * tokens if self._row_classes else 1.0)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._sizes)
+
+    def measured_up_to(self, tokens: int) -> bool:
+        """Whether a step of at most so many tokens was measured: else the cost of larger ones stands for it."""
+        return self.known and self._sizes[0] <= rows_for(tokens, self._row_classes)
+
+    def _at(self, tokens: int) -> float:
         if not self._sizes:
             return 1.0 + self.SLOPE * tokens
         sizes, costs = self._sizes, self._costs
         at = bisect_left(sizes, tokens)
         if at == len(sizes):
-            return costs[-1] * (1 + self.SLOPE * (tokens - sizes[-1]))
+            classes = bisect_right(self._row_classes, tokens) - bisect_right(self._row_classes, sizes[-1])
+            beyond = self.CLASS * classes if classes else self.SLOPE * (tokens - sizes[-1])
+            return costs[-1] * (1 + beyond)
         if at == 0 or sizes[at] == tokens:
             return costs[at]
         share = (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])

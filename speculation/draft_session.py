@@ -108,8 +108,12 @@ class DraftSession:
         vocabulary: int,
         limits: DraftLimits = DraftLimits(),
         calibration: Calibration | None = None,
+        resting: bool = False,
     ) -> None:
-        """Take over a session as the router opened it. ``calibration``: what other sessions have shown."""
+        """Take over a session as the router opened it. ``calibration``: what other sessions have shown.
+
+        ``resting``: whether to rest until a verification says how far to run ahead, where verifications do.
+        """
         assert opened.tokens, "a session has at least one token"
         self.opened = opened
         self.limits = limits
@@ -118,7 +122,7 @@ class DraftSession:
         """Candidates wanted at each place."""
         trie_limits = TrieLimits(limits.nodes, limits.lead, self.children)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
-        self._lead = limits.lead
+        self._lead = 0 if resting and opened.speculation.schedule is Schedule.TRIE else limits.lead
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
         self._unsent: dict[Node, None] = {}
         self._held = 0
@@ -344,7 +348,7 @@ class DraftSession:
         self._said = {node: self._said[node] for node in (self.trie.root, *standing) if node in self._said}
         if offered:
             self._ignored, self._repush_after = 0, IGNORED_BEFORE_REPUSH
-        elif len(standing) > len(self._unsent):
+        elif self._lead and len(standing) > len(self._unsent):
             self._ignored += 1
         if self._ignored >= self._repush_after:
             # Pushed long ago and never verified: the push may have been lost. Or the target does not want them.

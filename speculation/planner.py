@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from speculation.budget import StepCost, choose, worth_waiting
 from speculation.messages import Open, Rule, Schedule, Token
+from speculation.payoff import SETTLE, Payoff
 from speculation.sources.local_sources import LocalSource, LookupBounds, local_sources
 from speculation.target_session import Experience, TargetSession
 from speculation.trie import Offer
@@ -42,11 +43,26 @@ class Plan:
 class Planner:
     """Decides for all sessions of a worker, and learns what steps cost."""
 
-    def __init__(self, *, adaptive: bool = True, lookup: LookupBounds = LookupBounds()) -> None:
-        """``adaptive``: verify what pays; else all there is room for, and wait for nothing."""
+    def __init__(
+        self, *, adaptive: bool = True, lookup: LookupBounds = LookupBounds(), row_classes: Sequence[int] = ()
+    ) -> None:
+        """``adaptive``: verify what pays; else all there is room for, and wait for nothing.
+
+        ``row_classes``: numbers of rows that steps are padded to (:class:`~speculation.budget.StepCost`).
+        """
         self.experience = Experience()
         self._adaptive, self._lookup = adaptive, lookup
-        self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)  # by size class of the batch
+        self._payoffs: defaultdict[int, Payoff] = defaultdict(lambda: Payoff(row_classes))  # by size class of the batch
+        self._quiet_for = SETTLE
+        """Steps since a drafter was last at work for a session of the step."""
+        self._follow = True
+        """Whether drafters run ahead of all sessions of the step, none of which takes turns with them."""
+        self._asked_at: float | None = None
+        """When the step to come was first asked about."""
+        self._began: float | None = None
+        """When the step under way began."""
+        self._ended: float | None = None
+        """When the step before ended, if the one to come follows on it."""
 
     def session(self, opened: Open, vocabulary: int, more: Sequence[LocalSource] = ()) -> TargetSession:
         """Start a session that learns from the others. ``more``: draft sources that the worker has made for it."""
@@ -54,15 +70,42 @@ class Planner:
         return TargetSession(opened, vocabulary=vocabulary, experience=self.experience, sources=sources)
 
     def cost(self, sessions: int) -> StepCost:
-        """Seconds of a step over this many sessions, by its tokens."""
-        return self._costs[sessions.bit_length()]
+        """Seconds of a step over this many sessions, by its tokens, as long as drafters work or rest as they do now."""
+        return self._payoff(sessions).cost(quiet=self._quiet)
 
-    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
-        """Learn from a step that decoded ``sessions`` sessions and prefilled nothing."""
-        self.cost(sessions).observe(tokens, seconds)
+    def _payoff(self, sessions: int) -> Payoff:
+        return self._payoffs[sessions.bit_length()]
+
+    @property
+    def _quiet(self) -> bool:
+        return self._quiet_for >= SETTLE
+
+    def observe(self, sessions: int, tokens: int, seconds: float, committed: int | None = None) -> None:
+        """Learn from the step planned last, which decoded ``sessions`` sessions and prefilled nothing.
+
+        ``committed``: tokens of all together; None: nothing is learned of whether drafting pays. What the host takes
+        between two steps counts as part of the second, unless it waits on purpose.
+        """
+        payoff, between, waited = self._payoff(sessions), 0.0, 0.0
+        if self._began is not None and self._asked_at is not None:
+            if self._ended is not None:
+                between = min(max(self._asked_at - self._ended, 0.0), seconds)
+            waited = self._began - self._asked_at
+            self._ended = self._began + seconds
+            self._asked_at = self._began = None
+        payoff.observe(tokens, seconds + between, quiet=self._quiet)
+        if committed is None or not self._adaptive or not self._follow:
+            return
+        if not payoff.drafting:
+            payoff.rested()
+        elif not self._quiet:
+            payoff.drafted(sessions, committed, waited + between + seconds)
 
     def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0, room: int | None = None) -> Plan:
         """Settle the next step, which computes ``prefilled`` tokens besides; ``room``: most drafts of all together."""
+        payoff = self._note(asked, now, room)
+        if payoff.probing:
+            asked = [replace(one, drafts=0) if _follows(one.session) else one for one in asked]
         if room is not None:
             asked = [replace(one, drafts=min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
         candidates = [one.session.candidates(one.drafts) for one in asked]
@@ -76,7 +119,24 @@ class Planner:
             if waits[i] is None:
                 offers[i] = asked[i].session.offer(candidates[i].first(count))
         wakes = [until for until in waits if until is not None]
+        if len(wakes) < len(asked):
+            self._began = now
         return Plan(tuple(offers), min(wakes) if wakes else None)
+
+    def _note(self, asked: Sequence[Asked], now: float, room: int | None) -> Payoff:
+        """Note when a step is asked for and who is at work beside it; tell sessions whether drafters shall be."""
+        if self._began is not None or not asked:
+            # The step before read prompts, so that nothing was learned from it, or there is none to come.
+            self._ended = self._asked_at = self._began = None
+        if self._asked_at is None:
+            self._asked_at = now
+            at_work = any(one.session.expects_drafts for one in asked)
+            self._quiet_for = 0 if at_work else self._quiet_for + 1
+            self._follow = all(_follows(one.session) for one in asked)
+        payoff, drafting = self._payoff(len(asked)), self.experience.drafting
+        drafting.pays = (payoff.drafting and room != 0) or not self._adaptive
+        drafting.break_even = payoff.break_even(len(asked))
+        return payoff
 
     def _limit(self, one: Asked, room: int, sessions: int) -> int:
         """Of the room for drafts, what one session may use: all where gain decides, else its even part."""
@@ -137,6 +197,11 @@ class Planner:
 def _ends(offer: Offer, stop_tokens: frozenset[Token]) -> bool:
     """Whether the draft ends with a token after which there is nothing to draft."""
     return bool(offer.nodes) and offer.nodes[-1].token in stop_tokens
+
+
+def _follows(session: TargetSession) -> bool:
+    """Whether drafters run ahead of it as they are told; those of the baseline schedules take turns with it."""
+    return session.opened.speculation.schedule is Schedule.TRIE
 
 
 def _by_marginal_gain(session: TargetSession) -> bool:

@@ -28,7 +28,7 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from speculation.pace import Pace
+from speculation.pace import BREAK_EVEN, Pace
 from speculation.sources.local_sources import LocalSource, Suggestion, local_sources
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded
@@ -42,6 +42,16 @@ SURE = confidence(16)
 """Confidence from which on a source at the target may take the one place of a chain before a draft model does."""
 
 
+@dataclass(slots=True)
+class Drafting:
+    """What holds for all drafters of one target worker at the moment (:mod:`speculation.payoff`)."""
+
+    pays: bool = True
+    """Whether they shall work; else they rest."""
+    break_even: float = BREAK_EVEN
+    """Accepted drafts a verification that make up for what drafting takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experience:
     """What the sessions of one target worker have learned together: where a new one starts from."""
@@ -50,6 +60,7 @@ class Experience:
     pace: Pace = field(default_factory=lambda: Pace(LONGEST_LEAD))
     arrivals: Arrivals = field(default_factory=Arrivals)
     tempo: Tempo = field(default_factory=Tempo)
+    drafting: Drafting = field(default_factory=Drafting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,9 @@ class TargetSession:
         self.pace = Pace(LONGEST_LEAD, experience.pace)
         self.arrivals = Arrivals(experience.arrivals)
         self.tempo = Tempo(experience.tempo)
+        self._drafting = experience.drafting
+        self._told: int | None = None
+        """The lead that drafters were told last."""
         if opened.speculation.chains:
             trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
@@ -134,7 +148,7 @@ class TargetSession:
     def expects_drafts(self) -> bool:
         """Whether a draft worker may be at work for it, and is not told to rest."""
         speculation = self.opened.speculation
-        return speculation.enabled and Source.DRAFT in speculation.sources and self.pace.lead > 0
+        return speculation.enabled and Source.DRAFT in speculation.sources and self._told != 0
 
     @property
     def agreement(self) -> float:
@@ -269,6 +283,8 @@ class TargetSession:
         end = outcome.kept[-1] if outcome.kept else ANCHOR
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
+        if self.opened.speculation.schedule is Schedule.TRIE:
+            self._told = self.pace.lead if self._drafting.pays else 0
         if at is not None:
             self._clock(at, count, len(offer.nodes))
         verification = Verification(
@@ -280,7 +296,7 @@ class TargetSession:
             accepted=len(kept),
             offered=len(offer.nodes),
             finish=self.finished,
-            lead=self.pace.lead if self.opened.speculation.schedule is Schedule.TRIE else None,
+            lead=self._told,
             sources=_unless_drafted(sources),
             refused=_unless_drafted(refused),
             recovered=count > len(outcome.kept) and end in offer.parents,
@@ -296,7 +312,8 @@ class TargetSession:
             if token not in node.children:
                 break
             node, matched, diverged = node.children[token], matched + 1, False
-        self.pace.observe(matched, diverged, accepted)
+        if self._drafting.pays:
+            self.pace.observe(matched, diverged, accepted, self._drafting.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the pace of steps with drafts, and note whether this one left some."""
@@ -310,7 +327,7 @@ class TargetSession:
             filled_here = not self.miss.reached and previous == self.miss.at
             if not filled_here:
                 self.arrivals.observe(self.miss)
-        self.miss = None if len(self.trie) else Miss(at, self.trie.position)
+        self.miss = None if len(self.trie) or not self._drafting.pays else Miss(at, self.trie.position)
 
 
 def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:

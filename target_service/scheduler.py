@@ -30,6 +30,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
+from speculation.budget import room_for_drafts
+
 HEAD_START = 10.0
 """Seconds that one level of priority is worth: of two sessions a level apart, the better one goes first unless it came
 this much later."""
@@ -54,7 +56,7 @@ class Budget:
     tokens: int = 320
     """Most tokens computed, all together; prompts can have half of them, whoever decodes."""
     drafts_per_session: int = 8
-    """Most draft tokens verified for one session."""
+    """Most draft tokens verified for one session, but for what else has room in the class of rows."""
     verify: int = 64
     """Most tokens computed for sessions that decode, drafts included (never less than one each)."""
     slowdown: float = 2.0
@@ -64,6 +66,8 @@ class Budget:
     alone: int = 0
     """Most tokens of prompts computed where nothing decodes, if that is more than ``tokens``: nobody's text waits for
     it, and prompts that came together begin to decode together."""
+    row_classes: Sequence[int] = ()
+    """Numbers of rows that steps are padded to (:mod:`engine.interface`)."""
 
     def __post_init__(self) -> None:
         if self.tokens < 2:
@@ -112,8 +116,7 @@ def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int
     room = budget.tokens - min(budget.tokens // 2, sum(demands[i].uncached for i in prompts))
     served = sorted(decoding, key=lambda i: demands[i].turn)[:room]
     drafts = max(min(budget.verify, room) - len(served), 0)
-    each = min(budget.drafts_per_session, drafts)
-    drafts = min(drafts, each * len(served))
+    each, drafts = room_for_drafts(len(served), budget.drafts_per_session, drafts, budget.row_classes)
     shares = [Share()] * len(demands)
     for i in served:
         shares[i] = Share(1, each)

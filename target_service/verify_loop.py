@@ -86,13 +86,13 @@ class VerifyLoop:
         self._engine, self._limits = engine, limits
         self._welcome = replace(welcome, sources=registered())
         self._held: dict[tuple[Hashable, SessionId], Held] = {}
-        self._scheduler: Scheduler[Held] = Scheduler(
-            limits.running, limits.budget, free=lambda: engine.cache.ledger.free
-        )
+        verify = max((limits.budget.verify, *engine.row_classes))
+        budget = replace(limits.budget, row_classes=engine.row_classes, verify=verify)
+        self._scheduler: Scheduler[Held] = Scheduler(limits.running, budget, free=lambda: engine.cache.ledger.free)
         self._compiling: Compiling[Held] = Compiling(lambda: Grammars(engine.model))
         self._numbers = itertools.count()
         self.counters = Counters()
-        self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup)
+        self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
         self._outputs = Outputs(limits.suffix)
         self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
         self._draft_model = None if drafter is None else DraftModel(drafter, self._planner, self.counters)
@@ -315,7 +315,7 @@ class VerifyLoop:
             if all(piece.decodes for piece in pieces):
                 self._draft_model.observe(len(pieces), committed, ended - started)
         if all(piece.decodes for piece in pieces):
-            self._planner.observe(len(pieces), tokens, computing)
+            self._planner.observe(len(pieces), tokens, computing, committed)
         self._step_time.observe(tokens, computing)
         if self._recorder:
             self._recorder.write(

@@ -6,10 +6,10 @@ What a worker believes about its own steps, learned while serving, is :class:`sp
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from speculation.budget import rising
+from speculation.budget import rising, rows_for
 
 FAR = 1 << 12
 """A step so large that a straight line to it is a straight line to everything."""
@@ -55,7 +55,11 @@ class Costs:
     to_draft: float
     contention: float = 1.0
     """How many times as long as those of ``verify`` its steps take while drafters draft for it: they may share memory,
-    caches and cores with it."""
+    caches and cores with it, or the device itself."""
+    draft_contention: float = 1.0
+    """How many times as long as by ``draft`` their steps take while a target computes."""
+    row_classes: Sequence[int] = ()
+    """Numbers of rows that the target's steps are padded to (:class:`speculation.budget.StepCost`)."""
     verify_pause: float = 0.0
     """Between two steps of a target that does not wait."""
     draft_pause: float = 0.0
@@ -71,4 +75,4 @@ class Costs:
         """
         curves = self.heads if heads else self.verify
         known = [count for count in curves if count <= sessions]
-        return curves[max(known) if known else min(curves)](tokens)
+        return curves[max(known) if known else min(curves)](rows_for(tokens, self.row_classes))

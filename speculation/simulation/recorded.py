@@ -74,8 +74,10 @@ def costs_in(lines: Iterable[Line], *, drafter: bool = True) -> Costs:
     target = sorted((line for line in lines if line["role"] == "target" and "start" in line), key=_start)
     waits = [line["wait"] for line in lines if line["role"] == "target" and "wait" in line]
     draft = sorted((line for line in lines if line["role"] == "draft"), key=_start)
+    contention, verify = _verify(target, draft)
     return Costs(
-        verify=_verify(target),
+        verify=verify,
+        contention=contention,
         draft=_draft(draft) if drafter else FREE,
         to_target=_relay([end for _, end in waits], draft),
         to_draft=_relay([after["start"] for _, after in _idle(draft)], target),
@@ -103,14 +105,29 @@ def _seconds(line: Line) -> float:
     return float(line["end"] - line["start"])
 
 
-def _verify(steps: Iterable[Line]) -> dict[int, Curve]:
-    """By number of sessions; steps that read prompts are left out."""
-    seconds: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+def _verify(steps: Iterable[Line], draft: Sequence[Line]) -> tuple[float, dict[int, Curve]]:
+    """How much longer steps take beside a drafter, and what they take without; those that read prompts are left out.
+
+    The latter by number of sessions. How much longer is told from sizes of which there are enough of both kinds.
+    """
+    quiet: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    beside: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    starts, ends = [line["start"] for line in draft], [line["end"] for line in draft]
     for step in _decoding(steps):
-        seconds[len(step["sessions"])][step["tokens"]].append(_seconds(step))
-    if not seconds:
+        overlapped = bisect_right(starts, step["end"]) > bisect_right(ends, step["start"])
+        (beside if overlapped else quiet)[len(step["sessions"]), step["tokens"]].append(_seconds(step))
+    if not quiet and not beside:
         raise UselessRecord(NO_STEP)
-    return {sessions: _curve(by_tokens) for sessions, by_tokens in seconds.items()}
+    both = [size for size in beside if min(len(beside[size]), len(quiet.get(size, ()))) >= FEWEST]
+    weights = [len(beside[size]) for size in both]
+    ratios = [_usual(beside[size]) / _usual(quiet[size]) for size in both]
+    contention = max(fmean(ratios, weights), 1.0) if both else 1.0
+    seconds: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (sessions, tokens), times in quiet.items():
+        seconds[sessions][tokens] += times
+    for (sessions, tokens), times in beside.items():
+        seconds[sessions][tokens] += [time / contention for time in times]
+    return contention, {sessions: _curve(by_tokens) for sessions, by_tokens in seconds.items()}
 
 
 def _decoding(lines: Iterable[Line]) -> list[Line]:

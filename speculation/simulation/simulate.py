@@ -163,7 +163,7 @@ class _Run(World):
             speculation=self.setting.speculation,
         )
         target = self._targets[slot % len(self._targets)]
-        drafter = self._drafters[slot % len(self._drafters)] if self.setting.drafts else None
+        drafter = self._drafters[slot % len(self._drafters)] if self._drafters and self.setting.drafts else None
         if drafter is not None:
             drafter.open(opened, request.text, target)
         target.open(opened, request, slot, drafter)
@@ -185,7 +185,7 @@ class _Target:
 
     def __init__(self, world: _Run) -> None:
         self._world = world
-        self._planner = Planner()
+        self._planner = Planner(row_classes=world.costs.row_classes)
         self._sources = OwnSources(world.setting.sources, world.bounds.suffix_tokens)
         self._held: dict[SessionId, _Verified] = {}
         self._inbox: list[tuple[Proposal, float]] = []
@@ -217,21 +217,19 @@ class _Target:
                 self._held[proposal.session].session.propose(proposal, at)
         self._inbox.clear()
         held = list(self._held.values())
-        bounds = self._world.bounds
-        asked = [
-            Asked(one.session, 0 if one.session.committed_at is None else bounds.drafts_per_session) for one in held
-        ]
-        plan = self._planner.plan(asked, self._world.now, room=bounds.drafts(len(held)))
+        each, room = self._world.bounds.room(len(held), self._world.costs.row_classes)
+        asked = [Asked(one.session, 0 if one.session.committed_at is None else each) for one in held]
+        plan = self._planner.plan(asked, self._world.now, room=room)
         going = [(one, offer) for one, offer in zip(held, plan.offers, strict=True) if offer is not None]
         if not going:
             self._rest(plan.wake)
             return
         tokens = sum(1 + len(offer.nodes) for _, offer in going)
         world = self._world
-        beside = world.costs.contention if world.setting.drafts else 1.0
+        world.verifying += 1
         heads = any(one.heads is not None and one.heads.guessing for one, _ in going)
-        seconds = world.varied(beside * world.costs.verify_seconds(len(going), tokens, heads=heads))
-        world.after(seconds, lambda: self._commit(going, tokens, seconds))
+        seconds = world.varied(world.costs.verify_seconds(len(going), tokens, heads=heads))
+        world.after(seconds, lambda: self._end(going, tokens, seconds))
 
     def _rest(self, wake: float | None) -> None:
         self._idle = True
@@ -241,10 +239,17 @@ class _Target:
             # A wait that a message has ended meanwhile must not end the next one.
             self._world.after(wake - self._world.now, lambda: self._wake() if self._woken == woken else None)
 
+    def _end(self, going: Sequence[tuple[_Verified, Offer]], tokens: int, seconds: float) -> None:
+        """Commit what would be computed by now, or as much later as a drafter has held it up."""
+        world = self._world
+        held_up = (world.costs.contention - 1.0) * seconds if world.drafted_until > world.now - seconds else 0.0
+        world.after(held_up, lambda: self._commit(going, tokens, seconds + held_up))
+
     def _commit(self, going: Sequence[tuple[_Verified, Offer]], tokens: int, seconds: float) -> None:
         world = self._world
-        self._planner.observe(len(going), tokens, seconds)
+        world.verifying -= 1
         world.totals.verifying += seconds
+        committed = 0
         for one, offer in going:
             root = one.session.trie.root
             drawn = [one.request.text.drawn(node.end, node.digest) for node in (root, *offer.nodes)]
@@ -254,7 +259,9 @@ class _Target:
                 one.heads.stepped(verified=any(node.source is Source.MEDUSA for node in offer.nodes))
             if before is not None:
                 world.totals.count(verification, world.now - before)
+            committed += len(verification.tokens)
             self._tell(one, verification)
+        self._planner.observe(len(going), tokens, seconds, committed)
         world.after(world.costs.verify_pause, self._step)
 
     def _tell(self, one: _Verified, verification: Verification) -> None:

@@ -105,12 +105,17 @@ class Drafter:
         self._inbox: list[Verification] = []
         self._calibration, self._guess_calibration = Calibration(), Calibration()
         self._cost = StepCost()
+        self._resting = False
         self._idle = True
 
     def open(self, opened: Open, text: Text, target: Target) -> None:
         """Draft for a session from now on, until its last token is heard of; ``target`` has it."""
         session = DraftSession(
-            opened, vocabulary=text.vocabulary, limits=self._world.bounds.draft, calibration=self._calibration
+            opened,
+            vocabulary=text.vocabulary,
+            limits=self._world.bounds.draft,
+            calibration=self._calibration,
+            resting=self._resting,
         )
         self._held[opened.session] = SimulatedDraft(session, text, target, self._guess_calibration)
         self._wake()
@@ -134,7 +139,9 @@ class Drafter:
             world = self._world
             tokens = sum(held.computed(nodes) for held, nodes in places.items())
             guesses = self._guess(places, tokens) if world.setting.guesses else {}
-            seconds = world.varied(world.costs.draft(tokens + sum(guesses.values())))
+            beside = world.costs.draft_contention if world.verifying else 1.0
+            seconds = world.varied(beside * world.costs.draft(tokens + sum(guesses.values())))
+            world.drafted_until = max(world.drafted_until, world.now + seconds)
             world.after(seconds, lambda: self._expand(places, tokens, guesses, seconds))
         else:
             self._idle = True
@@ -144,6 +151,7 @@ class Drafter:
         """Take a verification, and answer with what is drafted already."""
         held, totals = self._held[verification.session], self._world.totals
         lead = held.session.lead
+        self._resting = verification.lead == 0
         totals.asked, totals.delivered = totals.asked + lead.asked, totals.delivered + lead.reached
         sync = held.verified(verification)
         assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"

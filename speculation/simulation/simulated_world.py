@@ -6,10 +6,12 @@ A part of :mod:`speculation.simulation.simulate`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from math import inf
 from random import Random
 
+from speculation.budget import room_for_drafts
 from speculation.draft_session import DraftLimits
 from speculation.messages import Schedule, Source, Speculation, Verification
 from speculation.simulation.costs import Costs
@@ -28,9 +30,11 @@ class Bounds:
     suffix_tokens: int = 65_536
     """Of earlier outputs that a target keeps; used where requests allow that source."""
 
-    def drafts(self, sessions: int) -> int:
-        """Room for drafts of so many sessions together in one step."""
-        return max(self.verify - sessions, 0)
+    def room(self, sessions: int, row_classes: Sequence[int]) -> tuple[int, int]:
+        """Room for drafts of one of so many sessions in a step, and of all together."""
+        return room_for_drafts(
+            sessions, self.drafts_per_session, max(max((self.verify, *row_classes)) - sessions, 0), row_classes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Setting:
     """Requests at a time; when one ends, the next begins. Spread evenly over targets and over drafters."""
     targets: int = 1
     drafters: int = 1
+    """0: none ever answers."""
     request_tokens: int = 128
     """Of texts that are replayed; at least 2: a request's pace counts from its first token."""
     max_depth: int = Speculation().max_depth
@@ -107,6 +112,10 @@ class World:
         self.setting, self.costs, self.bounds = setting, costs, bounds
         self.now = 0.0
         self.totals = Totals()
+        self.verifying = 0
+        """Targets that compute."""
+        self.drafted_until = -inf
+        """When the last step of a drafter ended, or will."""
         self._rng = rng
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0

@@ -62,6 +62,7 @@ class TableEngine:
 
     def __init__(self, capacity: int) -> None:
         self.speculates = True
+        self.row_classes: Sequence[int] = ()
         self.heads = None
         self.cache = KVCache(0, capacity, dtype=torch.float32, device="cpu")
         self.forward_seconds = 0.0
@@ -282,6 +283,22 @@ def test_the_better_priority_starts_first():
         order += [message.session for _, message in sent]
         assert loop.load().sessions + loop.load().waiting == 3 - len(order) // 2
     assert order == [3, 3, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("row_classes", "offered"), [((), 3), ((8, 16), 7), ((2,), 3)])
+def test_drafts_fill_the_class_of_rows_that_the_engine_pads_steps_to(row_classes, offered):
+    engine = TableEngine(capacity=64)
+    engine.row_classes = row_classes
+    loop = VerifyLoop(cast(Engine, engine), WELCOME, TargetLimits(budget=Budget(drafts_per_session=3)))
+    loop.receive("one", Open(SessionId(1), 1, (1,), Sampling(), Limits(40)))
+    (first,) = (message for _, message in loop.step() or [])
+    assert isinstance(first, Verification)
+    chain = tuple(range(10))
+    anchor = digests.of((1, *first.tokens))
+    loop.receive("one", Proposal(SessionId(1), 1, 2, anchor, chain, tuple(range(-1, 9)), (0.9,) * 10))
+    (second,) = (message for _, message in loop.step() or [])
+    assert isinstance(second, Verification)
+    assert second.offered == offered
 
 
 POISON = 7

@@ -1,7 +1,15 @@
 import pytest
 
 from speculation.arrivals import Moment
-from speculation.budget import CHEAP_PLACES, StepCost, best_prefix, choose, worth_drafting, worth_waiting
+from speculation.budget import (
+    CHEAP_PLACES,
+    StepCost,
+    best_prefix,
+    choose,
+    room_for_drafts,
+    worth_drafting,
+    worth_waiting,
+)
 
 
 def learned(*costs: float) -> StepCost:
@@ -48,6 +56,40 @@ def test_the_likeliest_of_all_get_the_room_there_is():
 def test_without_drafts_there_is_nothing_to_choose():
     assert choose([[], []], 2, FLAT) == [0, 0]
     assert choose([], 0, FLAT) == []
+
+
+def staircase(*costs: float) -> StepCost:
+    """A step cost over classes of 16, 32, 64, ... rows that take so many seconds."""
+    cost = StepCost([16 << i for i in range(6)])
+    for i, seconds in enumerate(costs):
+        cost.observe((16 << i) - 3, seconds)
+    return cost
+
+
+def test_a_class_of_rows_is_measured_as_one():
+    cost = staircase(1.0, 1.5)
+    assert cost(1) == pytest.approx(cost(16), rel=0.01)
+    assert cost(16) < 1.05 < 1.4 < cost(17)
+    assert cost(17) == pytest.approx(cost(32), rel=0.01)
+    assert cost(33) < 1.25 * cost(32), "a class that was never tried is tried"
+
+
+def test_the_class_that_is_paid_for_is_filled_but_not_with_hopeless_tokens():
+    cost = staircase(1.0, 1.5, 3.0)
+    assert choose([[0.05] * 40], 1, cost) == [15]
+    assert choose([[0.0001] * 40], 1, cost) == [0]
+    assert choose([[0.9] * 40], 1, cost) == [31], "more tokens make up for another class"
+    assert choose([[0.05] * 40, [0.04] * 40], 2, cost) == [14, 0]
+
+
+def test_room_for_drafts_follows_the_class_of_rows():
+    assert room_for_drafts(1, 12, 63) == (12, 12)
+    assert room_for_drafts(4, 12, 60) == (12, 48)
+    assert room_for_drafts(1, 12, 63, [16, 32, 64]) == (15, 15)
+    assert room_for_drafts(1, 16, 63, [16, 32, 64]) == (31, 31)
+    assert room_for_drafts(4, 12, 60, [16, 32, 64]) == (24, 60)
+    assert room_for_drafts(40, 12, 24, [16, 32, 64]) == (12, 24), "larger steps than the last class are not padded"
+    assert room_for_drafts(1, 0, 63, [16, 32, 64]) == (0, 0), "no drafts are wanted"
 
 
 def test_cost_is_interpolated_rises_and_ignores_outliers():

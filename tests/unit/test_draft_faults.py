@@ -281,3 +281,17 @@ def test_a_guess_that_breaks_the_model_costs_no_session_its_drafts(broken: Model
     for number in (1, 2):
         assert drafts(worker, number) == drafts(plain, number) != set()
     close(worker)
+
+
+def test_a_worker_that_is_told_to_rest_drafts_nothing_for_a_new_session_until_it_hears_more(model):
+    worker = drafter(model)
+    prompt = random_tokens(1, 8)
+    worker.receive(ROUTER, opened(1, prompt))
+    assert settle(worker)
+    for lead in (0, 5):
+        told = Verification(SessionId(1), 1, len(prompt), (9,), digests.of((*prompt, 9)), 0, 0, lead=lead)
+        worker.receive(ROUTER, told)
+        other = random_tokens(2 + lead, 8)
+        worker.receive(ROUTER, opened(2 + lead, other))
+        assert bool([sent for _, sent in settle(worker) if sent.session == 2 + lead]) is bool(lead)
+        prompt = (*prompt, 9)

@@ -53,7 +53,7 @@ def predictor(acceptance: float, costs: Costs = FREE, tokens: int = 160) -> Pred
 
 
 def test_a_perfect_drafter_brings_a_token_more_for_every_depth():
-    found = predictor(1.0)
+    found = predictor(1.0, tokens=1600)  # the few steps that are plain, to find out what these take, hardly count
     for depth in (1, 3, 5):
         assert found.speedup(A, depth=depth) == pytest.approx(depth + 1, rel=0.05)
 

@@ -41,6 +41,14 @@ def test_drafts_that_are_never_in_time_make_it_rest_longer_and_longer():
     assert max(lengths) == LONGEST_REST
 
 
+def test_drafts_that_do_not_make_up_for_what_drafting_takes_are_not_worth_it():
+    for break_even, pays in ((0.1, True), (0.4, False)):
+        pace = Pace(24)
+        for round_ in range(400):
+            pace.observe(round_ % 4 == 0, False, round_ % 4 == 0, break_even)  # one in four is kept
+        assert (pace.lead > 0) is pays
+
+
 def test_it_comes_back_for_good_when_drafting_pays_again():
     pace = Pace(24)
     rests(pace, accepted=0, rounds=300)

@@ -20,6 +20,7 @@ from speculation.messages import (
     Speculation,
     Support,
 )
+from speculation.payoff import FIRST_PROBE, PROBE, SETTLE
 from speculation.planner import DEAF_AFTER, Asked, Planner
 from speculation.target_session import TargetSession
 
@@ -277,3 +278,121 @@ def test_who_verifies_all_it_has_gets_an_even_part_of_the_room():
     push(short, 4)
     plan = made.plan([Asked(full, 8), Asked(short, 8)], 0.0, room=5)
     assert [len(offer.nodes) for offer in plan.offers] == [2, 1]
+
+
+# -- whether drafting pays ---------------------------------------------------------------------------------------------
+
+
+class Served:
+    """A session that is always drafted for, one token right or none, on a device that this slows down."""
+
+    def __init__(self, right: bool, slower: float, *, adaptive: bool = True, rule: Rule = Rule.COUPLED) -> None:
+        self.planner = Planner(adaptive=adaptive)
+        opened = Open(SessionId(1), 1, PROMPT, Sampling(), Limits(5000), replace(DRAFT, rule=rule))
+        self.session = self.planner.session(opened, 100)
+        self.right, self.slower, self.now = right, slower, 0.0
+        self.leads: list[int | None] = []
+        self.offered: list[int] = []
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.leads[-1:] != [0]:
+                push(self.session, 4)
+            (offer,) = self.planner.plan([Asked(self.session, 8)], self.now).offers
+            assert offer is not None
+            quiet = self.leads[-SETTLE:] == [0] * SETTLE
+            seconds = 0.01 if quiet else 0.01 * self.slower
+            verification = self.session.commit(
+                [4 if self.right else 5, 6][: 1 + len(offer.nodes)], self.now + seconds
+            ).verification
+            self.planner.observe(1, 1 + len(offer.nodes), seconds, len(verification.tokens))
+            self.now += seconds + 0.001
+            self.leads.append(verification.lead)
+            self.offered.append(verification.offered)
+
+
+def test_drafters_are_told_to_rest_during_a_probe_of_plain_steps():
+    served = Served(right=True, slower=1.2)
+    served.steps(FIRST_PROBE + PROBE + 2)
+    assert 0 not in served.leads[:FIRST_PROBE] + served.leads[-2:]
+    assert served.leads[FIRST_PROBE:-2] == [0] * PROBE
+    assert served.offered[FIRST_PROBE:-2] == [0] * PROBE
+    assert served.planner.cost(1)(1) == pytest.approx(0.013, rel=0.01), (
+        "beside drafters again, and what the host took between"
+    )
+
+
+def test_all_drafters_rest_where_plain_decoding_is_faster():
+    losing, winning = Served(right=False, slower=1.5), Served(right=True, slower=1.5)
+    for served in (losing, winning):
+        served.session.pace.observe = lambda *_: None  # type: ignore[method-assign]
+        served.steps(300)
+    assert losing.leads[-1] == 0
+    assert winning.leads[-1] != 0
+
+
+def test_where_drafters_rest_those_of_new_sessions_are_told_to_as_well():
+    losing = Served(right=False, slower=1.5)
+    losing.session.pace.observe = lambda *_: None  # type: ignore[method-assign]
+    losing.steps(300)
+    other = session(losing.planner)
+    losing.planner.plan([Asked(other, 8)], losing.now)
+    assert other.commit([7], losing.now).verification.lead == 0
+
+
+def test_without_a_budget_by_gain_nothing_is_ever_probed():
+    served = Served(right=False, slower=1.5, adaptive=False)
+    served.session.pace.observe = lambda *_: None  # type: ignore[method-assign]
+    served.steps(300)
+    assert 0 not in served.leads
+
+
+def test_drafters_rest_while_there_is_no_room_for_drafts():
+    made = planner()
+    one = session(made)
+    (offer,) = made.plan([Asked(one, 8)], 0.0, room=0).offers
+    assert offer is not None
+    assert one.commit([9], 0.03).verification.lead == 0
+
+
+def test_drafters_of_the_baseline_schedules_are_not_judged():
+    made = Planner()
+    one = session(made, replace(DRAFT, schedule=Schedule.SEQUENTIAL, max_depth=1))
+    for now in range(2 * FIRST_PROBE):
+        push(one, 4)
+        (offer,) = made.plan([Asked(one, 8)], float(now)).offers
+        assert offer is not None
+        one.commit([5, 6], now + 0.5)
+        made.observe(1, 2, 0.5, 1)
+        assert made.experience.drafting.pays
+
+
+def test_a_step_that_reads_prompts_and_a_pause_say_nothing_of_the_time_between_steps():
+    made = Planner()
+    one = session(made, replace(DRAFT, enabled=False))
+
+    def step_at(now: float, prefilled: int = 0) -> None:
+        made.plan([Asked(one, 8)], now, prefilled)
+        one.commit([9], now + 0.01)
+        if not prefilled:
+            made.observe(1, 1, 0.01, 1)
+
+    step_at(0.0)
+    step_at(5.0, prefilled=40)
+    step_at(5.06)
+    made.plan([], 5.07)
+    step_at(5.075)
+    assert made.cost(1)(1) == pytest.approx(0.01)
+    step_at(5.087)
+    assert 0.01 < made.cost(1)(1) < 0.012, "the host took two milliseconds before the last"
+
+
+def test_in_a_class_of_rows_all_that_has_room_is_verified():
+    made = Planner(row_classes=(16, 32))
+    for _ in range(3):
+        made.observe(1, 1, 0.03)
+    one = session(made)
+    push(one, *range(4, 24), confidence=0.97)
+    (offer,) = made.plan([Asked(one, 15)], 0.0, room=15).offers
+    assert offer is not None
+    assert len(offer.nodes) == 15

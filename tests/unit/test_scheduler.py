@@ -50,6 +50,13 @@ def test_drafts_have_the_room_that_decoding_leaves_and_vanish_in_large_batches()
         assert division.shares == [Share(1, min(room, 8))] * sessions
 
 
+def test_what_a_class_of_rows_leaves_empty_may_be_drafts():
+    padded = replace(BUDGET, verify=64, row_classes=(16, 32, 64))
+    assert share([DECODES], padded, unbounded).shares == [Share(1, 15)]
+    division = share([DECODES] * 3, padded, unbounded)
+    assert (division.shares, division.drafts) == ([Share(1, 13)] * 3, 29)
+
+
 def test_without_running_text_prompts_get_the_whole_budget():
     assert shares([Demand(150), Demand(150)], beside=lambda _: 0) == [Share(150), Share(50)]
 

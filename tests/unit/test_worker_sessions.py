@@ -616,3 +616,22 @@ def test_a_drafter_obeys_the_lead_it_is_told():
     assert session.frontier() == []
     session.verified(replace(told, position=4, tokens=(5,), digest=digests.of((*PROMPT, 4, 5)), lead=2))
     assert session.frontier() == [session.trie.root]
+
+
+def test_a_drafter_that_begins_at_rest_waits_for_the_first_verification_where_these_say_how_far_to_run():
+    session = DraftSession(opened(), vocabulary=100, resting=True)
+    assert session.frontier() == []
+    session.verified(Verification(SessionId(1), 4, 3, (4,), digests.of((*PROMPT, 4)), 0, 0, lead=2))
+    assert session.frontier() == [session.trie.root]
+    in_turn = Speculation(max_depth=2, schedule=Schedule.SEQUENTIAL)
+    assert DraftSession(opened(speculation=in_turn), vocabulary=100, resting=True).frontier()
+
+
+def test_what_a_resting_drafter_has_pushed_is_not_pushed_again_because_it_is_ignored():
+    session = draft()
+    grow(session, 4, 5, 6, 7, 8, 9)
+    tokens = PROMPT
+    for token in (4, 5, 6, 7, 8):
+        tokens = (*tokens, token)
+        session.verified(Verification(SessionId(1), 4, len(tokens) - 1, (token,), digests.of(tokens), 0, 0, lead=0))
+        assert session.pushes() == []
