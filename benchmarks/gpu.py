@@ -87,7 +87,7 @@ def measure(options: Options, device: torch.device) -> Iterator[Outcome]:
             try:
                 if shape and subject is None:
                     subject = build(shape, gpu)
-                outcome = _floor(gpu) if not shape else STAGES[stage](_ready(subject))
+                outcome = _floor(gpu) if not shape else MEASURED[stage](_ready(subject))
             except Exception as error:
                 outcome = Outcome(failed=first_line(error))
                 subject = subject or f"its model could not be built: {outcome.failed}"
@@ -382,7 +382,7 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[l
     return texts
 
 
-STAGES: dict[str, Callable[[Subject], Outcome]] = {
+MEASURED: dict[str, Callable[[Subject], Outcome]] = {
     "steps": _steps,
     "draft": _steps,
     "exact": _exact,
