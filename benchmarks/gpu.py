@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -81,23 +81,23 @@ def measure(options: Options, device: torch.device) -> Iterator[Outcome]:
     """Every stage with every shape it is asked for, shape by shape: one model at a time."""
     gpu = Gpu(device, options.sizes)
     for shape, stages in options.plan().items():
-        subject: Subject | str | None = None
+        subject: Subject | None = None
+        unbuilt = ""
         for stage in stages:
             started = time.perf_counter()
             try:
-                if shape and subject is None:
+                if shape and subject is None and not unbuilt:
                     subject = build(shape, gpu)
-                outcome = _floor(gpu) if not shape else MEASURED[stage](_ready(subject))
+                if subject is None:
+                    outcome = Outcome(failed=unbuilt) if shape else _floor(gpu)
+                else:
+                    outcome = MEASURED[stage](subject)
             except Exception as error:
                 outcome = Outcome(failed=first_line(error))
-                subject = subject or f"its model could not be built: {outcome.failed}"
+                unbuilt = f"its model was not built: {outcome.failed}"
             yield replace(outcome, stage=stage, shape=shape, seconds=time.perf_counter() - started)
         del subject
         gpu.tidy()
-
-
-class StageFailed(Exception):
-    """A stage cannot be measured, for a reason that was found before."""
 
 
 class Gpu:
@@ -134,7 +134,9 @@ class Gpu:
         """Give back what nobody holds any more."""
         gc.collect()
         if self.on_cuda:
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # of a device that has failed
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
 
     def bandwidth(self) -> float:
         """Bytes a second, of adding up a buffer that no cache holds; measured once."""
@@ -208,12 +210,6 @@ class Subject:
         """Another one whenever it is asked for."""
         found: list[int] = torch.randint(self.shape.vocabulary, (tokens,)).tolist()
         return found
-
-
-def _ready(subject: Subject | str | None) -> Subject:
-    if not isinstance(subject, Subject):
-        raise StageFailed(subject or "no model")
-    return subject
 
 
 def build(name: str, gpu: Gpu) -> Subject:

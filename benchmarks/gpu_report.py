@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -198,29 +198,30 @@ def _of(outcomes: Sequence[Outcome], stage: str, shape: str) -> Outcome:
     return next((one for one in outcomes if (one.stage, one.shape) == (stage, shape)), Outcome())
 
 
-def _most(figures: Iterable[float | None]) -> float | None:
-    known = [figure for figure in figures if figure is not None]
-    return max(known, default=None)
+Figure = Callable[[Sequence[Outcome]], float | None]
 
 
-def _over_floor(*names: str) -> Callable[[Sequence[Outcome]], float | None]:
-    def figure(outcomes: Sequence[Outcome]) -> float | None:
-        steps = _of(outcomes, "steps", "8B").steps
-        return _most(step.over_floor for name, step in steps.items() if name in names)
+def _worst(stage: str, shape: str, figure: Callable[[StepTime], float | None], *names: str) -> Figure:
+    """The largest of some steps of a stage, or of all; none, if none was measured."""
 
-    return figure
+    def worst(outcomes: Sequence[Outcome]) -> float | None:
+        steps = _of(outcomes, stage, shape).steps
+        found = [figure(step) for name, step in steps.items() if name in (names or steps)]
+        return max((one for one in found if one is not None), default=None)
+
+    return worst
 
 
-def _around(outcomes: Sequence[Outcome]) -> float | None:
-    return _most(step.around for step in _of(outcomes, "steps", "8B").steps.values())
+def _over_floor(*names: str) -> Figure:
+    return _worst("steps", "8B", lambda step: step.over_floor, *names)
 
 
-def _draft(shape: str) -> Callable[[Sequence[Outcome]], float | None]:
-    def figure(outcomes: Sequence[Outcome]) -> float | None:
-        steps = _of(outcomes, "draft", shape).steps
-        return _most(steps[name].wall for name in (ONE, CHAIN, TREE) if name in steps)
+_around = _worst("steps", "8B", lambda step: step.around)
+_prompt = _worst("prompt", "8B", lambda step: step.wall)
 
-    return figure
+
+def _draft(shape: str) -> Figure:
+    return _worst("draft", shape, lambda step: step.wall, ONE, CHAIN, TREE)
 
 
 def _exact(outcomes: Sequence[Outcome]) -> float | None:
@@ -228,25 +229,25 @@ def _exact(outcomes: Sequence[Outcome]) -> float | None:
     return None if None in found else found.count(True) / len(found)
 
 
-def _over_compiled(batch: int) -> Callable[[Sequence[Outcome]], float | None]:
+def _over_compiled(batch: int) -> Figure:
     def figure(outcomes: Sequence[Outcome]) -> float | None:
         rates = _of(outcomes, "transformers", "8B").rates
-        both = [rates.get(contender(name, batch)) for name in (OURS, COMPILED)]
-        if not both[0] or not both[1]:
-            return None
-        return median(one / other for one, other in zip(both[0], both[1], strict=True))
+        ours, theirs = (rates.get(contender(name, batch), ()) for name in (OURS, COMPILED))
+        return median(one / other for one, other in zip(ours, theirs, strict=True)) if ours and theirs else None
 
     return figure
-
-
-def _prompt(outcomes: Sequence[Outcome]) -> float | None:
-    return _most(step.wall for step in _of(outcomes, "prompt", "8B").steps.values())
 
 
 GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
     Goal("step_over_floor", "8B, up to 32 tokens, over the floor", 1.3, True, _over_floor(ONE, CHAIN, TREE, MANY)),
     Goal("step64_over_floor", "8B, 64 tokens, over the floor", 1.4, True, _over_floor(MANY_CHAINS, MOST)),
-    Goal("wall_over_graph_ms", "8B, a step's wall time over its graph, ms", 0.5, True, _around),
+    Goal(
+        "wall_over_graph_ms",
+        "8B, a step's wall time over its graph, ms",
+        0.5,
+        True,
+        _worst("steps", "8B", lambda step: step.around),
+    ),
     Goal("far_tree_over_floor", "8B, tree of 16 behind 8,000 tokens", 1.6, True, _over_floor(TREE_FAR)),
     Goal("draft_1B_ms", "1B, a draft step, ms", 1.6, True, _draft("1B")),
     Goal("draft_tiny_ms", "bundled draft, a draft step, ms", 0.5, True, _draft("tiny")),
