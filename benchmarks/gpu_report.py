@@ -233,7 +233,8 @@ def _over_compiled(batch: int) -> Figure:
     def figure(outcomes: Sequence[Outcome]) -> float | None:
         rates = _of(outcomes, "transformers", "8B").rates
         ours, theirs = (rates.get(contender(name, batch), ()) for name in (OURS, COMPILED))
-        return median(one / other for one, other in zip(ours, theirs, strict=True)) if ours and theirs else None
+        # One that failed on its way has fewer turns.
+        return median(one / other for one, other in zip(ours, theirs, strict=False)) if ours and theirs else None
 
     return figure
 
@@ -241,13 +242,7 @@ def _over_compiled(batch: int) -> Figure:
 GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
     Goal("step_over_floor", "8B, up to 32 tokens, over the floor", 1.3, True, _over_floor(ONE, CHAIN, TREE, MANY)),
     Goal("step64_over_floor", "8B, 64 tokens, over the floor", 1.4, True, _over_floor(MANY_CHAINS, MOST)),
-    Goal(
-        "wall_over_graph_ms",
-        "8B, a step's wall time over its graph, ms",
-        0.5,
-        True,
-        _worst("steps", "8B", lambda step: step.around),
-    ),
+    Goal("wall_over_graph_ms", "8B, a step's wall time over its graph, ms", 0.5, True, _around),
     Goal("far_tree_over_floor", "8B, tree of 16 behind 8,000 tokens", 1.6, True, _over_floor(TREE_FAR)),
     Goal("draft_1B_ms", "1B, a draft step, ms", 1.6, True, _draft("1B")),
     Goal("draft_tiny_ms", "bundled draft, a draft step, ms", 0.5, True, _draft("tiny")),
