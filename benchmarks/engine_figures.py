@@ -15,6 +15,7 @@ from benchmarks.engine_settings import CONCURRENT
 from benchmarks.engine_steps import StepParts, chain
 from benchmarks.engine_stock import PREFIX
 from benchmarks.measure import Run
+from benchmarks.tables import Goal
 
 ALONE, TOGETHER = "1 request", f"{CONCURRENT} requests"
 MIXED = f"{CONCURRENT} requests of mixed lengths"
@@ -65,29 +66,6 @@ class Measured:
         return [self.weight_bytes / bandwidth for bandwidth in self.bandwidths]
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A figure that must be reached."""
-
-    key: str
-    what: str
-    bound: float
-    at_most: bool
-    """Whether ``bound`` is the most it may be; else it is the least."""
-    ours: Callable[[Measured], float | None]
-    transformers: Callable[[Measured], float] | None = None
-    """The same of transformers, where it has one."""
-
-    def reached(self, figure: float) -> bool:
-        """Whether a figure is good enough."""
-        return figure <= self.bound if self.at_most else figure >= self.bound
-
-    @property
-    def wanted(self) -> str:
-        """The bound in words."""
-        return f"at {'most' if self.at_most else 'least'} {self.bound:g}"
-
-
 def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     """Median over the rounds of one over the other."""
     return median(one / other for one, other in zip(ones, others, strict=True))
@@ -127,7 +105,7 @@ def _overhead(measured: Measured) -> float | None:
     return None if measured.memory is None else measured.memory.overhead / MEGABYTE
 
 
-GOALS = (
+GOALS: tuple[Goal[Measured], ...] = (
     Goal("step_over_floor", "decode step over its floor", 1.4, True, _step_over_floor(""), _step_over_floor(PREFIX)),
     Goal("verify8_over_step1", "verify 8 over step of 1", 1.5, True, _verify_over_step(""), _verify_over_step(PREFIX)),
     Goal("batch16_over_batch1", "tokens/s, 16 over 1", 5.0, False, _batch_over_one(""), _batch_over_one(PREFIX)),

@@ -34,9 +34,7 @@ from benchmarks.engine_steps import TREE, Part, chain, many
 from benchmarks.engine_stock import PREFIX
 from benchmarks.engine_traffic import lengths
 from benchmarks.measure import Run
-from benchmarks.report import Table, describe_machine
-
-MISSING = "not measured"
+from benchmarks.tables import Table, describe_machine, goals_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +50,7 @@ class Result:
 
 def goals(result: Result) -> Table:
     """What must be reached, beside what was, and beside what transformers comes to."""
-    lines = []
-    for goal in GOALS:
-        figure = goal.ours(result.measured)
-        theirs = goal.transformers(result.measured) if goal.transformers else None
-        lines.append(
-            (
-                goal.what,
-                goal.wanted,
-                MISSING if figure is None else f"{figure:.2f}",
-                "" if figure is None else "yes" if goal.reached(figure) else "NO",
-                "" if theirs is None else f"{theirs:.2f}",
-            )
-        )
-    return Table("Must reach", ("figure", "wanted", "measured", "reached", "transformers"), lines)
+    return goals_table(GOALS, result.measured)
 
 
 def steps(result: Result) -> Table:

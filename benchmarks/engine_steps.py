@@ -13,16 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from benchmarks.bandwidth import Work
-from benchmarks.engine_loop import Loop
-from engine.kv_cache import CachedSequence
 from engine.sampling import Draw, sample
 from engine.step import Chunk, Engine
 from speculation.messages import Sampling
+
+if TYPE_CHECKING:
+    from benchmarks.engine_loop import Loop
 
 PREFILL = 256
 """Tokens computed at once while the contexts are set up."""
@@ -59,23 +61,25 @@ class Steps:
 
     def works(self, sizes: Sequence[int]) -> dict[str, Work]:
         """By name: of one sequence, a chain of every size and a tree; of as many sequences, a token each."""
-        one = self._sequences[0]
-        chains = {chain(size): self._step([one], range(-1, size - 1)) for size in sizes}
-        side_by_side = {many(size): self._step(self._sequences[:size], (-1,)) for size in sizes if size > 1}
-        return {**chains, TREE: self._step([one], TREE_PARENTS), **side_by_side}
+        chains = {chain(size): self.step([0], range(-1, size - 1)) for size in sizes}
+        side_by_side = {many(size): self.step(range(size), (-1,)) for size in sizes if size > 1}
+        return {**chains, TREE: self.step([0], TREE_PARENTS), **side_by_side}
 
     def free(self) -> None:
         """Give the cache back."""
         for sequence in self._sequences:
             sequence.free()
 
-    def _step(self, sequences: Sequence[CachedSequence], parents: Sequence[int]) -> Work:
+    def step(self, contexts: Sequence[int], parents: Sequence[int]) -> Work:
+        """Of the sequences of these contexts, by their indices, with the same tree each."""
+
         def step() -> None:
             chunks = [Chunk(sequence, tokens, parents, rows) for sequence in sequences]
             sample(self._engine.run(chunks), [Draw(GREEDY, sequence.length + row) for sequence, row in drawn])
             for sequence in sequences:
                 sequence.rollback()
 
+        sequences = [self._sequences[context] for context in contexts]
         tokens, rows = list(range(1, len(parents) + 1)), range(len(parents))
         drawn = list(itertools.product(sequences, rows))
         return step

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.http_figures import WANTED, Round, figures, summary
 from benchmarks.http_settings import COMMIT_SECONDS, COMMIT_TOKENS, CONTENDERS, ECHO, PACELINE, PATTERNS, Options
-from benchmarks.report import Table, describe_machine
+from benchmarks.tables import Table, describe_machine
 
 Report = Callable[[str], None]
 

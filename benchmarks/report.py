@@ -6,23 +6,20 @@ Decides nothing about the figures; see :mod:`benchmarks.figures`.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from benchmarks import plots
 from benchmarks.figures import GOALS, PLAIN, Outcome, Row, find, ratio, summary
 from benchmarks.settings import Options
+from benchmarks.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +41,6 @@ class Result:
     def summary(self) -> dict[str, float]:
         """The figures that must be reached."""
         return summary(self.rows, self.outcomes[0].pair.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table in words."""
-
-    title: str
-    columns: tuple[str, ...]
-    lines: Sequence[tuple[str, ...]]
-
-    def rich(self) -> RichTable:
-        """For a terminal."""
-        table = RichTable(title=self.title)
-        for column in self.columns:
-            table.add_column(column, justify="right", no_wrap=True)
-        for line in self.lines:
-            table.add_row(*line)
-        return table
-
-    def markdown(self) -> str:
-        """For a README."""
-        head = [self.columns, ("---",) * len(self.columns)]
-        return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in [*head, *self.lines])
 
 
 def goals(result: Result) -> Table:
@@ -210,20 +184,3 @@ NOTES = """\
   the setting's first contender. Bytes: a committed token, between router and target.
 - Wrong drafter, cold: its first prompts on a server that trusted the last drafter. Without "cold": after those and two
   more, as in service."""
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, memory and versions."""
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "processor": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }

@@ -40,6 +40,7 @@ from benchmarks.settings import (
     PairPlan,
     Setting,
 )
+from benchmarks.tables import describe_machine
 from benchmarks.workers import RunningWorker, WorkerPlan, connected, running, until_lost
 from models.corpus import read_prompts
 from router.dispatch import Dispatcher
@@ -222,7 +223,7 @@ def main(options: Options) -> int:
             pair = _pair(plan, options)
         with Progress(console=console) as progress:
             outcomes.append(asyncio.run(measure(pair, plan, options, progress)))
-    result = report.Result(datetime.now(UTC).date(), report.describe_machine(), options, outcomes)
+    result = report.Result(datetime.now(UTC).date(), describe_machine(), options, outcomes)
     report.show(result)
     if options.json:
         report.write_json(result, options.json)

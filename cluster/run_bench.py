@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +30,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench speculation --quick --json figures.json
   paceline bench speculation
   paceline bench drafting --only medusa
+  paceline bench gpu --json figures.json
   paceline bench http --quick
   paceline bench relay
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
@@ -48,6 +49,7 @@ MAX_RELAY_SESSIONS = 256
 """As many as a target runs in one step."""
 MOST_TOKENS = 800
 """With a prompt, what the bundled model's context holds."""
+BENCHES = ("engine", "gpu", "speculation", "drafting", "http", "relay", "serve", "chaos", "soak")
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
@@ -56,10 +58,11 @@ def add(parser: Parser) -> None:
     benches = parser.add_subparsers(
         dest="bench",
         title="benchmarks",
-        metavar="{engine,speculation,drafting,http,relay,serve,chaos,soak}",
+        metavar="{engine,gpu,speculation,drafting,http,relay,serve,chaos,soak}",
         required=True,
     )
     _add_engine(benches)
+    _add_gpu(benches)
     _add_speculation(benches)
     _add_drafting(benches)
     _add_http(benches)
@@ -120,6 +123,18 @@ def _add_engine(benches: argparse._SubParsersAction[Parser]) -> None:
     flag("--hidden", type=int, default=2048, metavar="N", help="hidden size of the model (default: 2048)")
     flag("--layers", type=int, default=4, metavar="N", help="layers of the model (default: 4)")
     flag("--threads", type=int, default=1, metavar="N", help="cores, and threads of a step (default: 1)")
+
+
+def _add_gpu(benches: argparse._SubParsersAction[Parser]) -> None:
+    about = "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, and transformers"
+    details = "Takes less than five minutes on an H100; needs torch, transformers and triton, and nothing that serves"
+    bench = benches.add_parser("gpu", help=about, description=f"Measures {about}.\n\n{details}.")
+    bench.set_defaults(prepare=_gpu, out=None)
+    flag = bench.add_argument
+    flag("--stage", action="append", default=[], metavar="NAME,...", help="only these stages (default: all)")
+    flag("--shape", action="append", default=[], metavar="NAME,...", help="these models instead of each stage's own")
+    flag("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same on a tiny model, without kernels")
+    flag("--json", type=Path, metavar="FILE", help="write the figures there, after each stage")
 
 
 def _add_speculation(benches: argparse._SubParsersAction[Parser]) -> None:
@@ -241,6 +256,33 @@ def _engine(args: argparse.Namespace) -> Callable[[], int]:
     from benchmarks import engine
 
     return partial(engine.main, options)
+
+
+def _gpu(args: argparse.Namespace) -> Callable[[], int]:
+    """Check its flags; return what measures."""
+    from benchmarks.gpu_report import CPU_SHAPE, SHAPES, STAGES, Options
+
+    stages = _named("--stage", args.stage, STAGES) or list(STAGES)
+    shapes = _named("--shape", args.shape, SHAPES if args.device == "cuda" else [CPU_SHAPE])
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise CommandError(
+            "this benchmark is for a GPU, and torch finds none here; --device cpu tries it on a tiny model", BAD_INPUT
+        )
+    from benchmarks import gpu
+
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    return partial(gpu.main, Options(stages, shapes, args.device, args.json, command))
+
+
+def _named(flag: str, given: Sequence[str], known: Iterable[str]) -> list[str]:
+    """What a flag names, several separated by commas."""
+    names = [name.strip() for one in given for name in one.split(",")]
+    for name in names:
+        if name not in known:
+            raise CommandError(f"{flag} {name}: no such {flag[2:]}; there are {', '.join(known)}", BAD_INPUT)
+    return names
 
 
 def _speculation(args: argparse.Namespace) -> Callable[[], int]:

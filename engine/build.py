@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cache_size import fitting_tokens
-from engine.cuda.graphs import CudaRecorder
+from engine.cuda.graphs import CudaRecorder, Record
 from engine.interface import StepEngine
 from engine.kv_cache import KVCache
 from engine.loader import choose_device, load
@@ -76,7 +76,7 @@ def build(
     """
     if settings.tensor_parallel_size == 1:
         model = load_model(settings, progress)
-        return _alone(settings, model, progress, invariant=invariant)
+        return build_alone(settings, model, progress, invariant=invariant)
     assert ranks is not None, "nothing to start the ranks with"
     device = choose_device(settings.device)
     check_split(settings.model, settings.tensor_parallel_size)
@@ -97,7 +97,7 @@ def build_target(
         return build(settings, progress, ranks=ranks)
     model = load_model(settings, progress, without_speculation=True)
     if not model.no_speculation:
-        return _alone(settings, model, progress)
+        return build_alone(settings, model, progress)
     if settings.medusa:
         raise ModelError(f"{settings.medusa}: {settings.model} cannot use Medusa heads: {model.no_speculation}")
     log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
@@ -149,16 +149,21 @@ def cache_for(settings: EngineSettings, model: Model, group: Group | None = None
     return KVCache(model.layers, capacity, block=model.block, spare=model.spare, dtype=model.dtype, device=model.device)
 
 
-def _alone(
+def build_alone(
     settings: EngineSettings,
     model: Model,
     progress: Callable[[str], None] | None = None,
     *,
     invariant: bool = True,
+    record: Record | None = None,
 ) -> Engine:
-    """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge."""
+    """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge.
+
+    ``record``: how steps are recorded, instead of the usual way. Raises :class:`engine.model.ModelError`.
+    """
     heads = heads_for(settings, model, progress)
-    record = None if model.attention is None else CudaRecorder(model.device)
+    if record is None and model.attention is not None:
+        record = CudaRecorder(model.device)
     return _warmed(Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads))
 
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torchao.quantization import Int8Tensor, PerRow
-from torchao.quantization.quant_primitives import MappingType
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 LOW_STEPS = 128
 """Steps of the low plane in one of the high plane; a power of two, so that splitting and joining do not round."""
@@ -42,6 +41,11 @@ def has_kernel() -> bool:
 
 def planes_of(weight: Tensor) -> int:
     """In how many planes :class:`Int8Linear` would read activations for this weight; 0: it cannot multiply it."""
+    if not is_traceable_wrapper_subclass(weight):
+        return 0
+    from torchao.quantization import Int8Tensor, PerRow
+    from torchao.quantization.quant_primitives import MappingType
+
     if not isinstance(weight, Int8Tensor) or weight.device.type != "cpu" or not has_kernel():
         return 0
     plain = weight.act_pre_scale is None and weight.act_quant_scale is None

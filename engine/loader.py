@@ -40,6 +40,7 @@ __all__ = [
     "choose_device",
     "choose_dtype",
     "digest_of",
+    "from_module",
     "load",
     "read_config",
     "read_tokenizer",
@@ -92,23 +93,58 @@ def load(
     set_threads(threads)
     local = _local(path)
     chosen_device = choose_device(device) if group is None else group.device
-    if chosen_device.type == "cuda":
-        # It plans anew for every number of keys, which changes with each token, and keeps all plans.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with _quiet():
         module = _read_module(path, local, chosen_dtype, group).to(chosen_device)
         tokens = tokens_of(read_tokenizer(path))
-    _check_numbers(path, module)
-    model = _describe(path, module, tokens, chosen_dtype, chosen_device)
+    return from_module(
+        path,
+        module,
+        tokens,
+        chosen_dtype,
+        chosen_device,
+        quantization=quantization,
+        pack=pack,
+        self_test=self_test,
+        without_speculation=without_speculation,
+        group=group,
+        by_rows=by_rows,
+        report=report,
+    )
+
+
+def from_module(
+    name: str,
+    module: Any,
+    tokens: dict[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantization: str = NONE,
+    pack: bool = True,
+    self_test: bool = True,
+    without_speculation: bool = False,
+    group: Group | None = None,
+    by_rows: bool = True,
+    report: Progress = lambda _: None,
+) -> Model:
+    """What :func:`load` makes of a transformers model that is in memory already, which is changed. Raises ModelError.
+
+    ``tokens``: of its tokenizer, by name; empty if it has none. The others are as there.
+    """
+    if device.type == "cuda":
+        # It plans anew for every number of keys, which changes with each token, and keeps all plans.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    _check_numbers(name, module)
+    model = _describe(name, module, tokens, dtype, device)
     test = SelfTest(model) if self_test else None
     if test is not None:
         report("computing reference logits")
         _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
     try:
-        on_cpu = chosen_device.type == "cpu"
+        on_cpu = device.type == "cpu"
         return _for_speculation(model, test, report, quantization, group, pack=pack and on_cpu, by_rows=by_rows)
     except CannotSpeculate as reason:
         if not without_speculation or quantization != NONE or group is not None:

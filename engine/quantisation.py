@@ -1,29 +1,24 @@
 """How weights are made smaller when a model is loaded, and where that is possible.
 
-torchao decides the numbers. Decides which layers are quantised: every linear layer but the last, which maps to the
-vocabulary. Its errors reach the logits as they are: with the bundled target and int8-dynamic, quantising it as well
-raises the divergence from the original by 45 percent. Knows nothing about how quantised layers are multiplied fast: on
-a CPU that is :mod:`engine.int8_linear`'s business.
+torchao decides the numbers; it is imported only where something is quantised. Decides which layers are quantised:
+every linear layer but the last, which maps to the vocabulary. Its errors reach the logits as they are: with the bundled
+target and int8-dynamic, quantising it as well raises the divergence from the original by 45 percent. Knows nothing
+about how quantised layers are multiplied fast: on a CPU that is :mod:`engine.int8_linear`'s business.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torchao.core.config import AOBaseConfig
-from torchao.quantization import (
-    Float8DynamicActivationFloat8WeightConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    Int8WeightOnlyConfig,
-    PerRow,
-    quantize_,
-)
 
 from engine.int8_linear import has_kernel
 from engine.model import ModelError
+
+if TYPE_CHECKING:
+    from torchao.core.config import AOBaseConfig
 
 NONE = "none"
 CHOICES = (NONE, "int8", "int8-dynamic", "fp8")
@@ -61,6 +56,8 @@ def quantise(module: Any, quantization: str) -> int:
 
     ``quantization`` must have passed :func:`check`.
     """
+    from torchao.quantization import quantize_
+
     last = module.get_output_embeddings()
     kept = set() if last is None else set(last.modules())  # a layer that is split over ranks has another inside
     chosen = {id(layer) for layer in module.modules() if type(layer) is nn.Linear and layer not in kept}
@@ -84,6 +81,13 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _config(quantization: str) -> AOBaseConfig:
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        PerRow,
+    )
+
     # Settings of torch's compiler belong to whoever compiles.
     if quantization == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)

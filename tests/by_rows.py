@@ -9,32 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import RowAttention, plain_attention
+from engine.cuda.attention import PlainRowAttention, RowAttention
 from engine.cuda.rows import SLICE, Rows
 from engine.kv_cache import CachedSequence, KVCache
 from engine.model import Model
 from engine.step import Chunk, Engine
 
 
-class PlainRows(RowAttention):
-    """The plain computation in place of the kernels, for any computer; counts its calls."""
-
-    spare = 64
+class PlainRows(PlainRowAttention):
+    """The plain computation in place of the kernels, for any computer; counts its calls and checks its rows."""
 
     def __init__(self, heads_per_key: int = 1, context: int = 1 << 20) -> None:
         super().__init__(context, heads_per_key, torch.device("cpu"), page=8)
         self.calls = 0
         self.most_rows = 0
 
-    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:
-        return True
-
     def __call__(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, rows: Rows, **how: Any) -> Tensor:
         self.calls += 1
         self.most_rows = max(self.most_rows, len(query_TQD))
-        assert int(rows.keys_T.max()) <= how.pop("longest"), "a row sees more than the step was made for"
         check_groups(rows)
-        return plain_attention(query_TQD, keys_SHD, values_SHE, rows, page=self.page, **how).to(query_TQD.dtype)
+        return super().__call__(query_TQD, keys_SHD, values_SHE, rows, **how)
 
 
 def check_groups(rows: Rows) -> None:

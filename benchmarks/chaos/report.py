@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.chaos import settings
 from benchmarks.chaos.outcome import Outcome
 from benchmarks.chaos.settings import Options
-from benchmarks.report import Table, describe_machine
+from benchmarks.tables import Table, describe_machine
 
 COLUMNS = ("fault", "streams", "requests", "refused (429)", "failed", "text different", "longest silence",
            "first token", "whole after", "wanted", "holds")  # fmt: skip

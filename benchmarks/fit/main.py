@@ -16,7 +16,7 @@ from benchmarks.fit.predict import DEPTHS, FINE, ROUGH, Forecast, Known, Load, P
 from benchmarks.fit.serving import Decoded, Watched, spread, watch
 from benchmarks.fit.settings import Options
 from benchmarks.fit.validate import validate
-from benchmarks.report import describe_machine
+from benchmarks.tables import describe_machine
 from cluster.console import say, stages
 from router.tokenizer import Tokenizer
 from speculation.simulation.agreement import Passage

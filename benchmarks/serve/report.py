@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.report import Table, describe_machine
 from benchmarks.serve import plots
 from benchmarks.serve.bodies import remembers
 from benchmarks.serve.figures import Comparison, Figures, Ratio, Spread, baselines, compare, figures
 from benchmarks.serve.rounds import Log
 from benchmarks.serve.settings import Arrivals, Json, Make, Options
+from benchmarks.tables import Table, describe_machine
 
 BUSY_CLIENT = 0.5
 """Of a core: beyond, this process may be what is measured."""

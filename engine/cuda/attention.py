@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -292,3 +293,20 @@ def plain_attention(
         weights_HGK = scores_HGK.softmax(-1)[..., : len(slots)]
         out_TQE[t] = torch.einsum("hgk,khe->hge", weights_HGK, values_SHE[slots].float()).flatten(0, 1)
     return out_TQE
+
+
+class PlainRowAttention(RowAttention):
+    """:func:`plain_attention` in place of the kernels: on any device, in any number format, slowly."""
+
+    spare = 64
+
+    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
+        """Whatever it is."""
+        return True
+
+    def __call__(
+        self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, rows: Rows, *, longest: int, **how: Any
+    ) -> Tensor:
+        """As the kernels."""
+        assert int(rows.keys_T.max()) <= longest, "a row sees more than the step was made for"
+        return plain_attention(query_TQD, keys_SHD, values_SHE, rows, page=self.page, **how).to(query_TQD.dtype)

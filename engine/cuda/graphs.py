@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 TOLERANCE = 0.02
 """Largest accepted difference between a recording and the computation, relative to the largest logit."""
 
+VARIED = 64
+"""Different tokens of what recordings are checked with: were all the same, attention could weigh them as it likes."""
+
 CHECKED = 1024
 """Columns of each row that are kept to be compared at the end."""
 
@@ -185,7 +188,7 @@ class RowSteps:
         blocks = list(range(first // page, -(-(first + count) // page)))
         state = SequenceState(page, blocks, len(blocks), 0, list(range(-1, count - 1)), list(range(count)), slots)
         (piece,) = packed(
-            [0] * count,
+            [i % VARIED for i in range(count)],
             [count - 1],
             [(state, count)],
             group=self._attention.group,

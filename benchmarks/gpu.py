@@ -1,0 +1,415 @@
+"""The engine on a GPU: what its steps take beside reading the weights, whether they are exact, and transformers.
+
+Models of random weights are made on the device, by the way that a worker makes its own of a checkpoint. Stages are
+apart: one that fails says why, and the others go on. On a CPU the same code runs on a tiny model, with the plain
+computation in place of kernels and a repeated call in place of a graph, so that it can be tried anywhere.
+
+Needs torch, transformers and triton; nothing of what serves requests.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from benchmarks import gpu_report as report
+from benchmarks.bandwidth import Work
+from benchmarks.engine_steps import GREEDY, Steps
+from benchmarks.gpu_report import (
+    CASES,
+    COMPILED,
+    CONTEXT,
+    GENERATE,
+    OURS,
+    PROMPT,
+    SHAPES,
+    Options,
+    Outcome,
+    Result,
+    Shape,
+    Sizes,
+    StepTime,
+    contender,
+)
+from engine.build import EngineSettings, build_alone
+from engine.cuda.attention import PlainRowAttention, first_line
+from engine.cuda.graphs import CudaRecorder, Record
+from engine.cuda.rows import ROW_CLASSES
+from engine.loader import from_module
+from engine.sampling import Draw, sample
+from engine.step import Chunk, Engine
+from speculation.messages import EXACT
+
+SEED = 0
+READS = 8
+WARM_UP = 2
+"""Times that a step is computed before it is timed."""
+
+
+def main(options: Options) -> int:
+    """Measure and report; 1 if a stage failed. Figures are written after each."""
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, with stand-ins for what a GPU does"
+    result = Result(datetime.now(UTC).date(), options, name)
+    told = Console(stderr=True)
+    with _warnings(result.warnings):
+        for outcome in measure(options, device):
+            result.outcomes.append(outcome)
+            told.print(f"{outcome.stage} {outcome.shape}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s")
+            if options.json:
+                report.write_json(result, options.json)
+    report.show(result)
+    return int(result.failed)
+
+
+def measure(options: Options, device: torch.device) -> Iterator[Outcome]:
+    """Every stage with every shape it is asked for, shape by shape: one model at a time."""
+    gpu = Gpu(device, options.sizes)
+    for shape, stages in options.plan().items():
+        subject: Subject | None = None
+        unbuilt = ""
+        for stage in stages:
+            started = time.perf_counter()
+            try:
+                if shape and subject is None and not unbuilt:
+                    subject = build(shape, gpu)
+                if subject is None:
+                    outcome = Outcome(failed=unbuilt) if shape else _floor(gpu)
+                else:
+                    outcome = MEASURED[stage](subject)
+            except Exception as error:
+                outcome = Outcome(failed=first_line(error))
+                unbuilt = f"its model was not built: {outcome.failed}"
+            yield replace(outcome, stage=stage, shape=shape, seconds=time.perf_counter() - started)
+        del subject
+        gpu.tidy()
+
+
+class Gpu:
+    """The device, and how time is taken on it."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self.device, self.sizes = device, sizes
+        self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
+        self._bandwidth = 0.0
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it is one."""
+        return self.device.type == "cuda"
+
+    def mark(self) -> Any:
+        """A moment in what the device does."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        """Between two marks that the device has passed."""
+        return float(begin.elapsed_time(end)) if self.on_cuda else 1e3 * (end - begin)
+
+    def wait(self) -> None:
+        """Until it has done all that it was asked."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def tidy(self) -> None:
+        """Give back what nobody holds any more."""
+        gc.collect()
+        if self.on_cuda:
+            with suppress(RuntimeError):  # of a device that has failed
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
+
+    def bandwidth(self) -> float:
+        """Bytes a second, of adding up a buffer that no cache holds; measured once."""
+        if not self._bandwidth:
+            numbers = torch.ones(self.sizes.read_bytes // 4, device=self.device)
+            milliseconds = []
+            for _ in range(READS):
+                begin = self.mark()
+                numbers.sum()
+                end = self.mark()
+                self.wait()
+                milliseconds.append(self.milliseconds(begin, end))
+            self._bandwidth = 1e3 * numbers.nbytes / median(milliseconds)
+        return self._bandwidth
+
+
+class Clock:
+    """Records steps as another does, and takes the time of what is replayed."""
+
+    def __init__(self, record: Record, gpu: Gpu) -> None:
+        self._record, self._gpu = record, gpu
+        self._replays: list[tuple[float, Any, Any]] | None = None
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See :data:`engine.cuda.graphs.Record`."""
+        replay = self._record(compute)
+
+        def timed() -> Tensor:
+            if self._replays is None:
+                return replay()
+            asked, begin = time.perf_counter(), self._gpu.mark()
+            found_RX = replay()
+            self._replays.append((asked, begin, self._gpu.mark()))
+            return found_RX
+
+        return timed
+
+    def time(self, work: Work, rounds: int) -> tuple[float, float | None, float | None]:
+        """Milliseconds of a work that ends when its result is on the host: wall, replayed, and before the first replay.
+
+        Medians over the rounds; None where nothing was replayed.
+        """
+        walls, graphs, layouts = [], [], []
+        for number in range(WARM_UP + rounds):
+            self._gpu.wait()
+            self._replays = []
+            started = time.perf_counter()
+            work()
+            wall = time.perf_counter() - started
+            self._gpu.wait()
+            replays, self._replays = self._replays, None
+            if number < WARM_UP:
+                continue
+            walls.append(1e3 * wall)
+            if replays:
+                graphs.append(sum(self._gpu.milliseconds(begin, end) for _, begin, end in replays))
+                layouts.append(1e3 * (replays[0][0] - started))
+        return median(walls), median(graphs) if graphs else None, median(layouts) if layouts else None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that is measured."""
+
+    shape: Shape
+    gpu: Gpu
+    engine: Engine
+    clock: Clock
+
+    def text(self, tokens: int) -> list[int]:
+        """Another one whenever it is asked for."""
+        found: list[int] = torch.randint(self.shape.vocabulary, (tokens,)).tolist()
+        return found
+
+
+def build(name: str, gpu: Gpu) -> Subject:
+    """A model of random weights on the device, its steps recorded. Raises ModelError, and what the device does."""
+    shape = SHAPES[name]
+    model = from_module(name, random_module(shape, gpu), {}, gpu.dtype, gpu.device, pack=False)
+    record: Record = lambda compute: compute  # noqa: E731
+    if gpu.on_cuda:
+        record = CudaRecorder(gpu.device)
+    else:
+        stand_in = PlainRowAttention(model.context, shape.heads // shape.kv_heads, gpu.device, page=16)
+        model = replace(model, attention=stand_in)
+    clock = Clock(record, gpu)
+    settings = EngineSettings(name, cache_tokens=gpu.sizes.cache_tokens)
+    return Subject(shape, gpu, build_alone(settings, model, record=clock), clock)
+
+
+def config(shape: Shape) -> LlamaConfig:
+    """As transformers has it."""
+    return LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=shape.tied,
+        eos_token_id=None,  # texts end by length only
+    )
+
+
+def random_module(shape: Shape, gpu: Gpu) -> Any:
+    """The same weights for the same shape, made where they stay."""
+    torch.manual_seed(SEED)
+    with torch.device(gpu.device):
+        module: Any = AutoModelForCausalLM.from_config(config(shape), dtype=gpu.dtype)  # type: ignore[no-untyped-call]
+    return module.eval().requires_grad_(False)
+
+
+def weights_read(shape: Shape) -> int:
+    """Numbers that every step reads: all weights but the embedding, unless that is the output layer as well."""
+    with torch.device("meta"):
+        module = LlamaForCausalLM(config(shape))
+    embedding = 0 if shape.tied else module.model.embed_tokens.weight.numel()
+    return sum(parameter.numel() for parameter in module.parameters()) - embedding
+
+
+def _floor_ms(shape: Shape, gpu: Gpu) -> float:
+    return 1e3 * weights_read(shape) * gpu.dtype.itemsize / gpu.bandwidth()
+
+
+def _floor(gpu: Gpu) -> Outcome:
+    floors = {f"floor of {name}, ms": _floor_ms(shape, gpu) for name, shape in SHAPES.items()}
+    return Outcome(facts={"GB/s": gpu.bandwidth() / 1e9} | floors)
+
+
+def _steps(subject: Subject) -> Outcome:
+    sizes, engine = subject.gpu.sizes, subject.engine
+    floor = _floor_ms(subject.shape, subject.gpu)
+    most = max(count for count, _, _ in CASES.values())
+    steps = Steps(engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
+    found = {}
+    for name, (count, parents, far) in CASES.items():
+        work = steps.step([most] if far else range(count), parents)
+        found[name] = _timed(subject, work, count * len(parents), sizes.rounds, floor)
+    steps.free()
+    return Outcome(steps=found)
+
+
+def _timed(subject: Subject, work: Work, tokens: int, rounds: int, floor: float | None = None) -> StepTime:
+    wall, graph, layout = subject.clock.time(work, rounds)
+    rows = next((rows for rows in subject.engine.row_classes if rows >= tokens), 0)
+    return StepTime(tokens, rows, wall, graph, layout, floor)
+
+
+def _exact(subject: Subject) -> Outcome:
+    """What the engine measured when it was built."""
+    engine = subject.engine
+    possible = [rows for rows in ROW_CLASSES if rows <= engine.model.spare]
+    given_up = [rows for rows in possible if rows not in engine.row_classes]
+    told = engine.exactness or "not measured"
+    return Outcome(facts={"exact": told == EXACT, "told": told, "given up": given_up, "rows": list(engine.row_classes)})
+
+
+def _prompt(subject: Subject) -> Outcome:
+    text = subject.text(subject.gpu.sizes.prompt)
+
+    def work() -> None:
+        sequence = subject.engine.cache.sequence()
+        logits_1V = subject.engine.run([Chunk(sequence, text, rows=[len(text) - 1])])
+        sample(logits_1V, [Draw(GREEDY, len(text))])
+        sequence.rollback()
+        sequence.free()
+
+    return Outcome(steps={PROMPT: _timed(subject, work, len(text), max(1, subject.gpu.sizes.rounds // 3))})
+
+
+def _transformers(subject: Subject) -> Outcome:
+    """Ours and transformers' continue the same prompts in turn, each of them another one in every turn."""
+    gpu, sizes = subject.gpu, subject.gpu.sizes
+    module = random_module(subject.shape, gpu)
+    module.set_attn_implementation("sdpa")
+
+    def generate(prompts: list[list[int]], **how: Any) -> None:
+        ids_BT = torch.tensor(prompts, device=gpu.device)
+        with _stock_attention():
+            module.generate(
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                max_new_tokens=sizes.request,
+                do_sample=False,
+                pad_token_id=0,
+                **how,
+            )
+
+    contenders: dict[str, Callable[[list[list[int]]], object]] = {
+        OURS: lambda prompts: decode(subject.engine, prompts, sizes.request),
+        GENERATE: generate,
+        COMPILED: lambda prompts: generate(prompts, cache_implementation="static"),  # which it compiles on a GPU
+    }
+    rates: dict[str, list[float]] = {}
+    failed = []
+    for batch in sizes.batches:
+        if gpu.on_cuda:
+            torch.compiler.reset()  # or it would compile for any batch, which is slower
+        left = dict(contenders)
+        for turn in range(-1, sizes.turns):
+            prompts = [subject.text(sizes.request) for _ in range(batch)]
+            for name in sorted(left, reverse=bool(turn % 2)):
+                try:
+                    gpu.wait()
+                    started = time.perf_counter()
+                    left[name](prompts)
+                    gpu.wait()
+                except Exception as error:
+                    failed.append(f"{contender(name, batch)}: {first_line(error)}")
+                    del left[name]
+                    continue
+                if turn >= 0:
+                    rate = batch * sizes.request / (time.perf_counter() - started)
+                    rates.setdefault(contender(name, batch), []).append(rate)
+    return Outcome(rates=rates, failed="; ".join(failed))
+
+
+def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """Continue all prompts together, greedily, by ``new`` tokens each."""
+    sequences = [engine.cache.sequence() for _ in prompts]
+    texts: list[list[int]] = [[] for _ in prompts]
+    fed: Sequence[Sequence[int]] = prompts
+    try:
+        for _ in range(new):
+            chunks = [
+                Chunk(sequence, part, rows=[len(part) - 1]) for sequence, part in zip(sequences, fed, strict=True)
+            ]
+            draws = [Draw(GREEDY, sequence.length + len(part)) for sequence, part in zip(sequences, fed, strict=True)]
+            tokens = sample(engine.run(chunks), draws)
+            for sequence, part, text, token in zip(sequences, fed, texts, tokens, strict=True):
+                sequence.advance(range(len(part)))
+                text.append(token)
+            fed = [[token] for token in tokens]
+    finally:
+        for sequence in sequences:
+            sequence.rollback()
+            sequence.free()
+    return texts
+
+
+MEASURED: dict[str, Callable[[Subject], Outcome]] = {
+    "steps": _steps,
+    "draft": _steps,
+    "exact": _exact,
+    "prompt": _prompt,
+    "transformers": _transformers,
+}
+
+
+@contextmanager
+def _stock_attention() -> Iterator[None]:
+    """Attention as torch chooses it; what we rule out for ourselves, others may use."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
+def _warnings(heard: list[str]) -> Iterator[None]:
+    """Keep what the engine warns of."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    logger = logging.getLogger("engine")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
