@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.relay_settings import BARE, CONTENDERS, PACELINE, PROPOSED, VERIFIED, WANTED_MS, WAYS, Options
-from benchmarks.report import Table, describe_machine
+from benchmarks.tables import Table, describe_machine
 from benchmarks.workers import WorkerFailed
 from cluster.console import stages
 

@@ -49,7 +49,6 @@ MAX_RELAY_SESSIONS = 256
 """As many as a target runs in one step."""
 MOST_TOKENS = 800
 """With a prompt, what the bundled model's context holds."""
-BENCHES = ("engine", "gpu", "speculation", "drafting", "http", "relay", "serve", "chaos", "soak")
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 

@@ -146,14 +146,14 @@ class Engine:
                 sequence = self.cache.sequence()
                 self.run([Chunk(sequence, [0], rows=[0])])
                 sequence.free()
+            if self._wants_exact:
+                self.exactness = measure(self)
+                log.info("%s: %s", self.model.name, self.exactness)
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"{self.model.name}: a cache of {self.cache.capacity} tokens does not fit beside the weights "
                 "and whatever else uses this GPU; lower cache_tokens, or set gpus where workers share one"
             ) from error
-        if self._wants_exact:
-            self.exactness = measure(self)
-            log.info("%s: %s", self.model.name, self.exactness)
 
     def close(self) -> None:
         """End the other ranks, if there are any. The last call; not while a step is computed."""

@@ -141,7 +141,7 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
 
 
 def test_vocabularies_are_compared_in_a_cache_of_large_pages(monkeypatch):
-    monkeypatch.setattr("engine.build.BLOCK", PAGE)  # as on a GPU
+    monkeypatch.setattr("engine.model.BLOCK", PAGE)  # as on a GPU
     assert teacher.translated(replace(OPTIONS, drafts=(DRAFT, OTHER))) == {OTHER}
 
 

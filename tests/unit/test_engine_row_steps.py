@@ -194,7 +194,7 @@ def test_on_cuda_warming_up_makes_the_cache(llama: Model, monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(Engine, "run", run)
-    slot_engine(llama).warm_up()
+    Engine(llama, KVCache(llama.layers, 64, dtype=llama.dtype, device=llama.device)).warm_up()
     assert not ran
     cache = KVCache(llama.layers, 64, dtype=llama.dtype, device="cpu")
     with pytest.raises(ModelError, match="a cache of 64 tokens does not fit beside the weights"):
