@@ -59,7 +59,7 @@ class TableEngine(Engine):
     def __init__(self, logits_VV: Tensor) -> None:
         model: Any = SimpleNamespace(
             module=torch.nn.Module(), vocabulary=VOCABULARY, context=10_000, dtype=torch.float64, layers=0,
-            device=torch.device("cpu"),
+            device=torch.device("cpu"), attention=None,
         )  # fmt: skip
         super().__init__(model, KVCache(0, 20_000, dtype=torch.float64, device="cpu"))
         self._table_VV = logits_VV
