@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.25
 WATCH_SECONDS = 2.0
+REFUSAL_SECONDS = 0.5
 REACH_SECONDS = 5.0
 GONE_SECONDS = 60.0
 
@@ -396,11 +397,25 @@ def _prepare_environment() -> None:
 
 
 def _broken() -> bool:
-    """Whether a process has ended without which the Ray that was started here is none."""
+    """Whether a process has ended, or is about to, without which the Ray that was started here is none."""
     from ray._private import worker
 
     node: Any = worker._global_node
-    return node is not None and any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes())
+    if node is None:
+        return False
+    return any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes()) or _refuses(node.gcs_address)
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens there: Ray's control process stops to at once when told to end, and ends seconds later."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=REFUSAL_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # too busy to answer
+        return False
 
 
 def _end_own_processes() -> None:

@@ -1,5 +1,6 @@
 """What the Ray backend makes of a Serve that is there already, with Serve replaced by what it would answer."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +95,10 @@ def test_what_does_not_end_is_not_called_removed(removed):
     with pytest.raises(CommandError, match=r"^Paceline has not ended at 10\.0\.0\.5:6379 within 660 s; "):
         ray_cluster.remove(CONFIG, removed.said.append)
     assert not removed.shut_down
+
+
+def test_what_no_longer_listens_is_about_to_end():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not ray_cluster._refuses(address)
+    assert ray_cluster._refuses(address)
