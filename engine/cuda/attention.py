@@ -101,10 +101,6 @@ class RowAttention:
         """Lengths of sequences that are worth telling apart, ascending; a step of short ones launches less."""
         return tuple(sorted({self._octaves[0].end, self._octaves[-1].end}))
 
-    def memory(self) -> int:
-        """Bytes of intermediate results."""
-        return sum(tensor.nbytes for tensors in self._scratch.values() for tensor in tensors)
-
     def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:
         """Whether it computes attention of these dtypes and sizes."""
         dtypes = {query_TQD.dtype, keys_SHD.dtype, values_SHE.dtype}

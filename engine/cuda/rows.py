@@ -42,7 +42,6 @@ FIELDS = ("tokens", "positions", "slots", "keys", "home", "pages", "branch", "gr
 class Rows:
     """A step on its device: views into one int32 tensor, which stays where it is when the step is recorded."""
 
-    buffer: Tensor
     tokens_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
@@ -69,7 +68,7 @@ class Rows:
         columns = {f"{name}_T": buffer[i * rows : (i + 1) * rows] for i, name in enumerate(FIELDS)}
         rest = buffer[len(FIELDS) * rows :]
         wanted = max_wanted(rows)
-        return cls(buffer=buffer, wanted_R=rest[:wanted], numbers_F=rest[wanted:], **columns)
+        return cls(wanted_R=rest[:wanted], numbers_F=rest[wanted:], **columns)
 
     def cut(self, start: int, stop: int) -> Rows:
         """Some of the rows."""
