@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cache_size import fitting_tokens
+from engine.cpu.stack import CpuRows
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.interface import StepEngine
 from engine.kv_cache import KVCache
@@ -162,7 +163,7 @@ def build_alone(
     ``record``: how steps are recorded, instead of the usual way. Raises :class:`engine.model.ModelError`.
     """
     heads = heads_for(settings, model, progress)
-    if record is None and model.attention is not None:
+    if record is None and model.attention is not None and model.device.type == "cuda":
         record = CudaRecorder(model.device)
     return _warmed(Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads))
 
@@ -180,6 +181,7 @@ def _warmed(engine: Engine) -> Engine:
 def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = "") -> Welcome:
     """What a worker with this model says of itself."""
     folder = Path(settings.model)
+    arithmetic = model.attention.arithmetic if isinstance(model.attention, CpuRows) else ""
     number_format = ", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights)))
     return Welcome(
         role=role,
@@ -191,7 +193,7 @@ def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = 
         dtype=number_format,
         source=str(folder.resolve()) if folder.is_dir() else settings.model,
         speculates=not model.no_speculation,
-        revision=revision_of(settings.model, number_format),
+        revision=revision_of(settings.model, ", ".join(filter(None, (number_format, arithmetic)))),
         started=time.time(),
         exactness=exactness,
     )

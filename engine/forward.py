@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import Step, forward_context
+from engine.cpu.stack import CpuRows
+from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
 from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
@@ -99,8 +101,10 @@ class Forward:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._tap = HiddenTap(model) if keep_hidden else None
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
-        self._rows: RowSteps | None = None
-        if model.attention is not None:
+        self._rows: RowSteps | CpuSteps | None = None
+        if isinstance(model.attention, CpuRows):
+            self._rows = CpuSteps(self._logits, store, model.attention, model.layers, model.context)
+        elif model.attention is not None:
             self._rows = RowSteps(self._logits, store, model.attention, model.layers, model.context, record)
 
     @torch.inference_mode()

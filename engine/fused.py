@@ -12,7 +12,7 @@ Tensor legend: T tokens, D hidden size, Q query heads, H key/value heads, E head
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +72,8 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size: int = attention.head_dim
-        self.heads: int = attention.k_proj.out_features // self.head_size
+        self.heads: int = attention.q_proj.out_features // self.head_size
+        self.key_heads: int = attention.k_proj.out_features // self.head_size
         self.scaling: float = attention.scaling
         self.sliding_window = _sliding_window(attention)
         self.activation = ACTIVATIONS[type(mlp.act_fn)]
@@ -86,16 +87,31 @@ class FusedLayer(nn.Module):
         self.down: nn.Module = mlp.down_proj
 
 
-class FusedStack(nn.Module):
-    """All decoder layers and the final norm, in the place of one decoder layer."""
+class Unrecognised(Exception):
+    """A model is computed as transformers wrote it. One line says why."""
 
-    def __init__(self, stock: Any, ops: LayerOps, current: Callable[[], LayerStep]) -> None:
-        """``stock``: the recognised model of layers and norm. ``current``: the step of the forward in progress."""
+
+class FusedStack(nn.Module):
+    """All decoder layers and the final norm, in the place of one decoder layer; a subclass computes them."""
+
+    def __init__(self, stock: Any) -> None:
+        """``stock``: the recognised model of layers and norm."""
         super().__init__()
         self.layers: Sequence[FusedLayer] = nn.ModuleList(map(FusedLayer, stock.layers))  # type: ignore[assignment]
         self.norm = _norm(stock.norm)
-        self.stock: tuple[nn.ModuleList, nn.Module] = (stock.layers, stock.norm)
-        """What this stands for, sharing its weights; in a tuple, so that they do not count twice."""
+        self._stock: tuple[nn.ModuleList, nn.Module] = (stock.layers, stock.norm)  # a tuple: they do not count twice
+
+    def restore(self) -> tuple[nn.ModuleList, nn.Module]:
+        """The layers and the norm that this stands for, with their weights."""
+        return self._stock
+
+
+class RowOpsStack(FusedStack):
+    """Computed by products of torch and the row operations of a device."""
+
+    def __init__(self, stock: Any, ops: LayerOps, current: Callable[[], LayerStep]) -> None:
+        """``current``: the step of the forward in progress."""
+        super().__init__(stock)
         self._ops = ops
         self._current = current
 
@@ -114,7 +130,7 @@ class FusedStack(nn.Module):
         residual_TD, delta_TD = hidden_1TD[0], None
         for index, layer in enumerate(self.layers):
             residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.input_norm)
-            keys_SHE, values_SHE = step.store.layer(index, layer.heads, layer.head_size, layer.head_size)
+            keys_SHE, values_SHE = step.store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
             places = (step.slots_T, keys_SHE, values_SHE)
             norms = (layer.query_norm, layer.key_norm)
             query_TQE = ops.rotate_and_store(layer.qkv(normed_TD), cos_TE, sin_TE, *places, *norms)
@@ -125,16 +141,20 @@ class FusedStack(nn.Module):
         return ops.add_norm(residual_TD, delta_TD, self.norm)[1][None]
 
 
-def fuse(module: Any, ops: LayerOps, current: Callable[[], LayerStep]) -> str:
+def fuse(module: Any, dtypes: Collection[torch.dtype], build: Callable[[Any], FusedStack]) -> str:
     """Have a transformers model compute its decoder layers fused; return why not, one line, empty if it does.
 
-    ``current``: the step that a forward belongs to. Weights are joined layer by layer, so memory peaks one layer above
+    ``dtypes``: number formats that can be computed. ``build``: what makes a stack of the recognised model of layers
+    and norm, or raises :class:`Unrecognised`. Weights are joined layer by layer, so memory peaks one layer above
     the model. :func:`unfuse` takes it back. A model that is not fused has not changed.
     """
-    if reason := _obstacle(module, ops):
+    if reason := _obstacle(module, dtypes):
         return reason
     base = module.base_model
-    stack = FusedStack(base, ops, current)
+    try:
+        stack = build(base)
+    except Unrecognised as refusal:
+        return str(refusal)
     base.layers, base.norm = nn.ModuleList([stack]), nn.Identity()
     return ""
 
@@ -145,11 +165,11 @@ def unfuse(module: Any) -> bool:
     stack = next(iter(getattr(base, "layers", ())), None)
     if not isinstance(stack, FusedStack):
         return False
-    base.layers, base.norm = stack.stock
+    base.layers, base.norm = stack.restore()
     return True
 
 
-def _obstacle(module: Any, ops: LayerOps) -> str:
+def _obstacle(module: Any, known_dtypes: Collection[torch.dtype]) -> str:
     """What keeps a model from being fused; empty if nothing does."""
     base: Any = module.base_model
     family = base.config.model_type
@@ -170,7 +190,7 @@ def _obstacle(module: Any, ops: LayerOps) -> str:
     weights = [*base.layers.parameters(), *base.norm.parameters()]
     if any(isinstance(weight, DTensor) for weight in weights):
         return "its weights are split over ranks"
-    if len(dtypes := {weight.dtype for weight in weights}) > 1 or not dtypes <= ops.dtypes:
+    if len(dtypes := {weight.dtype for weight in weights}) > 1 or not dtypes <= set(known_dtypes):
         return f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
     return ""
 

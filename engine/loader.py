@@ -23,8 +23,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import NAME, current_step
+from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu
 from engine.cuda.attention import RowAttention, find_attention
-from engine.fused import fuse, unfuse
+from engine.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.linear import pack_linears
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.parallel.group import Group
@@ -171,6 +172,11 @@ def _for_speculation(
     if quantization != NONE:
         report(f"quantising linear layers to {quantization}")
         model = _quantised(model, quantization)
+    if pack and by_rows and group is None and quantization == NONE:
+        try:
+            return _in_one_call(model, test, report)
+        except (Unrecognised, CannotSpeculate) as reason:
+            report(f"decoder layers are computed one operation at a time: {reason}")
     if pack:
         report("packing linear layers")
         pack_linears(module)
@@ -190,11 +196,30 @@ def _for_speculation(
     return _tested(replace(model, attention=attention), test, report)
 
 
+def _in_one_call(model: Model, test: SelfTest | None, report: Progress) -> Model:
+    """The model with its decoder layers computed by :mod:`engine.cpu`; raises Unrecognised or CannotSpeculate."""
+    module: Any = model.module
+    attention = fuse_on_cpu(module, model.context)
+    try:
+        report("decoder layers are computed fused")
+        _leave_file(module)
+        with _quiet():
+            module.set_attn_implementation(NAME)
+        model = replace(model, attention=attention)
+        if test is not None:
+            _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
+    except BaseException:
+        unfuse_on_cpu(module)
+        raise
+    return model
+
+
 def _fuse(module: Any) -> str:
     """Have layers that are known computed fused; returns why not, or nothing."""
     from engine.cuda.kernels import TritonOps
 
-    reason = fuse(module, TritonOps(), current_step)
+    ops = TritonOps()
+    reason = fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current_step))
     return f"decoder layers are computed as transformers wrote them: {reason}" if reason else ""
 
 

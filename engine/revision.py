@@ -1,4 +1,4 @@
-"""A fingerprint of what a model says: its files, number format and quantisation.
+"""A fingerprint of what a model says: its files, number format, quantisation and arithmetic.
 
 Two workers of one model name with the same fingerprint continue each other's text; others may not. It has to be quick
 even for weights of hundreds of gigabytes, so of each file it reads the beginning, where the format keeps its table of

@@ -86,6 +86,7 @@ class Packed:
 
     max_rows: int
     max_numbers: int
+    max_wanted: int
     columns: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in FIELDS})
     wanted: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -102,7 +103,7 @@ class Packed:
         """Whether there is room for so much more."""
         return (
             len(self) + rows <= self.max_rows
-            and len(self.wanted) + wanted <= max_wanted(self.max_rows)
+            and len(self.wanted) + wanted <= self.max_wanted
             and len(self.numbers) + numbers <= self.max_numbers
         )
 
@@ -164,15 +165,18 @@ def packed(
     group: int,
     max_rows: int,
     pages: int,
+    wanted_at_most: int | None = None,
 ) -> Iterator[Packed]:
     """The rows of a step, in one piece or several.
 
     ``wanted``: ascending indices into ``tokens``; ``chunks``: as of :class:`engine.forward.StepInput`; ``group``: how
-    many rows read common keys together at most; ``pages``: of the longest sequence.
+    many rows read common keys together at most; ``pages``: of the longest sequence; ``wanted_at_most``: of a piece, by
+    default as many as a padded one has room for.
     """
     assert all(a < b for a, b in pairwise(wanted)), f"rows are not in order: {list(wanted)}"
     room = max_numbers(max_rows, pages)
-    piece = Packed(max_rows, room)
+    limits = (max_rows, room, max_wanted(max_rows) if wanted_at_most is None else wanted_at_most)
+    piece = Packed(*limits)
     first = 0
     for state, count in chunks:
         nodes = _nodes(state)[-count:]
@@ -188,7 +192,7 @@ def packed(
             if not piece.fits(len(together), len(asked), numbers):
                 assert len(piece), f"a row with {numbers} pages and slots has no room among {room}"
                 yield piece
-                piece, begin = Packed(max_rows, room), None
+                piece, begin = Packed(*limits), None
                 continue
             if begin is None:
                 begin = len(piece.numbers)

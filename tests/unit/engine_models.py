@@ -69,9 +69,9 @@ def save_model(family: str, folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def load_tiny(family: str, folder: Path, dtype: str = "fp32", **changes: Any) -> Model:
+def load_tiny(family: str, folder: Path, dtype: str = "fp32", *, by_rows: bool = False, **changes: Any) -> Model:
     """A random model, loaded without the self-test, which would hide what a test looks for."""
-    return load(save_model(family, folder, **changes), dtype=dtype, device="cpu", self_test=False)
+    return load(save_model(family, folder, **changes), dtype=dtype, device="cpu", self_test=False, by_rows=by_rows)
 
 
 class Stock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention import NAME
-from engine.fused import FAMILIES, FusedStack, fuse, unfuse
+from engine.fused import FAMILIES, FusedStack, LayerStep, RowOpsStack, unfuse
+from engine.fused import fuse as fuse_with
 from engine.hidden import HiddenTap
 from engine.kv_store import KVStore
 from engine.layer_ops import LayerOps, PlainOps
@@ -45,6 +47,11 @@ def triton_ops() -> LayerOps:
     from engine.cuda.kernels import TritonOps
 
     return TritonOps()
+
+
+def fuse(module: Any, ops: LayerOps, current: Callable[[], LayerStep]) -> str:
+    """By products of torch and these row operations."""
+    return fuse_with(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current))
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -54,7 +54,7 @@ def test_served_families_pass_the_self_test(family: str, dtype: str, tmp_path: P
 
 
 def test_what_a_model_says_of_itself(llama: Path) -> None:
-    model = load(str(llama), dtype="fp32", device="cpu")
+    model = load(str(llama), dtype="fp32", device="cpu", by_rows=False)
     assert model.name == str(llama)
     assert model.stop_tokens == {2}
     assert model.tokenizer_digest == 0
@@ -299,17 +299,17 @@ def test_a_forgotten_argument_is_found(family: str, argument: str, dtype: str, t
     registry.register(attention.NAME, without(argument))
     try:
         with pytest.raises(ModelError, match=f"'{family}' cannot speculate: .* differ .*tolerance"):
-            load(folder, dtype=dtype, device="cpu")
+            load(folder, dtype=dtype, device="cpu", by_rows=False)
     finally:
         registry.register(attention.NAME, attention.paged_attention)
-    assert load(folder, dtype=dtype, device="cpu").layers == 3
+    assert load(folder, dtype=dtype, device="cpu", by_rows=False).layers == 3
 
 
 def test_a_wrong_mask_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query sees every pending node: right for a single token, wrong for chains and trees."""
     monkeypatch.setattr(KeyBatch, "mask", lambda *_: None)
     with pytest.raises(ModelError, match="'llama' cannot speculate"):
-        load(str(llama), dtype="fp32", device="cpu")
+        load(str(llama), dtype="fp32", device="cpu", by_rows=False)
 
 
 def test_windows_are_restored_after_the_test(tmp_path: Path) -> None:

@@ -1,0 +1,238 @@
+"""The C++ of :mod:`engine.cpu`: built for this processor, loaded, called.
+
+Decides where it comes from: it is compiled once, for the level of instructions that this processor has (x86-64-v3 or
+v4, as compilers call them), by whichever C++ compiler is here, and kept beside its source, so that ``make setup`` or an
+image can bring it along. Where that cannot be, there is none, and the log says why in one line. The library is plain C
+to its callers: no Python, no torch; a call lets other threads of Python run.
+
+Tensor legend: T rows, D hidden size, E head size, O outputs, I inputs, P panels of W = 2 * :attr:`Library.width`
+outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from ctypes import POINTER, Structure, c_float, c_int, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+
+FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-pthread")
+
+COMPILERS = ("g++", "clang++", "c++")
+"""In the order they are tried, after ``CXX``."""
+
+COMPILE_SECONDS = 300.0
+
+LEVELS = {
+    "x86-64-v4": frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "x86-64-v3": frozenset({"avx2", "fma", "bmi2", "f16c"}),
+}
+"""What a processor of each level has, as Linux calls it; the best one first."""
+
+DTYPES = frozenset({torch.float32, torch.bfloat16})
+
+
+class CLayer(Structure):
+    """``Layer`` in ``kernels.cpp``."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((f"{name}_bias", c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((f"{name}_norm", c_void_p) for name in ("input", "mlp", "query", "key")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_float) for name in ("scaling", "input_eps", "mlp_eps", "query_eps", "key_eps")),
+        *((name, c_int) for name in ("window", "gelu")),
+    )
+
+
+class CStack(Structure):
+    """``Stack`` in ``kernels.cpp``."""
+
+    _fields_ = (
+        ("layers", POINTER(CLayer)),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        *((name, c_int) for name in ("count", "hidden", "query_heads", "key_heads", "head_size", "intermediate")),
+        *((name, c_int) for name in ("half_weights", "half_cache")),
+    )
+
+
+class CRows(Structure):
+    """``Rows`` in ``kernels.cpp``."""
+
+    _fields_ = (
+        ("count", c_int),
+        ("page", c_int),
+        *((n, c_void_p) for n in ("slots", "keys", "home", "pages", "branch", "group", "common", "numbers")),
+    )
+
+
+class Library:
+    """The compiled functions. One call computes at a time, with a team of threads that all calls share."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if it cannot be loaded."""
+        self._c = ctypes.CDLL(str(path))
+        self._c.paceline_product.argtypes = (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_void_p)
+        self._c.paceline_step.argtypes = (POINTER(CStack), POINTER(CRows), c_void_p, c_void_p, c_void_p, c_void_p)
+        self.width: int = self._c.paceline_width()
+        """Floats of a vector of this processor."""
+        self.set_threads(torch.get_num_threads())
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with so many from now on."""
+        self._c.paceline_threads(threads)
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """A weight as products read it, ``[P, I, W]``, of the same dtype; outputs are filled up with zeros.
+
+        In bfloat16 the first and the second half of a panel lie in turn, so that a word holds one of each.
+        """
+        outputs, inputs = weight_OI.shape
+        panel = 2 * self.width
+        padded_OI = torch.nn.functional.pad(weight_OI, (0, 0, 0, -outputs % panel))
+        packed_PIW = padded_OI.view(-1, panel, inputs).transpose(1, 2)
+        if weight_OI.dtype == torch.bfloat16:
+            packed_PIW = packed_PIW.reshape(*packed_PIW.shape[:2], 2, -1).transpose(-1, -2).flatten(-2)
+        return packed_PIW.contiguous()
+
+    def unpack(self, packed_PIW: Tensor, outputs: int) -> Tensor:
+        """What :meth:`pack` was given."""
+        if packed_PIW.dtype == torch.bfloat16:
+            packed_PIW = packed_PIW.reshape(*packed_PIW.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
+        return packed_PIW.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
+
+    def product(self, packed_PIW: Tensor, bias_O: Tensor | None, outputs: int, x_TI: Tensor) -> Tensor:
+        """``x @ weight.T + bias`` in float32, ``[T, O]``. ``x_TI``, ``bias_O``: float32, contiguous."""
+        rows, inputs = x_TI.shape
+        out_TO = x_TI.new_empty(rows, outputs)
+        half = int(packed_PIW.dtype == torch.bfloat16)
+        bias = None if bias_O is None else bias_O.data_ptr()
+        self._c.paceline_product(
+            packed_PIW.data_ptr(), bias, half, inputs, outputs, x_TI.data_ptr(), rows, out_TO.data_ptr()
+        )
+        return out_TO
+
+    def step(self, stack: CStack, rows: CRows, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """All layers and the final norm, ``[T, D]``. All tensors float32 and contiguous; ``hidden_TD`` is used up."""
+        out_TD = torch.empty_like(hidden_TD)
+        self._c.paceline_step(
+            stack, rows, hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), out_TD.data_ptr()
+        )
+        return out_TD
+
+
+@functools.cache
+def find_library() -> Library | None:
+    """The library for this machine, compiled if need be; None if there is none, which is logged."""
+    try:
+        return Library(build(level_here()))
+    except (OSError, subprocess.SubprocessError, Unbuildable) as reason:
+        log.warning("decoder layers are computed without C++, which is slower: %s", _in_a_line(reason))
+        return None
+
+
+class Unbuildable(Exception):
+    """There is no C++ library on this machine; one line says why."""
+
+
+def level_here() -> str:
+    """The best of :data:`LEVELS` that this processor has; raises :class:`Unbuildable`."""
+    features = cpu_features()
+    for level, needed in LEVELS.items():
+        if needed <= features:
+            return level
+    missing = sorted(next(reversed(LEVELS.values())) - features)
+    raise Unbuildable(f"this processor lacks {', '.join(missing)}")
+
+
+def build(level: str) -> Path:
+    """Where the library for a level lies, compiled now if it was not yet.
+
+    Raises :class:`Unbuildable`, OSError or SubprocessError.
+    """
+    digest = hashlib.blake2b(SOURCE.read_bytes() + repr(FLAGS).encode(), digest_size=8).hexdigest()
+    folders = (SOURCE.parent / "built", Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}")
+    paths = [folder / f"kernels-{level}-{digest}.so" for folder in folders]
+    if found := next(filter(_ours, paths), None):
+        return found
+    names = filter(None, (os.environ.get("CXX"), *COMPILERS))
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise Unbuildable(f"there is no C++ compiler: none of {', '.join(COMPILERS)} is installed")
+    path = next((path for path in paths if _writable(path.parent)), None)
+    if path is None:
+        raise Unbuildable(f"there is nowhere to put it: not in {', not in '.join(map(str, folders))}")
+    _compile(compiler, level, path)
+    return path
+
+
+def _writable(folder: Path) -> bool:
+    """Whether this user alone can put something there; the folder is made if need be."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _ours(path: Path) -> bool:
+    """Whether there is such a library, and nobody else could have put it there."""
+    try:
+        return path.is_file() and path.parent.stat().st_uid in (os.getuid(), 0) and path.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _compile(compiler: str, level: str, path: Path) -> None:
+    """Whole or not at all, also where several workers start at once."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        result = subprocess.run(
+            [compiler, *FLAGS, f"-march={level}", "-o", str(made), str(SOURCE)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False,
+        )  # fmt: skip
+        if result.returncode:
+            why = next((line for line in result.stderr.splitlines() if "error" in line), f"exit {result.returncode}")
+            raise Unbuildable(f"{compiler} cannot compile {SOURCE.name}: {why.strip()}")
+        made.replace(path)
+
+
+def cpu_features() -> frozenset[str]:
+    """What this processor can do, as Linux calls it; empty where that is not told."""
+    if platform.machine() != "x86_64":
+        return frozenset()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def _in_a_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+if __name__ == "__main__":
+    # For `make setup` and images, so that no worker waits for the compiler; by default the level of this machine.
+    try:
+        for wanted in sys.argv[1:] or [level_here()]:
+            build(wanted)
+    except (OSError, subprocess.SubprocessError, Unbuildable) as refusal:
+        sys.stderr.write(f"CPU workers will compute without C++, which is slower: {_in_a_line(refusal)}\n")

@@ -1,0 +1,251 @@
+"""The decoder layers of a recognised model on a CPU: all of a step in one call of :mod:`engine.cpu.library`.
+
+Decides how the weights are held: packed for that call, each in place of the model's own. Numbers between products are
+float32, whatever the weights are; so a token's logits are nearer to the weights' than where each operation rounds.
+
+Tensor legend: T tokens, D hidden size, E head size, O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention import Step, current_step
+from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
+from engine.cuda.attention import RowAttention
+from engine.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
+from engine.huge_pages import collapse
+from engine.kv_store import BLOCK, KVStore
+from engine.linear import packs_bfloat16
+
+
+class CpuRows(RowAttention):
+    """Says how a step is laid out; what attends is :class:`CpuStack`."""
+
+    spare = 0
+
+    def __init__(self, context: int, heads_per_key: int, width: int) -> None:
+        """``width``: see :attr:`engine.cpu.library.Library.width`."""
+        super().__init__(context, heads_per_key, torch.device("cpu"), page=BLOCK)
+        self._width = width
+
+    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
+        """Nothing: no layer is left to ask."""
+        return False
+
+    @property
+    def arithmetic(self) -> str:
+        """What decides how sums are rounded; workers that differ in it may differ in a token."""
+        return f"rows of {self._width}"
+
+
+class RowLinear(nn.Module):
+    """``x @ weight.T + bias`` with a packed weight, each row added up in the same order whatever the others."""
+
+    def __init__(self, library: Library, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._library = library
+        self._packed_PIW = packed(library, linear.weight.detach())
+        self._bias_O = None if linear.bias is None else linear.bias.detach().float()
+        self.weight = linear.weight.new_empty(0)
+        """Empty, for models that ask for its dtype; the numbers are packed."""
+
+    def restored(self) -> nn.Linear:
+        """What it was made of."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=self._bias_O is not None, device="meta")
+        weight_OI = self._library.unpack(self._packed_PIW, self.out_features)
+        linear.weight = nn.Parameter(weight_OI, requires_grad=False)
+        if self._bias_O is not None:
+            linear.bias = nn.Parameter(self._bias_O.to(weight_OI.dtype), requires_grad=False)
+        return linear
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        """``[..., I] -> [..., O]``, in the dtype of ``x_NI``."""
+        flat_TI = x_NI.reshape(-1, self.in_features).float().contiguous()
+        found_TO = self._library.product(self._packed_PIW, self._bias_O, self.out_features, flat_TI)
+        return found_TO.to(x_NI.dtype).view(*x_NI.shape[:-1], self.out_features)
+
+
+def packed(library: Library, weight_OI: Tensor) -> Tensor:
+    """A weight as products read it, in huge pages where there are some."""
+    found = library.pack(weight_OI)
+    collapse(found.data_ptr(), found.nbytes)
+    return found
+
+
+class CpuStack(FusedStack):
+    """All decoder layers and the final norm, in the place of one decoder layer."""
+
+    def __init__(self, stock: Any, library: Library, current: Callable[[], Step]) -> None:
+        """``stock``: as :class:`engine.fused.FusedStack` takes it. ``current``: the step of the forward in progress.
+
+        Raises :class:`engine.fused.Unrecognised` for sizes that are not computed here; then nothing has changed.
+        """
+        if reason := _obstacle(stock, library.width):
+            raise Unrecognised(reason)
+        super().__init__(stock)
+        self._library, self._current = library, current
+        self._store: weakref.ref[KVStore] | None = None
+        self._vectors: list[Tensor] = []
+        self._packed: list[tuple[list[nn.Linear], Tensor, bool]] = []
+        dtype = self.layers[0].output.weight.dtype
+        first = self.layers[0]
+        self._of_layers = (CLayer * len(self.layers))(*map(self._described, self.layers, stock.layers))
+        self._all = CStack(
+            layers=self._of_layers,
+            norm=self._kept(self.norm.weight),
+            eps=self.norm.eps,
+            count=len(self.layers),
+            hidden=stock.config.hidden_size,
+            query_heads=first.heads,
+            key_heads=first.key_heads,
+            head_size=first.head_size,
+            intermediate=stock.config.intermediate_size,
+            half_weights=dtype == torch.bfloat16,
+            half_cache=dtype == torch.bfloat16,
+        )
+        for parameter in (*stock.layers.parameters(), *stock.norm.parameters()):
+            parameter.data = parameter.data.clone()  # what is left would keep the checkpoint mapped
+
+    def forward(
+        self,
+        hidden_1TD: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
+        step = self._current()
+        assert len(hidden_1TD) == 1 and attention_mask is None and step.rows is not None, "only packed steps by rows"
+        if self._store is None or self._store() is not step.store:
+            self._use(step.store)
+        rows = step.rows
+        described = CRows(
+            count=hidden_1TD.shape[1],
+            page=step.page,
+            slots=rows.slots_T.data_ptr(),
+            keys=rows.keys_T.data_ptr(),
+            home=rows.home_T.data_ptr(),
+            pages=rows.pages_T.data_ptr(),
+            branch=rows.branch_T.data_ptr(),
+            group=rows.group_T.data_ptr(),
+            common=rows.common_T.data_ptr(),
+            numbers=rows.numbers_F.data_ptr(),
+        )
+        cos_TE, sin_TE = (each[0].float().contiguous() for each in position_embeddings)
+        hidden_TD = hidden_1TD[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        for layer, of_layer in zip(self.layers, self._of_layers, strict=True):
+            of_layer.window = layer.sliding_window or 0
+        found_TD = self._library.step(self._all, described, hidden_TD, cos_TE, sin_TE)
+        step.calls = [calls + 1 for calls in step.calls]
+        return found_TD.to(hidden_1TD.dtype)[None]
+
+    def restore(self) -> tuple[nn.ModuleList, nn.Module]:
+        """The layers and the norm that this stands for, with their weights."""
+        for parts, packed_PIW, gated in self._packed:
+            sizes = [part.out_features for part in parts]
+            weight_OI = self._library.unpack(packed_PIW, sum(sizes))
+            plain_OI = self._apart(weight_OI) if gated else weight_OI
+            for part, own_OI in zip(parts, torch.split_with_sizes(plain_OI, sizes), strict=True):
+                part.weight.data = own_OI
+        return super().restore()
+
+    def _use(self, store: KVStore) -> None:
+        """Read and write this cache from now on."""
+        for index, (layer, described) in enumerate(zip(self.layers, self._of_layers, strict=True)):
+            keys_SHE, values_SHE = store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
+            described.keys, described.values = keys_SHE.data_ptr(), values_SHE.data_ptr()
+        self._store = weakref.ref(store)
+
+    def _kept(self, vector: Tensor | None) -> int | None:
+        """Where a vector lies that the library reads in float32; it stays."""
+        if vector is None:
+            return None
+        self._vectors.append(vector.detach().to(torch.float32, copy=True).contiguous())
+        return self._vectors[-1].data_ptr()
+
+    def _described(self, layer: FusedLayer, stock: Any) -> CLayer:
+        attention, mlp = stock.self_attn, stock.mlp
+        norms = {"input": layer.input_norm, "mlp": layer.mlp_norm, "query": layer.query_norm, "key": layer.key_norm}
+        biases: list[Tensor | None] = [linear.bias for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]  # type: ignore[misc]
+        qkv, output, gate_up, down = biases
+        return CLayer(
+            qkv=self._weight(layer.qkv, [attention.q_proj, attention.k_proj, attention.v_proj]),
+            output=self._weight(layer.output, [attention.o_proj]),
+            gate_up=self._weight(layer.gate_up, [mlp.gate_proj, mlp.up_proj], gated=True),
+            down=self._weight(layer.down, [mlp.down_proj]),
+            qkv_bias=self._kept(qkv),
+            output_bias=self._kept(output),
+            gate_up_bias=self._kept(None if gate_up is None else self._in_turn(gate_up)),
+            down_bias=self._kept(down),
+            **{f"{name}_norm": self._kept(norm.weight) for name, norm in norms.items() if norm is not None},
+            **{f"{name}_eps": norm.eps for name, norm in norms.items() if norm is not None},
+            scaling=layer.scaling,
+            gelu=layer.activation == "gelu_tanh",
+        )
+
+    def _weight(self, linear: Any, parts: list[nn.Linear], *, gated: bool = False) -> int:
+        """Where the packed weights of ``linear`` lie, which takes the place of its own and of those of its parts."""
+        weight_OI = linear.weight.detach()
+        packed_PIW = packed(self._library, self._in_turn(weight_OI) if gated else weight_OI)
+        self._packed.append((parts, packed_PIW, gated))
+        for each in (linear, *parts):
+            each.weight.data = weight_OI.new_empty(0)
+        return packed_PIW.data_ptr()
+
+    def _in_turn(self, rows_O: Tensor) -> Tensor:
+        """Gate and up as panels hold them: a vector of the one, a vector of the other."""
+        shape = rows_O.shape[1:]
+        return rows_O.reshape(2, -1, self._library.width, *shape).transpose(0, 1).reshape(-1, *shape)
+
+    def _apart(self, rows_O: Tensor) -> Tensor:
+        """What :meth:`_in_turn` was given."""
+        shape = rows_O.shape[1:]
+        return rows_O.reshape(-1, 2, self._library.width, *shape).transpose(0, 1).reshape(-1, *shape)
+
+
+def _obstacle(stock: Any, width: int) -> str:
+    """What of a recognised model is not computed here; empty if all is."""
+    config, attention = stock.config, stock.layers[0].self_attn
+    sizes = (
+        ("heads", attention.head_dim, 2 * width),
+        ("a hidden size", config.hidden_size, width),
+        ("an intermediate size", config.intermediate_size, width),
+    )
+    return next((f"{name} of {size}, no multiple of {unit}" for name, size, unit in sizes if size % unit), "")
+
+
+def fuse_on_cpu(module: Any, context: int) -> CpuRows:
+    """Have a transformers model compute its decoder layers and its output layer here; :func:`unfuse_on_cpu` ends it.
+
+    ``context``: tokens of the longest sequence. Raises :class:`engine.fused.Unrecognised`; then nothing has changed.
+    """
+    if next(module.parameters()).dtype == torch.bfloat16 and packs_bfloat16():
+        raise Unrecognised("oneDNN multiplies bfloat16 with instructions of its own on this processor")
+    library = find_library()
+    if library is None:
+        raise Unrecognised("the C++ for them is not there")
+    library.set_threads(torch.get_num_threads())
+    if reason := fuse(module, DTYPES, lambda base: CpuStack(base, library, current_step)):
+        raise Unrecognised(reason)
+    head = module.get_output_embeddings()
+    for name, child in module.named_children():
+        if child is head and type(head) is nn.Linear:
+            setattr(module, name, RowLinear(library, head))
+    first = module.base_model.layers[0].layers[0]
+    return CpuRows(context, first.heads // first.key_heads, library.width)
+
+
+def unfuse_on_cpu(module: Any) -> None:
+    """Have it compute as transformers does again, with the same weights."""
+    unfuse(module)
+    for name, child in module.named_children():
+        if isinstance(child, RowLinear):
+            setattr(module, name, child.restored())
