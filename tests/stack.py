@@ -14,6 +14,7 @@ import torch
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import ROLE as DRAFT
 from engine.build import EngineSettings, build, build_target, welcome
+from engine.cpu.library import find_library
 from engine.interface import StepEngine
 from engine.kv_cache import KVCache
 from router.dispatch import Dispatcher, DispatchLimits
@@ -30,6 +31,12 @@ needs_invariant_bf16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(),
     reason="that bfloat16 results do not depend on the batch was established for AVX-512 and AMX kernels only",
 )
+
+needs_exact_bf16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() and find_library() is None,
+    reason="no C++ compiler, and no AVX-512 or AMX kernels of oneDNN, for which it was established without",
+)
+"""The same for models whose layers are computed by :mod:`engine.cpu`."""
 
 
 def settings(

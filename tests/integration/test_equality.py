@@ -12,7 +12,7 @@ from speculation.draft_session import DraftLimits
 from speculation.messages import Open, Sampling, Source, Speculation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_invariant_bf16, target_worker
+from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_exact_bf16, target_worker
 
 NEW_TOKENS = 40
 STOP = frozenset({0})
@@ -83,7 +83,7 @@ async def test_a_seed_gives_the_same_text_whatever_is_drafted():
     assert all(text == texts[0] for text in texts)
 
 
-@needs_invariant_bf16
+@needs_exact_bf16
 async def test_bfloat16_text_does_not_depend_on_drafts_or_company(slow_target):
     """Bit for bit, since no logit depends on the batch: see tests/unit/test_engine_invariance.py."""
     prompts = held_out_prompts()[:6]

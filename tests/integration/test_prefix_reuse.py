@@ -16,7 +16,7 @@ from tests.stack import (
     draft_worker,
     forget_prefixes,
     held_out_prompts,
-    needs_invariant_bf16,
+    needs_exact_bf16,
     settings,
     target_worker,
 )
@@ -25,7 +25,7 @@ NEW_TOKENS = 40
 SAMPLING = Sampling(temperature=0.8, seed=3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_invariant_bf16)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_exact_bf16)])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 async def test_a_repeated_prompt_is_found_in_the_cache_and_continued_the_same(dtype: str, drafted: bool):
     prompt = held_out_prompts()[0]
@@ -89,7 +89,7 @@ def loop_over(engine, **limits) -> VerifyLoop:
     return VerifyLoop(engine, welcome(settings("target"), engine.model, "target"), TargetLimits(**limits))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_invariant_bf16)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_exact_bf16)])
 def test_drafts_are_kept_as_before_after_a_prefix_was_taken_over(dtype: str):
     """Target and drafter both find the prompt, and branches are verified behind blocks that are shared."""
     target, draft = (build(settings(name, 2048, dtype)) for name in ("target", "draft"))

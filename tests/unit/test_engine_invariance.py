@@ -15,7 +15,7 @@ from engine.invariance import COLUMNS, GROUP, SEGMENT, position_ordered
 from engine.kv_cache import CachedSequence, KVCache
 from engine.linear import PackedLinear
 from engine.step import Chunk, Engine
-from tests.stack import MODELS, forget_prefixes, held_out_prompts, needs_invariant_bf16
+from tests.stack import MODELS, forget_prefixes, held_out_prompts, needs_exact_bf16, needs_invariant_bf16
 from tests.unit.engine_models import load_tiny
 
 LARGER: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 2048}
@@ -39,7 +39,7 @@ def test_a_row_of_a_linear_layer_does_not_depend_on_the_others(inputs: int) -> N
             assert torch.equal(layer(x_NI[:rows]), alone_NO[:rows])
 
 
-@needs_invariant_bf16
+@needs_exact_bf16
 @pytest.mark.parametrize("model", ["target", "slow_target"])
 def test_logits_do_not_depend_on_how_tokens_are_batched(model: str, request: pytest.FixtureRequest) -> None:
     folder = MODELS / "target" if model == "target" else request.getfixturevalue("slow_target")
@@ -190,14 +190,14 @@ def target() -> Engine:
     return build(EngineSettings(str(MODELS / "target"), dtype="bfloat16", cache_tokens=4096))
 
 
-@needs_invariant_bf16
+@needs_exact_bf16
 @pytest.mark.parametrize("seed", range(4))
 def test_a_node_of_a_tree_equals_plain_decoding_of_its_path(target: Engine, seed: int) -> None:
     contexts = Random(seed).sample(CONTEXTS, 3)
     assert differing_rows(target, seed, contexts, sizes=[1, 4, 9, 14]) == 0, f"seed {seed}, contexts {contexts}"
 
 
-@needs_invariant_bf16
+@needs_exact_bf16
 def test_a_tree_too_wide_for_one_view_equals_plain_decoding(target: Engine) -> None:
     assert differing_rows(target, 9, [375, 381], sizes=[WIDE], rounds=1) == 0
 
