@@ -23,6 +23,7 @@ from engine.attention import Step, forward_context
 from engine.cpu.stack import CpuRows
 from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
+from engine.fused import fused_logits
 from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
 from engine.linear import products
@@ -153,13 +154,19 @@ class Forward:
 
         Hidden states that are kept stand behind them in their rows: one tensor is what is recorded and replayed.
         """
-        wanted = {"logits_to_keep": rows_R} if self._keeps_rows else {}
         with forward_context(step), products(invariant=step.invariant):
-            output = self._model.module(
-                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted
-            )
-        logits_RV: Tensor = output.logits[0]
+            logits_RV = fused_logits(self._model.module, tokens_T, positions_T, rows_R)
+            all_rows = logits_RV is None and not self._keeps_rows
+            if logits_RV is None:
+                logits_RV = self._stock_logits(tokens_T, positions_T, rows_R)
         if self._tap is not None:
             logits_RV = torch.cat((logits_RV, self._tap.take()[0]), -1)
         self.calls = step.calls
-        return logits_RV if self._keeps_rows else logits_RV.index_select(0, rows_R)
+        return logits_RV.index_select(0, rows_R) if all_rows else logits_RV
+
+    def _stock_logits(self, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor:
+        """By transformers' own forward: of the wanted rows if it can leave out others, else of all."""
+        wanted = {"logits_to_keep": rows_R} if self._keeps_rows else {}
+        output = self._model.module(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **wanted)
+        logits_RV: Tensor = output.logits[0]
+        return logits_RV

@@ -169,6 +169,23 @@ def unfuse(module: Any) -> bool:
     return True
 
 
+def fused_logits(module: Any, tokens_T: Tensor, positions_T: Tensor, rows_R: Tensor) -> Tensor | None:
+    """What a fused model says at some rows of a step, ``[R, V]``; None if it is not fused.
+
+    As its own forward computes it, which in all families known here is no more than this, without what that prepares
+    for caches and masks: as long as all layers of a small model take.
+    """
+    base = module.base_model
+    stack = next(iter(getattr(base, "layers", ())), None)
+    if not isinstance(stack, FusedStack) or type(module).__module__ != type(base).__module__:
+        return None
+    hidden_1TD = base.embed_tokens(tokens_T[None])
+    angles = base.rotary_emb(hidden_1TD, position_ids=positions_T[None])
+    hidden_1TD = base.norm(stack(hidden_1TD, position_embeddings=angles))
+    logits_RV: Tensor = module.lm_head(hidden_1TD[:, rows_R])[0]
+    return logits_RV
+
+
 def _obstacle(module: Any, known_dtypes: Collection[torch.dtype]) -> str:
     """What keeps a model from being fused; empty if nothing does."""
     base: Any = module.base_model
