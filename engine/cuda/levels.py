@@ -168,7 +168,7 @@ class Levels:
     """Launches several levels over the store of one model."""
 
     def __init__(self, basis: Basis, vocabulary: int, dtype: torch.dtype, *, width: int, children: int) -> None:
-        """``dtype``: of the logits. ``width``: most places of a session in a level; ``children``: most drafts at one."""
+        """``dtype``: of the logits. ``width``: most places of a session in a level; ``children``: most at a place."""
         self.width, self.children = 1 << (width - 1).bit_length(), children
         self.leaves = LEAVES
         width = self.width
