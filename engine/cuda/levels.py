@@ -17,6 +17,7 @@ branch, V vocabulary, R rows of the first level, F numbers behind the fields of 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -24,6 +25,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from engine.cuda.attention import first_line
 from engine.cuda.graphs import TOLERANCE, Basis, Shape
 from engine.cuda.rows import FIELDS, Rows, max_wanted
 from engine.noise import gumbel, keys_at
@@ -387,7 +389,7 @@ class Levels:
         memory.branch_NLB[:, given] = memory.tail_F[at_NLB]
         rows = Rows.within(memory.buffer, memory.rows)
         rows.numbers_F[:tables].copy_(memory.tail_F[:tables])
-        rows.pages_T.copy_(told["table"].repeat_interleave(self.width))
+        rows.pages_T.copy_(self._by_row(told["table"]))
         rows.branch_T.copy_(tables + MAX_BRANCH * torch.arange(memory.rows, device=self._device))
         memory.place_weight_NW.copy_(told["weight"])
         memory.chosen_NW.copy_(torch.where(told["weight"] > 0, GIVEN, NO_LEAF))
@@ -436,18 +438,19 @@ class Levels:
         rows.common_T.copy_(common_G1.expand_as(home_GS).masked_fill(~active_GS, 0).flatten())
         rows.group_T.copy_(size_GS.flatten())
 
+    def _by_row(self, value_N: Tensor) -> Tensor:
+        return value_N[:, None].expand(-1, self.width).flatten()
+
     def _say(self, memory: Memory, kind: Kind, logits_MV: Tensor) -> Tensor:
         """Note what may follow the places of a level, and make leaves of it."""
         told, shape = memory.fields, (kind.sessions, self.width, self.children)
         here_W = LEAVES + memory.level_1 * self.width + self._at_W
         end_NW = memory.end_NL.index_select(1, here_W)
-        seed_M, greedy_M1, temperature_M1 = (
-            told[name].repeat_interleave(self.width) for name in ("seed", "greedy", "temperature")
-        )
+        seed_M, greedy_M, temperature_M = (self._by_row(told[name]) for name in ("seed", "greedy", "temperature"))
         tokens_MC, confidence_MC, there_MC = best_draws(
             logits_MV,
-            greedy_M1[:, None].bool(),
-            temperature_M1[:, None].to(logits_MV.dtype),
+            greedy_M[:, None].bool(),
+            temperature_M[:, None].to(logits_MV.dtype),
             keys_at(seed_M, end_NW.flatten()) if kind.noisy else None,
             self.children,
         )
@@ -504,9 +507,24 @@ class Levels:
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def record(self) -> bool:
         """Record levels of every kind, and see that each says the same as computed; False: they are not to be used."""
+        started = time.perf_counter()
+        try:
+            error = self._recorded()
+        except Exception as failure:  # whatever a model does that cannot be recorded, or too little memory
+            why = first_line(failure)
+        else:
+            if error <= TOLERANCE:  # not if it is NaN
+                log.info("draft levels recorded in %.1f s", time.perf_counter() - started)
+                return True
+            why = f"replayed ones are off by {error:.2g}"
+        log.warning("draft levels are computed one by one: %s", why)
+        return False
+
+    @torch.inference_mode()
+    def _recorded(self) -> float:
+        """Record all; the largest difference between what is replayed and what was computed."""
         assert self._basis.record is not None
         kinds = [
             Kind(sessions, longest, noisy)
@@ -520,14 +538,12 @@ class Levels:
             expected[kind] = self._trial(memory, kind)
             first, further = self._functions(memory, kind)
             memory.recordings[kind] = self._basis.record(first), self._basis.record(further)
-        wrong = 0.0
-        for kind in kinds:  # once all are recorded: a later one may overwrite what an earlier one holds
-            found_KNWX = self._trial(self._memories[kind.sessions], kind)
-            wrong = max(wrong, float((found_KNWX - expected[kind]).abs().max()))
-        if not wrong <= TOLERANCE:
-            log.warning("draft levels are computed one by one: replayed ones are off by %.2g", wrong)
-            return False
-        return True
+        # Once all are recorded: a later one may overwrite what an earlier one holds.
+        errors = [
+            (self._trial(self._memories[kind.sessions], kind) - found_KNWX).abs().max()
+            for kind, found_KNWX in expected.items()
+        ]
+        return float(torch.stack(errors).max())  # NaN stays NaN
 
     def _trial(self, memory: Memory, kind: Kind) -> Tensor:
         """What two levels say that begin with random logits, in slots that are nobody's."""
