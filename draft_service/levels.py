@@ -254,9 +254,9 @@ def _leaves(piece: Piece, most: int) -> list[Node]:
     """The best drafts from before the launch that it may expand besides."""
     if piece.feeds_committed:
         return []  # there is none yet
-    expands = set(piece.expands)
+    expands, deepest = set(piece.expands), piece.drafted.cached.length + MAX_BRANCH - MAX_LEVELS
     places = piece.drafted.session.places()[: len(expands) + most]
-    return [node for node in places if node not in expands][:most]
+    return [node for node in places if node not in expands and node.end <= deepest][:most]
 
 
 def _above(piece: Piece, node: Node) -> int:

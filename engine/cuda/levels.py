@@ -392,7 +392,7 @@ class Levels:
         rows.pages_T.copy_(self._by_row(told["table"]))
         rows.branch_T.copy_(tables + MAX_BRANCH * torch.arange(memory.rows, device=self._device))
         memory.place_weight_NW.copy_(told["weight"])
-        memory.chosen_NW.copy_(torch.where(told["weight"] > 0, GIVEN, NO_LEAF))
+        memory.chosen_NW.fill_(GIVEN).masked_fill_(told["weight"] == 0, NO_LEAF)
         return self._say(memory, kind, memory.logits_MV)
 
     @torch.inference_mode()
@@ -501,7 +501,7 @@ class Levels:
             if number:
                 taken_NW = taken_NW & (chance_NW >= least_N1)
             opened_NW = taken_NW & may_N1W & (chance_NW >= least_N1) & ~stops_NWC[..., number]
-            found.append(torch.where(opened_NW, chance_NW, 0.0))
+            found.append(chance_NW.masked_fill(~opened_NW, 0.0))
             before_NW, left_NW = before_NW + said_NW, left_NW - odds_NW
         return torch.stack(found, -1)
 
