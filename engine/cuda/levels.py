@@ -179,7 +179,7 @@ class Levels:
         self._tiers = basis.attention.tiers()
         self.classes = tuple(rows // width for rows in basis.classes if width <= rows <= MAX_ROWS)
         """Numbers of sessions that launches are padded to, ascending."""
-        self._memories = {sessions: self._memory(sessions) for sessions in self.classes}
+        self._memories: dict[int, Memory] = {}
         self._group = max(size for size in range(1, width + 1) if width % size == 0 and size <= basis.attention.group)
         places = torch.arange(MAX_LEVELS * width * children, device=self._device) // children
         self._origin_P = torch.cat((torch.arange(LEAVES, device=self._device), LEAVES + places))
@@ -210,7 +210,7 @@ class Levels:
             next((tier for tier in self._tiers if tier >= longest), self._tiers[-1]),
             any(not growth.sampling.greedy for growth in growths),
         )
-        memory = self._memories[sessions]
+        memory = self._memory(sessions)
         self._fill(memory, logits_RV, growths, odds)
         first, further = memory.recordings.get(kind) or self._functions(memory, kind)
         found_KNWX = first()
@@ -332,6 +332,12 @@ class Levels:
         memory.logits_MV.index_copy_(0, upload(targets, self._device), logits_RV.index_select(0, at_S))
 
     def _memory(self, sessions: int) -> Memory:
+        """Taken at the first use, and kept."""
+        if sessions not in self._memories:
+            self._memories[sessions] = self._empty_memory(sessions)
+        return self._memories[sessions]
+
+    def _empty_memory(self, sessions: int) -> Memory:
         device, rows = self._device, sessions * self.width
         places, leaves = LEAVES + MAX_LEVELS * self.width, LEAVES + MAX_LEVELS * self.width * self.children
         shapes = self._fields(sessions)
@@ -534,13 +540,13 @@ class Levels:
         ]
         expected: dict[Kind, Tensor] = {}
         for kind in kinds:
-            memory = self._memories[kind.sessions]
+            memory = self._memory(kind.sessions)
             expected[kind] = self._trial(memory, kind)
             first, further = self._functions(memory, kind)
             memory.recordings[kind] = self._basis.record(first), self._basis.record(further)
         # Once all are recorded: a later one may overwrite what an earlier one holds.
         errors = [
-            (self._trial(self._memories[kind.sessions], kind) - found_KNWX).abs().max()
+            (self._trial(self._memory(kind.sessions), kind) - found_KNWX).abs().max()
             for kind, found_KNWX in expected.items()
         ]
         return float(torch.stack(errors).max())  # NaN stays NaN
