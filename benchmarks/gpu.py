@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -32,6 +33,10 @@ from benchmarks.gpu_report import (
     CASES,
     COMPILED,
     CONTEXT,
+    DRAFT_CHILDREN,
+    DRAFT_LEVELS,
+    DRAFT_WIDTH,
+    DRAFTING_SESSIONS,
     GENERATE,
     OURS,
     PROMPT,
@@ -43,15 +48,19 @@ from benchmarks.gpu_report import (
     Sizes,
     StepTime,
     contender,
+    launched,
+    one_by_one,
 )
 from engine.build import EngineSettings, build_alone
 from engine.cuda.attention import PlainRowAttention, first_line
 from engine.cuda.graphs import CudaRecorder, Record
+from engine.cuda.levels import Growth, Levels, Place
 from engine.cuda.rows import ROW_CLASSES
 from engine.loader import from_module
-from engine.sampling import Draw, sample
+from engine.sampling import Draw, candidates, sample
 from engine.step import Chunk, Engine
-from speculation.messages import EXACT
+from speculation.calibration import Calibration
+from speculation.messages import EXACT, Source
 
 SEED = 0
 READS = 8
@@ -280,6 +289,87 @@ def _steps(subject: Subject) -> Outcome:
     return Outcome(steps=found)
 
 
+def _draft(subject: Subject) -> Outcome:
+    """Steps of a draft model, and several levels of drafts: each a step that the host prepares, or all one launch."""
+    outcome, engine, sizes = _steps(subject), subject.engine, subject.gpu.sizes
+    levels = engine.levels(DRAFT_WIDTH, DRAFT_CHILDREN)
+    found = dict(outcome.steps)
+    for count in DRAFTING_SESSIONS:
+        drafting = Drafting(engine, [subject.text(sizes.context) for _ in range(count)])
+        tokens = count * (1 + (DRAFT_LEVELS - 1) * DRAFT_WIDTH)
+        works = {one_by_one(count): drafting.one_by_one}
+        works |= {} if levels is None else {launched(count): partial(drafting.launch, levels)}
+        found |= {name: replace(_timed(subject, work, tokens, sizes.rounds), rows=0) for name, work in works.items()}
+        drafting.free()
+    return replace(outcome, steps=found, failed=outcome.failed or ("" if levels else "levels are not launched"))
+
+
+class Drafting:
+    """Sequences whose next tokens are drafted, greedily, some levels at a time; nothing of it is kept."""
+
+    def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+        """Computes all but the last token of each text."""
+        self._engine, self._texts = engine, texts
+        self._sequences = [engine.cache.sequence() for _ in texts]
+        engine.run([Chunk(each, text[:-1]) for each, text in zip(self._sequences, texts, strict=True)])
+        for each, text in zip(self._sequences, texts, strict=True):
+            each.advance(range(len(text) - 1))
+
+    def one_by_one(self) -> None:
+        """A step for each level, of what the host made of the last one."""
+        expanded: list[list[tuple[int, int]]] = [[(text[-1], -1)] for text in self._texts]  # token and parent
+        for _ in range(DRAFT_LEVELS):
+            chunks = [
+                Chunk(sequence, [token for token, _ in places], [parent for _, parent in places], range(len(places)))
+                for sequence, places in zip(self._sequences, expanded, strict=True)
+            ]
+            draws = [
+                Draw(GREEDY, sequence.length + row)
+                for sequence, places in zip(self._sequences, expanded, strict=True)
+                for row in range(len(places))
+            ]
+            found = iter(candidates(self._engine.run(chunks), draws, DRAFT_CHILDREN))
+            for sequence, places in zip(self._sequences, expanded, strict=True):
+                first = sequence.pending - len(places)
+                drafts = [(each.token, first + row) for row in range(len(places)) for each in next(found)]
+                places[:] = drafts[:DRAFT_WIDTH]
+        for sequence in self._sequences:
+            sequence.rollback()
+
+    def launch(self, levels: Levels) -> None:
+        """The first level as a step, the others behind it."""
+        chunks = [Chunk(each, text[-1:], rows=[0]) for each, text in zip(self._sequences, self._texts, strict=True)]
+        logits_RV = self._engine.run(chunks)
+        odds = Calibration()
+        growths = [
+            Growth(
+                sampling=GREEDY,
+                stops=(),
+                position=len(text),
+                max_end=len(text) + DRAFT_LEVELS,
+                least=0.0,
+                width=DRAFT_WIDTH,
+                children=DRAFT_CHILDREN,
+                factors=odds.factors(Source.DRAFT),
+                blocks=sequence.blocks,
+                rows=[number],
+                places=[Place(len(text), *sequence.lineage(0))],
+                weights=[1.0],
+                leaves=(),
+                slots=sequence.append([0] * ((DRAFT_LEVELS - 1) * levels.width)),
+            )
+            for number, (sequence, text) in enumerate(zip(self._sequences, self._texts, strict=True))
+        ]
+        levels.read(levels.launch(logits_RV, growths, odds.table(Source.DRAFT), DRAFT_LEVELS))
+        for sequence in self._sequences:
+            sequence.rollback()
+
+    def free(self) -> None:
+        """Give the cache back."""
+        for sequence in self._sequences:
+            sequence.free()
+
+
 def _timed(subject: Subject, work: Work, tokens: int, rounds: int, floor: float | None = None) -> StepTime:
     wall, graph, layout = subject.clock.time(work, rounds)
     rows = next((rows for rows in subject.engine.row_classes if rows >= tokens), 0)
@@ -380,7 +470,7 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[l
 
 MEASURED: dict[str, Callable[[Subject], Outcome]] = {
     "steps": _steps,
-    "draft": _steps,
+    "draft": _draft,
     "exact": _exact,
     "prompt": _prompt,
     "transformers": _transformers,

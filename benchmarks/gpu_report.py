@@ -71,6 +71,22 @@ CASES: Mapping[str, tuple[int, Sequence[int], bool]] = {
     TREE_FAR: (1, TREE_PARENTS, True),
 }
 """Steps that are timed: how many sequences, the parents of each one's tokens, and whether behind a long text."""
+DRAFT_LEVELS = 8
+DRAFTING_SESSIONS = (1, 8)
+DRAFT_WIDTH, DRAFT_CHILDREN = 4, 3
+"""Places of a session that a draft level expands, and drafts that hang from each."""
+
+
+def one_by_one(sessions: int) -> str:
+    """Name of so many draft levels of as many sessions, a step each."""
+    return f"{sessions} x {DRAFT_LEVELS} levels, a step each"
+
+
+def launched(sessions: int) -> str:
+    """The same in one launch."""
+    return f"{sessions} x {DRAFT_LEVELS} levels, one launch"
+
+
 OURS, GENERATE, COMPILED = "ours", "transformers", "transformers compiled"
 
 
@@ -224,6 +240,10 @@ def _draft(shape: str) -> Figure:
     return _worst("draft", shape, lambda step: step.wall, ONE, CHAIN, TREE)
 
 
+def _launch(shape: str) -> Figure:
+    return _worst("draft", shape, lambda step: step.wall, launched(1))
+
+
 def _exact(outcomes: Sequence[Outcome]) -> float | None:
     found = [_of(outcomes, "exact", shape).facts.get("exact") for shape in ("8B", "1B")]
     return None if None in found else found.count(True) / len(found)
@@ -246,6 +266,7 @@ GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
     Goal("far_tree_over_floor", "8B, tree of 16 behind 8,000 tokens", 1.6, True, _over_floor(TREE_FAR)),
     Goal("draft_1B_ms", "1B, a draft step, ms", 1.6, True, _draft("1B")),
     Goal("draft_tiny_ms", "bundled draft, a draft step, ms", 0.5, True, _draft("tiny")),
+    Goal("launch_tiny_ms", "bundled draft, 8 levels in a launch, ms", 1.6, True, _launch("tiny")),
     Goal("exact", "share of 8B and 1B that are exact", 1.0, False, _exact),
     Goal("over_compiled_1", "tokens/s over transformers compiled, 1", 1.15, False, _over_compiled(1)),
     Goal("over_compiled_16", "tokens/s over transformers compiled, 16", 2.0, False, _over_compiled(16)),

@@ -30,6 +30,8 @@ class Drafted:
     """What it does to its logits, if anything."""
     pending: dict[Node, int] = field(default_factory=dict)
     """Nodes that were fed, by their index among the cache's pending nodes."""
+    verified_at: float | None = None
+    """When it was verified last; None: it was not yet."""
     drafted_for: float = 0.0
     """Seconds that the steps took which drafted for it since its last push."""
 

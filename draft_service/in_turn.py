@@ -2,7 +2,8 @@
 
 Where both have one device, two processes that take turns for it by time slices cost each other more than drafts gain.
 Here the target asks right before a step: the draft model goes ahead by as many levels as pay, one forward for all
-sessions each, and what it drafted is verified at once, so no step is computed without knowing the last outcome.
+sessions each, or several levels in a launch (:mod:`draft_service.levels`), and what it drafted is verified at once, so
+no step is computed without knowing the last outcome.
 
 Decided here: which places a level expands and when to stop. A place is worth the chance that the text gets there times
 that of one more draft to be right; it costs its share of the level, a row of the target's step, and both take time that
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from draft_service.drafted import Drafted
@@ -48,6 +49,8 @@ class _Place:
     """A place that may be expanded, and the tokens that one more draft there is expected to bring."""
 
     gain: float
+    chance: float
+    """That a draft token of its session is right."""
     held: Drafted
     node: Node
     tokens: int
@@ -71,12 +74,15 @@ class InTurn(Lookahead):
         self._constrain(time.perf_counter())
         outgoing = self._read([self._held[key] for key in running if key in self._held])
         drafted = 0
-        for _ in range(MAX_LEVELS):
+        while drafted < MAX_LEVELS:
             started = time.perf_counter()
-            pieces = self._level(wanted, rate, row_seconds, probe=not drafted and self._idle_turns >= PROBE_EVERY)
-            if not pieces:
+            probe = not drafted and self._idle_turns >= PROBE_EVERY
+            places = self._level(wanted, rate, row_seconds, probe=probe)
+            if not places:
                 break
-            drafted += 1
+            pieces = self._pieces(places)
+            most = 1 if probe else min(self._further(places, rate, row_seconds), MAX_LEVELS - drafted)
+            drafted += self._levels.plan(pieces, self._engine.model.context, most)
             outgoing += self._expand(pieces, started)
         self._idle_turns = 0 if drafted else self._idle_turns + 1
         for key in wanted:
@@ -102,14 +108,17 @@ class InTurn(Lookahead):
         readable = len(held.text.tokens) <= self._engine.model.context and held not in self._compiling
         return readable and held.uncached >= self._limits.warm
 
-    def _level(self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool) -> list[Piece]:
+    def _level(self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool) -> list[_Place]:
         """The places that the next level expands; none if no number of them is worth its time."""
         places = [place for key, chance in wanted.items() for place in self._places(key, chance)]
         places.sort(key=lambda place: -place.gain)
         places = places[: self._limits.batch]
         known = self.counters.steps >= FIRST_LEVELS and not probe
+        return places[: self._worth(places, rate, row_seconds)] if known else places
+
+    def _pieces(self, places: Sequence[_Place]) -> list[Piece]:
         chosen: dict[Drafted, list[Node]] = {}
-        for place in places[: self._worth(places, rate, row_seconds)] if known else places:
+        for place in places:
             chosen.setdefault(place.held, []).append(place.node)
         return [
             self._root_piece(held, nodes) if nodes[0] is held.session.trie.root else self._piece(held, nodes)
@@ -122,9 +131,21 @@ class InTurn(Lookahead):
             return []
         root = held.session.trie.root
         return [
-            _Place(node.weight * chance, held, node, max(held.uncached, 1) if node is root else 1)
+            _Place(node.weight * chance, chance, held, node, max(held.uncached, 1) if node is root else 1)
             for node in held.frontier(self._engine.model.context)
         ]
+
+    def _further(self, places: Sequence[_Place], rate: float, row_seconds: float) -> int:
+        """How many levels pay in one launch, the one of these places included: each is as wide, and gains less."""
+        levels = self._levels.time.levels(math.inf)
+        seconds = self._levels.time.level
+        if seconds is None:
+            return levels
+        for number in range(1, levels):
+            gain = sum(place.gain * place.chance**number for place in places)
+            if gain <= rate * (seconds + len(places) * row_seconds):
+                return number
+        return levels
 
     def _worth(self, places: list[_Place], rate: float, row_seconds: float) -> int:
         """How many of these places, best first, bring the most beyond what their time is worth."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draft_service.counters import Counters
 from draft_service.drafted import Drafted
+from draft_service.levels import DraftLevels, first_level, grow, withdraw
 from draft_service.piece import Piece
 from draft_service.reading import Reader, SameVocabulary
 from draft_service.second_level import SecondLevel
@@ -89,11 +90,14 @@ class Lookahead:
         tracing: Tracing | None = None,
         reader: Reader | None = None,
         second: SecondLevel | None = None,
+        levels: DraftLevels | None = None,
     ) -> None:
         """Nothing is open. The lookahead owns ``engine`` and its cache.
 
-        ``reader``: None if all have one vocabulary. ``second``: what guesses for the draft model.
+        ``reader``: None if all have one vocabulary. ``second``: what guesses for the draft model. ``levels``: what
+        expands several levels in one launch, if anything does; not with a ``reader``.
         """
+        assert reader is None or levels is None, "drafts of a launch are in the draft model's own vocabulary"
         self._engine, self._welcome, self._limits = engine, welcome, limits
         self._reader = reader or SameVocabulary(engine.model)
         self._held: dict[tuple[Hashable, SessionId], Drafted] = {}
@@ -104,6 +108,7 @@ class Lookahead:
         """Whether the last verification told its drafter to rest: then so does a new session, until it hears more."""
         self._recorder, self._tracing = recorder, tracing
         self._second = second or SecondLevel(welcome.vocabulary)
+        self._levels = levels or DraftLevels()
         self._outcomes: list[dict[str, object]] = []  # for the record of the next step
         self.counters = Counters()
 
@@ -211,6 +216,7 @@ class Lookahead:
                 return []
             case Sync.ADVANCED:
                 self._count(verification, lead)
+                self._levels.verified(held, time.perf_counter())
         if why := self._objection(verification.tokens):
             return self._give_back(held, RefusalCode.INVALID, why)
         kept = _fed_path(old_root, verification, held.session.tokens, pending)
@@ -266,6 +272,7 @@ class Lookahead:
         self._constrain(started)
         pieces = self._plan()
         self._second.hang(pieces, self._cost, self._engine.model.context)
+        self._levels.plan(pieces, self._engine.model.context)
         outgoing = self._expand(pieces, started)
         for held in self._held.values():
             outgoing += held.pushes()
@@ -292,8 +299,12 @@ class Lookahead:
         self.counters.steps += 1
         self.counters.step_microseconds += round((ended - started) * 1e6)
         self.counters.computed += tokens
+        levels = max(piece.levels for piece in pieces)
         if all(len(piece.tokens) == len(piece.expands) for piece in pieces):
-            self._cost.observe(tokens, ended - started - self._second.seconds)
+            took = ended - started - self._second.seconds
+            self._levels.time.observe(levels, took)
+            if levels == 1:
+                self._cost.observe(tokens, took)
         if self._recorder:
             self._recorder.write(
                 role="draft",
@@ -301,6 +312,7 @@ class Lookahead:
                 end=ended,
                 forward=self._engine.forward_seconds,
                 tokens=tokens,
+                levels=levels,
                 sessions=[piece.drafted.session.opened.session for piece in pieces],
                 learned=self._outcomes,
             )
@@ -358,14 +370,14 @@ class Lookahead:
         try:
             found = self._found(pieces)
         except CacheFull:
-            if _withdraw_guesses(pieces):
+            if _withdraw(pieces):
                 return self._compute(pieces)
             refused = self._give_back(pieces[-1].drafted, RefusalCode.OVERLOADED, "no room in the draft cache")
             return refused + (self._compute(pieces[:-1]) if len(pieces) > 1 else [])
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
-            if not _withdraw_guesses(pieces) and len(pieces) == 1:
+            if not _withdraw(pieces) and len(pieces) == 1:
                 pieces[0].drafted.log.exception("a step failed")
                 return self._give_back(pieces[0].drafted, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
             return [message for piece in pieces for message in self._compute([piece])]
@@ -377,7 +389,8 @@ class Lookahead:
                 self._settle(piece, rows, now)
                 continue
             piece.drafted.cached.discard(piece.size)
-            if _withdraw_guesses([piece]) or len(pieces) > 1:
+            piece.discarded()
+            if _withdraw([piece]) or len(pieces) > 1:
                 again.append(piece)
             else:
                 why = NOT_FINITE.format(len(piece.drafted.session.tokens))
@@ -392,15 +405,19 @@ class Lookahead:
         """
         logits_RV = self._engine.run([piece.chunk() for piece in pieces])
         try:
+            self._levels.launch(pieces, logits_RV, self._calibration, self._engine.model.context)
+            alone = [piece for piece in pieces if piece.levels == 1]
             # The largest logit of a row is NaN if any is. Fetched after the draws, so that a device is waited for once.
             sound_R = logits_RV.amax(-1).isfinite()
-            found = iter(self._candidates(pieces, self._reader.read(_drawn_from(logits_RV, pieces))))
+            found = iter(self._candidates(alone, self._reader.read(_drawn_from(logits_RV, pieces))))
             sound = iter(sound_R.tolist())
+            self._levels.fetch()
         except Exception:
             for piece in pieces:
                 piece.drafted.cached.retract(piece.size)
+                piece.discarded()
             raise
-        rows = [list(islice(found, piece.drawn)) for piece in pieces]
+        rows = [first_level(piece) if piece.found else list(islice(found, piece.drawn)) for piece in pieces]
         return [
             each if all(list(islice(sound, piece.rows))) else None for piece, each in zip(pieces, rows, strict=True)
         ]
@@ -429,6 +446,8 @@ class Lookahead:
         for node, candidates_there in zip(piece.expands, found, strict=False):
             session.expand(node, candidates_there)
         followed = self._second.follow(piece, found)
+        if piece.found:
+            grow(piece)
         self.counters.guessed += len(piece.guesses.nodes)
         self.counters.followed += len(followed)
         self.counters.proposed += len(session.trie) - before
@@ -437,6 +456,8 @@ class Lookahead:
     def _candidates(pieces: Sequence[Piece], logits_RV: Tensor) -> list[Sequence[Candidate]]:
         """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
         draws = [draw for piece in pieces for draw in piece.draws()]
+        if not draws:
+            return []
         logits_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
         most = max((piece.drafted.session.children for piece in pieces), default=1)
         found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=most))
@@ -465,19 +486,19 @@ def _fed_path(root: Node, verification: Verification, tokens: Sequence[int], pen
 
 
 def _drawn_from(logits_RV: Tensor, pieces: Sequence[Piece]) -> Tensor:
-    """The rows of the places drawn at, without a copy if these are all."""
-    drawn = [piece.drawn > 0 for piece in pieces for _ in range(piece.rows)]
+    """The rows of the places drawn at here, without a copy if these are all."""
+    drawn = [piece.drawn > 0 and piece.levels == 1 for piece in pieces for _ in range(piece.rows)]
     if all(drawn):
         return logits_RV
     return logits_RV[upload([row for row, wanted in enumerate(drawn) if wanted], logits_RV.device)]
 
 
-def _withdraw_guesses(pieces: Sequence[Piece]) -> bool:
-    """Compute no guesses after all; whether there were any."""
-    any_there = any(piece.guesses.nodes for piece in pieces)
+def _withdraw(pieces: Sequence[Piece]) -> bool:
+    """Compute no guesses and no further levels after all; whether there were any."""
+    guessed = any(piece.guesses.nodes for piece in pieces)
     for piece in pieces:
         piece.guesses = Offer()
-    return any_there
+    return withdraw(pieces) or guessed
 
 
 def _refused(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draft_service.drafted import Drafted
+from engine.cuda.levels import Expanded
 from engine.sampling import Draw
 from engine.shaping import Shape
 from engine.step import Chunk
@@ -24,11 +25,19 @@ class Piece:
     """The nodes whose tokens come last."""
     guesses: Offer = Offer()
     """What the draft model may draw behind the first of ``expands``, computed after all else."""
+    levels: int = 1
+    """How many levels are expanded in one launch, the places first; see :mod:`draft_service.levels`."""
+    reserved: Sequence[int] = ()
+    """Slots of the levels below the places; those that were used, once it is known."""
+    leaves: Sequence[Node] = ()
+    """Other drafts that these levels may expand."""
+    found: Sequence[Sequence[Expanded | None]] = ()
+    """What the launch expanded, by level; empty without one."""
 
     @property
     def size(self) -> int:
         """How many tokens are computed."""
-        return len(self.tokens) + len(self.guesses.nodes)
+        return len(self.tokens) + len(self.guesses.nodes) + len(self.reserved)
 
     @property
     def drawn(self) -> int:
@@ -47,6 +56,10 @@ class Piece:
     def feeds_committed(self) -> bool:
         """Whether the tokens are committed ones."""
         return not self.expands or self.expands[0] is self.drafted.session.trie.root
+
+    def discarded(self) -> None:
+        """Nothing of it is pending any more."""
+        self.reserved, self.leaves, self.found = (), (), ()
 
     def chunk(self) -> Chunk:
         """What the engine computes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from draft_service.assistant import Assistant
 from draft_service.in_turn import InTurn, limits_in_turn
+from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.reading import Reader
 from draft_service.second_level import Guesser, Lookup, SecondLevel
@@ -19,6 +20,7 @@ from engine.model import Model, ModelError
 from engine.parallel.leader import Ranks
 from engine.recorder import Recorder
 from engine.step import Engine
+from speculation.draft_session import DraftLimits
 from speculation.messages import Welcome
 from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
@@ -66,7 +68,14 @@ async def start_draft(
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
     loaded = await asyncio.to_thread(_load, settings, progress, ranks)
     machine = Lookahead(
-        loaded.engine, loaded.welcome, settings.limits, recorder, tracing, loaded.reader, loaded.second_level
+        loaded.engine,
+        loaded.welcome,
+        settings.limits,
+        recorder,
+        tracing,
+        loaded.reader,
+        loaded.second_level,
+        loaded.levels,
     )
     ending = ExitStack()
     ending.callback(loaded.engine.close)
@@ -84,7 +93,8 @@ def build_in_turn(settings: DraftSettings, progress: Callable[[str], None] | Non
     """
     engine = build(replace(settings.engine, tensor_parallel_size=1), progress, invariant=False)
     limits = limits_in_turn(settings.limits.draft, settings.limits.sessions)
-    return InTurn(engine, welcome(settings.engine, engine.model, ROLE), limits)
+    introduction = welcome(settings.engine, engine.model, ROLE)
+    return InTurn(engine, introduction, limits, levels=_levels(engine, limits.draft))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,7 @@ class _Loaded:
     welcome: Welcome
     reader: Reader | None
     second_level: SecondLevel
+    levels: DraftLevels | None
 
 
 def _load(settings: DraftSettings, progress: Callable[[str], None] | None, ranks: Ranks | None) -> _Loaded:
@@ -119,7 +130,12 @@ def _load(settings: DraftSettings, progress: Callable[[str], None] | None, ranks
     except ModelError:
         engine.close()
         raise
-    return _Loaded(engine, introduction, reader, SecondLevel(introduction.vocabulary, guessers))
+    levels = _levels(engine, settings.limits.draft) if reader is None else None
+    return _Loaded(engine, introduction, reader, SecondLevel(introduction.vocabulary, guessers), levels)
+
+
+def _levels(engine: Engine, limits: DraftLimits) -> DraftLevels:
+    return DraftLevels(engine.levels(limits.width, limits.children))
 
 
 def _assistant(settings: DraftSettings, progress: Callable[[str], None] | None) -> Engine:

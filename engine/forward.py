@@ -23,6 +23,7 @@ from engine.attention import Step, forward_context
 from engine.cpu.stack import CpuRows
 from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
+from engine.cuda.levels import Levels
 from engine.fused import fused_logits
 from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
@@ -133,6 +134,13 @@ class Forward:
         """See :meth:`engine.step.Engine.avoid_rows`."""
         if self._rows is not None:
             self._rows.avoid(rows)
+
+    def levels(self, width: int, children: int) -> Levels | None:
+        """See :meth:`engine.step.Engine.levels`."""
+        if not isinstance(self._rows, RowSteps) or (basis := self._rows.basis).record is None or self._tap is not None:
+            return None
+        levels = Levels(basis, self._model.vocabulary, self.dtype, width=width, children=children)
+        return levels if levels.max_sessions and levels.record() else None
 
     def warm_up(self) -> bool:
         """Prepare for steps of every size, where that can be done without one; False: it cannot."""

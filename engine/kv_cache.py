@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -134,6 +135,24 @@ class CachedSequence(SequenceState):
         keep = self.pending - count
         assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
         del self.parents[keep:], self.depths[keep:], self.pending_slots[keep:], self._places[keep:]
+        self._trim()
+
+    def regraft(self, count: int, kept: Sequence[int], parents: Sequence[int]) -> None:
+        """Of the ``count`` nodes appended last keep ``kept``, ascending, under other parents, and drop the others.
+
+        ``kept`` counts from the first of the nodes; ``parents`` are pending nodes as numbered afterwards, or -1.
+        """
+        first = self.pending - count
+        assert first >= 0, f"cannot regraft {count} of {self.pending} pending nodes"
+        assert all(-1 < a < b for a, b in pairwise([*kept, count])), f"not ascending nodes of {count}: {list(kept)}"
+        for holding in (self.pending_slots, self._places):
+            holding[first:] = [holding[first + node] for node in kept]
+        del self.parents[first:], self.depths[first:]
+        for parent in parents:
+            assert ROOT <= parent < self.pending, f"{parent} is no node before {self.pending}"
+            self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
+            self.parents.append(parent)
+        assert len(self.parents) == len(self._places), f"{len(parents)} parents for {len(kept)} nodes"
         self._trim()
 
     def rollback(self) -> None:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from engine.upload import upload
-from speculation.noise import GOLDEN_32, LOWBIAS_1, LOWBIAS_2, MASK32, key
+from speculation.noise import (
+    GOLDEN_32,
+    GOLDEN_64,
+    LOWBIAS_1,
+    LOWBIAS_2,
+    MASK32,
+    SPLITMIX_1,
+    SPLITMIX_2,
+    Stream,
+    key,
+)
 
 BLOCK = 1 << 15
 """Tokens hashed at once on a CPU: some twenty passes over a block that stays in the processor's own cache.
@@ -49,6 +59,14 @@ def gumbel(keys: Sequence[int] | Tensor, vocabulary: int, dtype: torch.dtype, de
         words_NB = _words(low_N1, high_N1, tokens_V[start : start + block])
         _to_gumbel(words_NB, noise_NV[:, start : start + block])
     return noise_NV
+
+
+def keys_at(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
+    """``speculation.noise.key(seed, position)``, as int64 whose top bit is the sign.
+
+    ``seeds_N``: ``splitmix64`` of each seed, likewise.
+    """
+    return _splitmix64(_splitmix64(seeds_N ^ positions_N) ^ Stream.SAMPLE)
 
 
 class RecentNoise(threading.local):
@@ -86,6 +104,18 @@ def _halves(keys: Sequence[int] | Tensor, device: torch.device) -> tuple[Tensor,
     keys_N = keys.to(device) if isinstance(keys, Tensor) else upload([_wrap(each, 64) for each in keys], device)
     # The high half's arithmetic shift and both narrowing casts keep exactly the 32 bits wanted.
     return keys_N.to(torch.int32)[:, None], (keys_N >> 32).to(torch.int32)[:, None]
+
+
+def _splitmix64(words_N: Tensor) -> Tensor:
+    """:func:`speculation.noise.splitmix64` in wrapping int64 arithmetic."""
+    words_N = words_N + _wrap(GOLDEN_64, 64)
+    words_N = (words_N ^ _shifted(words_N, 30)) * _wrap(SPLITMIX_1, 64)
+    words_N = (words_N ^ _shifted(words_N, 27)) * _wrap(SPLITMIX_2, 64)
+    return words_N ^ _shifted(words_N, 31)
+
+
+def _shifted(words_N: Tensor, bits: int) -> Tensor:
+    return (words_N >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _wrap(value: int, width: int) -> int:

@@ -56,6 +56,18 @@ class SequenceState:
         """The slot of the token at ``position`` once it is committed. There must be a block for it."""
         return self.blocks[position // self.block] * self.block + position % self.block
 
+    def lineage(self, node: int) -> tuple[int, list[int]]:
+        """How many tokens up to and with a pending node, from the first on, are at home; the slots of those behind."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        home = self.length
+        while path and self.pending_slots[path[-1]] == self.home(home):
+            path.pop()
+            home += 1
+        return home, [self.pending_slots[each] for each in reversed(path)]
+
     def slots(self, start: int = 0) -> Tensor:
         """Slots of the committed tokens from position ``start`` on, then of all pending nodes; int64."""
         pending_P = torch.tensor(self.pending_slots, dtype=torch.int64)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.graphs import Record
+from engine.cuda.levels import Levels
 from engine.exactness import measure
 from engine.forward import Forward, StepInput
 from engine.kv_cache import CachedSequence, CacheFull, KVCache
@@ -134,6 +135,13 @@ class Engine:
     def avoid_rows(self, rows: int) -> None:
         """Compute no more steps of this class of rows, if there are smaller or larger ones left."""
         self._forward.avoid_rows(rows)
+
+    def levels(self, width: int, children: int) -> Levels | None:
+        """What expands several levels of draft trees in one launch, recorded; None where steps are not replayed.
+
+        ``width``: places that a level expands of a sequence at most; ``children``: drafts that hang from each.
+        """
+        return self._forward.levels(width, children)
 
     def warm_up(self) -> None:
         """Record steps of every size that is replayed, so that no request has to wait for that.

@@ -21,6 +21,8 @@ speculation that was switched off can come back. Old trials fade.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from speculation.messages import SourceName, Token
 from speculation.trie import Node
@@ -35,7 +37,23 @@ LEAST = 1e-4
 """No token is hopeless: what is never tried is never learned."""
 MOST = 0.999
 
+CELLS = RANKS * BINS * (len(DEPTHS) + 1)
+
 Cell = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OddsTable:
+    """What :class:`Calibration` makes of the claims of one source, as numbers, for whoever computes it elsewhere.
+
+    A claim is multiplied by the factor of its rank, and is at most 1. By rank, tenth of the claim and class of distance
+    (the last changes fastest, ``CELLS`` in all) follows ``slope * that + offset``, within :data:`LEAST` and
+    :data:`MOST`; and within these again once multiplied by the factor that its session has for its rank.
+    """
+
+    factors: Sequence[float]
+    slopes: Sequence[float]
+    offsets: Sequence[float]
 
 
 class _Tally:
@@ -80,6 +98,32 @@ class Calibration:
         """Probability that the node is kept if its parent is and the siblings before it are not."""
         return min(max(self._estimate(node), LEAST), MOST)
 
+    def table(self, source: SourceName) -> OddsTable:
+        """All that it believes of a source now; of a session's, see :meth:`factors`."""
+        assert self._wider is None, "a session has factors"
+        cells = [
+            self._corrections((source, rank), tenth, depth)
+            for rank in range(RANKS)
+            for tenth in range(BINS)
+            for depth in range(len(DEPTHS) + 1)
+        ]
+        factors = [self._factor((source, rank), self.PRIOR) for rank in range(RANKS)]
+        return OddsTable(factors, [slope for slope, _ in cells], [offset for _, offset in cells])
+
+    def factors(self, source: SourceName) -> list[float]:
+        """By rank, what a session makes of the wider belief."""
+        return [self._factor((source, rank), self.SESSION_PRIOR) for rank in range(RANKS)]
+
+    def _corrections(self, kind: Cell, tenth: int, depth: int) -> tuple[float, float]:
+        """Slope and offset of what the second and third step make of a belief."""
+        slope, offset = 1.0, 0.0
+        for cell in ((*kind, tenth), (*kind, tenth, depth)):
+            if cell in self._tallies:
+                tally = self._tallies[cell]
+                at_0, at_1 = tally.share(0.0, self.PRIOR), tally.share(1.0, self.PRIOR)
+                slope, offset = slope * (at_1 - at_0), at_0 + offset * (at_1 - at_0)
+        return slope, offset
+
     def observe(self, place: Node, token: Token) -> None:
         """Learn from a committed place and the ``token`` after it: its children were tried until one was right."""
         for child in place.children.values():
@@ -100,15 +144,15 @@ class Calibration:
 
     def _estimate(self, node: Node) -> float:
         if self._wider is not None:
-            return self._wider(node) * self._factor(node, self.SESSION_PRIOR)
-        odds = min(node.claim * self._factor(node, self.PRIOR), 1.0)
+            return self._wider(node) * self._factor(_kind(node), self.SESSION_PRIOR)
+        odds = min(node.claim * self._factor(_kind(node), self.PRIOR), 1.0)
         for cell in (_margin(node), _depth(node)):
             if cell in self._tallies:
                 odds = self._tallies[cell].share(odds, self.PRIOR)
         return odds
 
-    def _factor(self, node: Node, prior: float) -> float:
-        tally = self._tallies.get(_kind(node))
+    def _factor(self, kind: Cell, prior: float) -> float:
+        tally = self._tallies.get(kind)
         return 1.0 if tally is None else tally.factor(prior)
 
 

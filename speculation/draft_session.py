@@ -152,16 +152,29 @@ class DraftSession:
     # -- drafting ------------------------------------------------------------------------------------------------------
 
     def frontier(self) -> list[Node]:
-        """The places worth expanding now, best first by the chance that the text gets there; none if all is done."""
+        """The places to expand now, best first by the chance that the text gets there; none if all is done."""
+        return self.places()[: self.width]
+
+    def places(self) -> list[Node]:
+        """All places worth expanding, best first."""
         if len(self.trie) >= self.limits.nodes or not self._lead:
             return []
         worth = self._worth_expanding(self._leaves)
         worth.sort(key=lambda node: -node.weight)
-        return worth[: 1 if self.opened.speculation.chains else self.limits.width]
+        return worth
+
+    @property
+    def width(self) -> int:
+        """How many places are expanded in one step."""
+        return 1 if self.opened.speculation.chains else self.limits.width
+
+    @property
+    def least(self) -> float:
+        """Chance of being kept below which no place is expanded."""
+        return self.limits.least if self.opened.speculation.schedule is Schedule.TRIE else 0.0
 
     def _worth_expanding(self, leaves: Iterable[Node]) -> list[Node]:
-        deepest = self.trie.position + self._depth
-        least = self.limits.least if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+        deepest, least = self.trie.position + self._depth, self.least
         worth = [node for node in leaves if node.weight >= least and node.end < deepest]
         return [node for node in worth if node is self.trie.root or node.token not in self.opened.limits.stop_tokens]
 

@@ -26,6 +26,8 @@ MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 
 GOLDEN_32 = 0x9E37_79B9
 GOLDEN_64 = 0x9E37_79B9_7F4A_7C15
+SPLITMIX_1 = 0xBF58_476D_1CE4_E5B9
+SPLITMIX_2 = 0x94D0_49BB_1331_11EB
 LOWBIAS_1 = 0x21F0_AAAD
 LOWBIAS_2 = 0xD35A_2D97
 
@@ -46,8 +48,8 @@ class Stream(IntEnum):
 def splitmix64(x: int) -> int:
     """One output of SplitMix64 (Steele, Lea, Flood 2014) for the state ``x``."""
     x = (x + GOLDEN_64) & MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9) & MASK64
-    x = ((x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB) & MASK64
+    x = ((x ^ (x >> 30)) * SPLITMIX_1) & MASK64
+    x = ((x ^ (x >> 27)) * SPLITMIX_2) & MASK64
     return x ^ (x >> 31)
 
 

@@ -63,6 +63,21 @@ class Recording:
     replay: Callable[[], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What other computations by rows over the same store build on."""
+
+    forward: Callable[[Shape, Tensor], Tensor]
+    """Computes the rows in a buffer kernel by kernel, which may be recorded: ``[R, X]``."""
+    store: KVStore
+    attention: RowAttention
+    pages: int
+    """Of the longest sequence."""
+    classes: Sequence[int]
+    record: Record | None
+    """How steps are recorded; None: they are not."""
+
+
 class RowSteps:
     """Computes steps of one model over one store, row by row."""
 
@@ -82,6 +97,11 @@ class RowSteps:
         self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
         """Numbers of rows that steps are padded to."""
         self._recordings: dict[Shape, Recording] = {}
+
+    @property
+    def basis(self) -> Basis:
+        """As it is now."""
+        return Basis(self._forward, self._store, self._attention, self._pages, self.classes, self._record)
 
     def run(self, tokens: Sequence[int], wanted: Sequence[int], chunks: Sequence[tuple[SequenceState, int]]) -> Tensor:
         """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``."""

@@ -137,10 +137,13 @@ def _decoding(lines: Iterable[Line]) -> list[Line]:
 
 
 def _draft(steps: Iterable[Line]) -> Curve:
+    """What a level of drafts takes; those of one launch count as steps that took as long each."""
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for step in steps:
-        if step["tokens"] <= LARGEST_DRAFT:
-            seconds[step["tokens"]].append(_seconds(step))
+        levels = step.get("levels", 1)
+        tokens = -(-step["tokens"] // levels)
+        if tokens <= LARGEST_DRAFT:
+            seconds[tokens].append(_seconds(step) / levels)
     if not seconds:
         raise UselessRecord("it holds no step of a drafter; record a draft worker too")
     return _curve(seconds)

@@ -16,6 +16,7 @@ import torch
 from engine.build import EngineSettings, build
 from engine.cuda.attention import RowAttention, find_attention, trial_error
 from engine.cuda.graphs import CudaRecorder, Record
+from engine.cuda.levels import Growth, Place
 from engine.exactness import EXACT
 from engine.kv_cache import KVCache
 from engine.kv_store import PAGE
@@ -24,7 +25,8 @@ from engine.rejection import verify_chains
 from engine.sampling import Draw, candidates, drawn, filtered_log_probs, sample
 from engine.step import Chunk, Engine
 from speculation.acceptance import Chosen
-from speculation.messages import Sampling
+from speculation.calibration import Calibration
+from speculation.messages import Sampling, Source
 from tests.bundled import MODELS, held_out_prompts
 from tests.by_rows import Twins, by_rows
 from tests.unit.engine_models import random_tokens, save_model
@@ -181,6 +183,56 @@ def test_a_step_waits_for_the_device_only_to_fetch_its_tokens(model, recorded):
         for sequence in sequences:
             sequence.advance(range(min(2, sequence.pending)) if not branches else [0])
             sequence.rollback()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
+def test_draft_levels_of_one_launch(model, sampling):
+    """Recorded, and asked for without waiting: each place that was expanded draws what one step says of all of them."""
+    engine, count = engine_of(model, CudaRecorder(CUDA)), 8
+    levels = engine.levels(4, 3)
+    assert levels is not None, "they were not recorded; the log says why"
+    text, odds = random_tokens(PAGE + 7, 1), Calibration()
+    sequence = engine.cache.sequence()
+    engine.run([Chunk(sequence, text[:-1])])
+    sequence.advance(range(len(text) - 1))
+    logits_1V = engine.run([Chunk(sequence, text[-1:], rows=[0])])
+    growth = Growth(
+        sampling=sampling,
+        stops=(),
+        position=len(text),
+        max_end=len(text) + count,
+        least=0.0,
+        width=4,
+        children=3,
+        factors=odds.factors(Source.DRAFT),
+        blocks=sequence.blocks,
+        rows=[0],
+        places=[Place(len(text), *sequence.lineage(0))],
+        weights=[1.0],
+        leaves=(),
+        slots=sequence.append([0] * 4 * (count - 1)),
+    )
+    with no_waiting():
+        found = levels.launch(logits_1V, [growth], odds.table(Source.DRAFT), count)
+    (expanded,) = levels.read(found)
+    sequence.rollback()
+    node_of, tokens, parents, ends = {(0, 0): 0}, text[-1:], [-1], [len(text)]
+    for number, level in enumerate(expanded[1:], start=1):
+        for place, one in enumerate(level):
+            if one is not None:
+                node_of[number, place] = len(tokens)
+                parents.append(node_of[one.above])
+                ends.append(ends[parents[-1]] + 1)
+                tokens.append(one.token)
+    assert len(tokens) == 1 + 3 + 4 * (count - 2)
+    logits_RV = engine.run([Chunk(sequence, tokens, parents, range(len(tokens)))])
+    expected = candidates(logits_RV, [Draw(sampling, end) for end in ends], 3)
+    for (number, place), node in node_of.items():
+        draws = expanded[number][place].draws
+        assert [token for token, _ in draws] == [each.token for each in expected[node]]
+        assert [confidence for _, confidence in draws] == pytest.approx(
+            [each.confidence for each in expected[node]], rel=2e-2
+        )
 
 
 def test_no_waiting_would_be_noticed():

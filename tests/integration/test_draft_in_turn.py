@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draft_service import in_turn
-from draft_service.in_turn import InTurn, Key, limits_in_turn
+from draft_service.in_turn import MAX_LEVELS, InTurn, Key, limits_in_turn
+from draft_service.levels import DraftLevels, LaunchTime
 from engine.build import EngineSettings, welcome
 from engine.kv_cache import KVCache
 from engine.model import Model, ModelError
@@ -33,6 +34,7 @@ from speculation.messages import (
 from target_service import draft_model, scheduler
 from target_service.draft_model import check_drafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.by_rows import by_rows
 from tests.grammars import CORPUS, STOP, regex, tiny_engine
 from tests.ranks import needs_no_gpu, on_ranks
 from tests.unit.engine_models import load_tiny, random_tokens, save_model
@@ -118,6 +120,28 @@ def mixed(count: int = 6, speculation: Speculation = DRAFTED) -> list[Open]:
 @pytest.fixture(scope="module")
 def expected(model: Model) -> dict[int, list[Token]]:
     return texts(loop_of(model), mixed(speculation=PLAIN))
+
+
+def test_levels_of_one_launch_change_nothing_but_the_number_of_forwards(
+    model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rows, with a repeated call in place of a recording; each launch has as many levels as are left."""
+    monkeypatch.setattr(LaunchTime, "levels", lambda self, interval=None: MAX_LEVELS)
+    openings = [opening(number, replace(WARM if number % 2 else GREEDY, top_k=0)) for number in range(4)]
+    expected = texts(loop_of(model), [replace(one, speculation=PLAIN) for one in openings])
+    found = []
+    for launched in (False, True):
+        engine = by_rows(likeness, 2048, record=lambda compute: compute, invariant=False)
+        limits = limits_in_turn(replace(DraftLimits(), least=0.001))
+        levels = DraftLevels(engine.levels(limits.draft.width, limits.draft.children)) if launched else None
+        drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits, levels=levels)
+        loop = loop_of(model, drafter)
+        assert texts(loop, openings) == expected
+        assert_empty(drafter)
+        found.append((loop.counters.accepted_from[Source.DRAFT], drafter.counters.steps))
+    (accepted, forwards), (launched_accepted, launches) = found
+    assert launched_accepted >= 0.9 * accepted > 0
+    assert launches < 0.5 * forwards
 
 
 def test_texts_are_those_without_drafts_and_steps_are_fewer(

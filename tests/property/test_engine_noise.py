@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import noise as torch_noise
-from engine.noise import gumbel, noise_bits
+from engine.noise import gumbel, keys_at, noise_bits
 from speculation import noise as reference
 
 LARGEST = 200_001
@@ -51,6 +51,19 @@ def test_keys_as_a_tensor() -> None:
     keys = [reference.key(seed, 3) for seed in range(8)]
     signed = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys])
     assert torch.equal(noise_bits(signed, 100, "cpu"), noise_bits(keys, 100, "cpu"))
+
+
+@settings(max_examples=50, derandomize=True)
+@given(st.lists(st.tuples(SEEDS, st.integers(0, 2**62)), min_size=1, max_size=20))
+def test_keys_made_on_a_device(draws: list[tuple[int, int]]) -> None:
+    seeds = [reference.splitmix64(seed & reference.MASK64) for seed, _ in draws]
+    hashed_N, positions_N = (torch.tensor([signed(n) for n in each]) for each in (seeds, [p for _, p in draws]))
+    expected = [signed(reference.key(seed, position)) for seed, position in draws]
+    assert keys_at(hashed_N, positions_N).tolist() == expected
+
+
+def signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -254,6 +254,11 @@ def test_a_record_gives_the_tables():
     assert [outcome.right for outcome in found.outcomes] == [0, 1, 0, NONE_RIGHT], "a session's places stay together"
 
 
+def test_levels_of_a_launch_count_as_steps_that_took_as_long_each():
+    launch = draft_step(1.2000, 0.008, 13) | {"levels": 4}
+    assert recorded.read([*RECORD, launch]).costs.draft(4) == pytest.approx((0.006 + 0.002) / 2)
+
+
 def test_a_record_gives_the_way_of_a_message():
     """Six times: a step of the target, an idle drafter that hears of it, a target that waits for the draft."""
     lines = []

@@ -2,7 +2,7 @@ from random import Random
 
 import pytest
 
-from speculation.calibration import Calibration
+from speculation.calibration import BINS, DEPTHS, LEAST, MOST, RANKS, Calibration
 from speculation.messages import Source
 from speculation.trie import Node, SpeculationTrie
 
@@ -135,3 +135,22 @@ def test_in_a_trie_the_odds_of_a_second_choice_are_what_the_first_leaves_times_i
     assert second.claim == pytest.approx(0.3)
     assert first.odds == pytest.approx(0.95, abs=0.03)
     assert second.odds > 0.9 * (1 - first.odds)
+
+
+def test_as_numbers_it_makes_the_same_of_a_claim():
+    """What a device computes from its table, of a worker and of a session, whatever they have seen."""
+    rng, wider = Random(3), Calibration()
+    session = Calibration(wider)
+    for _ in range(300):
+        children = [node(rng.random(), rank, rng.choice([0, 3, 9, 30])) for rank in range(rng.randint(1, 4))]
+        (session if rng.random() < 0.5 else wider).observe(place(*children), rng.randrange(6))
+    table, factors = wider.table(Source.DRAFT), session.factors(Source.DRAFT)
+    assert len(set(table.slopes)) > 20 and len(set(factors)) == RANKS
+    for _ in range(200):
+        one = node(rng.random(), rng.randrange(5), rng.choice([0, 1, 2, 5, 6, 13, 14, 40]))
+        rank, tenth = min(one.rank, RANKS - 1), min(int(one.claim * BINS), BINS - 1)
+        cell = (rank * BINS + tenth) * (len(DEPTHS) + 1) + sum(one.ahead >= end for end in DEPTHS)
+        odds = min(one.claim * table.factors[rank], 1.0) * table.slopes[cell] + table.offsets[cell]
+        odds = min(max(odds, LEAST), MOST)
+        assert odds == pytest.approx(wider(one), rel=1e-9)
+        assert min(max(odds * factors[rank], LEAST), MOST) == pytest.approx(session(one), rel=1e-9)

@@ -227,3 +227,43 @@ def test_ledger_prefers_the_next_block_then_open_ground() -> None:
     assert ledger.free == 12
     taken = {0, 1, 8, 9} | {ledger.take(after=None) for _ in range(12)}
     assert taken == set(range(16))
+
+
+def test_regrafted_nodes_keep_their_slots_under_other_parents() -> None:
+    cache = make()
+    sequence = cache.sequence()
+    fill(sequence, 3)
+    sequence.append([-1, 0])
+    reserved = sequence.append([1] * 7)
+    assert len(sequence.blocks) == 2
+    sequence.regraft(7, [1, 2, 4], [0, 2, -1])
+    assert sequence.pending_slots == [3, 4, reserved[1], reserved[2], reserved[4]]
+    assert sequence.parents == [-1, 0, 0, 2, -1] and sequence.depths == [0, 1, 1, 2, 0]
+    assert sequence.advance([0, 2, 3]) == {}
+    assert sequence.committed_slots(0) == [0, 1, 2, 3, 4, 5]
+    assert sorted(cache.take_moves()) == [(reserved[1], 4), (reserved[2], 5)]
+    cache.check()
+
+
+def test_regrafting_nothing_gives_everything_back() -> None:
+    cache = make()
+    sequence = cache.sequence()
+    sequence.append([-1])
+    sequence.append([0] * 20)
+    sequence.regraft(20, [], [])
+    assert sequence.pending == 1 and len(sequence.blocks) == 1
+    cache.check()
+    sequence.append([0] * 3)
+    for kept, parents in ([2, 1], [0, 0]), ([3], [0]), ([0], [1]), ([0], [0, 0]):
+        with pytest.raises(AssertionError):
+            sequence.regraft(3, kept, parents)
+
+
+def test_a_lineage_is_at_home_up_to_the_first_node_elsewhere() -> None:
+    sequence = make().sequence()
+    fill(sequence, 6)
+    assert sequence.lineage(-1) == (6, [])
+    sequence.append([-1, 0, 0, 1, 2])  # two branches behind the first node; the other one lies beside
+    assert sequence.lineage(0) == (7, [])
+    assert sequence.lineage(1) == (8, []) and sequence.lineage(3) == (8, [9])
+    assert sequence.lineage(2) == (7, [8]) and sequence.lineage(4) == (7, [8, 10])

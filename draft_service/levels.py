@@ -1,0 +1,269 @@
+"""Several levels of drafts in one launch: for which sessions, how many, and what becomes of what the device found.
+
+:mod:`engine.cuda.levels` expands them without the host. Decided here is which sessions it may do so for: those under
+the coupled rule whose logits are drawn from as they are (no filters, penalties or grammar), in the draft model's own
+vocabulary, without guesses in the step; all others are drafted level by level. And how many levels a launch has: as
+many as fit into a part of the time between two verifications, since what a commit contradicts is drafted for nothing
+and no commit is heard meanwhile; one, where a further level takes no less than a step of its own.
+
+The trees that come of it are those of so many steps: the same calls in the same order, with what was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draft_service.drafted import Drafted
+from draft_service.piece import Piece
+from engine.cuda.levels import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, Levels, Place
+from engine.kv_cache import ROOT, CacheFull
+from speculation.calibration import Calibration
+from speculation.draft_session import Candidate
+from speculation.messages import Rule, Source
+from speculation.trie import Node
+
+SHARE = 0.5
+"""Of the time between two verifications that a launch takes at most."""
+
+PROBE_EVERY = 64
+"""Launches of which one has a single level, to see what that takes; and another one two, where more did not pay."""
+
+SMOOTHING = 0.1
+"""Weight of a new measurement."""
+
+
+class LaunchTime:
+    """What a step and each further level of a launch take, in seconds."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self.step: float | None = None
+        self.level: float | None = None
+        """One more of a launch."""
+        self._interval: float | None = None
+        self._asked = 0
+
+    def observe(self, levels: int, seconds: float) -> None:
+        """A step took so long that only drafted."""
+        if levels == 1:
+            self.step = _smoothed(self.step, seconds)
+        elif self.step is not None:
+            self.level = _smoothed(self.level, max(seconds - self.step, 0.0) / (levels - 1))
+
+    def verified(self, seconds: float) -> None:
+        """A session was verified so long after the last time."""
+        self._interval = _smoothed(self._interval, seconds)
+
+    def levels(self, interval: float | None = None) -> int:
+        """How many the next launch has, at most. ``interval``: of verifications, if it is not the measured one."""
+        self._asked += 1
+        turn = self._asked % PROBE_EVERY
+        if self.step is None or turn == 1:
+            return 1
+        if self.level is None:
+            return 2
+        if self.level >= self.step:
+            return 2 if turn == 2 else 1
+        interval = self._interval if interval is None else interval
+        if interval is None:
+            return MAX_LEVELS
+        room = SHARE * interval - self.step
+        return MAX_LEVELS if room >= (MAX_LEVELS - 1) * self.level else 1 + max(0, int(room / self.level))
+
+
+class DraftLevels:
+    """The launches of a draft worker; without ``levels`` every step expands one."""
+
+    def __init__(self, levels: Levels | None = None) -> None:
+        """Nothing is under way."""
+        self.time = LaunchTime()
+        self._levels = levels
+        self._launched: list[Piece] = []
+        self._found_KNWX = torch.empty(0)
+
+    def verified(self, held: Drafted, now: float) -> None:
+        """A verification of a session was heard ``now``."""
+        if held.verified_at is not None:
+            self.time.verified(now - held.verified_at)
+        held.verified_at = now
+
+    def plan(self, pieces: Sequence[Piece], context: int, most: int | None = None) -> int:
+        """Decide how many levels each piece of a step has; return how many that are at most.
+
+        ``context``: the draft model's. ``most``: how many are wanted; None: as many as there is time for.
+        """
+        able = [piece for piece in pieces if _is_able(piece, context)] if self._levels is not None else []
+        if self._levels is None or not 0 < len(able) <= self._levels.max_sessions:
+            return 1
+        levels = self.time.levels() if most is None else most
+        levels = min(levels, max(piece.drafted.session.levels_below(node) for piece in able for node in piece.expands))
+        for piece in able:
+            piece.levels = levels
+        return levels
+
+    def launch(self, pieces: Sequence[Piece], logits_RV: Tensor, calibration: Calibration, context: int) -> None:
+        """Expand the further levels of a step whose pieces are pending; the device may still be at it.
+
+        Where the cache has no room for them, or a text nearly fills the model's context, there are none.
+        """
+        self._launched = []  # of a step that failed
+        deep = [piece for piece in pieces if piece.levels > 1]
+        if self._levels is None or not deep or not self._reserve(deep):
+            return
+        growths: list[Growth] = []
+        row = 0
+        for piece in pieces:
+            if piece.levels > 1:
+                piece.leaves = _leaves(piece, self._levels.leaves)
+                growths.append(_growth(piece, row, context))
+            row += piece.rows
+        self._launched = deep
+        odds = calibration.table(Source.DRAFT)
+        self._found_KNWX = self._levels.launch(logits_RV, growths, odds, deep[0].levels)
+
+    def _reserve(self, deep: Sequence[Piece]) -> bool:
+        """Slots for all that the levels of a launch may expand; False: there is no room."""
+        assert self._levels is not None
+        try:
+            for piece in deep:
+                cached = piece.drafted.cached
+                count = (piece.levels - 1) * self._levels.width
+                piece.reserved = cached.append([cached.pending - 1] * count)
+        except CacheFull:
+            for piece in deep:
+                piece.drafted.cached.retract(len(piece.reserved))
+                piece.discarded()
+            withdraw(deep)
+            return False
+        return True
+
+    def fetch(self) -> None:
+        """Tell the pieces of the launch what it found; waits for the device."""
+        if self._levels is not None and self._launched:
+            for piece, found in zip(self._launched, self._levels.read(self._found_KNWX), strict=True):
+                piece.found = found
+
+
+def withdraw(pieces: Sequence[Piece]) -> bool:
+    """Have pieces of which nothing is pending expand one level after all; whether any was to expand more."""
+    any_there = any(piece.levels > 1 for piece in pieces)
+    for piece in pieces:
+        piece.levels = 1
+    return any_there
+
+
+def first_level(piece: Piece) -> list[Sequence[Candidate]]:
+    """What may follow each place that a launch began with."""
+    return [_candidates(expanded) for expanded in piece.found[0][: len(piece.expands)]]
+
+
+def grow(piece: Piece) -> None:
+    """Expand the further levels of a piece whose first is expanded; what was computed for nothing leaves the cache.
+
+    All of it does, if a logit is no number: the next step will see whether its session is to blame.
+    """
+    held, session, found = piece.drafted, piece.drafted.session, piece.found
+    count = len(piece.reserved)
+    if not all(expanded.sound for level in found for expanded in level if expanded is not None):
+        held.cached.discard(count)
+        piece.discarded()
+        return
+    first, width = held.cached.pending - count, len(found[0])
+    kept: list[int] = []
+    parents: list[int] = []
+    levels: list[list[Node | None]] = [[*piece.expands, *[None] * (width - len(piece.expands))]]
+    for number, level in enumerate(found[1:]):
+        levels.append([])
+        for place, expanded in enumerate(level):
+            node = _node(piece, expanded, levels)
+            levels[-1].append(node)
+            if node is None:
+                continue
+            session.expand(node, _candidates(expanded))
+            kept.append(number * width + place)
+            parents.append(_above(piece, node))
+            held.pending[node] = first + len(kept) - 1
+    held.cached.regraft(count, kept, parents)
+    piece.reserved = [piece.reserved[at] for at in kept]
+
+
+def _node(piece: Piece, expanded: Expanded | None, levels: Sequence[Sequence[Node | None]]) -> Node | None:
+    """The draft that a place of a further level is; None if it is none after all, or not worth expanding."""
+    if expanded is None:
+        return None
+    if expanded.leaf is not None:
+        leaf = piece.leaves[expanded.leaf]
+        assert leaf.parent is not None
+        return piece.drafted.session.draft_below(leaf.parent, leaf.token)
+    assert expanded.above is not None, "the first level is expanded already"
+    level, place = expanded.above
+    above = levels[level][place]
+    return None if above is None else piece.drafted.session.draft_below(above, expanded.token)
+
+
+def _candidates(expanded: Expanded | None) -> list[Candidate]:
+    return [] if expanded is None else [Candidate(token, confidence) for token, confidence in expanded.draws]
+
+
+def _is_able(piece: Piece, context: int) -> bool:
+    """Whether a launch may expand further levels below its places."""
+    held, opened = piece.drafted, piece.drafted.session.opened
+    if not piece.expands or piece.guesses.nodes or held.shaping is not None:
+        return False
+    sampling = opened.sampling
+    filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    if opened.speculation.rule is not Rule.COUPLED or (filtered and not sampling.greedy):
+        return False
+    if len(opened.limits.stop_tokens) > MAX_STOPS or len(held.text.tokens) + MAX_LEVELS > context:
+        return False
+    at_home = held.cached.length + (len(piece.tokens) if piece.feeds_committed and not held.cached.pending else 0)
+    return max(node.end for node in piece.expands) - at_home + MAX_LEVELS <= MAX_BRANCH
+
+
+def _growth(piece: Piece, row: int, context: int) -> Growth:
+    """``row``: where the logits of its places begin in the step's."""
+    held, session = piece.drafted, piece.drafted.session
+    first = held.cached.pending - len(piece.reserved) - len(piece.expands)
+    position = session.trie.position
+    room = min(session.levels_below(session.trie.root) - 1, context - len(held.text.tokens))
+    return Growth(
+        sampling=session.opened.sampling,
+        stops=tuple(session.opened.limits.stop_tokens),
+        position=position,
+        max_end=position + room,
+        least=session.least,
+        width=session.width,
+        children=session.children,
+        factors=session.calibration.factors(Source.DRAFT),
+        blocks=held.cached.blocks,
+        rows=range(row, row + len(piece.expands)),
+        places=[Place(node.end, *held.cached.lineage(first + i)) for i, node in enumerate(piece.expands)],
+        weights=[node.weight for node in piece.expands],
+        leaves=[
+            Leaf(node.token, node.weight, Place(node.end - 1, *held.cached.lineage(_above(piece, node))))
+            for node in piece.leaves
+        ],
+        slots=piece.reserved,
+    )
+
+
+def _leaves(piece: Piece, most: int) -> list[Node]:
+    """The best drafts from before the launch that it may expand besides."""
+    if piece.feeds_committed:
+        return []  # there is none yet
+    expands, deepest = set(piece.expands), piece.drafted.cached.length + MAX_BRANCH - MAX_LEVELS
+    places = piece.drafted.session.places()[: len(expands) + most]
+    return [node for node in places if node not in expands and node.end <= deepest][:most]
+
+
+def _above(piece: Piece, node: Node) -> int:
+    """The pending node that a draft hangs from, or ROOT."""
+    assert node.parent is not None
+    return ROOT if node.parent is piece.drafted.session.trie.root else piece.drafted.pending[node.parent]
+
+
+def _smoothed(known: float | None, measured: float) -> float:
+    return measured if known is None else known + SMOOTHING * (measured - known)
