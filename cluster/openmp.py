@@ -16,10 +16,10 @@ import platform
 import re
 import sys
 from functools import cache
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-PACKAGE, LIBRARY = "cmeel-libomp", "libomp.so"
+LIBRARY = "cmeel.prefix/lib/libomp.so"
+"""Where the package cmeel-libomp has it, below the folder that it is installed in."""
 CHOICE = "PACELINE_OPENMP"
 """Variable that says what was chosen: ``llvm``, or anything else, such as ``system``, for what PyTorch brings."""
 PRELOAD = "LD_PRELOAD"
@@ -35,12 +35,8 @@ def runtime() -> Path | None:
     """The library, if it is installed, on the platform it was measured on."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
-    try:
-        found = [file for file in files(PACKAGE) or [] if file.name == LIBRARY]
-    except PackageNotFoundError:
-        return None
-    paths = [Path(str(file.locate())).resolve() for file in found]
-    return next((path for path in paths if path.is_file() and not re.search(r"[\s:]", str(path))), None)
+    installed = (Path(folder, LIBRARY).absolute() for folder in sys.path if folder)
+    return next((path for path in installed if path.is_file() and not re.search(r"[\s:]", str(path))), None)
 
 
 def environment() -> dict[str, str]:
