@@ -54,7 +54,7 @@ def settled(config: Config) -> Config:
             cache.put(key, measured)
     settled, how = _divided(config, cores, measured)
     if failure:
-        complain(f"paceline: {cores} cores: {how}; what is fastest could not be measured ({failure}), set --threads")
+        complain(f"paceline: {cores} cores: {how}; if that is fastest could not be measured ({failure}), see --threads")
     elif fresh:
         say(f"{cores} cores: {how}, the fastest as measured at this first start")
     return settled

@@ -142,8 +142,8 @@ def test_a_measurement_that_fails_is_one_line_and_a_core_each_and_remembered(mon
     said = capsys.readouterr()
     assert said.out == ""
     how = "1 for the target, 1 for the drafter"
-    assert said.err.startswith(f"paceline: 2 cores: {how}; what is fastest could not be measured ({why}")
-    assert said.err.endswith("), set --threads\n")
+    assert said.err.startswith(f"paceline: 2 cores: {how}; if that is fastest could not be measured ({why}")
+    assert said.err.endswith("), see --threads\n")
     assert said.err.count("\n") == 1
     measured_by(monkeypatch, f"print({json.dumps(encoded(MEASURED))!r})")
     assert settled(configured()) == config
