@@ -24,7 +24,7 @@ CHOICE = "PACELINE_OPENMP"
 """Variable that says what was chosen: ``llvm``, or anything else, such as ``system``, for what PyTorch brings."""
 PRELOAD = "LD_PRELOAD"
 WAITING = "KMP_BLOCKTIME"
-WAITING_MS = "1"
+WAITING_MS = "0"
 """How long a thread without work stays awake. Target and drafter share cores: what one waits, the other lacks."""
 _RUNTIME = re.compile(r"(^|[/:\s])lib(g|i|)omp5?\.so")
 """Any OpenMP runtime in a list of libraries."""
