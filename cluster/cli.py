@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from cluster import (
+    openmp,
     run_align,
     run_bench,
     run_certs,
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, unknown = parser.parse_known_args(arguments)
         commands[args.command].refuse_unknown(unknown)
+        if argv is None and args.command == "worker":
+            openmp.begin_again()
         return int(COMMANDS[args.command].run(args))
     except CommandError as error:
         complain(f"paceline: {error}")

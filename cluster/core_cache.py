@@ -1,8 +1,8 @@
 """Keeps measured step times between starts, in ``paceline/cores.json`` of the user's cache folder.
 
 Kept is what was measured, not what was made of it, under everything that it depends on: the files and number formats
-of both models, the CPU, its cores, and the version of torch. Only a convenience: a file that is missing, damaged or
-cannot be written means measuring again, and nothing else.
+of both models, the CPU, its cores, the version of torch and the OpenMP runtime. So is that measuring failed, for a day.
+Only a convenience: a file that is missing, damaged or cannot be written means measuring again, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from typing import Any
 from cluster.config import Config
 from cluster.cores import Measured, decoded, encoded
 from cluster.folders import expanded
+from cluster.openmp import environment as openmp_environment
 from cluster.pools import DraftConfig, TargetConfig
 
-LAYOUT = 1
+LAYOUT = 2
 """Number of the file's layout; a file with another is not read."""
 MOST_ENTRIES = 32
 """Measurements kept; the oldest go first."""
+FAILED_SECONDS = 86_400.0
+"""How long nobody tries again what failed: the machine may have been busy, or the models take too long to load."""
 MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 """What the speed of a model depends on."""
 
@@ -44,11 +47,24 @@ class CoreCache:
         except (KeyError, ValueError):
             return None
 
+    def failed(self, key: str, now: float) -> bool:
+        """Whether measuring it failed less than :data:`FAILED_SECONDS` before ``now``, in seconds since the epoch."""
+        entry = self._entries().get(key)
+        since = entry.get("failed") if isinstance(entry, dict) else None
+        return isinstance(since, int | float) and 0 <= now - since < FAILED_SECONDS
+
     def put(self, key: str, measured: Measured) -> None:
         """Keep it, as far as that is possible."""
+        self._put(key, encoded(measured))
+
+    def put_failure(self, key: str, now: float) -> None:
+        """Keep that measuring it has failed."""
+        self._put(key, {"failed": now})
+
+    def _put(self, key: str, entry: dict[str, Any]) -> None:
         entries = self._entries()
         entries.pop(key, None)  # so that it becomes the newest
-        newest = list((entries | {key: encoded(measured)}).items())[-MOST_ENTRIES:]
+        newest = list((entries | {key: entry}).items())[-MOST_ENTRIES:]
         with contextlib.suppress(OSError):
             self._write(json.dumps({"layout": LAYOUT, "measured": dict(newest)}, indent=1))
 
@@ -90,6 +106,7 @@ def key_of(config: Config, cores: int) -> str:
         _cpu(),
         cores,
         importlib.metadata.version("torch"),
+        openmp_environment(),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

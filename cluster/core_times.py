@@ -16,16 +16,19 @@ import sys
 import time
 from collections.abc import Sequence
 
-import torch
-
 from cluster.console import complain, say
 from cluster.cores import DRAFTS, StepTimes, encoded
 from cluster.flags import FAILED, add_parent
+from cluster.imports import uncollected
 from cluster.parent import exit_with
-from engine.kv_cache import KVCache
-from engine.loader import load
-from engine.model import ModelError
-from engine.step import Chunk, Engine
+
+with uncollected():  # most of the time that this process has
+    import torch
+
+    from engine.kv_cache import KVCache
+    from engine.loader import load
+    from engine.model import ModelError
+    from engine.step import Chunk, Engine
 
 PREFIX = 16
 """Tokens that are there already when a step is timed."""

@@ -58,12 +58,12 @@ Measured = Mapping[int, StepTimes]
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Threads of each worker, and the speeds in tokens a millisecond that the choice was made by."""
+    """Threads of each worker, and the speeds in tokens a millisecond that the choice was made by, if they are known."""
 
     target: int
     draft: int
-    split: float
-    shared: float
+    split: float = 0.0
+    shared: float = 0.0
 
     @property
     def shares(self) -> bool:
@@ -71,14 +71,8 @@ class Division:
         return self.draft > 1
 
     def __str__(self) -> str:
-        apart = "a core each" if self.shares or self.target == 1 else "the drafter on a core of its own"
-        split, shared = f"{apart}: {self.split:.3g}", f"all shared: {self.shared:.3g}"
-        chosen, other = (shared, split) if self.shares else (split, shared)
-        why = f", not {MARGIN} times as much" if not self.shares and self.shared > self.split else ""
-        return (
-            f"cores: {self.target} for the target, {self.draft} for the drafter "
-            f"({chosen} tokens/ms predicted; {other}{why}; acceptance assumed {ACCEPTANCE})"
-        )
+        how = ", which both share" if self.shares else ""
+        return f"{self.target} for the target, {self.draft} for the drafter{how}"
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:

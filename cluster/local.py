@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from cluster import openmp
 from cluster.child import Child, paceline
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
@@ -47,8 +48,8 @@ class LocalProcesses:
             for index in range(pool.settings.replicas):
                 port = HeldPort()
                 command = self._command(file, "worker", pool.role.value, "--listen", port.address)
-                own_gpus = turns.environment(pool.settings)
-                self._workers.append(Child(f"{pool} {index}", command, self._heard, own_gpus))
+                variables = turns.environment(pool.settings) | openmp.environment()
+                self._workers.append(Child(f"{pool} {index}", command, self._heard, variables))
                 self._ports.append(port)
                 arguments += [f"--{pool.role}", port.address]
         file = self._write("paceline.yaml", config)

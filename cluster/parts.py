@@ -26,6 +26,7 @@ from cluster.config import (
     most,
 )
 from cluster.niceness import NICENESS
+from cluster.openmp import environment as openmp_environment
 from cluster.placement import need, router_need
 from cluster.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.reading import DEFAULT_POOL
@@ -99,6 +100,8 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     local = config.ray.address == "local"
     threads = chosen_threads(pool.settings) if pool else 1
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **NICENESS}
+    if pool is not None:
+        environment |= openmp_environment()
     if local:  # the nodes of a cluster have Paceline installed
         environment["PYTHONPATH"] = str(CHECKOUT)
     if pool is not None and not local and not pool.settings.gpus and not pool.settings.device.startswith("cuda"):

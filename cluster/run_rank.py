@@ -12,6 +12,7 @@ import threading
 
 from cluster.console import complain
 from cluster.flags import BAD_INPUT, FAILED
+from cluster.imports import uncollected
 from cluster.parent import exit_with
 
 
@@ -20,8 +21,9 @@ def main() -> int:
     exit_with(int(sys.argv[1]))
     task = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_input, daemon=True, name="lifeline").start()
-    from engine.model import ModelError
-    from engine.parallel.rank import serve_rank
+    with uncollected():
+        from engine.model import ModelError
+        from engine.parallel.rank import serve_rank
 
     try:
         serve_rank(task)

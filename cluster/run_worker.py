@@ -31,6 +31,7 @@ from cluster.flags import (
     add_tracing,
     configuration,
 )
+from cluster.imports import uncollected
 from cluster.logs import add_flags, set_up
 from cluster.notify import READY, STOPPING, notify
 from cluster.parent import exit_with
@@ -136,12 +137,13 @@ async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) 
 async def _start(role: str, config: Config, listen: str) -> Worker:
     with stages() as report:
         report("starting PyTorch")
-        from draft_service.service import start_draft
-        from engine.model import ModelError
-        from engine.parallel.group import RankError
-        from engine.recorder import RecordError
-        from speculation.sources.registry import SourceError
-        from target_service.service import start_target
+        with uncollected():
+            from draft_service.service import start_draft
+            from engine.model import ModelError
+            from engine.parallel.group import RankError
+            from engine.recorder import RecordError
+            from speculation.sources.registry import SourceError
+            from target_service.service import start_target
 
         known = identity(config, role)
         try:

@@ -18,6 +18,7 @@ from ray import serve
 from cluster.autoscaling.serve_policy import figures
 from cluster.config import Config, from_mapping, most
 from cluster.discovery import ENDPOINT, Handles, serve_directory
+from cluster.imports import uncollected
 from cluster.parts import known, options
 from cluster.placement import ROUTER, need
 from cluster.pools import Pool
@@ -92,7 +93,8 @@ class TargetWorker(_WorkerReplica):
 
     async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
-        from target_service.service import start_target
+        with uncollected():
+            from target_service.service import start_target
 
         config, pool = _settings(config, deployment)
         own, certified, ranks = config.of_worker(pool), identity(config, "target"), _ranks(config, pool)
@@ -108,7 +110,8 @@ class DraftWorker(_WorkerReplica):
 
     async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
-        from draft_service.service import start_draft
+        with uncollected():
+            from draft_service.service import start_draft
 
         config, pool = _settings(config, deployment)
         settings, certified = draft_settings(worker_config(config, pool)), identity(config, "draft")

@@ -3,7 +3,8 @@
 On a GPU, with several workers of a kind or ranks of a worker, on other machines, with a single core, or where a number
 is given for one of the two, ``auto`` is 1. One target and one drafter that compute on the cores of this machine are
 measured, once, and get the division that :mod:`cluster.cores` predicts to be faster; so does a target that drafts in
-turn with itself. When they cannot be measured, they get a core each: that is never an error.
+turn with itself. When they cannot be measured, the drafter gets one core and the target the others: that is never an
+error, and it is not tried again for a day.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +21,13 @@ from pathlib import Path
 from cluster.child import ours, spawn
 from cluster.config import Config
 from cluster.console import complain, say, stages
-from cluster.core_cache import CoreCache, default_cache, key_of
-from cluster.cores import Measured, decoded, divide, thread_counts, threads_in_turn
+from cluster.core_cache import default_cache, key_of
+from cluster.cores import Division, Measured, decoded, divide, thread_counts, threads_in_turn
+from cluster.openmp import environment as openmp_environment
 from cluster.settings import AUTO
 
-MEASURE_SECONDS = 60.0
-"""How long measuring may take, loading included."""
+MEASURE_SECONDS = 10.0
+"""How long measuring may take, loading included: it delays the first start, and gains little where cores are busy."""
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""
 
@@ -34,26 +37,38 @@ class Unmeasured(Exception):
 
 
 def settled(config: Config) -> Config:
-    """The same configuration, with numbers of threads where they were measured; says which and why."""
+    """The same configuration, with numbers of threads; says which after a measurement, nothing where one is known."""
     cores = usable_cores()
     if not divisible(config, cores):
         return config
-    try:
-        measured = _kept_or_measured(config, cores, default_cache())
-    except Unmeasured as error:
-        complain(f"paceline: cannot measure how to divide {cores} cores ({error}); a core each, or set --threads")
-        return config
+    cache, key, failure = default_cache(), key_of(config, cores), ""
+    measured = cache.get(key, cores)
+    fresh = measured is None and not cache.failed(key, time.time())
+    if fresh:
+        try:
+            measured = _measured(config, cores)
+        except Unmeasured as error:
+            failure = str(error)
+            cache.put_failure(key, time.time())
+        else:
+            cache.put(key, measured)
+    settled, how = _divided(config, cores, measured)
+    if failure:
+        complain(f"paceline: {cores} cores: {how}; if that is fastest could not be measured ({failure}), see --threads")
+    elif fresh:
+        say(f"{cores} cores: {how}, the fastest as measured at this first start")
+    return settled
+
+
+def _divided(config: Config, cores: int, measured: Measured | None) -> tuple[Config, str]:
+    """With the threads of the better division, and its words. Unmeasured, the drafter has one core."""
     if _drafts_in_turn(config):
-        threads = threads_in_turn(cores, measured)
-        say(f"cores: {threads} of {cores} for the target and its draft model, which take turns")
-        return replace(config, target=replace(config.target, threads=threads))
-    division = divide(cores, measured)
-    say(str(division))
-    return replace(
-        config,
-        target=replace(config.target, threads=division.target),
-        draft=replace(config.draft, threads=division.draft),
-    )
+        threads = threads_in_turn(cores, measured) if measured else cores - 1
+        how = f"{threads} for the target and its draft model, which take turns"
+        return replace(config, target=replace(config.target, threads=threads)), how
+    division = divide(cores, measured) if measured else Division(cores - 1, 1)
+    target = replace(config.target, threads=division.target)
+    return replace(config, target=target, draft=replace(config.draft, threads=division.draft)), str(division)
 
 
 def usable_cores() -> int:
@@ -82,21 +97,16 @@ def _on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not any(path.exists() for path in GPU_DEVICES))
 
 
-def _kept_or_measured(config: Config, cores: int, cache: CoreCache) -> Measured:
-    """From the cache, else measured and kept there. Raises :class:`Unmeasured`."""
-    key = key_of(config, cores)
-    kept = cache.get(key, cores)
-    if kept is not None:
-        return kept
+def _measured(config: Config, cores: int) -> Measured:
+    """Raises :class:`Unmeasured`."""
     with stages() as report:
-        report(f"measuring steps of target and drafter on {cores} cores, once for this pair (kept in {cache.path})")
+        seconds = f"{MEASURE_SECONDS:g} s at most, at the first start of a pair"
+        report(f"timing both models to divide {cores} cores between them ({seconds})")
         said = output_of(measuring(config, cores), MEASURE_SECONDS)
     try:
-        measured = decoded(json.loads(said), cores)
+        return decoded(json.loads(said), cores)
     except ValueError as error:
         raise Unmeasured(str(error)) from error
-    cache.put(key, measured)
-    return measured
 
 
 def measuring(config: Config, cores: int) -> list[str]:
@@ -111,7 +121,7 @@ def measuring(config: Config, cores: int) -> list[str]:
 def output_of(command: Sequence[str], seconds: float) -> str:
     """What the command prints. It is over when this returns or raises, also on Ctrl-C. Raises :class:`Unmeasured`."""
     # Offline: to download a model is for its worker, which has the time.
-    process = spawn(command, HF_HUB_OFFLINE="1")
+    process = spawn(command, HF_HUB_OFFLINE="1", **openmp_environment())
     with process:
         try:
             output, errors = process.communicate(timeout=seconds)

@@ -42,7 +42,7 @@ def closure(requirements: Iterable[str]) -> set[str]:
     """Names of all packages that these lead to on this platform, extras included."""
     found: set[str] = set()
     seen: set[tuple[str, str]] = set()
-    waiting = [Requirement(line) for line in requirements]
+    waiting = [need for line in requirements if _applies(need := Requirement(line), "")]
     while waiting:
         wanted = waiting.pop()
         name = canonicalize_name(wanted.name)

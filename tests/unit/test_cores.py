@@ -24,17 +24,13 @@ def test_two_cores_that_gain_little_together_are_split():
     assert (chosen.target, chosen.draft, chosen.shares) == (1, 1, False)
     assert chosen.split == pytest.approx(tokens(8) / 45)
     assert chosen.shared == pytest.approx(tokens(4) / (30.45 + 4 * 2.5))  # drafting costs the target's time: fewer pay
-    assert str(chosen) == (
-        "cores: 1 for the target, 1 for the drafter "
-        "(a core each: 0.0962 tokens/ms predicted; all shared: 0.0831; acceptance assumed 0.8)"
-    )
+    assert str(chosen) == "1 for the target, 1 for the drafter"
 
 
 def test_two_cores_that_gain_much_together_are_shared():
     chosen = divide(2, {1: steps(30, 40, 0.5), 2: steps(15, 20, 0.5)})
     assert (chosen.target, chosen.draft, chosen.shares) == (2, 2, True)
-    assert str(chosen).startswith("cores: 2 for the target, 2 for the drafter (all shared: 0.18")
-    assert "; a core each: 0.1" in str(chosen)
+    assert str(chosen) == "2 for the target, 2 for the drafter, which both share"
 
 
 def test_in_turn_as_many_cores_as_clearly_pay():
@@ -50,14 +46,12 @@ def test_sharing_has_to_promise_clearly_more():
     chosen = divide(2, {1: StepTimes(one, 0.59), 2: StepTimes(two, 0.57)})
     assert chosen.split < chosen.shared < MARGIN * chosen.split
     assert not chosen.shares
-    assert "all shared: 0.214, not 1.15 times as much;" in str(chosen)
 
 
 def test_of_many_cores_the_drafter_gets_one():
     measured = {1: steps(80, 120, 3), 7: steps(14, 20, 1), 8: steps(13, 19, 1)}
     chosen = divide(8, measured)
     assert (chosen.target, chosen.draft) == (7, 1)
-    assert "(the drafter on a core of its own: 0." in str(chosen)
 
 
 def test_many_cores_are_shared_where_one_is_too_slow_for_the_drafter():

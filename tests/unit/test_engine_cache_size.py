@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from engine import cache_size
 from engine.build import EngineSettings, build
-from engine.cache_size import MOST_CONTEXTS, allowed_bytes, fitting_tokens, token_bytes
+from engine.cache_size import MOST_CONTEXTS, allowed_bytes, bytes_a_token, fitting_tokens, token_bytes
 from engine.kv_cache import KVCache
 from engine.kv_store import KVStore
 from engine.memory import GIB, GpuMemory, available_bytes, gpu_memory
 from engine.model import ModelError
 from engine.step import Chunk, Engine
+from tests.bundled import MODELS
 from tests.unit.engine_models import load_tiny
 
 FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3"]
@@ -125,3 +127,9 @@ def test_control_groups_of_version_1(tmp_path: Path) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert 1 << 20 < available_bytes() < 1 << 50
+
+
+def test_the_caches_of_the_bundled_pair_stay_below_a_gib_however_much_is_free() -> None:
+    configs = [AutoConfig.from_pretrained(MODELS / name) for name in ("target", "draft")]
+    most = [MOST_CONTEXTS * config.max_position_embeddings * bytes_a_token(config, 4) for config in configs]
+    assert 0 < sum(most) < GIB
