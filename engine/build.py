@@ -86,7 +86,7 @@ def build(
         model = load_model(settings, progress, group)
         heads = heads_for(settings, model, progress)
         cache = cache_for(settings, model, group)
-    return _warmed(Engine(model, cache, invariant=invariant, leader=leader, heads=heads))
+    return _warmed(Engine(model, cache, invariant=invariant, leader=leader, record=recorder_for(model), heads=heads))
 
 
 def build_target(
@@ -157,14 +157,18 @@ def build_alone(
     invariant: bool = True,
     record: Record | None = None,
 ) -> Engine:
-    """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge.
+    """An engine without other ranks.
 
     ``record``: how steps are recorded, instead of the usual way. Raises :class:`engine.model.ModelError`.
     """
     heads = heads_for(settings, model, progress)
-    if record is None and model.attention is not None:
-        record = CudaRecorder(model.device)
+    record = record or recorder_for(model)
     return _warmed(Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads))
+
+
+def recorder_for(model: Model) -> Record | None:
+    """What records its steps to be replayed; None where they are not computed by rows."""
+    return None if model.attention is None else CudaRecorder(model.device)
 
 
 def _warmed(engine: Engine) -> Engine:
