@@ -53,6 +53,33 @@ def test_the_likeliest_of_all_get_the_room_there_is():
     assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, most=0) == [0, 0]
 
 
+def test_steps_whose_drafts_branch_are_measured_apart():
+    cost = learned(1.0, 1.1, 1.2)
+    assert cost(3, branched=True) == cost(3) and not cost.knows_branched
+    cost.observe(3, 2.4, branched=True)
+    assert cost.knows_branched
+    assert (cost(3), cost(3, branched=True)) == (1.2, 2.4)
+    cost.observe(2, 0.5, branched=True)
+    assert cost(2, branched=True) == 1.1, "branching makes nothing cheaper"
+    for _ in range(StepCost.MEMORY + 1):
+        cost.observe(1, 1.0)
+    assert not cost.knows_branched, "to be tried again"
+
+
+def test_where_only_branched_steps_are_known_they_stand_for_all():
+    cost = StepCost()
+    cost.observe(8, 2.0, branched=True)
+    assert cost.known and cost(8) == 2.0
+    assert not cost.measured_up_to(8)
+
+
+def test_in_classes_of_rows_a_tree_costs_what_a_chain_does():
+    cost = StepCost((16, 32))
+    cost.observe(8, 2.0, branched=True)
+    assert not cost.knows_branched
+    assert cost(9) == pytest.approx(2.0, rel=0.01)
+
+
 def test_without_drafts_there_is_nothing_to_choose():
     assert choose([[], []], 2, FLAT) == [0, 0]
     assert choose([], 0, FLAT) == []
