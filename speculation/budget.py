@@ -36,8 +36,13 @@ def rows_for(tokens: int, row_classes: Sequence[int]) -> int:
 def room_for_drafts(sessions: int, each: int, most: int, row_classes: Sequence[int] = ()) -> tuple[int, int]:
     """Room for drafts of one session and of all together, where each of them may have ``each`` and all ``most``.
 
-    What would be left empty of the class of rows that this comes to may be had as well, by any session.
+    Where steps are padded to classes of rows, a session may fill the class after the one that it would need alone: a
+    class more costs little and a text that is easy has drafts for it, which :class:`StepCost` and odds decide. What
+    would be left empty of the class of all together may be had as well, by any session.
     """
+    if each and rows_for(1 + each, row_classes) in row_classes:
+        above = row_classes.index(rows_for(1 + each, row_classes)) + 1
+        each = row_classes[min(above, len(row_classes) - 1)] - 1
     wanted = sessions * (1 + each)
     spare = rows_for(wanted, row_classes) - wanted if each else 0
     return min(each + spare, most), min(sessions * each + spare, most)

@@ -112,10 +112,13 @@ def test_the_class_that_is_paid_for_is_filled_but_not_with_hopeless_tokens():
 def test_room_for_drafts_follows_the_class_of_rows():
     assert room_for_drafts(1, 12, 63) == (12, 12)
     assert room_for_drafts(4, 12, 60) == (12, 48)
-    assert room_for_drafts(1, 12, 63, [16, 32, 64]) == (15, 15)
-    assert room_for_drafts(1, 16, 63, [16, 32, 64]) == (31, 31)
-    assert room_for_drafts(4, 12, 60, [16, 32, 64]) == (24, 60)
-    assert room_for_drafts(40, 12, 24, [16, 32, 64]) == (12, 24), "larger steps than the last class are not padded"
+    assert room_for_drafts(1, 12, 63, [16, 32, 64]) == (31, 31), "13 rows take a class of 16; the next one has 32"
+    assert room_for_drafts(1, 16, 63, [16, 32, 64]) == (63, 63)
+    assert room_for_drafts(1, 40, 63, [16, 32, 64]) == (63, 63), "there is no class after the last"
+    assert room_for_drafts(4, 12, 60, [16, 32, 64]) == (31, 60)
+    assert room_for_drafts(3, 5, 125, [8, 16, 64, 128]) == (15 + 16, 61), "and what a class of 64 leaves empty"
+    assert room_for_drafts(40, 12, 24, [16, 32, 64]) == (24, 24)
+    assert room_for_drafts(1, 64, 100, [16, 32, 64]) == (64, 64), "larger steps than the last class are not padded"
     assert room_for_drafts(1, 0, 63, [16, 32, 64]) == (0, 0), "no drafts are wanted"
 
 
