@@ -197,7 +197,7 @@ def test_the_advice_is_one_line():
     [
         (one(Way("Org/a", frozenset({Source.LOOKUP})), 2.0), (True, True, True, 3, 2)),
         (one(LOOKUP, 2.0), (True, False, True, 3, 1)),
-        (None, (False, True, True, 16, 1)),
+        (None, (False, True, True, 32, 1)),
     ],
 )
 def test_the_configuration_can_be_pasted(chosen, expected, tmp_path):
