@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -57,6 +57,7 @@ from engine.cuda.graphs import CudaRecorder, Record
 from engine.cuda.levels import Growth, Levels, Place
 from engine.cuda.rows import ROW_CLASSES
 from engine.loader import from_module
+from engine.quantisation import NONE, weight_bytes
 from engine.sampling import Draw, candidates, sample
 from engine.step import Chunk, Engine
 from speculation.calibration import Calibration
@@ -88,7 +89,7 @@ def main(options: Options) -> int:
 
 def measure(options: Options, device: torch.device) -> Iterator[Outcome]:
     """Every stage with every shape it is asked for, shape by shape: one model at a time."""
-    gpu = Gpu(device, options.sizes)
+    gpu = Gpu(device, options.sizes, options.quantization)
     for shape, stages in options.plan().items():
         subject: Subject | None = None
         unbuilt = ""
@@ -112,8 +113,8 @@ def measure(options: Options, device: torch.device) -> Iterator[Outcome]:
 class Gpu:
     """The device, and how time is taken on it."""
 
-    def __init__(self, device: torch.device, sizes: Sizes) -> None:
-        self.device, self.sizes = device, sizes
+    def __init__(self, device: torch.device, sizes: Sizes, quantization: str = NONE) -> None:
+        self.device, self.sizes, self.quantization = device, sizes, quantization
         self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
         self._bandwidth = 0.0
 
@@ -224,7 +225,8 @@ class Subject:
 def build(name: str, gpu: Gpu) -> Subject:
     """A model of random weights on the device, its steps recorded. Raises ModelError, and what the device does."""
     shape = SHAPES[name]
-    model = from_module(name, random_module(shape, gpu), {}, gpu.dtype, gpu.device, pack=False)
+    module = random_module(shape, gpu)
+    model = from_module(name, module, {}, gpu.dtype, gpu.device, quantization=gpu.quantization, pack=False)
     record: Record = lambda compute: compute  # noqa: E731
     if gpu.on_cuda:
         record = CudaRecorder(gpu.device)
@@ -278,7 +280,12 @@ def _floor(gpu: Gpu) -> Outcome:
 
 def _steps(subject: Subject) -> Outcome:
     sizes, engine = subject.gpu.sizes, subject.engine
-    floor = _floor_ms(subject.shape, subject.gpu)
+    floor, module = _floor_ms(subject.shape, subject.gpu), cast(Any, engine.model.module)
+    facts = {}
+    if subject.gpu.quantization != NONE:
+        embedding = 0 if subject.shape.tied else module.get_input_embeddings().weight.nbytes
+        floor = 1e3 * (weight_bytes(module) - embedding) / subject.gpu.bandwidth()
+        facts = {"weights": engine.model.weights}
     most = max(count for count, _, _ in CASES.values())
     steps = Steps(engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
     found = {}
@@ -286,7 +293,7 @@ def _steps(subject: Subject) -> Outcome:
         work = steps.step([most] if far else range(count), parents)
         found[name] = _timed(subject, work, count * len(parents), sizes.rounds, floor)
     steps.free()
-    return Outcome(steps=found)
+    return Outcome(steps=found, facts=facts)
 
 
 def _draft(subject: Subject) -> Outcome:

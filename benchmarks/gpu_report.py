@@ -124,6 +124,8 @@ class Options:
     device: str = "cuda"
     json: Path | None = None
     command: str = "paceline bench gpu"
+    quantization: str = "none"
+    """Of the models' weights (:data:`engine.quantisation.CHOICES`)."""
 
     @property
     def sizes(self) -> Sizes:

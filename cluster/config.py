@@ -69,7 +69,7 @@ class SpeculationConfig:
     lookup: bool = _setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
     lookup_min: int = _setting(2, "equal tokens below which lookup follows no earlier place", at_least=1, at_most=64)
     lookup_max: int = _setting(8, "equal tokens beyond which it follows the latest place", at_least=1, at_most=64)
-    max_depth: int = _setting(16, "longest path of drafts verified in one step", at_least=1, at_most=64)
+    max_depth: int = _setting(32, "longest path of drafts verified in one step", at_least=1, at_most=64)
     max_draft: int = _setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
     lead: int = _setting(48, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
     push_bytes: float = _setting(

@@ -38,6 +38,8 @@ class RankProcesses:
     """All ranks of one worker but its own. Implements :class:`engine.parallel.leader.Ranks`."""
 
     own_gpus = False
+    module = "cluster.run_rank"
+    """What a rank runs."""
 
     def __init__(self) -> None:
         """Nothing is started yet."""
@@ -53,7 +55,7 @@ class RankProcesses:
         """Start them all; the kernel ends them with the thread that calls this. Raises OSError."""
         for task in tasks:
             process = subprocess.Popen(
-                ours("cluster.run_rank", str(os.getpid())),
+                ours(self.module, str(os.getpid())),
                 env=environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

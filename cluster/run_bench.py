@@ -133,6 +133,8 @@ def _add_gpu(benches: argparse._SubParsersAction[Parser]) -> None:
     flag("--stage", action="append", default=[], metavar="NAME,...", help="only these stages (default: all)")
     flag("--shape", action="append", default=[], metavar="NAME,...", help="these models instead of each stage's own")
     flag("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same on a tiny model, without kernels")
+    about = "of all models' weights; needs torchao (default: none)"
+    flag("--quantization", choices=("none", "int8", "fp8"), default="none", help=about)
     flag("--json", type=Path, metavar="FILE", help="write the figures there, after each stage")
 
 
@@ -272,7 +274,7 @@ def _gpu(args: argparse.Namespace) -> Callable[[], int]:
     from benchmarks import gpu
 
     command = shlex.join(["paceline", *sys.argv[1:]])
-    return partial(gpu.main, Options(stages, shapes, args.device, args.json, command))
+    return partial(gpu.main, Options(stages, shapes, args.device, args.json, command, args.quantization))
 
 
 def _named(flag: str, given: Sequence[str], known: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from cluster import run_autoscale
 from cluster.config import default_of
 from cluster.console import CommandError, stages
 from cluster.flags import BAD_INPUT, Parser
-from cluster.listed import Value, count, round_trip, values
+from cluster.listed import Value, count, number, round_trip, values
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +37,11 @@ or from figures:
   paceline simulate --target-step-ms 30 --draft-step-ms 2 --acceptance 0.8 --rtt 20 \\
     --sessions 1,4,16,64 --drafters 1,2,4
 
+A GPU that pads its steps to classes of rows, and that target and drafter share:
+
+  paceline simulate --rows 16:6.2,32:6.4,64:6.8,128:8.5 --session-ms 0.1 --draft-step-ms 1.1 --launch-ms 0.2 \\
+    --shared-device
+
 Flags of a sweep take several values, separated by commas or by repeating the flag; all combinations are run.
 
 """
@@ -48,6 +53,9 @@ MADE_UP = {
     "draft_step_ms": 2.0,
     "draft_slope": 0.04,
     "relay_ms": 1.4,
+    "launch_ms": 0.0,
+    "session_ms": 0.0,
+    "branching": 1.0,
     "acceptance": 0.8,
 }
 """A made-up set-up, where the flags do not say otherwise."""
@@ -57,8 +65,14 @@ BOUNDS = {
     "draft_step_ms": (0.001, 60_000.0),
     "draft_slope": (0.0, 10.0),
     "relay_ms": (0.0, 60_000.0),
+    "launch_ms": (0.0, 60_000.0),
+    "session_ms": (0.0, 60_000.0),
+    "branching": (1.0, 100.0),
     "acceptance": (0.0, 1.0),
 }
+SHARED_CONTENTION, SHARED_DRAFT_CONTENTION = 1.25, 2.3
+"""How many times as long steps of a target and of a drafter take beside each other, as measured on an H100 that they
+share by time: 4.5B parameters and 6.2 ms a step for the one, the bundled draft and 1.1 ms for the other."""
 SWEEP = {
     "rtt": "0",
     "sessions": "1",
@@ -89,12 +103,20 @@ def add(parser: Parser) -> None:
         ("draft_step_ms", "a step of the drafter that expands one place"),
         ("draft_slope", "cost of each further place, as a share of that"),
         ("relay_ms", "way of a message from worker to worker, without any distance"),
+        ("launch_ms", "what the host does between two steps of a worker"),
+        ("session_ms", "what each session adds to a step of the target"),
+        ("branching", "how many times as long a step of the target takes whose drafts branch"),
         ("acceptance", "chance that the drafter's first choice is right"),
     ):
         text = f"{about} (default: {MADE_UP[name]:g})"
         made_up.add_argument(_flag(name), type=float, metavar="X", help=text)
     about = "chance that a further choice is right where those before it are not (default: 0.6 of --acceptance)"
     made_up.add_argument("--coverage", type=float, metavar="X", help=about)
+    about = "numbers of rows that the target's steps are padded to, and what they take, instead of --target-step-ms"
+    made_up.add_argument("--rows", action="append", metavar="N:MS", help=about)
+    times = f"{SHARED_CONTENTION:g} and {SHARED_DRAFT_CONTENTION:g} times"
+    about = f"target and drafter share one GPU: beside each other they take {times} as long, as on an H100"
+    made_up.add_argument("--shared-device", action="store_true", default=None, help=about)
     sweep = parser.add_argument_group("what is swept")
     for name, about in (
         ("rtt", "added round trip between router and drafters, in ms"),
@@ -185,7 +207,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
             raise ValueError(f"one of {', '.join(SCHEDULES)}")
         return text
 
-    def number(text: str) -> int:
+    def workers(text: str) -> int:
         return count(text, MOST)
 
     def of(name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
@@ -193,11 +215,11 @@ def _sweep(args: argparse.Namespace) -> Sweep:
 
     return Sweep(
         schedules=of("schedule", schedule),
-        draft_lengths=of("draft_length", number),
+        draft_lengths=of("draft_length", workers),
         rtts=of("rtt", round_trip),
-        sessions=of("sessions", number),
-        targets=of("targets", number),
-        drafters=of("drafters", number),
+        sessions=of("sessions", workers),
+        targets=of("targets", workers),
+        drafters=of("drafters", workers),
     )
 
 
@@ -260,14 +282,45 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
         _within(name, value, least, most)
     if args.coverage is not None:
         _within("coverage", args.coverage, 0, 1)
-    relay = given["relay_ms"] / 1000
+    relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
+    steps = _steps(args)
+    verify = Curve.straight(given["target_step_ms"] / 1000, given["verify_slope"])
     costs = Costs(
-        verify={1: Curve.straight(given["target_step_ms"] / 1000, given["verify_slope"])},
+        verify={1: Curve((rows, seconds, 1.0) for rows, seconds in steps.items()) if steps else verify},
         draft=Curve.straight(given["draft_step_ms"] / 1000, given["draft_slope"]),
         to_target=relay,
         to_draft=relay,
+        verify_each=given["session_ms"] / 1000,
+        branching=given["branching"],
+        row_classes=tuple(sorted(steps)),
+        verify_pause=launch,
+        draft_pause=launch,
     )
+    if args.shared_device:
+        costs = replace(costs, contention=SHARED_CONTENTION, draft_contention=SHARED_DRAFT_CONTENTION)
     return costs, made_up(Random(args.seed), given["acceptance"], args.coverage)
+
+
+def _steps(args: argparse.Namespace) -> dict[int, float]:
+    """Seconds of the target's steps by the rows they are padded to; none: they are as large as what they compute."""
+
+    def pair(text: str) -> tuple[int, float]:
+        rows, _, step = text.partition(":")
+        least, most = BOUNDS["target_step_ms"]
+        try:
+            seconds = number(step, most) / 1000
+            if 1000 * seconds >= least:
+                return count(rows, MOST), seconds
+        except ValueError:
+            pass
+        raise ValueError("rows and milliseconds, such as 16:6.2")
+
+    if args.rows is None:
+        return {}
+    for name in ("target_step_ms", "verify_slope"):
+        if getattr(args, name) is not None:
+            raise CommandError(f"{_flag(name)} and --rows say what a step takes; give one of them", BAD_INPUT)
+    return dict(values(args, "rows", "", pair))
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -276,7 +329,7 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
 def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     from speculation.simulation.recorded import UselessRecord, read
 
-    for name in [*MADE_UP, "coverage"]:
+    for name in [*MADE_UP, "coverage", "rows", "shared_device"]:
         if getattr(args, name) is not None:
             raise CommandError(f"{_flag(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
     try:

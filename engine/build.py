@@ -87,7 +87,7 @@ def build(
         model = load_model(settings, progress, group)
         heads = heads_for(settings, model, progress)
         cache = cache_for(settings, model, group)
-    return _warmed(Engine(model, cache, invariant=invariant, leader=leader, heads=heads))
+    return _warmed(Engine(model, cache, invariant=invariant, leader=leader, record=recorder_for(model), heads=heads))
 
 
 def build_target(
@@ -158,14 +158,18 @@ def build_alone(
     invariant: bool = True,
     record: Record | None = None,
 ) -> Engine:
-    """An engine without other ranks: only that is recorded, as one of several ranks could fail to, and they diverge.
+    """An engine without other ranks.
 
     ``record``: how steps are recorded, instead of the usual way. Raises :class:`engine.model.ModelError`.
     """
     heads = heads_for(settings, model, progress)
-    if record is None and model.attention is not None and model.device.type == "cuda":
-        record = CudaRecorder(model.device)
+    record = record or recorder_for(model)
     return _warmed(Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads))
+
+
+def recorder_for(model: Model) -> Record | None:
+    """What records its steps to be replayed; None where they are not computed by rows on a GPU."""
+    return CudaRecorder(model.device) if model.attention is not None and model.device.type == "cuda" else None
 
 
 def _warmed(engine: Engine) -> Engine:

@@ -1,8 +1,8 @@
 """Whether a token's logits have the same bits however it is computed: the ground of "the same text for a seed".
 
 Measured at load for this model on this device, since kernels of libraries may add up in another order when a step has
-another size. Where steps of some number of rows differ from the others, those are not used; whatever still differs is
-named. Knows steps and bits; nothing about kernels.
+another size. Of the numbers of rows that steps are padded to, the most that agree with each other are used; whatever
+still differs is named. Knows steps and bits; nothing about kernels.
 
 Tensor legend: N tokens compared, V vocabulary.
 """
@@ -63,12 +63,12 @@ class _Probe:
             sequence.free()
 
     def run(self) -> str:
-        self._step(self._text[:PREFIX], rows=())
-        self._sequence.advance(range(PREFIX))
+        self._read(PREFIX)
+        classes = self._engine.row_classes
+        for rows in set(classes).difference(_majority([(rows, self._among(rows)) for rows in classes])):
+            self._engine.avoid_rows(rows)
+        self._read(PREFIX)  # once more, as it may have been read in steps that are not used any longer
         expected_NV = self._one_by_one()
-        for rows in self._engine.row_classes:
-            if not torch.equal(self._among(rows), expected_NV):
-                self._engine.avoid_rows(rows)
         ways: Sequence[tuple[str, Callable[[], Tensor]]] = (
             ("in a chain", lambda: self._step(self._text[PREFIX:])),
             ("in a tree", self._as_branch),
@@ -133,9 +133,25 @@ class _Probe:
 
     def _again(self) -> Tensor:
         """In another order and other pieces, as after a failover; what is compared in one piece of them."""
+        self._read(PIECE)
+        return self._step(self._text[PREFIX:])
+
+    def _read(self, piece: int) -> None:
+        """Begin anew with what is before the compared tokens, so many tokens in a step."""
         self._sequence.truncate(0)
-        for start in range(0, PREFIX, PIECE):
-            part = self._text[start : min(start + PIECE, PREFIX)]
+        for start in range(0, PREFIX, piece):
+            part = self._text[start : min(start + piece, PREFIX)]
             self._step(part, rows=())
             self._sequence.advance(range(len(part)))
-        return self._step(self._text[PREFIX:])
+
+
+def _majority(found: Sequence[tuple[int, Tensor]]) -> Sequence[int]:
+    """The most numbers of rows that gave the same bits; of several such sets, the one that reaches furthest."""
+    alike: list[tuple[Tensor, list[int]]] = []
+    for rows, logits_NV in found:
+        known = next((sizes for first_NV, sizes in alike if torch.equal(first_NV, logits_NV)), None)
+        if known is None:
+            alike.append((logits_NV, [rows]))
+        else:
+            known.append(rows)
+    return max((sizes for _, sizes in alike), key=lambda sizes: (len(sizes), max(sizes)), default=())

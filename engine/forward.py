@@ -13,7 +13,7 @@ import inspect
 import io
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,8 @@ class StepInput:
     """Slots to copy before anything is computed."""
     invariant: bool
     """Whether attention has to be batch-invariant; see :mod:`engine.invariance`."""
+    row_classes: Sequence[int] = ()
+    """Numbers of rows that rank 0 pads steps to, if it does; the others then use no more than these."""
 
     @property
     def positions(self) -> list[int]:
@@ -61,7 +63,8 @@ class StepInput:
     def encoded(self) -> bytes:
         """For the other ranks; see :meth:`decoded`."""
         chunks = [(sequence.state(), count) for sequence, count in self.chunks]
-        return pickle.dumps((self.tokens, self.rows, chunks, self.moves, self.invariant), pickle.HIGHEST_PROTOCOL)
+        plain = (self.tokens, self.rows, chunks, self.moves, self.invariant, self.row_classes)
+        return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
 
     @classmethod
     def decoded(cls, data: bytes) -> StepInput:
@@ -82,9 +85,15 @@ class Forward:
     """A model over a store. The shapes of keys and values are those of the heads that this rank computes."""
 
     def __init__(
-        self, model: Model, store: KVStore, record: Record | None = None, *, keep_hidden: bool = False
+        self,
+        model: Model,
+        store: KVStore,
+        record: Record | None = None,
+        *,
+        agreed: Callable[[bool], bool] = bool,
+        keep_hidden: bool = False,
     ) -> None:
-        """``record``: how steps by rows are recorded to be replayed, if they are.
+        """``record``: how steps by rows are recorded to be replayed, if they are; ``agreed``: see :class:`RowSteps`.
 
         ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it.
         """
@@ -107,7 +116,7 @@ class Forward:
         if isinstance(model.attention, CpuRows):
             self._rows = CpuSteps(self._logits, store, model.attention, model.layers, model.context)
         elif model.attention is not None:
-            self._rows = RowSteps(self._logits, store, model.attention, model.layers, model.context, record)
+            self._rows = RowSteps(self._logits, store, model.attention, model.layers, model.context, record, agreed)
 
     @torch.inference_mode()
     def compute(self, inputs: StepInput) -> Tensor:
@@ -117,6 +126,8 @@ class Forward:
         self.moved = True
         started = time.perf_counter()
         if self._rows is not None:
+            for rows in set(self._rows.classes).difference(inputs.row_classes or self._rows.classes):
+                self._rows.avoid(rows)
             logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks)
         else:
             logits_RV = self._computed(inputs)

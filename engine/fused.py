@@ -3,8 +3,9 @@
 Decides which models are recognised: those whose layers are Llama's but for what :data:`FAMILIES` and the checks here
 cover, in exactly transformers' own classes and untouched. Queries, keys and values are then one product, gate and up
 another; a residual is added together with the next norm, also across layers. Embedding, rotary table and output layer
-stay the model's own. What is not recognised stays as it is. Knows no device: row operations are
-:mod:`engine.layer_ops`' and attention is the step's.
+stay the model's own. What is not recognised stays as it is. Of a model that is split
+over ranks, each joins its slices. Knows no device: row operations are :mod:`engine.layer_ops`' and attention is the
+step's.
 
 Tensor legend: T tokens, D hidden size, Q query heads, H key/value heads, E head size, S slots, I intermediate size.
 """
@@ -22,6 +23,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from engine.kv_store import KVStore
 from engine.layer_ops import Activation, LayerOps, Norm
+from engine.parallel.shards import SummedLinear
 
 FAMILIES = {
     "cwm": "Cwm",
@@ -196,7 +198,7 @@ def _obstacle(module: Any, known_dtypes: Collection[torch.dtype]) -> str:
     if code.__name__ != f"transformers.models.{family}.modeling_{family}":
         return f"its {type(base).__name__} is not transformers' own"
     stock = {part: getattr(code, FAMILIES[family] + part) for part in PARTS}
-    known = {*stock.values(), *ACTIVATIONS, nn.Linear, nn.ModuleList}
+    known = {*stock.values(), *ACTIVATIONS, nn.Linear, nn.ModuleList, SummedLinear}
     if (type(base), type(base.rotary_emb)) != (stock["Model"], stock["RotaryEmbedding"]):
         return f"it is a {type(base).__name__} that rotates by a {type(base.rotary_emb).__name__}"
     for name, part in (*base.layers.named_modules(prefix="layers"), ("norm", base.norm)):

@@ -83,7 +83,8 @@ class Engine:
         self._wants_exact = invariant
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
         self.heads = heads
-        self._forward = Forward(model, cache.store, record, keep_hidden=heads is not None)
+        agreed = bool if leader is None else leader.all_agree
+        self._forward = Forward(model, cache.store, record, agreed=agreed, keep_hidden=heads is not None)
         self._leader = leader
 
     @property
@@ -119,7 +120,7 @@ class Engine:
             self._check_context(chunks)
             states = [(chunk.sequence, len(chunk.tokens)) for chunk in chunks]
             moves = self.cache.take_moves()
-            return self._computed(StepInput(tokens, rows, states, moves, self.invariant))
+            return self._computed(StepInput(tokens, rows, states, moves, self.invariant, self.row_classes))
         except BaseException:
             if not self._forward.moved:
                 self.cache.moves.note(moves)

@@ -36,8 +36,13 @@ def rows_for(tokens: int, row_classes: Sequence[int]) -> int:
 def room_for_drafts(sessions: int, each: int, most: int, row_classes: Sequence[int] = ()) -> tuple[int, int]:
     """Room for drafts of one session and of all together, where each of them may have ``each`` and all ``most``.
 
-    What would be left empty of the class of rows that this comes to may be had as well, by any session.
+    Where steps are padded to classes of rows, a session may fill the class after the one that it would need alone: a
+    class more costs little and a text that is easy has drafts for it, which :class:`StepCost` and odds decide. What
+    would be left empty of the class of all together may be had as well, by any session.
     """
+    if each and rows_for(1 + each, row_classes) in row_classes:
+        above = row_classes.index(rows_for(1 + each, row_classes)) + 1
+        each = row_classes[min(above, len(row_classes) - 1)] - 1
     wanted = sessions * (1 + each)
     spare = rows_for(wanted, row_classes) - wanted if each else 0
     return min(each + spare, most), min(sessions * each + spare, most)
@@ -47,7 +52,8 @@ class StepCost:
     """``T(n)``: seconds of a step that computes ``n`` tokens, learned online; never falls with ``n``.
 
     Where steps are padded to classes of rows, ``T`` is a staircase, and a class is measured as one: what has room in
-    the class that is paid for costs next to nothing (:data:`ROW`).
+    the class that is paid for costs next to nothing (:data:`ROW`), whatever its shape. Elsewhere steps whose drafts
+    branch may cost more than others of their size, and are measured apart.
     """
 
     SMOOTHING = 0.1
@@ -73,15 +79,23 @@ class StepCost:
         """
         assert list(row_classes) == sorted(set(row_classes)), "classes of rows ascend"
         self._row_classes, self._smoothing = row_classes, smoothing
+        self._branched: StepCost | None = None
+        """Of steps whose drafts branch, once there was one."""
+        self._branched_at = 0
         self._measured: dict[int, float] = {}
         self._seen: dict[int, int] = {}
         self._steps = 0
         self._sizes: list[int] = []
         self._costs: list[float] = []
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from one step."""
+    def observe(self, tokens: int, seconds: float, *, branched: bool = False) -> None:
+        """Learn from one step. ``branched``: whether its drafts were more than a chain for each session."""
         if not 0 < tokens <= self.LARGEST:
+            return
+        if branched and not self._row_classes:
+            self._branched = self._branched or StepCost(smoothing=self._smoothing)
+            self._branched.observe(tokens, seconds)
+            self._branched_at = self._steps
             return
         tokens = rows_for(tokens, self._row_classes)
         known = self._measured.get(tokens)
@@ -92,22 +106,38 @@ class StepCost:
         self._seen[tokens] = self._steps
         for size in [size for size, step in self._seen.items() if step < self._steps - self.MEMORY]:
             del self._measured[size], self._seen[size]
+        if self._steps > self._branched_at + self.MEMORY:
+            self._branched = None
         self._sizes = sorted(self._measured)
         self._costs = rising([self._measured[size] for size in self._sizes], [1.0] * len(self._sizes))
 
-    def __call__(self, tokens: int) -> float:
+    def __call__(self, tokens: int, *, branched: bool = False) -> float:
         """Expected seconds; between measured sizes on a straight line. 1 before anything was measured."""
+        if self._branched is not None and not self._sizes:
+            return self._branched(tokens)
+        if self._branched is not None and branched:
+            return max(self._branched(tokens), self(tokens))
         rows = rows_for(tokens, self._row_classes)
         return self._at(rows) * (1 + self.ROW * tokens if self._row_classes else 1.0)
 
     @property
     def known(self) -> bool:
         """Whether anything was measured."""
+        return bool(self._sizes) or self._branched is not None
+
+    @property
+    def knows_branched(self) -> bool:
+        """Whether steps whose drafts branch were measured apart."""
+        return self._branched is not None
+
+    @property
+    def knows_chains(self) -> bool:
+        """Whether steps whose drafts do not branch were measured; else others stand for them."""
         return bool(self._sizes)
 
     def measured_up_to(self, tokens: int) -> bool:
         """Whether a step of at most so many tokens was measured: else the cost of larger ones stands for it."""
-        return self.known and self._sizes[0] <= rows_for(tokens, self._row_classes)
+        return bool(self._sizes) and self._sizes[0] <= rows_for(tokens, self._row_classes)
 
     def _at(self, tokens: int) -> float:
         if not self._sizes:

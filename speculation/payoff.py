@@ -76,10 +76,10 @@ class Payoff:
             return BREAK_EVEN
         return max(self._beside(sessions) / self._lately(sessions) - 1.0, BREAK_EVEN)
 
-    def observe(self, tokens: int, seconds: float, *, quiet: bool) -> None:
-        """Learn what a step of so many tokens cost."""
+    def observe(self, tokens: int, seconds: float, *, quiet: bool, branched: bool = False) -> None:
+        """Learn what a step of so many tokens cost; ``branched``: see :meth:`~speculation.budget.StepCost.observe`."""
         for cost in (self._quiet, self._lately) if quiet else (self._beside,):
-            cost.observe(tokens, seconds)
+            cost.observe(tokens, seconds, branched=branched)
 
     def rested(self) -> None:
         """A step went by in which drafters were to rest."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from speculation.budget import StepCost, choose, worth_waiting
 from speculation.messages import Open, Rule, Schedule, Token
@@ -63,6 +64,8 @@ class Planner:
         """When the step under way began."""
         self._ended: float | None = None
         """When the step before ended, if the one to come follows on it."""
+        self._branched = False
+        """Whether drafts branch in the step planned last."""
 
     def session(self, opened: Open, vocabulary: int, more: Sequence[LocalSource] = ()) -> TargetSession:
         """Start a session that learns from the others. ``more``: draft sources that the worker has made for it."""
@@ -93,7 +96,7 @@ class Planner:
             waited = self._began - self._asked_at
             self._ended = self._began + seconds
             self._asked_at = self._began = None
-        payoff.observe(tokens, seconds + between, quiet=self._quiet)
+        payoff.observe(tokens, seconds + between, quiet=self._quiet, branched=self._branched)
         if committed is None or not self._adaptive or not self._follow:
             return
         if not payoff.drafting:
@@ -111,13 +114,14 @@ class Planner:
         candidates = [one.session.candidates(one.drafts) for one in asked]
         waits = [self._baseline_wait(one, offer, now) for one, offer in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]
-        counts = self._counts([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
+        chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         if len(asked) == 1 and going and not prefilled:
             waits[0] = self._wait(asked[0].session, candidates[0], now)
         offers: list[Offer | None] = [None] * len(asked)
-        for i, count in zip(going, counts, strict=True):
+        for i, offer in zip(going, chosen, strict=True):
             if waits[i] is None:
-                offers[i] = asked[i].session.offer(candidates[i].first(count))
+                offers[i] = asked[i].session.offer(offer)
+        self._branched = any(offer.branched for offer in offers if offer is not None)
         wakes = [until for until in waits if until is not None]
         if len(wakes) < len(asked):
             self._began = now
@@ -142,25 +146,25 @@ class Planner:
         """Of the room for drafts, what one session may use: all where gain decides, else its even part."""
         return room if self._adaptive and _by_marginal_gain(one.session) else room // sessions
 
-    def _counts(
+    def _chosen(
         self, asked: Sequence[Asked], candidates: Sequence[Offer], prefilled: int, room: int | None
-    ) -> list[int]:
-        """How many of its candidates each session verifies."""
-        counts = [len(offer.nodes) for offer in candidates]
+    ) -> list[Offer]:
+        """What of its candidates each session verifies."""
+        chosen = list(candidates)
         if not self._adaptive:
-            return counts
+            return chosen
         cost, certain = self.cost(len(asked)), len(asked) + prefilled
         base = certain
         by_gain = [i for i, one in enumerate(asked) if _by_marginal_gain(one.session)]
         for i, one in enumerate(asked):
             if one.session.opened.speculation.schedule is Schedule.TRIE and i not in by_gain:
                 most = min(one.drafts, one.session.deepest)
-                counts[i] = _first_below(candidates[i].odds, _price(len(asked), certain, most, cost))
-                base += counts[i]
-        left = None if room is None else room - sum(counts[i] for i in range(len(asked)) if i not in by_gain)
-        for i, count in zip(by_gain, choose([candidates[i].odds for i in by_gain], base, cost, left), strict=True):
-            counts[i] = count
-        return counts
+                chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, most, cost)))
+                base += len(chosen[i].nodes)
+        left = None if room is None else room - sum(len(chosen[i].nodes) for i in range(len(asked)) if i not in by_gain)
+        for i, offer in zip(by_gain, _best([candidates[i] for i in by_gain], base, cost, left), strict=True):
+            chosen[i] = offer
+        return chosen
 
     def _wait(self, session: TargetSession, offer: Offer, now: float) -> float | None:
         """Until when a session that computes alone does better to wait for drafts than to go on."""
@@ -207,6 +211,26 @@ def _follows(session: TargetSession) -> bool:
 def _by_marginal_gain(session: TargetSession) -> bool:
     speculation = session.opened.speculation
     return speculation.rule is Rule.COUPLED and speculation.schedule is Schedule.TRIE
+
+
+def _best(candidates: Sequence[Offer], base: int, cost: StepCost, most: int | None) -> list[Offer]:
+    """The first part of each session's candidates, or of the chain among them, that makes the most of a second."""
+
+    def part(offers: Sequence[Offer], shape: Callable[[int], float]) -> list[Offer]:
+        counts = choose([offer.odds for offer in offers], base, shape, most)
+        return [offer.first(count) for offer, count in zip(offers, counts, strict=True)]
+
+    def rate(offers: Sequence[Offer]) -> float:
+        tokens = base + sum(len(offer.nodes) for offer in offers)
+        branched = any(offer.branched for offer in offers)
+        return (len(offers) + sum(sum(offer.odds) for offer in offers)) / cost(tokens, branched=branched)
+
+    if not (cost.knows_branched and any(offer.branched for offer in candidates)):
+        return part(candidates, cost)
+    chains = part([offer.chain() for offer in candidates], cost)
+    if not cost.knows_chains:
+        return chains  # which shows what these take
+    return max(chains, part(candidates, partial(cost, branched=True)), key=rate)
 
 
 def _price(sessions: int, certain: int, most: int, cost: Callable[[int], float]) -> float:

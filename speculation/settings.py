@@ -144,7 +144,7 @@ class Speculation:
     """What a session allows to be speculated."""
 
     enabled: bool = True
-    max_depth: int = 16
+    max_depth: int = 32
     """Longest path of draft tokens verified in one step; under the baseline schedules, how many are drafted."""
     rule: Rule = Rule.COUPLED
     schedule: Schedule = Schedule.TRIE

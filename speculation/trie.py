@@ -128,6 +128,21 @@ class Offer:
         """The part that was chosen first; a parent always comes before its children."""
         return Offer(self.nodes[:count], self.parents[:count])
 
+    @property
+    def branched(self) -> bool:
+        """Whether any token has a sibling here."""
+        return len(set(self.parents)) < len(self.parents)
+
+    def chain(self) -> Offer:
+        """The best of it that does not branch: of each token the child that was chosen first."""
+        nodes: list[Node] = []
+        end = ANCHOR
+        for i, (node, parent) in enumerate(zip(self.nodes, self.parents, strict=True)):
+            if parent == end:
+                nodes.append(node)
+                end = i
+        return Offer(tuple(nodes), tuple(range(-1, len(nodes) - 1)))
+
     def depth_first(self) -> Offer:
         """The same tokens branch by branch, the likeliest branch first, so that runs of parent and child are long."""
         below: list[list[int]] = [[] for _ in range(len(self.nodes) + 1)]  # the root's come last

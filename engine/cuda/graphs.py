@@ -89,10 +89,14 @@ class RowSteps:
         layers: int,
         context: int,
         record: Record | None = None,
+        agreed: Callable[[bool], bool] = bool,
     ) -> None:
-        """``context``: tokens of the longest sequence. ``record``: how steps are recorded, if they are."""
+        """``context``: tokens of the longest sequence. ``record``: how steps are recorded, if they are.
+
+        ``agreed``: whether what succeeded here did so on all ranks that compute the same, which ask at the same time.
+        """
         self._compute, self._store, self._attention = compute, store, attention
-        self._layers, self._context, self._record = layers, context, record
+        self._layers, self._context, self._record, self._agreed = layers, context, record, agreed
         self._pages = -(-context // attention.page)
         self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
         """Numbers of rows that steps are padded to."""
@@ -147,7 +151,7 @@ class RowSteps:
             expected[shape] = flat, found_RX[:, :CHECKED].clone()
         for shape, (flat, expected_RX) in expected.items():
             error = _difference(self._computed(shape, flat)[:, :CHECKED], expected_RX)
-            if not error <= TOLERANCE:
+            if not self._agreed(error <= TOLERANCE):
                 self._give_up(f"a step of {shape.rows} rows is off by {error:.2g} once all are recorded")
                 return True
         taken = (self._reserved() - before) / 2**20
@@ -175,13 +179,16 @@ class RowSteps:
         """Compute a step of a shape that was not seen before, and record it."""
         assert self._record is not None
         expected_RX = self._forward(shape, buffer).clone()
+        recording, why = None, "another rank cannot record one"
         try:
             recording = Recording(buffer, self._record(lambda: self._forward(shape, buffer)))
-            error = _difference(recording.replay(), expected_RX)
         except Exception as failure:  # whatever a model does that cannot be recorded
-            self._give_up(first_line(failure))
+            why = first_line(failure)
+        if not self._agreed(recording is not None) or recording is None:
+            self._give_up(why)
             return expected_RX
-        if not error <= TOLERANCE:  # also when it is NaN
+        error = _difference(recording.replay(), expected_RX)
+        if not self._agreed(error <= TOLERANCE):  # also when it is NaN
             self._give_up(f"logits of a replayed step of {shape.rows} rows are off by {error:.2g}")
         else:
             self._recordings[shape] = recording

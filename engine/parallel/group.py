@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from engine.build import EngineSettings
@@ -36,6 +38,8 @@ IDLE = timedelta(days=365)
 FRAME_BYTES = 1 << 14
 """What a broadcast carries; a longer message takes a second one."""
 LENGTH_BYTES = 8
+GATHERED_BYTES = 1 << 20
+"""Up to so many of all ranks together, parts of a sum are sent whole to every rank: one exchange instead of two."""
 
 
 class RankError(Exception):
@@ -89,23 +93,32 @@ class Group:
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors of one shape; ``part`` may be overwritten with it.
 
-        In bfloat16 on a CPU a number's bits depend on its parts alone, not on the shape or its place in it.
+        A number's bits depend on its parts alone, not on the shape or its place in it: they are added in the order of
+        ranks, in float32 at least, and rounded once. Libraries that reduce do so in an order that depends on both.
         """
-        if self.world == 2 or part.dtype != torch.bfloat16 or part.device.type != "cpu":
+        if self.world == 2:  # there is one order, and one rounding
             dist.all_reduce(part, group=self._computing)
             return part
-        # More than two parts are added up in an order that depends on the place; so here one after the other.
-        first, *others = self.gather(part)
-        total = first.float()
-        for other in others:
-            total += other
-        return total.to(part.dtype)
+        if part.nbytes * self.world <= GATHERED_BYTES:
+            return _added(self.gather(part))
+        # Every rank adds up a slice of the numbers, whichever they are. Takes the bytes of a ring: each number once
+        # to whoever adds it, once from there.
+        size = -(-part.numel() // self.world)
+        numbers = pad(part.flatten(), (0, size * self.world - part.numel()))
+        slices = torch.empty_like(numbers)
+        dist.all_to_all_single(slices, numbers, group=self._computing)
+        dist.all_gather_into_tensor(numbers, _added(slices.view(self.world, size).unbind()), group=self._computing)
+        return numbers[: part.numel()].view_as(part)
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """All ranks' tensors of one shape, in the order of ranks."""
-        parts = [torch.empty_like(part) for _ in range(self.world)]
-        dist.all_gather(parts, part, group=self._computing)
-        return parts
+        parts = part.new_empty(self.world, part.numel())
+        dist.all_gather_into_tensor(parts.view(-1), part.flatten(), group=self._computing)
+        return [one.view(part.shape) for one in parts]
+
+    def all_agree(self, so: bool) -> bool:
+        """Whether all ranks say so."""
+        return bool(self.least(int(so)))
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values, however long they take."""
@@ -145,6 +158,15 @@ class Group:
         options.timeout = patience
         self._idle.broadcast([torch.frombuffer(frame, dtype=torch.uint8)], options).wait()
         return frame
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum, one after the other."""
+    first, *others = parts
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for other in others:
+        total += other
+    return total.to(first.dtype)
 
 
 def _own_device(device: torch.device, rank: int) -> torch.device:

@@ -105,6 +105,11 @@ class Leader:
             raise loss from error
         self._loading = False
 
+    def all_agree(self, so: bool) -> bool:
+        """Whether all ranks say so, which say it at the same time."""
+        assert self._group is not None, "there are no ranks yet"
+        return self._group.all_agree(so)
+
     @contextmanager
     def step(self, inputs: StepInput) -> Iterator[None]:
         """Have the others compute ``inputs``; the block computes the same here.

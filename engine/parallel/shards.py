@@ -79,6 +79,8 @@ def use_slices(module: Any, group: Group) -> None:
     plan: dict[str, str] = module.tp_plan
     for name, child in list(module.named_modules()):
         style = plan.get(replace_layer_number_by_wildcard(name))
+        if style == "replicated_with_grad_allreduce":
+            vars(child).pop("forward", None)  # what transformers put there is for training
         sliced = None if style is None else _sliced(child, style, group)
         if sliced is not None:
             parent, _, own = name.rpartition(".")

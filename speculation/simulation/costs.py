@@ -58,6 +58,10 @@ class Costs:
     caches and cores with it, or the device itself."""
     draft_contention: float = 1.0
     """How many times as long as by ``draft`` their steps take while a target computes."""
+    verify_each: float = 0.0
+    """What every session adds to a step of the target, beyond ``verify``."""
+    branching: float = 1.0
+    """How many times as long as others of its size a step of the target takes in which drafts branch."""
     row_classes: Sequence[int] = ()
     """Numbers of rows that the target's steps are padded to (:class:`speculation.budget.StepCost`)."""
     verify_pause: float = 0.0
@@ -75,4 +79,5 @@ class Costs:
         """
         curves = self.heads if heads else self.verify
         known = [count for count in curves if count <= sessions]
-        return curves[max(known) if known else min(curves)](rows_for(tokens, self.row_classes))
+        curve = curves[max(known) if known else min(curves)]
+        return curve(rows_for(tokens, self.row_classes)) + self.verify_each * sessions

@@ -229,6 +229,8 @@ class _Target:
         world.verifying += 1
         heads = any(one.heads is not None and one.heads.guessing for one, _ in going)
         seconds = world.varied(world.costs.verify_seconds(len(going), tokens, heads=heads))
+        if any(offer.branched for _, offer in going):
+            seconds *= world.costs.branching
         world.after(seconds, lambda: self._end(going, tokens, seconds))
 
     def _rest(self, wake: float | None) -> None:

@@ -285,7 +285,7 @@ def test_the_better_priority_starts_first():
     assert order == [3, 3, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(("row_classes", "offered"), [((), 3), ((8, 16), 7), ((2,), 3)])
+@pytest.mark.parametrize(("row_classes", "offered"), [((), 3), ((4, 8), 7), ((8,), 7), ((2,), 3)])
 def test_drafts_fill_the_class_of_rows_that_the_engine_pads_steps_to(row_classes, offered):
     engine = TableEngine(capacity=64)
     engine.row_classes = row_classes

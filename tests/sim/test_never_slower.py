@@ -20,21 +20,19 @@ SEED = 7
 LEAST = 0.97
 STAIRS = (16, 32, 64, 128, 256)
 STEPS = (0.0062, 0.0064, 0.0068, 0.0085, 0.0122)
-HOST = 0.0001
-"""Seconds that the host takes for a session in a step."""
 GPU = Costs(
-    {
-        sessions: Curve((rows, step + HOST * sessions, 1.0) for rows, step in zip(STAIRS, STEPS, strict=True))
-        for sessions in (1, 8, 64)
-    },
+    {1: Curve((rows, step, 1.0) for rows, step in zip(STAIRS, STEPS, strict=True))},
     Curve.straight(0.0011, 0.02),
     to_target=0.0016,
     to_draft=0.0021,
+    verify_each=0.0001,
     verify_pause=0.0002,
     jitter=0.02,
     row_classes=STAIRS,
 )
-CPU = Costs({1: Curve.straight(0.024, 0.04)}, Curve.straight(0.002, 0.04), 0.0014, 0.0014, 0.0005, jitter=0.05)
+CPU = Costs(
+    {1: Curve.straight(0.024, 0.04)}, Curve.straight(0.002, 0.04), 0.0014, 0.0014, verify_pause=0.0005, jitter=0.05
+)
 COSTS = {"gpu": GPU, "cpu": CPU}
 COSTS |= {
     f"{name} shared": replace(costs, contention=1.25, draft_contention=2.3) for name, costs in list(COSTS.items())

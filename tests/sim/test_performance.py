@@ -69,12 +69,13 @@ def test_a_perfect_drafter_in_parallel_hides_its_own_time():
 
 
 def test_steps_beside_a_working_drafter_take_as_much_longer_as_was_measured():
+    """But for a probe of five plain steps, in which it rests: over 300 tokens, of 50 steps, it makes 4 %."""
     crowded, outcomes = replace(FREE, contention=1.25), made_up(Random(SEED), 1.0)
     rate, slower = (
-        simulate(Setting(request_tokens=ENDLESS), costs, outcomes, Random(SEED), tokens=300).rate
+        simulate(Setting(request_tokens=ENDLESS), costs, outcomes, Random(SEED), tokens=1500).rate
         for costs in (FREE, crowded)
     )
-    assert slower == pytest.approx(rate / 1.25, rel=0.05), "but for a few steps during which it rests"
+    assert slower == pytest.approx(rate / 1.25, rel=0.03)
     assert simulate(Setting(None), crowded, outcomes, Random(SEED)).rate == pytest.approx(1 / VERIFY)
 
 

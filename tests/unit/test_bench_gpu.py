@@ -42,6 +42,26 @@ def by_stage(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {outcome["stage"]: outcome for outcome in document["outcomes"]}
 
 
+def test_quantised_weights_are_measured_against_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.quantisation.has_kernel", lambda: True)  # torchao's own product is taken, as on GPUs
+    figures = []
+    for flags in ([], ["--quantization", "int8"]):
+        code, document = measured(tmp_path, "--stage", "floor,steps", *flags)
+        assert code == 0
+        figures.append(by_stage(document))
+    plain, quantised = figures
+    assert quantised["steps"]["facts"]["weights"].startswith("int8 weights of ")
+    assert not plain["steps"]["facts"]
+
+    def read(found: dict[str, dict[str, Any]]) -> float:
+        """Megabytes of the layers; the output layer stays as it is, in float32."""
+        tiny = SHAPES["tiny"]
+        every = found["steps"]["steps"]["1 token"]["floor"] * found["floor"]["facts"]["GB/s"]
+        return float(every - 4 * tiny.vocabulary * tiny.hidden / 1e6)
+
+    assert 0.25 < read(quantised) / read(plain) < 0.3
+
+
 def test_every_stage_runs_and_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, document = measured(tmp_path)
     found = by_stage(document)

@@ -53,6 +53,33 @@ def test_the_likeliest_of_all_get_the_room_there_is():
     assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, most=0) == [0, 0]
 
 
+def test_steps_whose_drafts_branch_are_measured_apart():
+    cost = learned(1.0, 1.1, 1.2)
+    assert cost(3, branched=True) == cost(3) and not cost.knows_branched
+    cost.observe(3, 2.4, branched=True)
+    assert cost.knows_branched
+    assert (cost(3), cost(3, branched=True)) == (1.2, 2.4)
+    cost.observe(2, 0.5, branched=True)
+    assert cost(2, branched=True) == 1.1, "branching makes nothing cheaper"
+    for _ in range(StepCost.MEMORY + 1):
+        cost.observe(1, 1.0)
+    assert not cost.knows_branched, "to be tried again"
+
+
+def test_where_only_branched_steps_are_known_they_stand_for_all():
+    cost = StepCost()
+    cost.observe(8, 2.0, branched=True)
+    assert cost.known and cost(8) == 2.0
+    assert not cost.measured_up_to(8)
+
+
+def test_in_classes_of_rows_a_tree_costs_what_a_chain_does():
+    cost = StepCost((16, 32))
+    cost.observe(8, 2.0, branched=True)
+    assert not cost.knows_branched
+    assert cost(9) == pytest.approx(2.0, rel=0.01)
+
+
 def test_without_drafts_there_is_nothing_to_choose():
     assert choose([[], []], 2, FLAT) == [0, 0]
     assert choose([], 0, FLAT) == []
@@ -85,10 +112,13 @@ def test_the_class_that_is_paid_for_is_filled_but_not_with_hopeless_tokens():
 def test_room_for_drafts_follows_the_class_of_rows():
     assert room_for_drafts(1, 12, 63) == (12, 12)
     assert room_for_drafts(4, 12, 60) == (12, 48)
-    assert room_for_drafts(1, 12, 63, [16, 32, 64]) == (15, 15)
-    assert room_for_drafts(1, 16, 63, [16, 32, 64]) == (31, 31)
-    assert room_for_drafts(4, 12, 60, [16, 32, 64]) == (24, 60)
-    assert room_for_drafts(40, 12, 24, [16, 32, 64]) == (12, 24), "larger steps than the last class are not padded"
+    assert room_for_drafts(1, 12, 63, [16, 32, 64]) == (31, 31), "13 rows take a class of 16; the next one has 32"
+    assert room_for_drafts(1, 16, 63, [16, 32, 64]) == (63, 63)
+    assert room_for_drafts(1, 40, 63, [16, 32, 64]) == (63, 63), "there is no class after the last"
+    assert room_for_drafts(4, 12, 60, [16, 32, 64]) == (31, 60)
+    assert room_for_drafts(3, 5, 125, [8, 16, 64, 128]) == (15 + 16, 61), "and what a class of 64 leaves empty"
+    assert room_for_drafts(40, 12, 24, [16, 32, 64]) == (24, 24)
+    assert room_for_drafts(1, 64, 100, [16, 32, 64]) == (64, 64), "larger steps than the last class are not padded"
     assert room_for_drafts(1, 0, 63, [16, 32, 64]) == (0, 0), "no drafts are wanted"
 
 

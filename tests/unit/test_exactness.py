@@ -28,17 +28,17 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 class Tilted(PlainRows):
-    """Gives all rows of a step other bits when there are so many."""
+    """Gives all rows of a step other bits when there are so many: multiplies them."""
 
-    def __init__(self, context: int, *tilted: int) -> None:
+    def __init__(self, context: int, tilts: dict[int, float]) -> None:
         super().__init__(2, context)
-        self.tilted = tilted
+        self.tilts = tilts
         self.seen: set[int] = set()
 
     def __call__(self, query_TQD: Tensor, *args: object, **how: object) -> Tensor:
         self.seen.add(len(query_TQD))
         found_TQE = super().__call__(query_TQD, *args, **how)  # type: ignore[arg-type]
-        return found_TQE * 1.5 if len(query_TQD) in self.tilted else found_TQE
+        return found_TQE * self.tilts.get(len(query_TQD), 1.0)
 
 
 def test_half_precision_on_a_cpu_is_exact(half: Model) -> None:
@@ -72,7 +72,7 @@ def test_where_it_cannot_be_measured_that_is_said(half: Model) -> None:
 
 def test_numbers_of_rows_that_change_bits_are_not_used(half: Model, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    attention = Tilted(half.context, 32)
+    attention = Tilted(half.context, {32: 1.5})
     engine = by_rows(half, 800, attention)
     assert measure(engine) == EXACT
     assert engine.row_classes == (16, 64)
@@ -80,6 +80,22 @@ def test_numbers_of_rows_that_change_bits_are_not_used(half: Model, caplog: pyte
     attention.seen.clear()
     assert measure(engine) == EXACT
     assert attention.seen == {16, 64}
+
+
+@pytest.mark.parametrize(
+    ("tilts", "kept"),
+    [
+        pytest.param({16: 1.5}, (32, 64), id="the smallest"),
+        pytest.param({64: 1.5}, (16, 32), id="the largest"),
+        pytest.param({16: 1.5, 64: 1.5}, (16, 64), id="those that agree with the smallest are more"),
+        pytest.param({16: 1.5, 32: 1.2}, (64,), id="all differ"),
+    ],
+)
+def test_the_most_that_agree_are_used(half: Model, tilts: dict[int, float], kept: tuple[int, ...]) -> None:
+    engine = by_rows(half, 800, Tilted(half.context, tilts))
+    assert measure(engine) == EXACT
+    assert engine.row_classes == kept
+    assert engine.cache.free_tokens == engine.cache.capacity
 
 
 def test_the_last_class_stays(single: Model) -> None:

@@ -53,9 +53,10 @@ def predictor(acceptance: float, costs: Costs = FREE, tokens: int = 160) -> Pred
 
 
 def test_a_perfect_drafter_brings_a_token_more_for_every_depth():
-    found = predictor(1.0, tokens=1600)  # the few steps that are plain, to find out what these take, hardly count
+    """Nearly: its first probe, of five plain steps, costs 14 % of the 27 steps of 160 tokens, 1 % of those of 1600."""
+    found = predictor(1.0, tokens=1600)
     for depth in (1, 3, 5):
-        assert found.speedup(A, depth=depth) == pytest.approx(depth + 1, rel=0.05)
+        assert found.speedup(A, depth=depth) == pytest.approx(depth + 1, rel=0.03)
 
 
 def test_a_drafter_that_is_always_wrong_brings_nothing_and_is_not_recommended():
@@ -196,7 +197,7 @@ def test_the_advice_is_one_line():
     [
         (one(Way("Org/a", frozenset({Source.LOOKUP})), 2.0), (True, True, True, 3, 2)),
         (one(LOOKUP, 2.0), (True, False, True, 3, 1)),
-        (None, (False, True, True, 16, 1)),
+        (None, (False, True, True, 32, 1)),
     ],
 )
 def test_the_configuration_can_be_pasted(chosen, expected, tmp_path):

@@ -396,3 +396,41 @@ def test_in_a_class_of_rows_all_that_has_room_is_verified():
     (offer,) = made.plan([Asked(one, 15)], 0.0, room=15).offers
     assert offer is not None
     assert len(offer.nodes) == 15
+
+
+def branched(made: Planner) -> TargetSession:
+    """With a chain of three and second choices beside each, which are likely enough to be verified."""
+    one = session(made)
+    push(one, 4, 5, 6, confidence=0.6)
+    tokens, parents = (14, 4, 15, 5, 16), (ANCHOR, ANCHOR, 1, 1, 3)
+    odds = (0.35, 0.6, 0.35, 0.6, 0.35)
+    one.propose(Proposal(SessionId(1), 1, one.trie.position, one.trie.digest, tokens, parents, odds), 0.0)
+    return one
+
+
+@pytest.mark.parametrize(("times", "taken"), [(1.0, 6), (1.05, 6), (3.0, 3)])
+def test_a_tree_is_verified_where_that_is_worth_what_its_shape_costs(times, taken):
+    made = planner(slope=0.0001)
+    one = branched(made)
+    (offer,) = made.plan([Asked(one, 8)], 0.0).offers
+    assert offer is not None and offer.branched and len(offer.nodes) == 6, "nothing is known of trees"
+    made.observe(1, 7, 0.0306 * times)
+    (offer,) = made.plan([Asked(branched(made), 8)], 1.0).offers
+    assert offer is not None and not offer.branched, "nothing is known of chains beside a drafter"
+    made.observe(1, 4, 0.0303)
+    (offer,) = made.plan([Asked(branched(made), 8)], 2.0).offers
+    assert offer is not None
+    assert len(offer.nodes) == taken
+    assert offer.branched == (taken > 3)
+
+
+def test_in_a_batch_one_tree_makes_the_step_a_dear_one():
+    made = planner(slope=0.0001)
+    made.plan([Asked(branched(made), 8)], 0.0)
+    made.observe(2, 8, 0.09)
+    made.plan([], 0.5)
+    made.observe(2, 4, 0.0303)
+    chain = session(made)
+    push(chain, 4, 5, 6)
+    offers = made.plan([Asked(branched(made), 8), Asked(chain, 8)], 1.0).offers
+    assert [offer is not None and not offer.branched and len(offer.nodes) for offer in offers] == [3, 3]

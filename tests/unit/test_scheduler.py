@@ -52,9 +52,9 @@ def test_drafts_have_the_room_that_decoding_leaves_and_vanish_in_large_batches()
 
 def test_what_a_class_of_rows_leaves_empty_may_be_drafts():
     padded = replace(BUDGET, verify=64, row_classes=(16, 32, 64))
-    assert share([DECODES], padded, unbounded).shares == [Share(1, 15)]
+    assert share([DECODES], padded, unbounded).shares == [Share(1, 31)]
     division = share([DECODES] * 3, padded, unbounded)
-    assert (division.shares, division.drafts) == ([Share(1, 13)] * 3, 29)
+    assert (division.shares, division.drafts) == ([Share(1, 31)] * 3, 61)
 
 
 def test_without_running_text_prompts_get_the_whole_budget():

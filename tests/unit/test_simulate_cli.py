@@ -37,6 +37,12 @@ def written(folder, *lines, cut: str = ""):
         (["--acceptance", "80"], "--acceptance 80: must be from 0 to 1"),
         (["--target-step-ms", "nan"], "--target-step-ms nan: must be from"),
         (["--coverage", "-1"], "--coverage -1: must be from 0 to 1"),
+        (["--branching", "0.5"], "--branching 0.5: must be from 1 to 100"),
+        (["--launch-ms", "-1"], "--launch-ms -1: must be from 0"),
+        (["--rows", "16:6.2,32"], "--rows '32': must be rows and milliseconds, such as 16:6.2"),
+        (["--rows", "16:0"], "--rows '16:0': must be rows and milliseconds"),
+        (["--rows", "16:6", "--target-step-ms", "6"], "--target-step-ms and --rows say what a step takes"),
+        (["--record", "/nowhere/steps.jsonl", "--shared-device"], "--shared-device belongs to a made-up set-up"),
         (["--tokens", "0"], "--tokens 0: must be from 1"),
         (["--request-tokens", "1"], "--request-tokens 1: must be from 2"),
         (["--max-draft", "65"], "--max-draft 65: must be from 0 to 64"),
@@ -137,3 +143,29 @@ def test_a_plot_is_drawn(tmp_path):
 def test_matplotlib_is_not_needed_for_a_table(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*QUICK, "--schedule", "plain"]) == 0
+
+
+def pace(tmp_path, *arguments: str, schedule: str = "trie") -> float:
+    file = tmp_path / "table.csv"
+    flags = ["--schedule", schedule, "--target-step-ms", "6", "--draft-step-ms", "1", "--relay-ms", "0.2"]
+    if "--rows" in arguments:
+        flags = [flag for flag in flags if flag not in ("--target-step-ms", "6")]
+    assert main(["simulate", "--tokens", "200", *flags, *arguments, "--csv", str(file)]) == 0
+    (row,) = rows(file)
+    return float(row["tokens/s"])
+
+
+def test_what_a_gpu_adds_to_costs_slows_it_down(tmp_path, capsys):
+    """A device that is shared, what the host does between steps and for sessions, and shapes."""
+    plain = pace(tmp_path)
+    for dearer in (["--shared-device"], ["--launch-ms", "0.5"], ["--session-ms", "1"], ["--branching", "1.5"]):
+        assert pace(tmp_path, *dearer) < 0.98 * plain, dearer
+    assert pace(tmp_path, "--launch-ms", "1.5", schedule="plain") == pytest.approx(1 / 0.0075, rel=0.01)
+    capsys.readouterr()
+
+
+def test_steps_are_padded_to_rows(tmp_path, capsys):
+    assert pace(tmp_path, "--rows", "16:5,32:6", schedule="plain") == pytest.approx(200, rel=0.01)
+    crowd = pace(tmp_path, "--rows", "16:5,32:6", "--sessions", "20", schedule="plain")
+    assert crowd == pytest.approx(20 / 0.006, rel=0.01)
+    capsys.readouterr()

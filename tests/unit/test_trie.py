@@ -49,6 +49,17 @@ def test_a_tree_is_selected_best_first_with_parents_before_children():
     assert t.select(8, depth=1).tokens == (4, 5)
 
 
+def test_the_chain_of_an_offer_follows_the_best_child_of_each_place():
+    t = trie()
+    t.insert(propose(PROMPT, [4, 5, 6, 7, 8], [ANCHOR, ANCHOR, 0, 0, 2], [0.6, 0.4, 0.5, 0.3, 0.9]))
+    offer = t.select(5)
+    assert offer.branched
+    assert offer.chain().tokens == (4, 6, 8)
+    assert offer.chain().parents == (ANCHOR, 0, 1)
+    assert not offer.chain().branched
+    assert t.select(1).chain() == t.select(1)
+
+
 def test_insertion_is_idempotent_and_merges_branches():
     t = trie()
     t.insert(propose(PROMPT, [4, 5]))

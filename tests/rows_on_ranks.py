@@ -1,0 +1,61 @@
+"""``python -m tests.rows_on_ranks PID``: a rank that computes as on GPUs, with stand-ins for what needs one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster import run_rank
+from engine import build, loader
+from engine.layer_ops import PlainOps
+from tests.by_rows import PlainRows
+from tests.ranks import Watched
+
+CANNOT_RECORD = "PACELINE_TEST_CANNOT_RECORD"
+"""In the environment of ranks other than 0: they fail to record anything."""
+
+
+class Replays:
+    """Records by calling again, into one place as a graph does; counts."""
+
+    replayed = 0
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cpu"
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        place_RX = compute().clone()
+        if CANNOT_RECORD in os.environ:
+            raise RuntimeError("planted")
+
+        def replay() -> Tensor:
+            Replays.replayed += 1
+            return place_RX.copy_(compute())
+
+        return replay
+
+
+def stand_ins(replace: Callable[[Any, str, Any], None]) -> None:
+    """Put stand-ins in the place of kernels and graphs; ``replace`` sets an attribute of a module."""
+    import engine.cuda.kernels
+
+    replace(loader, "find_attention", lambda context, *_: PlainRows(2, context))
+    replace(loader, "pack_linears", lambda module: 0)
+    replace(engine.cuda.kernels, "TritonOps", PlainOps)
+    replace(build, "CudaRecorder", Replays)
+
+
+class ByRows(Watched):
+    """Ranks that compute so."""
+
+    module = __name__
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    stand_ins(setattr)
+    raise SystemExit(run_rank.main())
