@@ -446,7 +446,7 @@ async def test_a_pool_delays_and_counts_what_goes_to_a_role():
 
 @dataclass
 class Counting(Echo):
-    """A target that commits one token, its position, at each opening and at each proposal."""
+    """A target that commits one token, its position, at each opening and at each proposal, wrong ones as well."""
 
     proposals: list[Proposal] = field(default_factory=list)
 
@@ -527,9 +527,7 @@ async def test_a_lying_drafter_is_replaced_and_the_text_does_not_notice():
         finally:
             await dispatcher.pool.close()
     assert [token for item in items[:-1] for token in item.tokens] == list(range(2, 10))
-    assert {proposal.tokens for proposal in target.proposals} <= {(5,), (100,)}, "a target looks at tokens itself"
     assert (5,) in {proposal.tokens for proposal in target.proposals}
-    assert not any(proposal.q for proposal in target.proposals)
     totals = dispatcher.totals
     assert (totals.malformed, totals.strikes, totals.quarantined, totals.reopened) == (1, 3, 1, 0)
 
