@@ -46,6 +46,8 @@ class Link:
         self.alive = True
         self._lost = lost
         self.outbox = Outbox()
+        self.malformed = 0
+        """Messages of it that could not be read."""
         self._counter_names: tuple[str, ...] = ()
 
     def send(self, message: FromWorker) -> None:
@@ -153,7 +155,9 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
         try:
             return decode_to_worker(entry)
         except MalformedMessage as error:
-            log.warning("malformed message from router %s: %s", link.peer, error)
+            link.malformed += 1
+            if link.malformed.bit_count() == 1:  # the 1st, 2nd, 4th ...: a broken drafter must not flood the log
+                log.warning("malformed message %d from router %s: %s", link.malformed, link.peer, error)
             if error.session is not None and error.opening:
                 link.send(Refused(error.session, error.epoch or 0, RefusalCode.INVALID, str(error)))
             return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 FIRST_STEP = 10
 """The first step of all may take so many times the time of another: it compiles, captures and allocates."""
 DRAIN_POLL_SECONDS = 0.02
+SWITCH_SECONDS = 1e-4
+"""After which the computing thread lets the event loop have the GIL. Python's own 5 ms are longer than most steps."""
 
 Outgoing = list[tuple[Hashable, FromWorker]]
 """Messages with the link each goes to."""
@@ -141,6 +144,7 @@ class Worker:
 
     async def start(self, listen: str, identity: Identity | None = None) -> None:
         """Listen on ``HOST:PORT``, with TLS as ``identity``; raises :class:`transport.address.AddressError`."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._server = await serve(self, self._role, listen, identity)
