@@ -261,13 +261,19 @@ class BareWorker:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
-            await answer_lines(f"127.0.0.1:{port}", self._answer)
+            await answer_lines(f"127.0.0.1:{port}", self.answer)
         finally:
             await server.stop(0)
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """What was heard since the last answer."""
         told, self.heard = self.heard, []
         return {"heard": told, "taken": told}
+
+    def reply(self, frame: bytes) -> bytes:
+        """To a frame that came."""
+        self._hear(frame)
+        return self._frame()
 
     def _frame(self) -> bytes:
         return clock_us().to_bytes(8, "little") + self._padding
@@ -275,8 +281,7 @@ class BareWorker:
     async def _run(self, frames: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
         if self._steps is None:
             async for frame in frames:
-                self._hear(frame)
-                yield self._frame()
+                yield self.reply(frame)
             return
         reading = asyncio.create_task(self._read(frames))
         try:
@@ -292,6 +297,25 @@ class BareWorker:
 
     def _hear(self, frame: bytes) -> None:
         self.heard.append(since(int.from_bytes(frame[:8], "little")))
+
+
+async def bare_caller(target: str, sessions: int) -> None:
+    """The end of the bare relay that answers, without a router between it and the target."""
+    worker = BareWorker(sessions, None)
+
+    async def reply(call: Any) -> None:
+        while isinstance(frame := await call.read(), bytes):
+            await call.write(worker.reply(frame))
+
+    async with grpc.aio.insecure_channel(target) as channel:
+        call = channel.stream_stream("/bare/Run", None, None)(None)
+        replying = asyncio.create_task(reply(call))
+        try:
+            await answer_lines("running", worker.answer)
+        finally:
+            call.cancel()
+            replying.cancel()
+            await asyncio.gather(replying, return_exceptions=True)
 
 
 async def bare_router(target: str, draft: str) -> None:
@@ -333,6 +357,8 @@ def main(part: str, *given: str) -> None:
             asyncio.run(BareWorker(int(sessions), float(steps)).serve())
         case "bare-draft", (_, _, sessions):
             asyncio.run(BareWorker(int(sessions), None).serve())
+        case "bare-caller", (target, sessions):
+            asyncio.run(bare_caller(target, int(sessions)))
         case "bare-router", (target, draft, _):
             asyncio.run(bare_router(target, draft))
         case _:

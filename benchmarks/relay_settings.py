@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-PACELINE, BARE = "paceline", "bare"
-"""What is measured: a router between two workers, and three processes that pass the same bytes on through gRPC."""
-CONTENDERS = (PACELINE, BARE)
+PACELINE, BARE, DIRECT = "paceline", "bare", "bare, no router"
+"""What is measured: a router between two workers; three processes that pass the same bytes on through gRPC; and two
+that send them to each other, which is the least that a stream between target and drafter would take."""
+CONTENDERS = (PACELINE, BARE, DIRECT)
 VERIFIED, PROPOSED = "target to drafter", "drafter to target"
 """The two ways."""
 WAYS = (VERIFIED, PROPOSED)

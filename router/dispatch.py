@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -85,18 +84,6 @@ class DispatchLimits:
     reopening: ReopeningLimits = ReopeningLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    """A message of a worker, with those of its effects that nobody but us and the client waits for."""
-
-    run: Run
-    peer: PeerId
-    message: FromWorker
-    effects: Sequence[Effect]
-    workers: Workers
-    now: float
-
-
 class Dispatcher:
     """All sessions of a router. Implements :class:`router.generation.Generator`."""
 
@@ -117,7 +104,6 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._reopenings = Reopenings(limits.reopening)
         self._asked_again = False
-        self._heard: deque[_Heard] = deque()
         self._durations = Durations()
         events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
@@ -216,6 +202,7 @@ class Dispatcher:
             return
         if run.timer is not None:
             run.timer.cancel()
+        self.pool.join(session.session, None, None)
         run.trace.ended(run.ended)
         self._add_up(run)
         self._durations.add(asyncio.get_running_loop().time() - run.began)
@@ -291,42 +278,18 @@ class Dispatcher:
         elif run.model and (wrong := outside_vocabulary(message, run.model.vocabulary)):
             self._malformed(peer, wrong)
         else:
-            self._hear(run, peer, message)
+            if isinstance(message, Verification):
+                self._verified(run, peer, message)
+            self._handle(run, Received(peer, message))
 
-    def _hear(self, run: Run, peer: PeerId, message: FromWorker) -> None:
-        """Pass on what the other worker waits for; what a commit means to us and to the client comes after that."""
-        now, workers = asyncio.get_running_loop().time(), run.session.workers
-        rest: list[Effect] = []
-        for effect in run.session.handle(now, Received(peer, message)):
-            if isinstance(effect, Relay):
-                if run.witness is not None and isinstance(effect.message, Proposal):
-                    self._catch_up()
-                    run.witness.proposed(now, effect.message)
-                self.pool.relay(effect.peer, effect.message, effect.epoch)
-            else:
-                rest.append(effect)
-        if isinstance(message, Proposal) and not rest:
-            return
-        self._heard.append(_Heard(run, peer, message, rest, workers, now))
-        if not all(isinstance(effect, Emit) for effect in rest):
-            self._catch_up()
-        elif len(self._heard) == 1:
-            asyncio.get_running_loop().call_soon(self._catch_up)
-        if run.session.phase is Phase.ENDED:
-            self._over(run)
-
-    def _catch_up(self) -> None:
-        """Perform what was put off, in order."""
-        while self._heard:
-            heard = self._heard.popleft()
-            run, known = heard.run, self.pool.peers.get(heard.peer)
-            if isinstance(heard.message, Verification) and known is not None and known.role is Role.TARGET:
-                self._reopenings.heard(heard.peer, heard.message)
-                if heard.message.lead is not None:
-                    run.tally.leads(heard.message.lead)
-            for effect in heard.effects:
-                self._perform(run, effect, heard.workers, heard.now)
-        self._ask_again_soon()
+    def _verified(self, run: Run, peer: PeerId, verification: Verification) -> None:
+        """Note what is to be known of a step whatever the session makes of it."""
+        known = self.pool.peers.get(peer)
+        if known is not None and known.role is Role.TARGET:
+            self._reopenings.heard(peer, verification)
+            if verification.lead is not None:
+                run.tally.leads(verification.lead)
+            self._ask_again_soon()
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
         self.totals.malformed += 1
@@ -336,7 +299,6 @@ class Dispatcher:
 
     def _handle(self, run: Run, event: Event, at: float = 0.0) -> None:
         """Let a session take an event; ``at``: the time is no earlier, whatever the clock says."""
-        self._catch_up()
         self._take(run, event, at)
         if run.session.phase is Phase.ENDED:
             self._over(run)
@@ -371,6 +333,8 @@ class Dispatcher:
                 self.pool.send(peer, message)
             case Relay(peer=peer, message=message, epoch=epoch):
                 self.pool.relay(peer, message, epoch)
+                if run.witness is not None and isinstance(message, Proposal):
+                    run.witness.proposed(now, message)
             case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, told=told):
                 of_drafter = from_draft_models(accepted, offered, told)
                 assert workers.target is not None
@@ -435,6 +399,7 @@ class Dispatcher:
             run.trace.closed(peer, "closed")
             self._reopenings.closed(message.session, peer)
             self.pool.closed(peer, message.session)
+        self.pool.join(run.session.session, *run.session.openings)
 
     def _learn(self, run: Run, target: PeerId, draft: PeerId | None, accepted: int, offered: int) -> None:
         """What a step of a session says about its workers."""

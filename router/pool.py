@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.choice import Candidate, Wanted, choose_drafter, choose_target, revision_ages, same_tokenizer
@@ -21,9 +21,10 @@ from router.journal import Journal, Kind
 from router.prefixes import Prefixes
 from router.recent import Recent
 from router.record import AcceptanceRecord
+from speculation.drafting import Opening
 from speculation.events import PeerId, Role
 from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Verification, Welcome
-from transport.client import WorkerConnection
+from transport.client import Route, WorkerConnection
 from transport.codec import MalformedMessage
 from transport.tls import Identity
 
@@ -167,6 +168,8 @@ class WorkerPool:
     at any time."""
     identity: Identity | None = None
     """Who the router is to the workers; None: connections are in plain text."""
+    _joined: dict[SessionId, tuple[WorkerConnection, WorkerConnection]] = field(default_factory=dict)
+    """Sessions whose two workers hear each other at once."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
     _models: dict[str, tuple[Welcome, float]] = field(default_factory=dict)
     """By name: what its newest target said, and when a target of it was last on the list."""
@@ -235,10 +238,21 @@ class WorkerPool:
             known.connection.send(message)
 
     def relay(self, peer: PeerId, message: Proposal | Verification, epoch: int) -> None:
-        """Pass on what another worker sent, under this epoch; dropped if the worker is not connected."""
-        known = self.peers.get(peer)
-        if known is not None and known.connection is not None:
-            known.connection.relay(message, epoch)
+        """Pass on what another worker sent, under this epoch, unless that was done already."""
+        if message.passed != epoch:
+            self.send(peer, replace(message, epoch=epoch))
+
+    def join(self, session: SessionId, target: Opening | None, draft: Opening | None) -> None:
+        """From now on, have what these two say of a session passed on to each other at once, and nobody else's word."""
+        for connection in self._joined.pop(session, ()):
+            connection.routes.pop(session, None)
+        ends = [self.peers.get(opening.peer) for opening in (target, draft) if opening is not None]
+        connections = [peer.connection for peer in ends if peer is not None and peer.connection is not None]
+        if target is not None and draft is not None and len(connections) == 2:
+            verifier, drafter = connections
+            verifier.routes[session] = Route(target.epoch, drafter, draft.epoch)
+            drafter.routes[session] = Route(draft.epoch, verifier, target.epoch)
+            self._joined[session] = verifier, drafter
 
     def choose(
         self, role: Role, avoid: frozenset[PeerId], wanted: Wanted = Wanted(), target: PeerId | None = None

@@ -163,8 +163,8 @@ class Proposal:
     q: tuple[Support, ...] = ()
     took_us: int = 0
     """How long the draft steps that made it took, in microseconds: it was begun that long before it was sent."""
-    wire: bytes = field(default=b"", init=False, repr=False, compare=False)
-    """As it came, for whoever passes it on; empty if it was made here, or changed."""
+    passed: int = field(default=0, init=False, repr=False, compare=False)
+    """The epoch under which a router has passed it on before it looked at it; 0: it has not."""
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.tokens):
@@ -239,8 +239,8 @@ class Verification:
     """How long the step took, in microseconds."""
     waited_us: int = 0
     """How long the session had waited for drafts before it."""
-    wire: bytes = field(default=b"", init=False, repr=False, compare=False)
-    """As it came, for whoever passes it on; empty if it was made here, or changed."""
+    passed: int = field(default=0, init=False, repr=False, compare=False)
+    """The epoch under which a router has passed it on before it looked at it; 0: it has not."""
 
     @property
     def end(self) -> int:

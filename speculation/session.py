@@ -170,9 +170,14 @@ class Session:
         return self._limits.end
 
     @property
+    def openings(self) -> tuple[Opening | None, Opening | None]:
+        """As what it is open at its target and its drafter."""
+        return self._target, self._drafting.opening
+
+    @property
     def workers(self) -> Workers:
         """Where it is open."""
-        target, draft = self._target, self._drafting.opening
+        target, draft = self.openings
         return Workers(target.peer if target else None, draft.peer if draft else None)
 
     @property
@@ -583,8 +588,8 @@ class Session:
 
 
 def _for_drafter(verification: Verification, drafter: Opening) -> Send | Relay:
-    """The same, without logprobs: they are long, and only clients want to know them."""
-    if not (verification.logprobs or verification.prompt_logprobs):
+    """The same, without logprobs, which are long and for clients only; or as it was passed on already."""
+    if verification.passed == drafter.epoch or not (verification.logprobs or verification.prompt_logprobs):
         return Relay(drafter.peer, verification, drafter.epoch)
     return Send(drafter.peer, replace(verification, epoch=drafter.epoch, logprobs=(), prompt_logprobs=()))
 

@@ -8,6 +8,9 @@ CPU, has not read what came meanwhile.
 
 A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
 
+What one worker says of a session and another waits for is passed on before it is read (:class:`Route`), and reading
+lets the event loop write and hear others in between.
+
 A malformed message is reported to the listener and otherwise skipped. A worker that sends nothing else stays connected:
 what to think of it is not decided here.
 """
@@ -16,16 +19,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
-from speculation.messages import FromWorker, Load, Proposal, ToWorker, Verification, Welcome
-from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker, relayed
+from speculation.messages import FromWorker, Load, Proposal, SessionId, ToWorker, Verification, Welcome
+from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker, heading, relayed
 from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
 from transport.round_trip import RoundTrip
 from transport.tls import Identity
@@ -37,6 +41,10 @@ LISTENED = 20
 """Times in this that a router has to have listened and heard nothing."""
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 """Pauses between attempts to connect; the last one repeats."""
+READ_AT_ONCE = 4
+"""Messages read in one turn of the event loop, in which nothing is written and nobody else is heard."""
+MAX_UNREAD = 4096
+"""Messages that wait to be read; with more, all are read before any other is taken."""
 MAX_REASONS = 8
 """Reasons told why a worker cannot be reached, until it was reached."""
 
@@ -69,24 +77,93 @@ class Listener(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where to pass on what a worker says of a session under ``epoch``, and under which epoch."""
+
+    epoch: int
+    onto: WorkerConnection
+    there: int
+
+
+class _Unread(NamedTuple):
+    """One entry that came."""
+
+    entry: bytes
+    passed: int = 0
+    """Under which epoch it was passed on; 0: it was not."""
+    held: SessionId | None = None
+    """Whose it is, if it may have to be passed on once it is read."""
+
+
+Later = Callable[[Callable[[], None]], object]
+"""Has something done in the next turn of the event loop."""
+
+
 class Incoming:
     """Reads what a worker says on one stream, whatever it says."""
 
-    def __init__(self, worker: str, listener: Listener) -> None:
-        """``worker`` is for logs."""
+    def __init__(
+        self, worker: str, role: str, listener: Listener, routes: Mapping[SessionId, Route], later: Later | None = None
+    ) -> None:
+        """``worker`` is for logs. Without ``later`` nothing is put off."""
         self.up = False
         """Whether the worker introduced itself."""
-        self._worker, self._listener = worker, listener
+        self._worker, self._role, self._listener, self._routes, self._later = worker, role, listener, routes, later
+        self._unread: deque[_Unread] = deque()
+        self._held: Counter[SessionId] = Counter()
+        """Of each session, what is unread and was not passed on: nothing may overtake it."""
         self._counter_names: tuple[str, ...] = ()
         self._malformed = 0
 
     def take(self, frame: pb.Frame) -> None:
-        """Tell the listener what the messages of a frame say."""
+        """Pass on what another worker waits for, now; tell the listener what the messages say, in order, soon."""
+        idle = not self._unread
         for entry in frame.messages:
-            try:
-                self._pass_on(decode_from_worker(entry, self._counter_names))
-            except MalformedMessage as error:
-                self._report(error)
+            self._unread.append(self._relay(entry) if self.up else _Unread(entry))
+        if self._later is None or not self.up or len(self._unread) > MAX_UNREAD:
+            self.finish()
+        elif idle and self._unread:
+            self._later(self._read_some)
+
+    def finish(self) -> None:
+        """Read all that has come."""
+        while self._unread:
+            self._read()
+
+    def _relay(self, entry: bytes) -> _Unread:
+        head = heading(entry)
+        if head is None or head.role != self._role:
+            return _Unread(entry)
+        route = self._routes.get(head.session)
+        known = route is not None and route.epoch == head.epoch and not self._held[head.session]
+        if route is not None and known and route.onto.put(relayed(entry, head, route.there)):
+            return _Unread(entry, route.there)
+        self._held[head.session] += 1
+        return _Unread(entry, held=head.session)
+
+    def _read_some(self) -> None:
+        assert self._later is not None
+        try:
+            for _ in range(min(READ_AT_ONCE, len(self._unread))):
+                self._read()
+        finally:
+            if self._unread:
+                self._later(self._read_some)
+
+    def _read(self) -> None:
+        entry, passed, held = self._unread.popleft()
+        if held is not None:
+            self._held[held] -= 1
+            if not self._held[held]:
+                del self._held[held]
+        try:
+            message = decode_from_worker(entry, self._counter_names)
+            if passed and isinstance(message, Proposal | Verification):
+                object.__setattr__(message, "passed", passed)  # a value that nobody else has seen yet
+            self._pass_on(message)
+        except MalformedMessage as error:
+            self._report(error)
 
     def _pass_on(self, message: FromWorker) -> None:
         match message:
@@ -166,6 +243,8 @@ class WorkerConnection:
         self.sent_bytes = 0
         """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
         self.received_bytes = 0
+        self.routes: dict[SessionId, Route] = {}
+        """Of the sessions of which others wait for what this worker says."""
         self._stream: _Stream | None = None
         self._round_trip = RoundTrip()
 
@@ -176,26 +255,19 @@ class WorkerConnection:
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
-        if (outbox := self._outbox) is not None:
-            self._put(outbox, encode_to_worker(message))
+        self.put(encode_to_worker(message))
 
-    def relay(self, message: Proposal | Verification, epoch: int) -> None:
-        """As ``send``, of what another worker sent, under the epoch that the session has here."""
-        if (outbox := self._outbox) is not None:
-            self._put(outbox, relayed(message, epoch))
-
-    @property
-    def _outbox(self) -> Outbox | None:
-        """Where messages go while the worker is up."""
+    def put(self, entry: bytes) -> bool:
+        """Queue an encoded message; whether it was, and not dropped."""
         stream = self._stream
-        return stream.outbox if stream is not None and stream.incoming.up else None
-
-    def _put(self, outbox: Outbox, entry: bytes) -> None:
+        if stream is None or not stream.incoming.up:
+            return False
         try:
-            outbox.put(entry)
+            stream.outbox.put(entry)
         except PeerTooSlow as error:
-            assert self._stream is not None
-            self._stream.reset(str(error))
+            stream.reset(str(error))
+            return False
+        return True
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
@@ -210,7 +282,8 @@ class WorkerConnection:
         why = "the stream ended"
         outbox = Outbox(self._delay)
         self._round_trip = RoundTrip()
-        incoming = Incoming(self.address, self._listener)
+        later = asyncio.get_running_loop().call_soon
+        incoming = Incoming(self.address, self._role, self._listener, self.routes, later)
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
             call = stub.Run(self._frames(outbox))
@@ -245,6 +318,7 @@ class WorkerConnection:
                 self._stream = None
                 silence.close()
                 line.close()
+                incoming.finish()
                 outbox.close()
                 call.cancel()
                 if incoming.up:

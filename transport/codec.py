@@ -5,8 +5,8 @@ What a session is opened with is much, and has a module of its own: :mod:`transp
 Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
 raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is affected.
 
-What a router passes on from one worker to the other is decoded, and so checked, but not encoded again
-(:func:`relayed`): the bytes go on as they came.
+What a router passes on from one worker to the other goes on as it came (:func:`relayed`), by what :func:`heading`
+reads of it: whoever gets it decodes it, and so checks it, as the router does for itself once it is on its way.
 
 What most messages would repeat is left out: the parents of a chain, a draft model as the source, the names of a
 worker's counters once the stream has heard them. No state is kept here: who owns the stream passes those names in.
@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -55,16 +54,22 @@ MAX_SUPPORT = 1024
 """Most tokens in one q."""
 MAX_COUNTERS = 256
 """Most counters a worker reports."""
-MAX_RELAYED_BYTES = 1 << 16
+MAX_RELAYED_BYTES = 1 << 12
 """A longer message is encoded again on its way from worker to worker: fields unknown here are no way to send much."""
 MAX_UINT32 = (1 << 32) - 1
 
-_VERIFIED = pb.FromWorker.DESCRIPTOR.fields_by_name["verified"].number << 3 | 2
-_PROPOSED = pb.FromWorker.DESCRIPTOR.fields_by_name["proposed"].number << 3 | 2
-_TO_TARGET = bytes((pb.ToWorker.DESCRIPTOR.fields_by_name["propose"].number << 3 | 2,))
-_TO_DRAFTER = bytes((pb.ToWorker.DESCRIPTOR.fields_by_name["verified"].number << 3 | 2,))
+_KINDS = {
+    bytes((pb.FromWorker.DESCRIPTOR.fields_by_name[said].number << 3 | 2,)): (
+        role,
+        bytes((pb.ToWorker.DESCRIPTOR.fields_by_name[told].number << 3 | 2,)),
+    )
+    for role, said, told in (("target", "verified", "verified"), ("draft", "proposed", "propose"))
+}
+"""By the first byte of what a worker says: the role that says it, and the first byte of what the other is told."""
+_SESSION = bytes((pb.Verification.DESCRIPTOR.fields_by_name["session"].number << 3,))
 _EPOCH = bytes((pb.Verification.DESCRIPTOR.fields_by_name["epoch"].number << 3,))
-assert pb.Proposal.DESCRIPTOR.fields_by_name["epoch"].number << 3 == _EPOCH[0]
+for _fields in (pb.Verification.DESCRIPTOR.fields_by_name, pb.Proposal.DESCRIPTOR.fields_by_name):
+    assert (_fields["session"].number << 3, _fields["epoch"].number << 3) == (_SESSION[0], _EPOCH[0])
 _BYTE = tuple(value / 255 for value in range(256))
 """What a byte of confidence stands for."""
 
@@ -83,10 +88,12 @@ _CODE_OUT = {value: number for number, value in _CODE.items()}
 class MalformedMessage(ValueError):
     """A message that breaks the protocol. ``session`` and ``epoch`` are None when not even they could be read."""
 
-    def __init__(self, why: str, session: SessionId | None = None, epoch: int | None = None) -> None:
-        """``why`` names the field, the value and what would be right."""
+    def __init__(
+        self, why: str, session: SessionId | None = None, epoch: int | None = None, *, opening: bool = False
+    ) -> None:
+        """``why`` names the field, the value and what would be right. ``opening``: whether it was to open a session."""
         super().__init__(why)
-        self.session, self.epoch = session, epoch
+        self.session, self.epoch, self.opening = session, epoch, opening
 
 
 # -- to a worker -------------------------------------------------------------------------------------------------------
@@ -105,16 +112,41 @@ def encode_to_worker(message: ToWorker) -> bytes:
             return pb.ToWorker(close=pb.Close(session=message.session, epoch=message.epoch)).SerializeToString()
 
 
-def relayed(message: Proposal | Verification, epoch: int) -> bytes:
-    """One entry of a router's frame: what another worker sent, under the epoch that the session has here.
+class Heading(NamedTuple):
+    """What a verification or a proposal is about, read without decoding it."""
 
-    Where a field comes twice, the last one counts, so the epoch is put after the bytes that came.
+    role: str
+    """Of the workers that say such things."""
+    session: SessionId
+    epoch: int
+    start: int
+    """Where its own fields begin."""
+
+
+def heading(entry: bytes) -> Heading | None:
+    """Of one entry of a worker's frame; None: something else, long, or written in an unusual way."""
+    kind = _KINDS.get(entry[:1])
+    if kind is None or len(entry) > MAX_RELAYED_BYTES:
+        return None
+    try:
+        length, start = _read_varint(entry, 1)
+        session, after_session = _read_varint(entry, start + 1)
+        epoch, _ = _read_varint(entry, after_session + 1)
+        usual = start + length == len(entry) and entry[start] == _SESSION[0] and entry[after_session] == _EPOCH[0]
+    except IndexError:
+        return None
+    return Heading(kind[0], SessionId(session), epoch, start) if usual else None
+
+
+def relayed(entry: bytes, head: Heading, epoch: int) -> bytes:
+    """One entry of a router's frame: what a worker said of a session, under the epoch that it has at the other one.
+
+    Where a field comes twice, the last one counts. So what it is about is put after the bytes that came, whatever they
+    say.
     """
-    if not message.wire:
-        return encode_to_worker(replace(message, epoch=epoch))
-    kind = _TO_TARGET if isinstance(message, Proposal) else _TO_DRAFTER
-    epoch_field = _EPOCH + _varint(epoch)
-    return b"".join((kind, _varint(len(message.wire) + len(epoch_field)), message.wire, epoch_field))
+    about = _SESSION + _varint(head.session) + _EPOCH + _varint(epoch)
+    length = len(entry) - head.start + len(about)
+    return b"".join((_KINDS[entry[:1]][1], _varint(length), entry[head.start :], about))
 
 
 def decode_to_worker(entry: bytes) -> ToWorker:
@@ -161,9 +193,9 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
         case "verified":
-            return _as_it_came(_checked(message.verified, _read_verification), entry, _VERIFIED)
+            return _checked(message.verified, _read_verification)
         case "proposed":
-            return _as_it_came(_checked(message.proposed, _read_proposal), entry, _PROPOSED)
+            return _checked(message.proposed, _read_proposal)
         case "refused":
             refused = message.refused
             code = _CODE.get(refused.code, RefusalCode.INTERNAL)
@@ -173,19 +205,6 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
         case "welcome":
             return _read_welcome(message.welcome)
     raise MalformedMessage("a message without a known kind")
-
-
-_Relayed = TypeVar("_Relayed", Proposal, Verification)
-
-
-def _as_it_came(message: _Relayed, entry: bytes, tag: int) -> _Relayed:
-    """With its bytes, if they are all there is to the entry."""
-    for start in (2, 3, 4):  # after the tag and a length of one, two or three bytes
-        body = entry[start:]
-        if entry[0] == tag and entry[1:start] == _varint(len(body)) and len(body) <= MAX_RELAYED_BYTES:
-            object.__setattr__(message, "wire", body)
-            break
-    return message
 
 
 def _varint(value: int) -> bytes:
@@ -198,6 +217,17 @@ def _varint(value: int) -> bytes:
         value >>= 7
     parts.append(value)
     return bytes(parts)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number that is written there, and where it ends. Raises IndexError."""
+    value = data[at] & 0x7F
+    shift = 0
+    while data[at] >= 0x80:
+        at += 1
+        shift += 7
+        value |= (data[at] & 0x7F) << shift
+    return value, at + 1
 
 
 # -- one message each --------------------------------------------------------------------------------------------------
@@ -407,4 +437,5 @@ def _checked(message: _Sessioned, read: Callable[[_Sessioned], _Value]) -> _Valu
     try:
         return read(message)
     except ValueError as error:
-        raise MalformedMessage(str(error), SessionId(message.session), message.epoch) from error
+        opening = isinstance(message, pb.Open)
+        raise MalformedMessage(str(error), SessionId(message.session), message.epoch, opening=opening) from error

@@ -1,6 +1,7 @@
 """A worker's end of the wire: accepts streams of routers and keeps each apart.
 
-The worker sees a :class:`Link` per stream. A malformed message is refused for its session alone; a router that falls
+The worker sees a :class:`Link` per stream. A malformed opening is refused for its session alone, and any other
+malformed message is dropped: it may come from another worker, and the router will see what it is. A router that falls
 silent, or reads too slowly, loses its link, and with it its sessions, even while a frame waits to be written. With TLS,
 who is no router gets none.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import grpc
@@ -45,16 +46,24 @@ class Link:
         self.alive = True
         self._lost = lost
         self.outbox = Outbox()
+        self.malformed = 0
+        """Messages of it that could not be read."""
         self._counter_names: tuple[str, ...] = ()
 
     def send(self, message: FromWorker) -> None:
         """Queue a message; dropped when the link is gone."""
+        if self.alive:
+            entry = encode_from_worker(message, self._counter_names)
+            if isinstance(message, Load):
+                self._counter_names = tuple(message.counters)
+            self.put(entry)
+
+    def put(self, entry: bytes) -> None:
+        """Queue an encoded message; dropped when the link is gone."""
         if not self.alive:
             return
         try:
-            self.outbox.put(encode_from_worker(message, self._counter_names))
-            if isinstance(message, Load):
-                self._counter_names = tuple(message.counters)
+            self.outbox.put(entry)
         except PeerTooSlow as error:
             log.warning("router %s does not read: %s", self.peer, error)
             self.cut()
@@ -78,8 +87,8 @@ class Handler(Protocol):
         """A router came; the answer introduces the worker to it."""
         ...
 
-    def received(self, link: Link, message: ToWorker) -> None:
-        """A router sent a message."""
+    def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
+        """A router sent these, in one frame."""
         ...
 
     def disconnected(self, link: Link) -> None:
@@ -129,8 +138,9 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
                     frame = await anext(iterator)
                 if frame.HasField("ping"):
                     link.outbox.probe(Probe(pong=frame.ping))
-                for entry in frame.messages:
-                    self._receive(link, entry)
+                messages = [message for entry in frame.messages if (message := self._decoded(link, entry)) is not None]
+                if messages and link.alive:
+                    self._handler.received(link, messages)
         except StopAsyncIteration:
             pass
         except TimeoutError:
@@ -141,17 +151,16 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
         finally:
             self._forget(link)
 
-    def _receive(self, link: Link, entry: bytes) -> None:
-        if not link.alive:
-            return
+    def _decoded(self, link: Link, entry: bytes) -> ToWorker | None:
         try:
-            message = decode_to_worker(entry)
+            return decode_to_worker(entry)
         except MalformedMessage as error:
-            log.warning("malformed message from router %s: %s", link.peer, error)
-            if error.session is not None:
+            link.malformed += 1
+            if link.malformed.bit_count() == 1:  # the 1st, 2nd, 4th ...: a broken drafter must not flood the log
+                log.warning("malformed message %d from router %s: %s", link.malformed, link.peer, error)
+            if error.session is not None and error.opening:
                 link.send(Refused(error.session, error.epoch or 0, RefusalCode.INVALID, str(error)))
-            return
-        self._handler.received(link, message)
+            return None
 
 
 class WorkerServer:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -21,6 +22,7 @@ from typing import Protocol
 
 from speculation.demand import WorkerDemand
 from speculation.messages import Close, FromWorker, Load, Open, RefusalCode, Refused, ToWorker, Welcome
+from transport.codec import encode_from_worker
 from transport.outbox import HEARTBEAT_SECONDS
 from transport.server import Link, WorkerServer, serve
 from transport.tls import Identity
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 FIRST_STEP = 10
 """The first step of all may take so many times the time of another: it compiles, captures and allocates."""
 DRAIN_POLL_SECONDS = 0.02
+SWITCH_SECONDS = 1e-4
+"""After which the computing thread lets the event loop have the GIL. Python's own 5 ms are longer than most steps."""
 
 Outgoing = list[tuple[Hashable, FromWorker]]
 """Messages with the link each goes to."""
@@ -140,6 +144,7 @@ class Worker:
 
     async def start(self, listen: str, identity: Identity | None = None) -> None:
         """Listen on ``HOST:PORT``, with TLS as ``identity``; raises :class:`transport.address.AddressError`."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._server = await serve(self, self._role, listen, identity)
@@ -191,27 +196,33 @@ class Worker:
             self._loop.call_soon(self._push_load)
         return self._machine.welcome()
 
-    def received(self, link: Link, message: ToWorker) -> None:
-        """A router sent a message."""
-        if self._draining and isinstance(message, Open):
-            link.send(Refused(message.session, message.epoch, RefusalCode.DRAINING, f"the {self._role} worker drains"))
-            message = Close(message.session, message.epoch)  # of what it would have replaced
-        self._post(link, message)
+    def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
+        """A router sent these."""
+        if self._draining:
+            messages = [self._unless_open(link, message) for message in messages]
+        self._post(link, messages)
 
     def disconnected(self, link: Link) -> None:
         """A router went."""
         self._links.discard(link)
-        self._post(link, None)
+        self._post(link, (None,))
 
-    def _post(self, link: Link, message: ToWorker | None) -> None:
+    def _unless_open(self, link: Link, message: ToWorker) -> ToWorker:
+        if not isinstance(message, Open):
+            return message
+        link.send(Refused(message.session, message.epoch, RefusalCode.DRAINING, f"the {self._role} worker drains"))
+        return Close(message.session, message.epoch)  # of what it would have replaced
+
+    def _post(self, link: Link, messages: Sequence[ToWorker | None]) -> None:
+        """Hand over what came at once at once: the computing thread is not to wake for the first of it alone."""
+        at = time.perf_counter()
         with self._wake:
-            self._inbox.append((link, message, time.perf_counter()))
+            self._inbox += [(link, message, at) for message in messages]
             self._wake.notify()
 
-    def _deliver(self, outgoing: Sequence[tuple[Hashable, FromWorker]]) -> None:
-        for link, message in outgoing:
-            assert isinstance(link, Link)
-            link.send(message)
+    def _deliver(self, entries: Sequence[tuple[Link, bytes]]) -> None:
+        for link, entry in entries:
+            link.put(entry)
 
     async def _beat(self) -> None:
         while True:
@@ -255,8 +266,13 @@ class Worker:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _send(self, outgoing: Outgoing) -> None:
-        if outgoing:
-            self._loop.call_soon_threadsafe(self._deliver, outgoing)
+        """Encoded here: the event loop, which has to get hold of the GIL first, has only to write."""
+        entries: list[tuple[Link, bytes]] = []
+        for link, message in outgoing:
+            assert isinstance(link, Link)
+            entries.append((link, encode_from_worker(message)))
+        if entries:
+            self._loop.call_soon_threadsafe(self._deliver, entries)
 
     def _await_work(self, due: float | None) -> None:
         """Until a message comes, or it is time."""

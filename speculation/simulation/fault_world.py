@@ -11,10 +11,12 @@ What can happen to a worker are methods here; when it happens, :mod:`speculation
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from speculation.drafting import Opening
 from speculation.events import (
     Available,
     Condemned,
@@ -42,7 +44,9 @@ from speculation.messages import (
     Close,
     FromWorker,
     Limits,
+    Load,
     Open,
+    Proposal,
     RefusalCode,
     Refused,
     Sampling,
@@ -50,6 +54,7 @@ from speculation.messages import (
     Token,
     ToWorker,
     Verification,
+    Welcome,
 )
 from speculation.reopening import ReopeningLimits, Reopenings
 from speculation.session import Phase, Session, SessionLimits
@@ -64,6 +69,8 @@ SILENCE = 2.0
 """After which a router gives up a worker it does not hear, as in :mod:`transport.client`."""
 ROUTER_SILENCE = 3.0
 """After which a worker gives up a router it does not hear."""
+READING = 0.0005
+"""Until a router reads what it has passed on already."""
 WATCHDOG = 1.0
 DRAIN = 1.5
 """How long a worker that drains waits for its sessions to leave."""
@@ -98,6 +105,8 @@ class Peer:
     stopped_until: float = 0.0
     unread: list[tuple[int, ToWorker]] = field(default_factory=list)
     """What has arrived, by stream, since the process was stopped."""
+    heard: deque[tuple[int, Verification | Proposal | Refused]] = field(default_factory=deque)
+    """What the router has heard of it and not read yet, by stream."""
     stuck: bool = False
     draining: bool = False
     stepping: bool = False
@@ -254,7 +263,8 @@ class World:
                 self._note(self.peers[peer], message)
                 self._to_worker(self.peers[peer], message)
             case Relay(peer=peer, message=message, epoch=epoch):
-                self._to_worker(self.peers[peer], replace(message, epoch=epoch))
+                if message.passed != epoch:
+                    self._to_worker(self.peers[peer], replace(message, epoch=epoch))
             case Emit(tokens=tokens, accepted=accepted):
                 self._emit(number, tokens)
                 self.accepted += accepted
@@ -368,11 +378,31 @@ class World:
         self._transmit(peer, "from", lambda: self._hear(peer, link, message))
 
     def _hear(self, peer: Peer, link: int, message: FromWorker) -> None:
+        """Pass it on, and read it a little later, in its turn: as in :class:`transport.client.Incoming`."""
+        if not peer.known or link != peer.link:
+            return
+        assert not isinstance(message, Load | Welcome)
+        if isinstance(message, Verification | Proposal):
+            self._pass_on(peer, message)
+        peer.heard.append((link, message))
+        self.later(READING, lambda: self._read_heard(peer))
+
+    def _pass_on(self, peer: Peer, message: Verification | Proposal) -> None:
+        target, draft = self.sessions[message.session].openings
+        here, there = (target, draft) if isinstance(message, Verification) else (draft, target)
+        if here != Opening(peer.name, message.epoch) or there is None:
+            return
+        if not any(said.session == message.session and not _passed(said) for _, said in peer.heard):
+            self._to_worker(self.peers[there.peer], replace(message, epoch=there.epoch))
+            object.__setattr__(message, "passed", there.epoch)
+
+    def _read_heard(self, peer: Peer) -> None:
+        link, message = peer.heard.popleft()
         if not peer.known or link != peer.link:
             return
         if isinstance(message, Verification) and peer.role is Role.TARGET:
             self.reopenings.heard(peer.name, message)
-        self.deliver(message.session, Received(peer.name, message))  # type: ignore[union-attr]  # never a Load here
+        self.deliver(message.session, Received(peer.name, message))
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -534,3 +564,8 @@ class World:
             if peer.draining:
                 self._hear_draining(peer, peer.link)
             self.broadcast(Available(peer.role))
+
+
+def _passed(message: Verification | Proposal | Refused) -> bool:
+    """Whether nobody has to pass it on any more."""
+    return isinstance(message, Refused) or bool(message.passed)

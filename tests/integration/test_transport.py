@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -170,10 +170,11 @@ async def test_a_worker_that_stops_is_noticed_and_one_that_returns_is_used_again
                 await again.stop()
 
 
-async def test_a_malformed_message_fails_its_session_and_no_other():
+async def test_a_malformed_opening_fails_its_session_and_no_other():
     async with echo_worker(Echo()) as worker, grpc.aio.insecure_channel(worker.address) as channel:
         bad = pb.ToWorker(open=pb.Open(session=5, epoch=2)).SerializeToString()
-        frame = pb.Frame(messages=[b"\xff\xff garbage", bad, encode_to_worker(OPEN)])
+        proposal = pb.ToWorker(propose=pb.Proposal(session=6, epoch=2, tokens=[1], parents=[0])).SerializeToString()
+        frame = pb.Frame(messages=[b"\xff\xff garbage", proposal, bad, encode_to_worker(OPEN)])
         call = rpc.TargetStub(channel).Run()
         await call.write(frame)
         messages: list[FromWorker] = []
@@ -183,14 +184,14 @@ async def test_a_malformed_message_fails_its_session_and_no_other():
                 messages += [m for m in map(decode_from_worker, entries) if not isinstance(m, Load)]
         call.cancel()
     assert messages[0] == WELCOME
-    refused = next(message for message in messages if isinstance(message, Refused))
-    assert (refused.session, refused.epoch, refused.code) == (5, 2, RefusalCode.INVALID)
+    (refused,) = (message for message in messages if isinstance(message, Refused))
+    assert (refused.session, refused.epoch, refused.code) == (5, 2, RefusalCode.INVALID), "and not what a drafter said"
     assert any(isinstance(message, Verification) and message.session == 1 for message in messages)
 
 
 async def test_a_router_hears_of_malformed_messages_and_goes_on():
     heard = Heard()
-    incoming = Incoming("fake", heard)
+    incoming = Incoming("fake", "target", heard, {})
     welcome = encode_from_worker(WELCOME)
     bad = pb.FromWorker(proposed=pb.Proposal(session=5, epoch=2, tokens=[1], parents=[0])).SerializeToString()
     good = Verification(SessionId(1), 1, 2, (7,), 0)
@@ -330,7 +331,7 @@ class Keen:
             link.outbox.put(entry)
         return WELCOME
 
-    def received(self, link: server.Link, message: ToWorker) -> None:
+    def received(self, link: server.Link, messages: Sequence[ToWorker]) -> None:
         assert link not in self.gone
 
     def disconnected(self, link: server.Link) -> None:
@@ -445,7 +446,7 @@ async def test_a_pool_delays_and_counts_what_goes_to_a_role():
 
 @dataclass
 class Counting(Echo):
-    """A target that commits one token, its position, at each opening and at each proposal."""
+    """A target that commits one token, its position, at each opening and at each proposal, wrong ones as well."""
 
     proposals: list[Proposal] = field(default_factory=list)
 
@@ -526,8 +527,7 @@ async def test_a_lying_drafter_is_replaced_and_the_text_does_not_notice():
         finally:
             await dispatcher.pool.close()
     assert [token for item in items[:-1] for token in item.tokens] == list(range(2, 10))
-    assert {proposal.tokens for proposal in target.proposals} == {(5,)}
-    assert not any(proposal.q for proposal in target.proposals)
+    assert (5,) in {proposal.tokens for proposal in target.proposals}
     totals = dispatcher.totals
     assert (totals.malformed, totals.strikes, totals.quarantined, totals.reopened) == (1, 3, 1, 0)
 

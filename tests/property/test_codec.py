@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation import messages as m
 from transport.codec import (
+    MAX_RELAYED_BYTES,
     MalformedMessage,
     decode_from_worker,
     decode_to_worker,
     encode_from_worker,
     encode_to_worker,
+    heading,
     relayed,
 )
 
@@ -141,25 +143,53 @@ def test_messages_from_workers_survive(message):
 
 @given(st.one_of(verifications(), proposals()), u32)
 def test_what_is_relayed_arrives_as_it_was_sent_under_another_epoch(message, epoch):
-    heard = decode_from_worker(encode_from_worker(message))
-    assert isinstance(heard, m.Verification | m.Proposal)
-    assert decode_to_worker(relayed(heard, epoch)) == replace(message, epoch=epoch)
-    assert relayed(replace(heard, epoch=epoch), epoch) == encode_to_worker(replace(message, epoch=epoch))
+    entry = encode_from_worker(message)
+    head = heading(entry)
+    if head is None:
+        assert len(entry) > MAX_RELAYED_BYTES or not message.session or not message.epoch
+    else:
+        assert head.role == ("target" if isinstance(message, m.Verification) else "draft")
+        assert (head.session, head.epoch) == (message.session, message.epoch)
+        assert decode_to_worker(relayed(entry, head, epoch)) == replace(message, epoch=epoch)
 
 
-def test_what_is_relayed_is_passed_on_byte_by_byte_unless_it_is_long_or_comes_with_something_else():
+def test_the_heading_of_a_usual_message_is_read():
+    assert heading(encode_from_worker(SHORT)) is not None
+    assert heading(encode_from_worker(replace(SHORT, session=(1 << 64) - 1, epoch=(1 << 32) - 1))) is not None
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda rest: encode_from_worker(SHORT)[:7] + rest))
+def test_what_is_passed_on_unread_is_about_what_its_heading_says_or_nothing_at_all(entry):
+    head = heading(entry)
+    if head is not None:
+        with contextlib.suppress(MalformedMessage):
+            arrived = decode_to_worker(relayed(entry, head, 9))
+            assert isinstance(arrived, m.Verification | m.Proposal)
+            assert (arrived.session, arrived.epoch) == (head.session & (1 << 64) - 1, 9)
+
+
+def test_a_message_about_two_sessions_is_passed_on_as_of_the_first():
+    said = pb.Proposal(session=5, epoch=2, tokens=[1]).SerializeToString()
+    entry = pb.FromWorker(proposed=pb.Proposal()).SerializeToString()[:1]
+    body = said + pb.Proposal(session=9, epoch=3).SerializeToString()
+    entry += bytes((len(body),)) + body
+    assert decode_from_worker(entry).session == 9
+    head = heading(entry)
+    assert head is not None and head.session == 5
+    arrived = decode_to_worker(relayed(entry, head, 7))
+    assert (arrived.session, arrived.epoch) == (5, 7)
+
+
+def test_what_is_long_or_comes_with_something_else_is_not_passed_on_unread():
     sent = encode_from_worker(SHORT)
-    assert decode_from_worker(sent).wire in relayed(decode_from_worker(sent), 9)
-    assert decode_from_worker(sent).wire
-    unknown = b"\xfa\x07\x01x"  # a field 127, of some later version
-    assert decode_from_worker(sent + unknown) == SHORT
-    assert not decode_from_worker(sent + unknown).wire
+    assert heading(sent + b"\xfa\x07\x01x") is None, "a field 127, of some later version"
     stuffed = pb.FromWorker()
     stuffed.ParseFromString(sent)
     stuffed.verified.MergeFromString(b"\xfa\x07\xa0\x8d\x06" + bytes(100_000))
-    heard = decode_from_worker(stuffed.SerializeToString())
-    assert heard == SHORT
-    assert relayed(heard, 9) == encode_to_worker(replace(SHORT, epoch=9)), "without what was stuffed into it"
+    assert decode_from_worker(stuffed.SerializeToString()) == SHORT
+    assert heading(stuffed.SerializeToString()) is None
+    for other in (m.Refused(m.SessionId(1), 1, m.RefusalCode.INTERNAL), m.Load(sessions=1)):
+        assert heading(encode_from_worker(other)) is None
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), u64, max_size=3).map(lambda counters: m.Load(counters=counters))))

@@ -92,7 +92,7 @@ class Router:
 
     def come_up(self, name: PeerId, role: Role) -> None:
         peer = self.pool.peers[name] = Peer(name, role, self.pool)
-        self.streams[name] = Incoming(name, peer)
+        self.streams[name] = Incoming(name, role.value, peer, {})
         self.heard(name, Welcome(role.value, "fake", VOCABULARY, 100))
 
     def heard(self, name: PeerId, *messages: FromWorker | bytes) -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import relay
 from benchmarks.relay import Turn, figures, summary
 from benchmarks.relay_part import clock_us, since
-from benchmarks.relay_settings import BARE, CLOCK_US, PACELINE, PROPOSED, VERIFIED
+from benchmarks.relay_settings import BARE, CLOCK_US, CONTENDERS, DIRECT, PACELINE, PROPOSED, VERIFIED
 from benchmarks.workers import WorkerFailed
 from cluster.cli import main
 
@@ -67,14 +67,15 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, capsys) -> None:
 
 
 def test_it_measures_what_really_runs(tmp_path, capsys) -> None:
-    """Both ways, through real streams of both contenders; how long they take is not for a test to say."""
+    """Both ways, through real streams of all contenders; how long they take is not for a test to say."""
     arguments = ["--sessions", "2", "--steps", "50", "--rounds", "1", "--seconds", "0.5"]
     assert main(["bench", "relay", *arguments, "--json", str(tmp_path / "relay.json")]) == 0
     assert "drafter to target" in capsys.readouterr().out
     written = json.loads((tmp_path / "relay.json").read_text())
-    for contender in (PACELINE, BARE):
+    for contender in CONTENDERS:
         found = written["figures"][contender]
         assert all(found[way]["messages"] > 0 and found[way]["p50_ms"] > 0 for way in (VERIFIED, PROPOSED))
-        assert all(us > 0 for us in found["cpu_us"].values())
+        parts = {"target", "draft"} if contender == DIRECT else {"target", "draft", "router"}
+        assert {part for part, us in found["cpu_us"].items() if us > 0} == parts
     assert written["command"].startswith("paceline bench relay --sessions 2 --steps 50")
     assert written["wanted"]["verified_p50_ms"]["below"] == relay.WANTED_MS

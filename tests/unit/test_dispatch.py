@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import uvloop
@@ -20,16 +19,17 @@ from speculation.messages import (
     FromWorker,
     Load,
     Open,
-    Proposal,
     RefusalCode,
     Refused,
     Sampling,
+    SessionId,
     ToWorker,
     Verification,
     Welcome,
 )
 from speculation.reopening import WELL_PAST
 from speculation.session import SessionLimits
+from transport.client import Route
 
 PROMPT = (1, 2, 3)
 HASTY = DispatchLimits(session=SessionLimits(placement_timeout=0.5, backoff=0.004, longest_backoff=0.004))
@@ -63,12 +63,10 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[ToWorker] = []
+        self.routes: dict[SessionId, Route] = {}
 
     def send(self, message: ToWorker) -> None:
         self.sent.append(message)
-
-    def relay(self, message: Proposal | Verification, epoch: int) -> None:
-        self.sent.append(replace(message, epoch=epoch))
 
     @property
     def last(self) -> Open:
@@ -314,31 +312,47 @@ async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads():
     await served.dispatcher.pool.close()
 
 
-async def test_messages_are_relayed_before_clients_and_accounts_hear_of_them_and_both_hear_all_in_order():
+async def test_workers_of_a_session_hear_each_other_at_once_for_as_long_as_it_is_open_at_both():
     served = Served()
     served.up("a")
     served.up("d", role=Role.DRAFT)
     serving = asyncio.create_task(served.serve(100))
     await asyncio.sleep(0)
-    served.verify("a", 11)
-    await served.read(1)
-    opened, drafted = served.wires["a"].last, served.wires["d"].last
-    served.verify("a", 12)
-    assert replace(served.wires["d"].sent[-1], digest=0) == Verification(
-        drafted.session, drafted.epoch, len(PROMPT) + 1, (12,), 0
-    )
-    assert served.dispatcher.totals.committed == 1, "not yet"
-    digest = digests.of((*PROMPT, 11, 12, 13))
-    last = Verification(opened.session, opened.epoch, len(PROMPT) + 2, (13,), digest, finish=FinishReason.STOP)
-    served.hear("a", last)
+    a, d = served.wires["a"], served.wires["d"]
+    session, epoch, there = a.last.session, a.last.epoch, d.last.epoch
+    assert a.routes == {session: Route(epoch, d, there)}
+    assert d.routes == {session: Route(there, a, epoch)}
+    served.die("d")
+    served.up("e", role=Role.DRAFT)
+    e = served.wires["e"]
+    assert a.routes == {session: Route(epoch, e, e.last.epoch)}
+    assert not d.routes
+    served.verify("a", 11, finish=FinishReason.STOP)
     await serving
-    assert [commit.tokens for commit in served.commits] == [(11,), (12,), (13,)]
-    assert (served.dispatcher.totals.committed, served.dispatcher.running) == (3, 0)
-    assert [type(message) for message in served.wires["d"].sent] == [Open, Verification, Verification, Close]
+    assert not a.routes and not e.routes
     await served.dispatcher.pool.close()
 
 
-async def test_what_is_put_off_is_done_before_anything_else_happens_to_a_session():
+async def test_what_was_passed_on_is_not_relayed_again():
+    served = Served()
+    served.up("a")
+    served.up("d", role=Role.DRAFT)
+    serving = asyncio.create_task(served.serve(100))
+    await asyncio.sleep(0)
+    opened, drafted = served.wires["a"].last, served.wires["d"].last
+    for position, (token, passed) in enumerate([(11, 0), (12, drafted.epoch), (13, drafted.epoch - 1)], len(PROMPT)):
+        digest = digests.of((*PROMPT, 11, 12, 13)[: position + 1])
+        message = Verification(opened.session, opened.epoch, position, (token,), digest)
+        object.__setattr__(message, "passed", passed)
+        served.hear("a", message)
+    heard = [message.tokens for message in served.wires["d"].sent if isinstance(message, Verification)]
+    assert heard == [(11,), (13,)], "and not what went to this opening; what went to another one, it has not heard"
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    await served.dispatcher.pool.close()
+
+
+async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
     served = Served()
     served.up("a")
     serving = asyncio.create_task(served.serve(100))

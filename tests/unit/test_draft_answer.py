@@ -12,7 +12,6 @@ from engine.build import build, welcome
 from speculation import digest as digests
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
-    FromWorker,
     Limits,
     Load,
     Open,
@@ -25,6 +24,7 @@ from speculation.messages import (
     Welcome,
 )
 from tests.stack import held_out_prompts, settings
+from transport.codec import decode_from_worker
 from transport.server import Link
 from transport.worker import Outgoing, Worker
 
@@ -73,8 +73,8 @@ class Heard(Link):
         super().__init__("router", lambda: None)
         self.answered = threading.Event()
 
-    def send(self, message: FromWorker) -> None:
-        if isinstance(message, Verification):
+    def put(self, entry: bytes) -> None:
+        if isinstance(decode_from_worker(entry), Verification):
             self.answered.set()
 
 
@@ -114,7 +114,7 @@ async def test_an_answer_does_not_wait_for_the_step_that_follows():
     machine = Answering(link)
     worker = Worker(machine, "draft")
     await worker.start("127.0.0.1:0")
-    worker.received(link, Open(SessionId(1), 1, (1, 2), Sampling(), Limits(9)))
+    worker.received(link, [Open(SessionId(1), 1, (1, 2), Sampling(), Limits(9))])
     assert await asyncio.to_thread(machine.stepped.wait, 2 * PATIENCE)
     await worker.stop()
     assert machine.in_time

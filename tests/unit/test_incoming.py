@@ -1,0 +1,178 @@
+"""What one worker says and another waits for is passed on before it is read; all is read in between other things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from protos.paceline.v1 import worker_pb2 as pb
+from speculation.messages import FromWorker, Load, Proposal, SessionId, Verification, Welcome
+from transport import client
+from transport.client import READ_AT_ONCE, Incoming, Route
+from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker
+
+ONE, TWO = SessionId(1), SessionId(2)
+HERE, THERE = 5, 7
+"""Epochs at the worker that speaks and at the one that listens."""
+
+
+@dataclass
+class Router:
+    """What a router hears, sends on and has yet to do."""
+
+    heard: list[FromWorker | MalformedMessage] = field(default_factory=list)
+    sent: list[bytes] = field(default_factory=list)
+    later: list[Callable[[], None]] = field(default_factory=list)
+    writable: bool = True
+
+    def __post_init__(self) -> None:
+        self.routes: dict[SessionId, Route] = {}
+        self.incoming = Incoming("w", "target", self, self.routes, self.later.append)
+        self.take(Welcome("target", "m", 100, 100))
+
+    def take(self, *messages: FromWorker | bytes) -> None:
+        entries = [message if isinstance(message, bytes) else encode_from_worker(message) for message in messages]
+        self.incoming.take(pb.Frame(messages=entries))
+
+    def turn(self) -> None:
+        """One turn of the event loop."""
+        due, self.later[:] = list(self.later), []
+        for call in due:
+            call()
+
+    def join(self, session: SessionId, epoch: int = HERE) -> None:
+        self.routes[session] = Route(epoch, self, THERE)  # type: ignore[arg-type]
+
+    def put(self, entry: bytes) -> bool:
+        """As the connection to the other worker."""
+        if self.writable:
+            self.sent.append(entry)
+        return self.writable
+
+    @property
+    def passed(self) -> list[tuple[SessionId, int, int]]:
+        """Session, epoch and position of what was sent on."""
+        messages = [decode_to_worker(entry) for entry in self.sent]
+        return [(said.session, said.epoch, said.position) for said in messages if isinstance(said, Verification)]
+
+    def up(self, welcome: Welcome) -> None:
+        pass
+
+    def received(self, message: FromWorker) -> None:
+        self.heard.append(message)
+
+    def malformed(self, error: MalformedMessage) -> None:
+        self.heard.append(error)
+
+    def down(self, why: str) -> None:
+        pass
+
+
+def verified(session: SessionId, position: int, epoch: int = HERE) -> Verification:
+    return Verification(session, epoch, position, (4,), 0)
+
+
+def test_all_of_a_frame_is_passed_on_before_any_of_it_is_read():
+    router = Router()
+    said = [verified(SessionId(number), 3) for number in range(1, 17)]
+    for message in said:
+        router.join(message.session)
+    router.take(*said)
+    assert router.passed == [(message.session, THERE, 3) for message in said]
+    assert not router.heard
+    router.turn()
+    assert router.heard == said[:READ_AT_ONCE]
+    while router.later:
+        router.turn()
+    assert router.heard == said
+    assert [message.passed for message in router.heard if isinstance(message, Verification)] == [THERE] * 16
+
+
+def test_what_comes_meanwhile_is_passed_on_at_once_and_read_in_its_turn():
+    router = Router()
+    router.join(ONE)
+    said = [verified(ONE, position) for position in range(READ_AT_ONCE + 1)]
+    router.take(*said[:-1])
+    router.take(said[-1], Load(sessions=3))
+    assert len(router.sent) == len(said)
+    while router.later:
+        router.turn()
+    assert router.heard == [*said, Load(sessions=3)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        verified(ONE, 3, HERE - 1),
+        verified(TWO, 3),
+        Proposal(ONE, HERE, 3, 0, (1,), (-1,)),
+    ],
+    ids=["an older epoch", "another session", "what a target does not say"],
+)
+def test_nothing_else_is_passed_on_unread(message):
+    router = Router()
+    router.join(ONE)
+    router.take(message)
+    router.turn()
+    assert router.heard == [message] and not router.sent
+    assert not message.passed
+
+
+def test_what_cannot_be_passed_on_is_left_to_the_reader():
+    router = Router(writable=False)
+    router.join(ONE)
+    router.take(verified(ONE, 3))
+    router.turn()
+    (message,) = router.heard
+    assert isinstance(message, Verification) and not message.passed
+
+
+def test_nothing_overtakes_what_the_reader_has_to_pass_on():
+    """A session may be opened at a drafter while a verification of it waits to be read."""
+    router = Router()
+    router.join(TWO)
+    router.take(verified(ONE, 3))
+    router.join(ONE)
+    router.take(verified(ONE, 4), verified(TWO, 9))
+    assert router.passed == [(TWO, THERE, 9)]
+    router.turn()
+    passed = [message.passed for message in router.heard if isinstance(message, Verification)]
+    assert passed == [0, 0, THERE]
+    router.take(verified(ONE, 5))
+    assert router.passed == [(TWO, THERE, 9), (ONE, THERE, 5)]
+
+
+def test_garbage_is_passed_on_to_nobody_but_the_session_it_names_and_then_reported():
+    router = Router()
+    router.join(ONE)
+    wrong = pb.FromWorker(verified=pb.Verification(session=1, epoch=HERE, accepted=9)).SerializeToString()
+    router.take(b"\xff\xff", wrong, verified(ONE, 3))
+    with pytest.raises(MalformedMessage):
+        decode_to_worker(router.sent[0])
+    router.turn()
+    first, second, last = router.heard
+    assert isinstance(first, MalformedMessage) and isinstance(second, MalformedMessage)
+    assert (first.session, second.session) == (None, ONE)
+    assert last == verified(ONE, 3)
+
+
+def test_a_reader_that_falls_behind_reads_all_before_it_takes_more(monkeypatch):
+    monkeypatch.setattr(client, "MAX_UNREAD", 20)
+    router = Router()
+    router.take(*[verified(ONE, position) for position in range(20)])
+    assert not router.heard
+    router.take(verified(ONE, 20))
+    assert len(router.heard) == 21
+    router.turn()
+    assert len(router.heard) == 21
+
+
+def test_all_that_came_is_read_when_the_stream_ends():
+    router = Router()
+    router.take(*[verified(ONE, position) for position in range(20)])
+    router.incoming.finish()
+    assert len(router.heard) == 20
+    router.turn()
+    assert len(router.heard) == 20
