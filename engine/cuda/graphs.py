@@ -118,15 +118,15 @@ class RowSteps:
             return False
         started, before = time.perf_counter(), self._reserved()
         shapes = [Shape(rows, longest) for longest in self._attention.tiers() for rows in reversed(self.classes)]
-        expected: dict[Shape, tuple[list[int], Tensor]] = {}
+        expected: dict[Shape, tuple[Packed, Tensor]] = {}
         for shape in shapes:
-            flat = self._throwaway(shape.rows).flat(shape.rows, self._store.slots)
-            found_RX = self._computed(shape, flat)
+            piece = self._throwaway(shape.rows)
+            found_RX = self._computed(shape, piece)
             if self._record is None:  # given up meanwhile
                 return True
-            expected[shape] = flat, found_RX[:, :CHECKED].clone()
-        for shape, (flat, expected_RX) in expected.items():
-            error = _difference(self._computed(shape, flat)[:, :CHECKED], expected_RX)
+            expected[shape] = piece, found_RX[:, :CHECKED].clone()
+        for shape, (piece, expected_RX) in expected.items():
+            error = _difference(self._computed(shape, piece)[:, :CHECKED], expected_RX)
             if not error <= TOLERANCE:
                 self._give_up(f"a step of {shape.rows} rows is off by {error:.2g} once all are recorded")
                 return True
@@ -137,16 +137,16 @@ class RowSteps:
     def _piece(self, piece: Packed) -> Tensor:
         rows = next(rows for rows in self.classes if rows >= len(piece))
         longest = next(longest for longest in self._attention.tiers() if longest >= piece.max_keys)
-        return self._computed(Shape(rows, longest), piece.flat(rows, self._store.slots))
+        return self._computed(Shape(rows, longest), piece)
 
-    def _computed(self, shape: Shape, flat: Sequence[int]) -> Tensor:
+    def _computed(self, shape: Shape, piece: Packed) -> Tensor:
         """``[R, X]`` with padding, good until the next call."""
         recording = self._recordings.get(shape)
         if recording is not None:
-            self._fill(recording.buffer, flat)
+            self._fill(recording.buffer, shape, piece)
             return recording.replay()
         buffer = empty_buffer(shape.rows, self._pages, self._store.device)
-        self._fill(buffer, flat)
+        self._fill(buffer, shape, piece)
         if self._record is None:
             return self._forward(shape, buffer)
         return self._first(shape, buffer)
@@ -197,11 +197,9 @@ class RowSteps:
         )
         return piece
 
-    def _fill(self, buffer: Tensor, flat: Sequence[int]) -> None:
-        numbers = torch.tensor(flat, dtype=torch.int32)
-        if buffer.is_cuda:
-            numbers = numbers.pin_memory()  # torch keeps it until the copy is made
-        buffer[: len(flat)].copy_(numbers, non_blocking=True)
+    def _fill(self, buffer: Tensor, shape: Shape, piece: Packed) -> None:
+        numbers = piece.host_buffer(shape.rows, self._store.slots, pinned=buffer.is_cuda)
+        buffer[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self._store.device) if self._store.device.type == "cuda" else 0
