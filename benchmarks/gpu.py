@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks import gpu_report as report
 from benchmarks.bandwidth import Work
-from benchmarks.engine_steps import GREEDY, Steps
+from benchmarks.engine_steps import GREEDY, Steps, draw_tokens
 from benchmarks.gpu_report import (
     CASES,
     COMPILED,
@@ -49,7 +49,7 @@ from engine.cuda.attention import PlainRowAttention, first_line
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.cuda.rows import ROW_CLASSES
 from engine.loader import from_module
-from engine.sampling import Draw, sample
+from engine.sampling import Draw
 from engine.step import Chunk, Engine
 from speculation.messages import EXACT
 
@@ -300,8 +300,7 @@ def _prompt(subject: Subject) -> Outcome:
 
     def work() -> None:
         sequence = subject.engine.cache.sequence()
-        logits_1V = subject.engine.run([Chunk(sequence, text, rows=[len(text) - 1])])
-        sample(logits_1V, [Draw(GREEDY, len(text))])
+        draw_tokens(subject.engine, [Chunk(sequence, text, rows=[len(text) - 1], draws=[Draw(GREEDY, len(text))])])
         sequence.rollback()
         sequence.free()
 
@@ -363,10 +362,10 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[l
     try:
         for _ in range(new):
             chunks = [
-                Chunk(sequence, part, rows=[len(part) - 1]) for sequence, part in zip(sequences, fed, strict=True)
+                Chunk(sequence, part, rows=[len(part) - 1], draws=[Draw(GREEDY, sequence.length + len(part))])
+                for sequence, part in zip(sequences, fed, strict=True)
             ]
-            draws = [Draw(GREEDY, sequence.length + len(part)) for sequence, part in zip(sequences, fed, strict=True)]
-            tokens = sample(engine.run(chunks), draws)
+            tokens = draw_tokens(engine, chunks)
             for sequence, part, text, token in zip(sequences, fed, texts, tokens, strict=True):
                 sequence.advance(range(len(part)))
                 text.append(token)

@@ -25,6 +25,7 @@ from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
 from engine.linear import products
 from engine.model import Model
+from engine.sampling import Draw
 from engine.sequence_state import SequenceState
 from engine.upload import upload
 
@@ -78,11 +79,18 @@ class Forward:
     """A model over a store. The shapes of keys and values are those of the heads that this rank computes."""
 
     def __init__(
-        self, model: Model, store: KVStore, record: Record | None = None, *, keep_hidden: bool = False
+        self,
+        model: Model,
+        store: KVStore,
+        record: Record | None = None,
+        *,
+        keep_hidden: bool = False,
+        draws: bool = False,
     ) -> None:
         """``record``: how steps by rows are recorded to be replayed, if they are.
 
-        ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it.
+        ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it. ``draws``:
+        plain draws are a part of what is recorded.
         """
         self.calls: list[int] = []
         """How often each layer's attention was called in the last step that was not replayed."""
@@ -101,23 +109,35 @@ class Forward:
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
         self._rows: RowSteps | None = None
         if model.attention is not None:
-            self._rows = RowSteps(self._logits, store, model.attention, model.layers, model.context, record)
+            drawn = model.vocabulary if draws and self.dtype == torch.float32 else 0
+            self._rows = RowSteps(self._logits, store, model.attention, model.layers, model.context, record, drawn)
 
     @torch.inference_mode()
-    def compute(self, inputs: StepInput) -> Tensor:
-        """The wanted rows of a step of at least one token, ``[R, V]`` in float32 (float64 if the model is)."""
+    def compute(self, inputs: StepInput, draws: Sequence[Draw] = ()) -> Tensor:
+        """The wanted rows of a step of at least one token, ``[R, V]`` in float32 (float64 if the model is).
+
+        ``draws``: plain ones, of these rows, if they may be drawn in the step. If they are (:attr:`drawn`), the result
+        is in the model's own format and good until the next step only.
+        """
         self.moved = False
         self._store.move(inputs.moves)
         self.moved = True
         started = time.perf_counter()
         if self._rows is not None:
-            logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks)
+            logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks, draws)
         else:
             logits_RV = self._computed(inputs)
         if self._tap is not None:
-            self.hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :].to(self._model.dtype)
+            hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :]
+            self.hidden_RD = hidden_RD.to(self._model.dtype, copy=self.drawn is not None)
         self.seconds = time.perf_counter() - started
-        return logits_RV[: len(inputs.rows), : self._model.vocabulary].to(self.dtype)
+        logits_RV = logits_RV[: len(inputs.rows), : self._model.vocabulary]
+        return logits_RV if self.drawn is not None else logits_RV.to(self.dtype)
+
+    @property
+    def drawn(self) -> Tensor | None:
+        """See :attr:`engine.step.Engine.drawn`."""
+        return None if self._rows is None else self._rows.drawn_R2
 
     @property
     def row_classes(self) -> Sequence[int]:

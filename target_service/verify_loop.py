@@ -334,9 +334,10 @@ class VerifyLoop:
         ends what plain decoding would have served: before a session is given up, it is computed without.
         """
         try:
-            chunks = [piece.chunk() for piece in pieces]
+            plain = all(piece.is_plain for piece in pieces)
+            chunks = [piece.chunk(draws=plain) for piece in pieces]
             told, logits_RV = apart(self._engine.run(chunks), pieces)
-            decided = verdicts(logits_RV, pieces)
+            decided = verdicts(logits_RV, pieces, self._engine.drawn if plain else None)
             broken = [isinstance(verdict, Fault) and verdict.not_finite for verdict in decided]
             for piece, told_PV, is_broken in zip(pieces, told, broken, strict=True):
                 if not is_broken:

@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cuda.draws import DRAW_FIELDS, draw_numbers
+from engine.sampling import Draw
 from engine.sequence_state import SequenceState
 
 ROW_CLASSES = (16, 32, 64, 128, 256, 512)
@@ -63,6 +65,8 @@ class Rows:
     """How many keys all rows of its group find by the page table."""
     wanted_R: Tensor
     """Rows whose logits are wanted."""
+    draws_3R: Tensor
+    """How they are drawn; see :func:`engine.cuda.draws.draw_numbers`."""
     numbers_F: Tensor
 
     @classmethod
@@ -71,7 +75,8 @@ class Rows:
         columns = {f"{name}_T": buffer[i * rows : (i + 1) * rows] for i, name in enumerate(FIELDS)}
         rest = buffer[len(FIELDS) * rows :]
         wanted = max_wanted(rows)
-        return cls(wanted_R=rest[:wanted], numbers_F=rest[wanted:], **columns)
+        wanted_R, draws, numbers_F = rest.tensor_split((wanted, (1 + DRAW_FIELDS) * wanted))
+        return cls(wanted_R=wanted_R, draws_3R=draws.view(DRAW_FIELDS, wanted), numbers_F=numbers_F, **columns)
 
     def cut(self, start: int, stop: int) -> Rows:
         """Some of the rows."""
@@ -153,13 +158,15 @@ class Packed:
         self.pages += pages
         self.max_keys = max(self.max_keys, length + deepest + 1)
 
-    def host_buffer(self, rows: int, spare: int, *, pinned: bool = False) -> Tensor:
+    def host_buffer(self, rows: int, spare: int, draws: Sequence[Draw] = (), *, pinned: bool = False) -> Tensor:
         """A step padded to ``rows`` rows as :meth:`Rows.within` finds it, as far as there is anything: int32.
 
-        Padding sees nothing and writes slots from ``spare`` on, which are nobody's.
+        Padding sees nothing and writes slots from ``spare`` on, which are nobody's. ``draws``: of the rows that are
+        wanted, if they are drawn in the step.
         """
         count, behind = len(self), len(FIELDS) * rows
-        numbers = behind + max_wanted(rows)
+        wanted = behind + max_wanted(rows)
+        numbers = wanted + DRAW_FIELDS * max_wanted(rows)
         size = numbers + self.pages + len(self.branches)
         # Torch keeps pinned memory until copies from it are made, and gives it out again then.
         buffer = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
@@ -189,6 +196,8 @@ class Packed:
             group[leaders] = together
             common[:] = np.minimum.reduceat(home, leaders).repeat(together)
         flat[behind : behind + len(self.wanted)] = self.wanted
+        if draws:
+            flat[wanted:numbers].reshape(DRAW_FIELDS, -1)[:, : len(draws)] = draw_numbers(draws)
         at = numbers
         for blocks, needed in self.tables:
             flat[at : at + needed] = blocks[:needed]
@@ -259,5 +268,5 @@ def packed(
 
 def empty_buffer(rows: int, pages: int, device: torch.device) -> Tensor:
     """Memory for a step of ``rows`` rows, ``[*]`` int32."""
-    size = len(FIELDS) * rows + max_wanted(rows) + max_numbers(rows, pages)
+    size = len(FIELDS) * rows + (1 + DRAW_FIELDS) * max_wanted(rows) + max_numbers(rows, pages)
     return torch.zeros(size, dtype=torch.int32, device=device)
