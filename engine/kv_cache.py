@@ -229,7 +229,7 @@ class CachedSequence(SequenceState):
         assert len(set(self._places)) == len(self._places), f"two nodes share a place: {self._places}"
         assert min(self._places, default=self.length) >= self.length, "a node lies among the committed tokens"
         assert self.pending_slots == [self.home(place) for place in self._places]
-        assert self.branches == self.state().branches, "a branch is not where it was found"
+        assert self.branches == SequenceState.state(self).branches, "a branch is not where it was found"
         ledger = self._cache.ledger
         for block in self.blocks[self.length // self.block if self.pending else len(self.blocks) :]:
             assert ledger.holders(block) == 1 and block not in ledger.known, f"block {block} is shared, yet written"

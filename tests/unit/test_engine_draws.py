@@ -232,3 +232,21 @@ def test_what_was_drawn_is_decided_without_another_launch(llama: Model) -> None:
     engine.drawn[0, 1] = 0
     (fault,) = verdicts(logits_RV, [piece], engine.drawn)
     assert isinstance(fault, Fault) and fault.not_finite
+
+
+def test_earlier_outputs_are_indexed_before_the_draws_are_fetched(
+    llama: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *arguments, **how: done.append(name) or function(*arguments, **how)
+
+    engine = by_rows(llama, record=Recorder())
+    loop = VerifyLoop(engine, welcome(EngineSettings("tiny"), llama, "target"))
+    monkeypatch.setattr(engine, "run", noted("run", engine.run))
+    monkeypatch.setattr(loop._outputs, "work", noted("index", loop._outputs.work))
+    monkeypatch.setattr(verify_loop, "verdicts", noted("fetch", verify_loop.verdicts))
+    loop.receive("link", opening(1, GREEDY))
+    assert loop.step()
+    assert done == ["run", "index", "fetch"]
