@@ -6,7 +6,6 @@ A timed step is what the verify loop does for it: the forward, the target's draw
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +45,14 @@ def many(sequences: int) -> str:
 TREE = f"tree {len(TREE_PARENTS)}"
 
 
+def draw_tokens(engine: Engine, chunks: Sequence[Chunk]) -> list[int]:
+    """Compute chunks that bring their draws and fetch what is drawn, in the step or behind it, as a worker does."""
+    logits_RV = engine.run(chunks)
+    if engine.drawn is None:
+        return sample(logits_RV, [draw for chunk in chunks for draw in chunk.draws])
+    return [token for token, _ in engine.drawn.tolist()]
+
+
 class Steps:
     """Sequences with their context cached, and the steps that can be timed on them."""
 
@@ -74,14 +81,18 @@ class Steps:
         """Of the sequences of these contexts, by their indices, with the same tree each."""
 
         def step() -> None:
-            chunks = [Chunk(sequence, tokens, parents, rows) for sequence in sequences]
-            sample(self._engine.run(chunks), [Draw(GREEDY, sequence.length + row) for sequence, row in drawn])
+            draw_tokens(
+                self._engine,
+                [
+                    Chunk(sequence, tokens, parents, rows, [Draw(GREEDY, sequence.length + row) for row in rows])
+                    for sequence in sequences
+                ],
+            )
             for sequence in sequences:
                 sequence.rollback()
 
         sequences = [self._sequences[context] for context in contexts]
         tokens, rows = list(range(1, len(parents) + 1)), range(len(parents))
-        drawn = list(itertools.product(sequences, rows))
         return step
 
 

@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks import gpu_report as report
 from benchmarks.bandwidth import Work
-from benchmarks.engine_steps import GREEDY, Steps
+from benchmarks.engine_steps import GREEDY, Steps, draw_tokens
 from benchmarks.gpu_report import (
     CASES,
     COMPILED,
@@ -58,7 +58,7 @@ from engine.cuda.levels import Growth, Levels, Place
 from engine.cuda.rows import ROW_CLASSES
 from engine.loader import from_module
 from engine.quantisation import NONE, weight_bytes
-from engine.sampling import Draw, candidates, sample
+from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
 from speculation.calibration import Calibration
 from speculation.messages import EXACT, Source
@@ -397,8 +397,7 @@ def _prompt(subject: Subject) -> Outcome:
 
     def work() -> None:
         sequence = subject.engine.cache.sequence()
-        logits_1V = subject.engine.run([Chunk(sequence, text, rows=[len(text) - 1])])
-        sample(logits_1V, [Draw(GREEDY, len(text))])
+        draw_tokens(subject.engine, [Chunk(sequence, text, rows=[len(text) - 1], draws=[Draw(GREEDY, len(text))])])
         sequence.rollback()
         sequence.free()
 
@@ -460,10 +459,10 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[l
     try:
         for _ in range(new):
             chunks = [
-                Chunk(sequence, part, rows=[len(part) - 1]) for sequence, part in zip(sequences, fed, strict=True)
+                Chunk(sequence, part, rows=[len(part) - 1], draws=[Draw(GREEDY, sequence.length + len(part))])
+                for sequence, part in zip(sequences, fed, strict=True)
             ]
-            draws = [Draw(GREEDY, sequence.length + len(part)) for sequence, part in zip(sequences, fed, strict=True)]
-            tokens = sample(engine.run(chunks), draws)
+            tokens = draw_tokens(engine, chunks)
             for sequence, part, text, token in zip(sequences, fed, texts, tokens, strict=True):
                 sequence.advance(range(len(part)))
                 text.append(token)

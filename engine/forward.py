@@ -29,6 +29,7 @@ from engine.hidden import HiddenTap
 from engine.kv_store import KVStore, Move
 from engine.linear import products
 from engine.model import Model
+from engine.sampling import Draw
 from engine.sequence_state import SequenceState
 from engine.upload import upload
 
@@ -92,10 +93,12 @@ class Forward:
         *,
         agreed: Callable[[bool], bool] = bool,
         keep_hidden: bool = False,
+        draws: bool = False,
     ) -> None:
         """``record``: how steps by rows are recorded to be replayed, if they are; ``agreed``: see :class:`RowSteps`.
 
-        ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it.
+        ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it. ``draws``:
+        plain draws are a part of what is recorded.
         """
         self.calls: list[int] = []
         """How often each layer's attention was called in the last step that was not replayed."""
@@ -116,11 +119,18 @@ class Forward:
         if isinstance(model.attention, CpuRows):
             self._rows = CpuSteps(self._logits, store, model.attention, model.layers, model.context)
         elif model.attention is not None:
-            self._rows = RowSteps(self._logits, store, model.attention, model.layers, model.context, record, agreed)
+            drawn = model.vocabulary if draws and self.dtype == torch.float32 else 0
+            self._rows = RowSteps(
+                self._logits, store, model.attention, model.layers, model.context, record, agreed, drawn
+            )
 
     @torch.inference_mode()
-    def compute(self, inputs: StepInput) -> Tensor:
-        """The wanted rows of a step of at least one token, ``[R, V]`` in float32 (float64 if the model is)."""
+    def compute(self, inputs: StepInput, draws: Sequence[Draw] = ()) -> Tensor:
+        """The wanted rows of a step of at least one token, ``[R, V]`` in float32 (float64 if the model is).
+
+        ``draws``: plain ones, of these rows, if they may be drawn in the step. If they are (:attr:`drawn`), the result
+        is in the model's own format and good until the next step only.
+        """
         self.moved = False
         self._store.move(inputs.moves)
         self.moved = True
@@ -128,13 +138,20 @@ class Forward:
         if self._rows is not None:
             for rows in set(self._rows.classes).difference(inputs.row_classes or self._rows.classes):
                 self._rows.avoid(rows)
-            logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks)
+            logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks, draws)
         else:
             logits_RV = self._computed(inputs)
         if self._tap is not None:
-            self.hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :].to(self._model.dtype)
+            hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :]
+            self.hidden_RD = hidden_RD.to(self._model.dtype, copy=self.drawn is not None)
         self.seconds = time.perf_counter() - started
-        return logits_RV[: len(inputs.rows), : self._model.vocabulary].to(self.dtype)
+        logits_RV = logits_RV[: len(inputs.rows), : self._model.vocabulary]
+        return logits_RV if self.drawn is not None else logits_RV.to(self.dtype)
+
+    @property
+    def drawn(self) -> Tensor | None:
+        """See :attr:`engine.step.Engine.drawn`."""
+        return None if self._rows is None else self._rows.drawn_R2
 
     @property
     def row_classes(self) -> Sequence[int]:

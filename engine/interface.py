@@ -61,6 +61,10 @@ class StepEngine(Protocol):
     def hidden(self) -> Tensor | None:
         """See :attr:`engine.step.Engine.hidden`."""
 
+    @property
+    def drawn(self) -> Tensor | None:
+        """See :attr:`engine.step.Engine.drawn`."""
+
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute; see :meth:`engine.step.Engine.run`."""
 

@@ -108,25 +108,27 @@ class CachedSequence(SequenceState):
         """How many fewer blocks will be free once ``count`` more tokens were appended."""
         if not count:
             return 0
-        spare = len(self.blocks) * self.block - self.length - self.pending
-        return max(0, -(-(count - spare) // self.block)) + self._tail_is_shared
+        beyond = self.length + len(self.parents) + count - len(self.blocks) * self.block
+        return (-(-beyond // self.block) if beyond > 0 else 0) + self._tail_is_shared
 
     # -- pending nodes -------------------------------------------------------------------------------------------------
 
     def append(self, parents: Sequence[int]) -> list[int]:
         """Add one pending node per entry and return their slots. Raises :class:`CacheFull`."""
-        depths = list(self.depths)
-        for index, parent in enumerate(parents, start=self.pending):
+        depths = self.depths[:]
+        for index, parent in enumerate(parents, start=len(depths)):
             if not ROOT <= parent < index:
                 raise ValueError(f"pending node {index} cannot have parent {parent}; a parent must precede its child")
             depths.append(0 if parent == ROOT else depths[parent] + 1)
         assert self in self._cache.sequences, "append() to a sequence that was freed"
         places = self._free_places(len(parents))
         self._reserve(len(parents))
-        slots = [self.home(place) for place in places]
+        slots = self._homes(places)
         self.parents += parents
         self.depths = depths
         self.pending_slots += slots
+        if not self._places and self.is_chain:
+            self._branches = [()] * len(places)
         self._places += places
         return slots
 
@@ -134,7 +136,8 @@ class CachedSequence(SequenceState):
         """Drop the ``count`` nodes appended last."""
         keep = self.pending - count
         assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
-        del self.parents[keep:], self.depths[keep:], self.pending_slots[keep:], self._places[keep:]
+        for nodes in (self.parents, self.depths, self.pending_slots, self._places, self._branches):
+            del nodes[keep:]
         self._trim()
 
     def regraft(self, count: int, kept: Sequence[int], parents: Sequence[int]) -> None:
@@ -187,7 +190,8 @@ class CachedSequence(SequenceState):
         self.parents = [renumbered.get(self.parents[node], ROOT) for node in renumbered]
         self.depths = [self.depths[node] - len(path) for node in renumbered]
         self._places = [self._places[node] for node in renumbered]
-        self.pending_slots = [self.home(place) for place in self._places]
+        self.pending_slots = self._homes(self._places)
+        self._branches.clear()
         self._trim()
         self._publish()
         return renumbered
@@ -233,8 +237,8 @@ class CachedSequence(SequenceState):
     def free(self) -> None:
         """Give everything back. Harmless when done twice."""
         self._cut(0)
-        for holdings in (self.parents, self.depths, self.pending_slots, self._places, self._known):
-            del holdings[:]
+        for holdings in (self.parents, self.depths, self.pending_slots, self._places, self._branches, self._known):
+            holdings.clear()
         self.length = 0
         self._cache.sequences.discard(self)
 
@@ -244,6 +248,7 @@ class CachedSequence(SequenceState):
         assert len(set(self._places)) == len(self._places), f"two nodes share a place: {self._places}"
         assert min(self._places, default=self.length) >= self.length, "a node lies among the committed tokens"
         assert self.pending_slots == [self.home(place) for place in self._places]
+        assert self.branches == SequenceState.state(self).branches, "a branch is not where it was found"
         ledger = self._cache.ledger
         for block in self.blocks[self.length // self.block if self.pending else len(self.blocks) :]:
             assert ledger.holders(block) == 1 and block not in ledger.known, f"block {block} is shared, yet written"
@@ -253,7 +258,8 @@ class CachedSequence(SequenceState):
     @property
     def _used(self) -> int:
         """How many blocks it takes up to the last token, committed or pending."""
-        return -(-max([self.length, *(place + 1 for place in self._places)]) // self.block)
+        end = max(self._places) + 1 if self._places else self.length
+        return -(-end // self.block)
 
     @property
     def _tail_is_shared(self) -> bool:
@@ -272,8 +278,14 @@ class CachedSequence(SequenceState):
         if self.pending:
             raise ValueError(f"{what} with {self.pending} pending nodes; roll back or advance first")
 
-    def _free_places(self, count: int) -> list[int]:
+    def _homes(self, places: Sequence[int]) -> list[int]:
+        block, blocks = self.block, self.blocks
+        return [blocks[place // block] * block + place % block for place in places]
+
+    def _free_places(self, count: int) -> Sequence[int]:
         """Lowest first: holes left by refused branches are filled before new ground is broken."""
+        if not self._places:
+            return range(self.length, self.length + count)
         taken = set(self._places)
         places: list[int] = []
         place = self.length
@@ -357,6 +369,8 @@ class CachedSequence(SequenceState):
 
     def _cut(self, keep: int) -> None:
         """Give back all but the first ``keep`` blocks."""
+        if keep >= len(self.blocks):
+            return
         for block in reversed(self.blocks[keep:]):
             self._cache.ledger.give(block)
         del self.blocks[keep:]

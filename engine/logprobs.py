@@ -20,13 +20,17 @@ PART = 64
 
 
 def token_logprobs(logits_NV: Tensor, tokens: Sequence[Token], most: Sequence[int]) -> list[TokenLogprobs]:
-    """The log-probability of ``tokens[i]`` under row i, and those of the ``most[i]`` likeliest tokens there."""
+    """The log-probability of ``tokens[i]`` under row i, and those of the ``most[i]`` likeliest tokens there.
+
+    Computed in float32 at least, whatever the format of the logits.
+    """
     assert len(logits_NV) == len(tokens) == len(most), "one row of logits per token"
     parts = [slice(start, start + PART) for start in range(0, len(tokens), PART)]
     return [told for part in parts for told in _part(logits_NV[part], tokens[part], most[part])]
 
 
 def _part(logits_PV: Tensor, tokens: Sequence[Token], most: Sequence[int]) -> list[TokenLogprobs]:
+    logits_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
     total_P1 = logits_PV.logsumexp(-1, keepdim=True)
     chosen_P1 = logits_PV.gather(1, upload(tokens, logits_PV.device)[:, None])
     best_PC, tokens_PC = logits_PV.topk(min(max(most), logits_PV.shape[-1]), dim=-1)

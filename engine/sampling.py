@@ -157,13 +157,14 @@ def _keep_top_k(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 def _keep_top_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
     """The lowest score that top-p keeps, ``[M, 1]``: a token stays while those above it hold less than p."""
-    p_M1 = _column([setting.top_p for setting in settings], scores_MV)
+    # In float64: sums of float32 end a wide nucleus elsewhere on another device, which adds in another order.
+    p_M1 = upload([setting.top_p for setting in settings], scores_MV.device, torch.float64)[:, None]
     # Normalised over the whole row, not over the part sorted: a row's outcome must not depend on its neighbours.
-    mass_M1 = scores_MV.logsumexp(-1, keepdim=True)
+    mass_M1 = scores_MV.double().logsumexp(-1, keepdim=True)
     if scores_MV.device.type == "cuda":
         # To ask how far to sort would be to wait for the device, and sorting everything takes it little time.
         return _nucleus_end(scores_MV.sort(-1, descending=True).values, mass_M1, p_M1)[0]
-    threshold_M1 = torch.empty_like(mass_M1)
+    threshold_M1 = torch.empty_like(mass_M1, dtype=scores_MV.dtype)
     vocabulary = scores_MV.shape[-1]
     open_M = torch.arange(len(scores_MV), device=scores_MV.device)
     survivors = [setting.top_k or vocabulary for setting in settings]
@@ -180,8 +181,11 @@ def _keep_top_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _nucleus_end(best_MC: Tensor, mass_M1: Tensor, p_M1: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of the best scores that top-p keeps, and the probability that all of them hold, ``[M, 1]`` each."""
-    through_MC = (best_MC - mass_M1).exp().cumsum(-1)
+    """The last of the best scores that top-p keeps, and the probability that all of them hold, ``[M, 1]`` each.
+
+    ``mass_M1``, ``p_M1`` and the probability are in float64.
+    """
+    through_MC = (best_MC - mass_M1).exp().cumsum(-1)  # in float64, as the mass is
     above_MC = through_MC.roll(1, dims=-1)
     above_MC[:, 0] = 0.0
     kept_M1 = (above_MC < p_M1).sum(-1, keepdim=True)

@@ -6,7 +6,10 @@ changes it is :mod:`engine.kv_cache`.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +28,8 @@ class SequenceState:
 
     block: int
     """Slots of a block."""
-    blocks: list[int] = field(default_factory=list)
-    """The block table."""
+    blocks: MutableSequence[int] = field(default_factory=lambda: array("i"))
+    """The block table. An array is copied into a step's layout at once."""
     adjacent: int = 0
     """How many blocks, from the first on, lie side by side."""
     length: int = 0
@@ -36,6 +39,7 @@ class SequenceState:
     depths: list[int] = field(default_factory=list)
     """Distance of every pending node from the prefix's end: its position is ``length + depth``."""
     pending_slots: list[int] = field(default_factory=list)
+    _branches: list[tuple[int, ...]] = field(default_factory=list, init=False)  # as far as they are known
 
     @property
     def pending(self) -> int:
@@ -46,6 +50,20 @@ class SequenceState:
     def is_chain(self) -> bool:
         """Whether every pending node is the only child of the one before it."""
         return not self.parents or self.depths[-1] == len(self.depths) - 1
+
+    @property
+    def branches(self) -> list[tuple[int, ...]]:
+        """Of every pending node the slots of those on its path, itself included, from the first not at home on.
+
+        Found once for each node; whoever moves nodes forgets them.
+        """
+        found = self._branches
+        for node in range(len(found), len(self.parents)):
+            parent, slot = self.parents[node], self.pending_slots[node]
+            above = () if parent == ROOT else found[parent]
+            at_home = not above and slot == self.home(self.length + self.depths[node])
+            found.append(() if at_home else (*above, slot))
+        return found
 
     @property
     def ascending(self) -> int:
@@ -76,7 +94,7 @@ class SequenceState:
         if self.ascending == self.length:
             return torch.cat((torch.arange(self.home(start), self.home(self.length - 1) + 1), pending_P))
         first = start // self.block
-        blocks_N = torch.tensor(self.blocks[first : -(-self.length // self.block)])
+        blocks_N = torch.tensor(self.blocks[first : -(-self.length // self.block)], dtype=torch.int64)
         slots_NB = blocks_N[:, None] * self.block + torch.arange(self.block)
         skipped = start - first * self.block
         return torch.cat((slots_NB.view(-1)[skipped : skipped + self.length - start], pending_P))
@@ -90,10 +108,17 @@ class SequenceState:
         """A copy that stays as it is now, and can be pickled."""
         return SequenceState(
             self.block,
-            list(self.blocks),
+            self.blocks[:],
             self.adjacent,
             self.length,
             list(self.parents),
             list(self.depths),
             list(self.pending_slots),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the block table as bytes, which need nothing but this class to be read again."""
+        return {**vars(self), "blocks": array("i", self.blocks).tobytes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, blocks=array("i", state["blocks"]))

@@ -110,7 +110,7 @@ class StatefulEngine:
 
     speculates = False
     row_classes: Sequence[int] = ()
-    heads = hidden = None
+    heads = hidden = drawn = None
     exactness = "not measured: this model is served without speculation"
 
     def __init__(self, model: Model, cache: StatefulCache) -> None:

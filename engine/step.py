@@ -25,6 +25,7 @@ from engine.kv_store import Move
 from engine.medusa import MedusaHeads
 from engine.model import Model, ModelError
 from engine.parallel.leader import Leader
+from engine.sampling import Draw
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class Chunk:
     parents: Sequence[int] | None = None
     rows: Sequence[int] = ()
     """Indices into ``tokens``."""
+    draws: Sequence[Draw] = ()
+    """How a token is drawn on each of these, if all are plain draws; see :attr:`Engine.drawn`."""
 
     def resolved_parents(self) -> Sequence[int]:
         """The parents, spelled out."""
@@ -71,7 +74,7 @@ class Engine:
         """``invariant``: give a token the same bits however it is batched, where that can be had.
 
         That is in bfloat16 on a CPU. It costs decoding a chain next to nothing, a prompt up to 1.6 times its time with
-        AMX, and a tree that its keys are gathered.
+        AMX, and a tree that its keys are gathered. Recorded steps of such an engine can draw.
         ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how
         steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are. ``heads``: what drafts from hidden
         states, which are kept for them. Raises ModelError if the model does not show these.
@@ -84,7 +87,9 @@ class Engine:
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
         self.heads = heads
         agreed = bool if leader is None else leader.all_agree
-        self._forward = Forward(model, cache.store, record, agreed=agreed, keep_hidden=heads is not None)
+        self._forward = Forward(
+            model, cache.store, record, agreed=agreed, keep_hidden=heads is not None, draws=invariant
+        )
         self._leader = leader
 
     @property
@@ -98,6 +103,15 @@ class Engine:
         return self._forward.hidden_RD
 
     @property
+    def drawn(self) -> Tensor | None:
+        """What the last step drew itself: the token of each wanted row, and 1 if all its logits are numbers, else 0.
+
+        int32 ``[R, 2]``, good until the next step. None: it drew nothing, because not every chunk brought its draws
+        or it was none of those that can.
+        """
+        return self._forward.drawn
+
+    @property
     def last_calls(self) -> list[int]:
         """How often each layer's attention was called in the last step."""
         return self._forward.calls
@@ -105,8 +119,9 @@ class Engine:
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute ``chunks``; return the wanted rows in chunk order, ``[R, V]`` in float32 (float64 if the model is).
 
-        The tokens become pending nodes of their sequences. Raises :class:`CacheFull`, or ValueError for a chunk that
-        cannot be computed; then, as after any other exception, no sequence has changed.
+        The tokens become pending nodes of their sequences. Where the step has drawn (:attr:`drawn`), the result is in
+        the model's own format and good until the next step only. Raises :class:`CacheFull`, or ValueError for a chunk
+        that cannot be computed; then, as after any other exception, no sequence has changed.
         """
         tokens, rows = self._checked(chunks)
         if not tokens:
@@ -120,7 +135,11 @@ class Engine:
             self._check_context(chunks)
             states = [(chunk.sequence, len(chunk.tokens)) for chunk in chunks]
             moves = self.cache.take_moves()
-            return self._computed(StepInput(tokens, rows, states, moves, self.invariant, self.row_classes))
+            draws = [draw for chunk in chunks for draw in chunk.draws]
+            return self._computed(
+                StepInput(tokens, rows, states, moves, self.invariant, self.row_classes),
+                draws if len(draws) == len(rows) else (),
+            )
         except BaseException:
             if not self._forward.moved:
                 self.cache.moves.note(moves)
@@ -169,11 +188,11 @@ class Engine:
         if self._leader is not None:
             self._leader.stop()
 
-    def _computed(self, inputs: StepInput) -> Tensor:
+    def _computed(self, inputs: StepInput, draws: Sequence[Draw]) -> Tensor:
         if self._leader is None:
-            return self._forward.compute(inputs)
+            return self._forward.compute(inputs, draws)
         with self._leader.step(inputs):
-            return self._forward.compute(inputs)
+            return self._forward.compute(inputs, draws)
 
     def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
         """All tokens, and the wanted rows as indices into them."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.cuda.draws import is_plain
 from engine.sampling import Draw
 from engine.shaping import Shape
 from engine.step import Chunk
 from speculation.acceptance import Chosen, Draft, Sampled
-from speculation.messages import ANCHOR, Rule, Token
+from speculation.messages import ANCHOR, Rule, Sampling, Token
 from speculation.target_session import Commit
 from speculation.trie import Offer
 from target_service.held import Held
@@ -62,20 +63,28 @@ class Piece:
         opened = self.held.session.opened
         return opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
 
-    def chunk(self) -> Chunk:
+    @property
+    def is_plain(self) -> bool:
+        """Whether all its rows are drawn by nothing but a temperature and noise, and none tells of the prompt."""
+        plain = self.held.shaping is None and is_plain(self.held.session.opened.sampling)
+        return plain and not self.by_rejection and not self.told
+
+    def chunk(self, *, draws: bool = False) -> Chunk:
         """What the engine computes: a chain of fed tokens, the offered tree hanging from its end.
 
-        The rows that tell of the prompt come first.
+        The rows that tell of the prompt come first. ``draws``: let the step draw; the piece has to be plain. A row that
+        is computed only to be judged is drawn as if greedy.
         """
         start = self.held.cached.length
         fed = self.held.session.tokens[start : start + self.feed]
         last = self.feed - 1
         chain = range(ANCHOR, last)
         if self.offer is None:
-            return Chunk(self.held.cached, fed, list(chain), [*self.told, *[last] * self.rows])
+            judged = [Draw(Sampling(temperature=0.0), 0)] * self.rows if draws else []
+            return Chunk(self.held.cached, fed, list(chain), [*self.told, *[last] * self.rows], judged)
         parents = [*chain, *(last if parent == ANCHOR else self.feed + parent for parent in self.offer.parents)]
         rows = [*self.told, *range(last, self.feed + len(self.offer.nodes))]
-        return Chunk(self.held.cached, [*fed, *self.offer.tokens], parents, rows)
+        return Chunk(self.held.cached, [*fed, *self.offer.tokens], parents, rows, self.draws() if draws else ())
 
     def withdraw(self) -> bool:
         """Verify no drafts after all; whether there were any."""

@@ -48,11 +48,31 @@ DEAD_END = (
 )
 
 
-def verdicts(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
-    """What the rows of each piece, in order, make of its offer."""
-    answer: list[Verdict] = [None] * len(pieces)
+def verdicts(logits_RV: Tensor, pieces: Sequence[Piece], drawn_R2: Tensor | None = None) -> list[Verdict]:
+    """What the rows of each piece, in order, make of its offer.
+
+    ``drawn_R2``: what the step has drawn itself (:attr:`engine.step.Engine.drawn`), if it has.
+    """
     if not len(logits_RV):
-        return answer
+        return [None] * len(pieces)
+    if drawn_R2 is None:
+        return _drawn_here(logits_RV, pieces)
+    answer: list[Verdict] = []
+    rows = iter(drawn_R2.tolist())
+    for piece in pieces:
+        own = list(itertools.islice(rows, piece.rows))
+        if not all(sound for _, sound in own):
+            answer.append(_not_finite(piece))
+        elif piece.offer is None:
+            answer.append(None)
+        else:
+            answer.append(walk(piece.offer.tokens, piece.offer.parents, [token for token, _ in own]))
+    return answer
+
+
+def _drawn_here(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
+    """Whatever the requests ask for."""
+    answer: list[Verdict] = [None] * len(pieces)
     coupled = [i for i, piece in enumerate(pieces) if piece.offer is not None and not piece.by_rejection]
     shaped_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
     parts = torch.split(shaped_RV, [piece.rows for piece in pieces])
@@ -76,11 +96,15 @@ def verdicts(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
     for i, piece in enumerate(pieces):
         position, outcome = piece.held.session.trie.position, answer[i]
         if not sound[i]:
-            answer[i] = Fault(NOT_FINITE.format(position), not_finite=True)
+            answer[i] = _not_finite(piece)
         elif isinstance(outcome, Walk) and piece.offer is not None and not all(opens[i]):
             dead_end = Fault(DEAD_END.format(position), RefusalCode.INVALID)
             answer[i] = _to_dead_end(outcome, opens[i], piece.offer.tokens) or dead_end
     return answer
+
+
+def _not_finite(piece: Piece) -> Fault:
+    return Fault(NOT_FINITE.format(piece.held.session.trie.position), not_finite=True)
 
 
 def _to_dead_end(outcome: Walk, opens: Sequence[int], tokens: Sequence[Token]) -> Walk | None:

@@ -100,6 +100,7 @@ class VerifyLoop:
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
         self._waiting_since: float | None = None
+        self._last_committed = 0
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""
@@ -247,8 +248,8 @@ class VerifyLoop:
             piece.held.course.begins(started)
         committed = self.counters.committed
         outgoing += self._compute(pieces, started)
-        self._tidy(IN_STEP + 2 * (self.counters.committed - committed))
-        self._account(pieces, started, time.perf_counter(), self.counters.committed - committed)
+        self._last_committed = self.counters.committed - committed
+        self._account(pieces, started, time.perf_counter(), self._last_committed)
         return outgoing
 
     def _plan(self, now: float) -> list[Piece]:
@@ -331,12 +332,15 @@ class VerifyLoop:
         """Run the pieces in one forward. If that fails, each alone, so that a fault hits only its own session.
 
         The same goes for those whose logits are no numbers: they may have read across what another one wrote. No draft
-        ends what plain decoding would have served: before a session is given up, it is computed without.
+        ends what plain decoding would have served: before a session is given up, it is computed without. What does not
+        depend on the draws is done before they are asked for, while a device still computes.
         """
         try:
-            chunks = [piece.chunk() for piece in pieces]
+            plain = all(piece.is_plain for piece in pieces)
+            chunks = [piece.chunk(draws=plain) for piece in pieces]
             told, logits_RV = apart(self._engine.run(chunks), pieces)
-            decided = verdicts(logits_RV, pieces)
+            self._tidy(IN_STEP + 2 * self._last_committed)
+            decided = verdicts(logits_RV, pieces, self._engine.drawn if plain else None)
             broken = [isinstance(verdict, Fault) and verdict.not_finite for verdict in decided]
             for piece, told_PV, is_broken in zip(pieces, told, broken, strict=True):
                 if not is_broken:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engine.attention import Step
 from engine.cuda.attention import RowAttention
-from engine.cuda.rows import FIELDS, Packed, Rows, packed
+from engine.cuda.rows import Packed, Rows, packed
 from engine.kv_store import KVStore
+from engine.sampling import Draw
 from engine.sequence_state import SequenceState
 
 MAX_ROWS = 4096
@@ -28,25 +29,25 @@ class CpuSteps:
 
     classes: Sequence[int] = ()
     """Steps are not padded."""
+    drawn_R2: Tensor | None = None
+    """Nothing is drawn in a step."""
 
     def __init__(self, compute: Compute, store: KVStore, attention: RowAttention, layers: int, context: int) -> None:
         """``context``: tokens of the longest sequence."""
         self._compute, self._store, self._attention, self._layers = compute, store, attention, layers
         self._context = context
 
-    def run(self, tokens: Sequence[int], wanted: Sequence[int], chunks: Sequence[tuple[SequenceState, int]]) -> Tensor:
-        """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``."""
-        order = sorted(set(wanted))
-        page = chunks[0][0].block
-        pieces = packed(
-            tokens,
-            order,
-            chunks,
-            group=self._attention.group,
-            max_rows=MAX_ROWS,
-            pages=-(-self._context // page),
-            wanted_at_most=MAX_ROWS,
-        )
+    def run(
+        self,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        chunks: Sequence[tuple[SequenceState, int]],
+        draws: Sequence[Draw] = (),  # noqa: ARG002
+    ) -> Tensor:
+        """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``; nothing is drawn here."""
+        order, page = sorted(set(wanted)), chunks[0][0].block
+        pages = -(-self._context // page)
+        pieces = packed(tokens, order, chunks, group=self._attention.group, max_rows=MAX_ROWS, pages=pages)
         found = [self._piece(piece, page) for piece in pieces]
         found_RX = torch.cat(found) if len(found) > 1 else found[0]
         if order == list(wanted):
@@ -62,11 +63,7 @@ class CpuSteps:
         return False
 
     def _piece(self, piece: Packed, page: int) -> Tensor:
-        columns = torch.tensor([piece.columns[name] for name in FIELDS], dtype=torch.int32)
-        rows = Rows(
-            wanted_R=torch.tensor(piece.wanted, dtype=torch.int64),
-            numbers_F=torch.tensor(piece.numbers, dtype=torch.int32),
-            **{f"{name}_T": columns[i] for i, name in enumerate(FIELDS)},
-        )
+        rows = Rows.within(piece.host_buffer(len(piece), 0), len(piece))
         step = Step(self._store, (), rows.slots_T, self._layers, rows=rows, attention=self._attention, page=page)
-        return self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R)
+        wanted_R = rows.wanted_R[: len(piece.wanted)].long()
+        return self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), wanted_R)

@@ -240,8 +240,8 @@ def trial_error(attention: RowAttention, heads_per_key: int, dtype: torch.dtype,
     chunks = [(chain, 3), (tree, 5), (prompt, 8)]
     (piece,) = packed([0] * TRIAL_ROWS, [], chunks, group=attention.group, max_rows=TRIAL_ROWS, pages=5)
     buffer = empty_buffer(TRIAL_ROWS, 5, device)
-    flat = piece.flat(TRIAL_ROWS, slots)
-    buffer[: len(flat)] = upload(flat, device, torch.int32)
+    numbers = piece.host_buffer(TRIAL_ROWS, slots)
+    buffer[: len(numbers)] = numbers.to(device)
     rows = Rows.within(buffer, TRIAL_ROWS)
     # Large queries make every row look at few keys, so that no result is small.
     query_TQD = 4 * random(TRIAL_ROWS, heads * heads_per_key, size)

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from engine.attention import Step
 from engine.cuda.attention import RowAttention, first_line
+from engine.cuda.draws import DRAWN_ROWS, drawn_in_step
 from engine.cuda.rows import ROW_CLASSES, Packed, Rows, empty_buffer, packed
 from engine.kv_store import KVStore
+from engine.sampling import Draw
 from engine.sequence_state import SequenceState
 from engine.upload import upload
 
@@ -53,6 +55,8 @@ class Shape:
     rows: int
     longest: int
     """No row sees more tokens; one of :meth:`~engine.cuda.attention.RowAttention.tiers`."""
+    noise: bool = False
+    """Whether rows are drawn at temperatures above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +94,61 @@ class RowSteps:
         context: int,
         record: Record | None = None,
         agreed: Callable[[bool], bool] = bool,
+        vocabulary: int = 0,
     ) -> None:
         """``context``: tokens of the longest sequence. ``record``: how steps are recorded, if they are.
 
         ``agreed``: whether what succeeded here did so on all ranks that compute the same, which ask at the same time.
+        ``vocabulary``: how many of the X are logits to draw from, where recorded steps of up to
+        :data:`~engine.cuda.draws.DRAWN_ROWS` rows do so; 0: none does.
         """
+        self.drawn_R2: Tensor | None = None
+        """What the last step drew, as :func:`~engine.cuda.draws.drawn_in_step` has it; None: it did not."""
         self._compute, self._store, self._attention = compute, store, attention
         self._layers, self._context, self._record, self._agreed = layers, context, record, agreed
         self._pages = -(-context // attention.page)
         self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
         """Numbers of rows that steps are padded to."""
         self._recordings: dict[Shape, Recording] = {}
+        self._vocabulary = vocabulary
+        self._drawn_R2 = torch.zeros(DRAWN_ROWS, 2, dtype=torch.int32, device=store.device)
 
     @property
     def basis(self) -> Basis:
         """As it is now."""
         return Basis(self._forward, self._store, self._attention, self._pages, self.classes, self._record)
 
-    def run(self, tokens: Sequence[int], wanted: Sequence[int], chunks: Sequence[tuple[SequenceState, int]]) -> Tensor:
-        """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``."""
+    def run(
+        self,
+        tokens: Sequence[int],
+        wanted: Sequence[int],
+        chunks: Sequence[tuple[SequenceState, int]],
+        draws: Sequence[Draw] = (),
+    ) -> Tensor:
+        """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``.
+
+        ``draws``: plain ones, of these rows, if they may be drawn in the step. If they are, the result is good until
+        the next step only.
+        """
+        self.drawn_R2 = None
         order = sorted(set(wanted))
-        found: list[Tensor] = []
-        pieces = packed(
-            tokens,
-            order,
-            chunks,
-            group=self._attention.group,
-            max_rows=self.classes[-1],
-            pages=self._pages,
+        pieces = list(
+            packed(
+                tokens,
+                order,
+                chunks,
+                group=self._attention.group,
+                max_rows=self.classes[-1],
+                pages=self._pages,
+            )
         )
+        if draws and len(pieces) == 1 and order == list(wanted) and self._draws(rows := self._class(pieces[0])):
+            noise = not all(draw.sampling.greedy for draw in draws)
+            found_RX = self._computed(Shape(rows, self._longest(pieces[0]), noise), pieces[0], draws)
+            if self._record is not None:  # it was not given up just now
+                self.drawn_R2 = self._drawn_R2[: len(wanted)]
+                return found_RX[: len(wanted)]
+        found: list[Tensor] = []
         for piece in pieces:
             found.append(self._piece(piece)[: len(piece.wanted)].clone())  # the next replay overwrites it
         found_RX = torch.cat(found) if len(found) > 1 else found[0]
@@ -141,16 +171,21 @@ class RowSteps:
         if self._record is None:
             return False
         started, before = time.perf_counter(), self._reserved()
-        shapes = [Shape(rows, longest) for longest in self._attention.tiers() for rows in reversed(self.classes)]
-        expected: dict[Shape, tuple[list[int], Tensor]] = {}
+        shapes = [
+            Shape(rows, longest, noise)
+            for longest in self._attention.tiers()
+            for rows in reversed(self.classes)
+            for noise in ((False, True) if self._draws(rows) else (False,))
+        ]
+        expected: dict[Shape, tuple[Packed, Tensor]] = {}
         for shape in shapes:
-            flat = self._throwaway(shape.rows).flat(shape.rows, self._store.slots)
-            found_RX = self._computed(shape, flat)
+            piece = self._throwaway(shape.rows)
+            found_RX = self._computed(shape, piece)
             if self._record is None:  # given up meanwhile
                 return True
-            expected[shape] = flat, found_RX[:, :CHECKED].clone()
-        for shape, (flat, expected_RX) in expected.items():
-            error = _difference(self._computed(shape, flat)[:, :CHECKED], expected_RX)
+            expected[shape] = piece, found_RX[:, :CHECKED].clone()
+        for shape, (piece, expected_RX) in expected.items():
+            error = _difference(self._computed(shape, piece)[:, :CHECKED], expected_RX)
             if not self._agreed(error <= TOLERANCE):
                 self._give_up(f"a step of {shape.rows} rows is off by {error:.2g} once all are recorded")
                 return True
@@ -158,19 +193,27 @@ class RowSteps:
         log.info("%d CUDA graphs recorded in %.1f s, %.0f MiB", len(shapes), time.perf_counter() - started, taken)
         return True
 
-    def _piece(self, piece: Packed) -> Tensor:
-        rows = next(rows for rows in self.classes if rows >= len(piece))
-        longest = next(longest for longest in self._attention.tiers() if longest >= piece.max_keys)
-        return self._computed(Shape(rows, longest), piece.flat(rows, self._store.slots))
+    def _class(self, piece: Packed) -> int:
+        return next(rows for rows in self.classes if rows >= len(piece))
 
-    def _computed(self, shape: Shape, flat: Sequence[int]) -> Tensor:
+    def _longest(self, piece: Packed) -> int:
+        return next(longest for longest in self._attention.tiers() if longest >= piece.max_keys)
+
+    def _draws(self, rows: int) -> bool:
+        """Whether steps of so many rows draw."""
+        return self._record is not None and self._vocabulary > 0 and rows <= DRAWN_ROWS
+
+    def _piece(self, piece: Packed) -> Tensor:
+        return self._computed(Shape(self._class(piece), self._longest(piece)), piece)
+
+    def _computed(self, shape: Shape, piece: Packed, draws: Sequence[Draw] = ()) -> Tensor:
         """``[R, X]`` with padding, good until the next call."""
         recording = self._recordings.get(shape)
         if recording is not None:
-            self._fill(recording.buffer, flat)
+            self._fill(recording.buffer, shape, piece, draws)
             return recording.replay()
         buffer = empty_buffer(shape.rows, self._pages, self._store.device)
-        self._fill(buffer, flat)
+        self._fill(buffer, shape, piece, draws)
         if self._record is None:
             return self._forward(shape, buffer)
         return self._first(shape, buffer)
@@ -205,7 +248,12 @@ class RowSteps:
             attention=self._attention,
             longest=shape.longest,
         )
-        return self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
+        found_RX = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
+        if self._draws(shape.rows):
+            logits_RV = found_RX[:, : self._vocabulary].float()
+            drawn_R2 = drawn_in_step(logits_RV, rows.draws_3R, noise=shape.noise)
+            self._drawn_R2[: len(drawn_R2)].copy_(drawn_R2)
+        return found_RX
 
     def _throwaway(self, rows: int) -> Packed:
         """A prompt in the store's spare slots, with as many rows as fit into a class."""
@@ -224,11 +272,9 @@ class RowSteps:
         )
         return piece
 
-    def _fill(self, buffer: Tensor, flat: Sequence[int]) -> None:
-        numbers = torch.tensor(flat, dtype=torch.int32)
-        if buffer.is_cuda:
-            numbers = numbers.pin_memory()  # torch keeps it until the copy is made
-        buffer[: len(flat)].copy_(numbers, non_blocking=True)
+    def _fill(self, buffer: Tensor, shape: Shape, piece: Packed, draws: Sequence[Draw]) -> None:
+        numbers = piece.host_buffer(shape.rows, self._store.slots, draws, pinned=buffer.is_cuda)
+        buffer[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self._store.device) if self._store.device.type == "cuda" else 0

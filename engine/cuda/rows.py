@@ -17,13 +17,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sequence_state import ROOT, SequenceState
+from engine.cuda.draws import DRAW_FIELDS, draw_numbers
+from engine.sampling import Draw
+from engine.sequence_state import SequenceState
 
 ROW_CLASSES = (16, 32, 64, 128, 256, 512)
 """Numbers of rows that steps are padded to."""
@@ -36,6 +39,8 @@ SLICE = 128
 
 FIELDS = ("tokens", "positions", "slots", "keys", "home", "pages", "branch", "group", "common")
 """The columns of :class:`Rows`, in the order of their memory."""
+
+SLOTS = FIELDS.index("slots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Rows:
     """How many keys all rows of its group find by the page table."""
     wanted_R: Tensor
     """Rows whose logits are wanted."""
+    draws_3R: Tensor
+    """How they are drawn; see :func:`engine.cuda.draws.draw_numbers`."""
     numbers_F: Tensor
 
     @classmethod
@@ -68,7 +75,8 @@ class Rows:
         columns = {f"{name}_T": buffer[i * rows : (i + 1) * rows] for i, name in enumerate(FIELDS)}
         rest = buffer[len(FIELDS) * rows :]
         wanted = max_wanted(rows)
-        return cls(wanted_R=rest[:wanted], numbers_F=rest[wanted:], **columns)
+        wanted_R, draws, numbers_F = rest.tensor_split((wanted, (1 + DRAW_FIELDS) * wanted))
+        return cls(wanted_R=wanted_R, draws_3R=draws.view(DRAW_FIELDS, wanted), numbers_F=numbers_F, **columns)
 
     def cut(self, start: int, stop: int) -> Rows:
         """Some of the rows."""
@@ -82,74 +90,130 @@ def max_wanted(rows: int) -> int:
 
 @dataclass(slots=True)
 class Packed:
-    """Rows on the host: a step, or as much of one as has room."""
+    """Rows on the host: a step, or as much of one as has room. They stand for consecutive tokens of the step."""
 
+    first: int
+    """Of its tokens, as an index into those of the step."""
+    group: int
+    """How many rows read common keys together at most."""
     max_rows: int
     max_numbers: int
-    max_wanted: int
-    columns: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in FIELDS})
-    wanted: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    wanted: Sequence[int] = ()
+    """Its own rows."""
+    max_keys: int = 0
+    """Of any of its rows."""
+    depths: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    branch_sizes: list[int] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
+    """The slots of all branches, one after the other."""
+    tables: list[tuple[Sequence[int], int]] = field(default_factory=list)
+    """Page tables, and how many pages of each are needed."""
+    pages: int = 0
+    """In all tables."""
+    runs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Rows of a sequence that are side by side in a slice: how many, which is the first, committed tokens before them,
+    and where their page table begins."""
 
     def __len__(self) -> int:
-        return len(self.columns["tokens"])
+        return len(self.depths)
 
-    @property
-    def max_keys(self) -> int:
-        """Of any of its rows."""
-        return max(self.columns["keys"])
+    def takes(self, state: SequenceState, start: int, stop: int, asked: Sequence[int]) -> int:
+        """How many of a sequence's pending nodes ``start`` to ``stop`` there is room for, from the first one on.
 
-    def fits(self, rows: int, wanted: int, numbers: int) -> bool:
-        """Whether there is room for so much more."""
-        return (
-            len(self) + rows <= self.max_rows
-            and len(self.wanted) + wanted <= self.max_wanted
-            and len(self.numbers) + numbers <= self.max_numbers
-        )
-
-    def add(self, group: Sequence[_Node], tokens: Sequence[int], pages: int) -> None:
-        """Add nodes of one sequence that read common keys together; its page table begins at ``pages``."""
-        common = min(node.home for node in group)
-        sizes = [len(group), *[0] * (len(group) - 1)]
-        for node, token, size in zip(group, tokens, sizes, strict=True):
-            row = (
-                token,
-                node.position,
-                node.slot,
-                node.position + 1,
-                node.home,
-                pages,
-                len(self.numbers),
-                size,
-                common,
-            )
-            for column, number in zip(self.columns.values(), row, strict=True):
-                column.append(number)
-            self.numbers += node.branch
-
-    def flat(self, rows: int, spare: int) -> list[int]:
-        """All numbers of a step padded to ``rows`` rows, as :meth:`Rows.within` finds them.
-
-        Padding sees nothing and writes slots from ``spare`` on, which are nobody's.
+        ``asked``: which of the step's tokens have logits that are wanted, ascending.
         """
-        padding = rows - len(self)
-        found: list[int] = []
-        for name, column in self.columns.items():
-            found += column
-            found += range(spare, spare + padding) if name == "slots" else [0] * padding
-        found += self.wanted
-        found += [0] * (max_wanted(rows) - len(self.wanted))
-        found += self.numbers
-        return found
+        rows = min(stop - start, self.max_rows - len(self))
+        index = self.first + len(self)
+        end = bisect_left(asked, self.first) + max_wanted(self.max_rows)
+        if end < len(asked):
+            rows = min(rows, asked[end] - index)
+        if self.pages + len(state.blocks) + len(self.branches) + _slots(state, start, start + rows) > self.max_numbers:
+            while rows and not self._has_room(state, start, start + rows):
+                rows //= 2
+        return rows
+
+    def _has_room(self, state: SequenceState, start: int, stop: int) -> bool:
+        numbers = _pages(state, max(state.depths[start:stop])) + _slots(state, start, stop)
+        return self.pages + len(self.branches) + numbers <= self.max_numbers
+
+    def add(self, state: SequenceState, start: int, stop: int) -> None:
+        """Add pending nodes of a sequence."""
+        row, count, length = len(self.depths), stop - start, state.length
+        depths, branches = state.depths[start:stop], state.branches[start:stop]
+        deepest = max(depths)
+        pages = _pages(state, deepest)
+        if row % SLICE + count <= SLICE:
+            self.runs.append((count, row, length, self.pages))
+        else:
+            for first in range(row - row % SLICE, row + count, SLICE):
+                begin, end = max(first, row), min(first + SLICE, row + count)
+                self.runs.append((end - begin, begin, length, self.pages))
+        self.depths += depths
+        self.slots += state.pending_slots[start:stop]
+        self.branch_sizes += map(len, branches)
+        self.branches += chain.from_iterable(branches)
+        self.tables.append((state.blocks, pages))
+        self.pages += pages
+        self.max_keys = max(self.max_keys, length + deepest + 1)
+
+    def host_buffer(self, rows: int, spare: int, draws: Sequence[Draw] = (), *, pinned: bool = False) -> Tensor:
+        """A step padded to ``rows`` rows as :meth:`Rows.within` finds it, as far as there is anything: int32.
+
+        Padding sees nothing and writes slots from ``spare`` on, which are nobody's. ``draws``: of the rows that are
+        wanted, if they are drawn in the step.
+        """
+        count, behind = len(self), len(FIELDS) * rows
+        wanted = behind + max_wanted(rows)
+        numbers = wanted + DRAW_FIELDS * max_wanted(rows)
+        size = numbers + self.pages + len(self.branches)
+        # Torch keeps pinned memory until copies from it are made, and gives it out again then.
+        buffer = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        flat: NDArray[np.int32] = buffer.numpy()
+        flat[:numbers] = 0
+        columns = flat[:behind].reshape(len(FIELDS), rows)
+        columns[SLOTS, count:] = np.arange(spare, spare + rows - count)
+        tokens, positions, slots, keys, home, pages, branch, group, common = columns[:, :count]
+        of_run = np.array(self.runs, np.int32)
+        run_rows, before, lengths, pages[:] = of_run.repeat(of_run[:, 0], axis=0).T
+        tokens[:] = self.tokens
+        slots[:] = self.slots
+        positions[:] = self.depths
+        positions += lengths
+        np.add(positions, 1, out=keys)
+        home[:] = keys
+        if self.branches:
+            lacking = np.array(self.branch_sizes, np.int32)
+            home -= lacking
+            branch[:] = self.pages + lacking.cumsum() - lacking
+        if len(self.runs) == count:
+            group[:], common[:] = 1, home
+        else:
+            place = np.arange(count, dtype=np.int32) - before  # in its run
+            leaders = (place % self.group == 0).nonzero()[0]
+            together = np.minimum(run_rows - place, self.group)[leaders]
+            group[leaders] = together
+            common[:] = np.minimum.reduceat(home, leaders).repeat(together)
+        flat[behind : behind + len(self.wanted)] = self.wanted
+        if draws:
+            flat[wanted:numbers].reshape(DRAW_FIELDS, -1)[:, : len(draws)] = draw_numbers(draws)
+        at = numbers
+        for blocks, needed in self.tables:
+            flat[at : at + needed] = blocks[:needed]
+            at += needed
+        flat[at:] = self.branches
+        return buffer
 
 
-class _Node(NamedTuple):
-    """A pending node of a sequence."""
+def _pages(state: SequenceState, depth: int) -> int:
+    """Of the block table, up to a pending node of this depth."""
+    return (state.length + depth) // state.block + 1
 
-    position: int
-    slot: int
-    home: int
-    branch: tuple[int, ...]
+
+def _slots(state: SequenceState, start: int, stop: int) -> int:
+    """In the branches of pending nodes."""
+    return sum(map(len, state.branches[start:stop]))
 
 
 def max_numbers(rows: int, pages: int) -> int:
@@ -165,60 +229,44 @@ def packed(
     group: int,
     max_rows: int,
     pages: int,
-    wanted_at_most: int | None = None,
 ) -> Iterator[Packed]:
     """The rows of a step, in one piece or several.
 
     ``wanted``: ascending indices into ``tokens``; ``chunks``: as of :class:`engine.forward.StepInput`; ``group``: how
-    many rows read common keys together at most; ``pages``: of the longest sequence; ``wanted_at_most``: of a piece, by
-    default as many as a padded one has room for.
+    many rows read common keys together at most; ``pages``: of the longest sequence.
     """
-    assert all(a < b for a, b in pairwise(wanted)), f"rows are not in order: {list(wanted)}"
+    assert list(wanted) == sorted(set(wanted)), f"rows are not in order: {list(wanted)}"
     room = max_numbers(max_rows, pages)
-    limits = (max_rows, room, max_wanted(max_rows) if wanted_at_most is None else wanted_at_most)
-    piece = Packed(*limits)
-    first = 0
+
+    def complete(piece: Packed) -> Packed:
+        end = piece.first + len(piece)
+        piece.tokens = tokens[piece.first : end]
+        asked = wanted[bisect_left(wanted, piece.first) : bisect_left(wanted, end)]
+        piece.wanted = [row - piece.first for row in asked] if piece.first else asked
+        return piece
+
+    piece = Packed(0, group, max_rows, room)
+    bound = sum(len(state.blocks) + count * state.pending for state, count in chunks)
+    if len(tokens) <= max_rows and len(wanted) <= max_wanted(max_rows) and bound <= room:
+        for state, count in chunks:
+            piece.add(state, state.pending - count, state.pending)
+        chunks = ()
     for state, count in chunks:
-        nodes = _nodes(state)[-count:]
-        table = state.blocks[: -(-max(node.position + 1 for node in nodes) // state.block)]
-        begin: int | None = None  # where the page table is
-        start = 0
-        while start < count:
-            of_slice = SLICE - len(piece) % SLICE
-            together = nodes[start : start + min(group, of_slice)]
-            index, end = first + start, first + start + len(together)
-            asked = wanted[bisect_left(wanted, index) : bisect_left(wanted, end)]
-            numbers = sum(len(node.branch) for node in together) + (len(table) if begin is None else 0)
-            if not piece.fits(len(together), len(asked), numbers):
-                assert len(piece), f"a row with {numbers} pages and slots has no room among {room}"
-                yield piece
-                piece, begin = Packed(*limits), None
-                continue
-            if begin is None:
-                begin = len(piece.numbers)
-                piece.numbers += table
-            piece.wanted += [len(piece) + row - index for row in asked]
-            piece.add(together, tokens[index:end], begin)
-            start += len(together)
-        first += count
+        start = state.pending - count
+        while start < state.pending:
+            rows = piece.takes(state, start, state.pending, wanted)
+            if rows:
+                piece.add(state, start, start + rows)
+                start += rows
+            else:
+                assert len(piece), f"a row with {len(state.blocks)} pages has no room among {room} numbers"
+                yield complete(piece)
+                piece = Packed(piece.first + len(piece), group, max_rows, room)
     if len(piece):
-        yield piece
-
-
-def _nodes(state: SequenceState) -> list[_Node]:
-    """All pending nodes of a sequence."""
-    nodes: list[_Node] = []
-    for depth, parent, slot in zip(state.depths, state.parents, state.pending_slots, strict=True):
-        position = state.length + depth
-        home, branch = (position, ()) if parent == ROOT else (nodes[parent].home, nodes[parent].branch)
-        if home == position and slot == state.home(position):
-            nodes.append(_Node(position, slot, position + 1, ()))
-        else:
-            nodes.append(_Node(position, slot, home, (*branch, slot)))
-    return nodes
+        yield complete(piece)
 
 
 def empty_buffer(rows: int, pages: int, device: torch.device) -> Tensor:
     """Memory for a step of ``rows`` rows, ``[*]`` int32."""
-    size = len(FIELDS) * rows + max_wanted(rows) + max_numbers(rows, pages)
+    size = len(FIELDS) * rows + (1 + DRAW_FIELDS) * max_wanted(rows) + max_numbers(rows, pages)
     return torch.zeros(size, dtype=torch.int32, device=device)

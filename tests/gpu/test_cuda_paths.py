@@ -235,6 +235,23 @@ def test_draft_levels_of_one_launch(model, sampling):
         )
 
 
+def test_draws_recorded_with_a_step_are_those_made_behind_it(model):
+    """Greedy and at temperatures, also side by side; and nothing waits before they are fetched."""
+    engine = engine_of(model, CudaRecorder(CUDA))
+    sequence = engine.cache.sequence()
+    for samplings in (SAMPLINGS[:1], SAMPLINGS[1:2], SAMPLINGS[:2]):
+        for _ in range(3):  # computed first, then replayed
+            draws = [Draw(samplings[i % len(samplings)], i) for i in range(12)]
+            chunk = Chunk(sequence, random_tokens(12, 12), rows=range(12), draws=draws)
+            logits_RV = engine.run([chunk])
+            assert engine.drawn is not None
+            assert engine.drawn.tolist() == [[token, 1] for token in sample(logits_RV.float(), draws)]
+            sequence.rollback()
+        with no_waiting():
+            engine.run([chunk])
+        sequence.rollback()
+
+
 def test_no_waiting_would_be_noticed():
     with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
         torch.ones(3, device=CUDA).tolist()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +23,29 @@ def test_a_full_sort_ends_the_nucleus_where_sorting_in_parts_does(seed: int) -> 
     rng = random.Random(seed)
     scores_MV = torch.randn(12, 3000, generator=torch.Generator().manual_seed(seed)) * rng.choice([0.1, 1.0, 4.0])
     settings = [Sampling(temperature=1.0, top_p=rng.choice([0.01, 0.5, 0.9, 0.999])) for _ in range(12)]
-    p_M1 = torch.tensor([setting.top_p for setting in settings])[:, None]
+    p_M1 = torch.tensor([setting.top_p for setting in settings], dtype=torch.float64)[:, None]
     sorted_MV = scores_MV.sort(-1, descending=True).values
-    threshold_M1, _ = sampling._nucleus_end(sorted_MV, scores_MV.logsumexp(-1, keepdim=True), p_M1)
+    threshold_M1, _ = sampling._nucleus_end(sorted_MV, scores_MV.double().logsumexp(-1, keepdim=True), p_M1)
     assert torch.equal(threshold_M1, sampling._keep_top_p(scores_MV, settings)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999, 0.9999])
+def test_the_nucleus_of_float32_logits_is_that_of_exact_sums(top_p: float) -> None:
+    """Over flat rows of 30,000 tokens, where sums in float32 end some of the nuclei elsewhere."""
+    scores_MV = torch.randn(8, 30_000, generator=torch.Generator().manual_seed(7))
+    scores_MV -= scores_MV.amax(-1, keepdim=True)
+    threshold_M1 = sampling._keep_top_p(scores_MV, [Sampling(temperature=1.0, top_p=top_p)] * 8)
+    elsewhere = 0
+    for scores_V, threshold in zip(scores_MV, threshold_M1[:, 0].tolist(), strict=True):
+        ordered = sorted(scores_V.double().tolist(), reverse=True)
+        weights = [math.exp(score) for score in ordered]
+        held = list(accumulate(weights))
+        wanted = top_p * math.fsum(weights)
+        kept = 1 + sum(above < wanted for above in held[:-1])
+        assert int((scores_V >= threshold).sum()) == kept
+        rough_V = torch.tensor(ordered, dtype=torch.float32).softmax(-1).cumsum(-1)
+        elsewhere += 1 + int((rough_V[:-1] < top_p).sum()) != kept
+    assert top_p < 0.99 or elsewhere, "the rows show no difference to float32"
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def rows_of(chunks: list[tuple[SequenceState, int]], group: int, rows: int = 16)
     count = sum(tokens for _, tokens in chunks)
     (piece,) = packed([0] * count, [], chunks, group=group, max_rows=rows, pages=PAGES)
     buffer = empty_buffer(rows, PAGES, CPU)
-    flat = piece.flat(rows, 0)
-    buffer[: len(flat)] = torch.tensor(flat, dtype=torch.int32)
+    numbers = piece.host_buffer(rows, 0)
+    buffer[: len(numbers)] = numbers
     found = Rows.within(buffer, rows)
     check_groups(found)
     return found

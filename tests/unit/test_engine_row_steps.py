@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from engine.loader import Model
 from engine.medusa import MedusaHeads
 from engine.model import ModelError
 from engine.step import Chunk, Engine
-from tests.by_rows import PlainRows, Twins, by_rows
+from tests.by_rows import PlainRows, Recorder, Twins, by_rows
 from tests.unit.engine_models import load_tiny, random_tokens, slot_engine
 
 
@@ -35,27 +35,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_tiny("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
-
-
-@dataclass
-class Recorder:
-    """Records by calling again, into one place as a graph does; counts."""
-
-    recorded: int = 0
-    replayed: int = 0
-    wrong: float = 0.0
-    places: list[Tensor] = field(default_factory=list)
-
-    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        self.recorded += 1
-        place_TV = compute().clone()
-        self.places.append(place_TV)
-
-        def replay() -> Tensor:
-            self.replayed += 1
-            return place_TV.copy_(compute() + self.wrong)
-
-        return replay
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["computed", "replayed"])
@@ -161,11 +140,14 @@ def test_warm_up_records_every_class_and_leaves_nothing(llama: Model, caplog: py
     record = Recorder()
     engine = by_rows(llama, record=record)
     engine.warm_up()
-    assert record.recorded == sum(rows <= 64 for rows in ROW_CLASSES)
+    assert record.recorded == 2 * sum(rows <= 64 for rows in ROW_CLASSES), "with and without noise"
     assert engine.cache.free_tokens == engine.cache.capacity
     assert f"{record.recorded} CUDA graphs recorded in " in caplog.text
     engine.warm_up()
-    assert record.recorded == sum(rows <= 64 for rows in ROW_CLASSES)
+    assert record.recorded == 2 * sum(rows <= 64 for rows in ROW_CLASSES)
+    drafter = by_rows(llama, record=(of_drafter := Recorder()), invariant=False)
+    drafter.warm_up()
+    assert of_drafter.recorded == sum(rows <= 64 for rows in ROW_CLASSES), "what does not draw needs no noise"
     slot_engine(llama).warm_up()
 
 
