@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.cuda.attention import first_line
 from engine.cuda.graphs import TOLERANCE, Basis, Shape
-from engine.cuda.rows import FIELDS, Rows, max_wanted
+from engine.cuda.rows import Rows, fixed_size, max_wanted
 from engine.noise import gumbel, keys_at
 from engine.sampling import RIVALS
 from engine.upload import to_device, upload
@@ -355,7 +355,7 @@ class Levels:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        numbers = len(FIELDS) * rows + max_wanted(rows) + tables + rows * MAX_BRANCH
+        numbers = fixed_size(rows) + tables + rows * MAX_BRANCH
         buffer = empty(numbers, dtype=torch.int32)
         Rows.within(buffer, rows).wanted_R.copy_(torch.arange(max_wanted(rows)))
         return Memory(

@@ -268,5 +268,9 @@ def packed(
 
 def empty_buffer(rows: int, pages: int, device: torch.device) -> Tensor:
     """Memory for a step of ``rows`` rows, ``[*]`` int32."""
-    size = len(FIELDS) * rows + (1 + DRAW_FIELDS) * max_wanted(rows) + max_numbers(rows, pages)
-    return torch.zeros(size, dtype=torch.int32, device=device)
+    return torch.zeros(fixed_size(rows) + max_numbers(rows, pages), dtype=torch.int32, device=device)
+
+
+def fixed_size(rows: int) -> int:
+    """Of what is before the page tables and branches of a step of ``rows`` rows."""
+    return len(FIELDS) * rows + (1 + DRAW_FIELDS) * max_wanted(rows)

@@ -55,7 +55,7 @@ def test_what_changes_bits_is_named(half: Model) -> None:
     engine = Engine(half, cache)
     compute = engine._forward.compute
 
-    def tilted(inputs: object) -> Tensor:
+    def tilted(inputs: object, *_: object) -> Tensor:
         logits_RV = compute(inputs)  # type: ignore[arg-type]
         return logits_RV if len(inputs.chunks) == 1 else logits_RV + 1e-3  # type: ignore[attr-defined]
 
