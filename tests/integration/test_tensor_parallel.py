@@ -196,9 +196,9 @@ def test_a_worker_whose_ranks_are_out_of_step_ends(tiny, monkeypatch, role):
         machine.step()
         compute = engine._forward.compute
 
-        def fail_once(inputs):
+        def fail_once(*inputs):
             monkeypatch.setattr(engine._forward, "compute", compute)
-            compute(inputs)
+            compute(*inputs)
             raise torch.OutOfMemoryError("planted")
 
         monkeypatch.setattr(engine._forward, "compute", fail_once)
