@@ -52,7 +52,7 @@ def _quantization() -> Any:
 
 
 def _plain_cuda() -> Any:
-    return _setting(False, "on CUDA, neither attention over pages nor CUDA graphs: slower, to rule them out")
+    return _setting(False, "no kernels of our own and no CUDA graphs, on a CPU no C++: slower, to rule them out")
 
 
 def node_labels() -> Any:

@@ -11,7 +11,7 @@ from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 
 PROMPT = "def fib(n):"
-TOKENS = 32
+TOKENS = 128
 ANSWER_SECONDS = 10.0
 
 
@@ -53,7 +53,7 @@ def judge(subject: str, drafted: Tally, plain: Tally) -> Iterator[Finding]:
         fix = "rounding below float32 does that on a GPU; with dtype float32, or on a CPU, report it as an error"
         yield warning(subject, text, fix)
     elif not drafted.offered:
-        yield warning(subject, f"{rate}, but no drafts were offered", "look for drafters: --draft or --address")
+        yield warning(subject, f"{rate}, but no drafts were offered in time", "look for drafters: --draft or --address")
     else:
         share = drafted.accepted / drafted.offered
         text = f"streams {rate}, the same text with and without drafts, {share:.0%} of drafts accepted"

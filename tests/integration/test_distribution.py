@@ -103,7 +103,7 @@ class TableEngine(Engine):
         noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self._logits = table.double().log() + blur * noise
 
-    def _computed(self, inputs: StepInput) -> Tensor:
+    def _computed(self, inputs: StepInput, *_: object) -> Tensor:
         return self._logits[torch.tensor(inputs.tokens)[torch.tensor(inputs.rows, dtype=torch.long)]]
 
 

@@ -64,7 +64,7 @@ class TableEngine(Engine):
         super().__init__(model, KVCache(0, 20_000, dtype=torch.float64, device="cpu"))
         self._table_VV = logits_VV
 
-    def _computed(self, inputs: StepInput) -> Tensor:
+    def _computed(self, inputs: StepInput, *_: object) -> Tensor:
         return self._table_VV[torch.tensor(inputs.tokens)[torch.tensor(inputs.rows, dtype=torch.long)]]
 
 
