@@ -185,7 +185,7 @@ def _warmed(engine: Engine) -> Engine:
 def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = "") -> Welcome:
     """What a worker with this model says of itself."""
     folder = Path(settings.model)
-    arithmetic = model.attention.arithmetic if isinstance(model.attention, CpuRows) else ""
+    arithmetic = model.attention.arithmetic(model.dtype) if isinstance(model.attention, CpuRows) else ""
     number_format = ", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights)))
     return Welcome(
         role=role,

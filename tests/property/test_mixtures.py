@@ -384,7 +384,7 @@ def serve(bench: Bench, mixture: Mixture) -> Said:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """There is no clock here: what would be waited for has not come, and all drafts and guesses pay."""
     monkeypatch.setattr(planner, "DEAF_AFTER", 0.0)
-    monkeypatch.setattr(StepCost, "__call__", lambda *_: 1.0)
+    monkeypatch.setattr(StepCost, "__call__", lambda *_, **__: 1.0)
     monkeypatch.setattr(Forward, "pays", lambda *_: True)
     register(OWN, Neighbours)
     yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.build import EngineSettings, welcome
 from engine.cpu import library as built
 from engine.cpu.library import Library, find_library
 from engine.cpu.stack import CpuRows, CpuStack, RowLinear
@@ -274,4 +274,12 @@ def test_the_output_layer_is_exact_too(tmp_path: Path) -> None:
     x_TD = torch.randn(30, 48, dtype=torch.bfloat16)
     whole_TV = head(x_TD)
     assert all(torch.equal(head(x_TD[i : i + 1]), whole_TV[i : i + 1]) for i in range(30))
-    assert replace(model).attention is model.attention
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("fp32", False), ("bf16", True)])
+def test_who_may_go_on_with_a_text(dtype: str, apart: bool, tmp_path: Path) -> None:
+    """In bfloat16 only who computes in the same way."""
+    settings = EngineSettings(save_model("llama", tmp_path, **SIZES), dtype=dtype)
+    models = [load(settings.model, dtype=dtype, device="cpu", self_test=False, by_rows=b) for b in (True, False)]
+    one, other = (welcome(settings, model, "target").revision for model in models)
+    assert (one != other) == apart
