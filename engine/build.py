@@ -168,8 +168,9 @@ def build_alone(
 
 
 def recorder_for(model: Model) -> Record | None:
-    """What records its steps to be replayed; None where they are not computed by rows on a GPU."""
-    return CudaRecorder(model.device) if model.attention is not None and model.device.type == "cuda" else None
+    """What records its steps to be replayed; None where they are not computed by rows, or on a CPU."""
+    by_rows = model.attention is not None and not isinstance(model.attention, CpuRows)
+    return CudaRecorder(model.device) if by_rows else None
 
 
 def _warmed(engine: Engine) -> Engine:

@@ -178,6 +178,7 @@ async def test_a_real_prometheus_answers_every_panel(tmp_path: Path) -> None:
         async with asyncio.timeout(60):
             while True:
                 await complete(client)
+                await complete(client, **IN_TURN)  # which waits for drafts, so that there are some
                 scrapes = await query(asked, 'count_over_time(paceline_generation_tokens_total{model="target"}[1m])')
                 if scrapes and float(scrapes[0]["value"][1]) >= 4:
                     break

@@ -19,7 +19,7 @@ def test_the_best_is_told_by_one_rule_for_both():
 
 
 @pytest.mark.parametrize(
-    ("best", "tried"), [(1, [1, 2, 16]), (2, [1, 2, 3, 16]), (7, [3, 6, 7, 8, 16]), (DEPTH, [8, 15, 16])]
+    ("best", "tried"), [(1, [1, 2, 32]), (2, [1, 2, 3, 32]), (7, [3, 6, 7, 8, 32]), (DEPTH, [16, 31, 32])]
 )
 def test_neighbours_and_what_is_far_off_are_tried(best, tried):
     assert depths_around(best) == tried
