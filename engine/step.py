@@ -87,9 +87,9 @@ class Engine:
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
         self.heads = heads
         agreed = bool if leader is None else leader.all_agree
-        self._forward = Forward(
-            model, cache.store, record, agreed=agreed, keep_hidden=heads is not None, draws=invariant
-        )
+        # Other ranks draw nothing, and have to record the same steps.
+        draws = invariant and leader is None
+        self._forward = Forward(model, cache.store, record, agreed=agreed, keep_hidden=heads is not None, draws=draws)
         self._leader = leader
 
     @property
