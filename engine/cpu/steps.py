@@ -5,13 +5,14 @@ Tensor legend: R rows wanted, X logits and whatever stands behind them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.attention import Step
 from engine.cuda.attention import RowAttention
+from engine.cuda.graphs import Compute
 from engine.cuda.rows import Packed, Rows, packed
 from engine.kv_store import KVStore
 from engine.sampling import Draw
@@ -19,9 +20,6 @@ from engine.sequence_state import SequenceState
 
 MAX_ROWS = 4096
 """Of a piece of a step."""
-
-Compute = Callable[[Step, Tensor, Tensor, Tensor], Tensor]
-"""See :data:`engine.cuda.graphs.Compute`."""
 
 
 class CpuSteps:
