@@ -110,11 +110,15 @@ def run(
                 target.receive(LINK, again)
                 if drafter:
                     drafter.receive(LINK, again)
-        for _ in range(4 if drafter else 0):
-            for _, message in (drafter.step() or []) if drafter else []:
+        steps = 0
+        while drafter and (steps < 4 or drafter.due() is not None) and time.monotonic() < deadline:
+            for _, message in drafter.step() or []:
                 assert isinstance(message, Proposal), message
                 assert max(message.tokens) < 4000
                 target.receive(LINK, message)
+            if drafter.due() is not None:
+                time.sleep(0.002)  # its grammar is being compiled
+            steps += 1
         sent = target.step()
         if sent is None and target.due() is None:
             return texts, accepted

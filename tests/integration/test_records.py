@@ -10,7 +10,7 @@ import pytest
 from draft_service.lookahead import Lookahead
 from engine.build import build, welcome
 from engine.recorder import Recorder
-from speculation.messages import Limits, Open, Sampling, SessionId, Source, Speculation
+from speculation.messages import Limits, Open, Sampling, Schedule, SessionId, Source, Speculation
 from speculation.simulation import recorded
 from speculation.simulation.simulate import Setting, simulate
 from target_service.verify_loop import TargetLimits, VerifyLoop
@@ -65,5 +65,6 @@ def test_outcomes_are_those_of_the_text(lines):
 
 def test_the_recorded_set_up_can_be_simulated(lines):
     found = recorded.read(lines)
-    report = simulate(Setting(), found.costs, found.outcomes, Random(1), tokens=100)
+    waiting = Setting(schedule=Schedule.SEQUENTIAL)  # running ahead, drafts may all come late on a busy machine
+    report = simulate(waiting, found.costs, found.outcomes, Random(1), tokens=100)
     assert report.accepted > 0
