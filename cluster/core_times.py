@@ -23,12 +23,11 @@ from cluster.imports import uncollected
 from cluster.parent import exit_with
 
 with uncollected():  # most of the time that this process has
-    import torch
-
     from engine.kv_cache import KVCache
     from engine.loader import load
     from engine.model import ModelError
     from engine.step import Chunk, Engine
+    from engine.threads import set_threads
 
 PREFIX = 16
 """Tokens that are there already when a step is timed."""
@@ -72,7 +71,7 @@ def step_times(
     sequence.advance(range(PREFIX))
     found: dict[int, dict[int, float]] = {}
     for count in threads:
-        torch.set_num_threads(count)
+        set_threads(count)
         steps = {k: Chunk(sequence, tokens[PREFIX : PREFIX + 1 + k], rows=range(1 + k)) for k in drafts}
         found[count] = {k: _milliseconds(engine, step) for k, step in steps.items()}
     return found

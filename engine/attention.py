@@ -72,19 +72,17 @@ class Step:
         rows: Rows | None = None,
         attention: RowAttention | None = None,
         longest: int = 0,
-        page: int = 0,
     ) -> None:
         """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order.
 
         ``first``: see :meth:`engine.kv_store.KVStore.write`. ``rows``: the step as rows, which ``attention`` computes
-        instead of what is made of ``chunks``; ``longest``: see :meth:`engine.cuda.attention.RowAttention.__call__`;
-        ``page``: slots of a page of the cache, where ``attention`` does not know.
+        instead of what is made of ``chunks``; ``longest``: see :meth:`engine.cuda.attention.RowAttention.__call__`.
         """
         self.store = store
         self.slots_T = slots_T
         self.first = first
         self.invariant = invariant
-        self.rows, self.attention, self.longest, self.page = rows, attention, longest, page
+        self.rows, self.attention, self.longest = rows, attention, longest
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._chunks = chunks

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cache_size import fitting_tokens
-from engine.cpu.stack import CpuRows
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.interface import StepEngine
 from engine.kv_cache import KVCache
@@ -169,8 +168,7 @@ def build_alone(
 
 def recorder_for(model: Model) -> Record | None:
     """What records its steps to be replayed; None where they are not computed by rows, or on a CPU."""
-    by_rows = model.attention is not None and not isinstance(model.attention, CpuRows)
-    return CudaRecorder(model.device) if by_rows else None
+    return CudaRecorder(model.device) if model.attention is not None and model.attention.replayed else None
 
 
 def _warmed(engine: Engine) -> Engine:
@@ -186,7 +184,7 @@ def _warmed(engine: Engine) -> Engine:
 def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = "") -> Welcome:
     """What a worker with this model says of itself."""
     folder = Path(settings.model)
-    arithmetic = model.attention.arithmetic(model.dtype) if isinstance(model.attention, CpuRows) else ""
+    arithmetic = "" if model.attention is None else model.attention.arithmetic(model.dtype)
     number_format = ", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights)))
     return Welcome(
         role=role,

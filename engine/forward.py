@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from engine.attention import Step, forward_context
-from engine.cpu.stack import CpuRows
 from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
 from engine.cuda.levels import Levels
@@ -116,7 +115,7 @@ class Forward:
         self._tap = HiddenTap(model) if keep_hidden else None
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
         self._rows: RowSteps | CpuSteps | None = None
-        if isinstance(model.attention, CpuRows):
+        if model.attention is not None and not model.attention.replayed:
             self._rows = CpuSteps(self._logits, store, model.attention, model.layers, model.context)
         elif model.attention is not None:
             drawn = model.vocabulary if draws and self.dtype == torch.float32 else 0

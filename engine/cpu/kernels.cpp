@@ -433,7 +433,7 @@ struct Stack {
   const float* norm;
   float eps;
   int count, hidden, query_heads, key_heads, head_size, intermediate;
-  int half_weights, half_cache;  // bfloat16
+  int half;  // weights and cache are bfloat16
 };
 
 struct Rows {  // see engine/cuda/rows.py
@@ -540,8 +540,8 @@ void attend(const Attention& a, int first, int head, Workspace& space) {
   for (int start = nearest_start / SPLIT * SPLIT; start < longest; start += SPLIT) {
     const auto place = [&](int row, int i, int copy) {
       const size_t at = ((size_t)slot_of(a, row, start + i) * s.key_heads + head) * size;
-      keys[i] = widened_at(a.layer.keys, at, size, s.half_cache, space.keys.data() + (size_t)copy * size);
-      values[i] = widened_at(a.layer.values, at, size, s.half_cache, space.values.data() + (size_t)copy * size);
+      keys[i] = widened_at(a.layer.keys, at, size, s.half, space.keys.data() + (size_t)copy * size);
+      values[i] = widened_at(a.layer.values, at, size, s.half, space.values.data() + (size_t)copy * size);
     };
     const int shared = std::clamp(common - start, 0, SPLIT);
     for (int i = 0; i < shared; ++i) place(first, i, i);
@@ -630,7 +630,7 @@ void compute(void* data, int) {
   };
   const auto product = [&](const void* weights, const float* bias, int inputs, int outputs, Then then, const float* x,
                            float* out, int stride) {
-    multiply({weights, bias, inputs, outputs}, s.half_weights, then, x, count, out, stride, step.counters, phase,
+    multiply({weights, bias, inputs, outputs}, s.half, then, x, count, out, stride, step.counters, phase,
              threads);
     ++phase;
     team->barrier();
@@ -654,7 +654,7 @@ void compute(void* data, int) {
       if (query) return;
       const int place = key ? h - s.query_heads : h - s.query_heads - s.key_heads;
       const size_t at = ((size_t)step.rows->slots[t] * s.key_heads + place) * size;
-      keep(own, key ? layer.keys : layer.values, at, size, s.half_cache);
+      keep(own, key ? layer.keys : layer.values, at, size, s.half);
     });
     const Attention attention{s, layer, *step.rows, qkv, width, found};
     each((int)step.leaders.size() * s.key_heads,

@@ -68,7 +68,7 @@ class CStack(Structure):
         ("norm", c_void_p),
         ("eps", c_float),
         *((name, c_int) for name in ("count", "hidden", "query_heads", "key_heads", "head_size", "intermediate")),
-        *((name, c_int) for name in ("half_weights", "half_cache")),
+        ("half", c_int),
     )
 
 
@@ -96,6 +96,7 @@ class Library:
 
     def set_threads(self, threads: int) -> None:
         """Compute with so many from now on."""
+        self.threads = threads
         self._c.paceline_threads(threads)
 
     def pack(self, weight_OI: Tensor) -> Tensor:
@@ -135,6 +136,11 @@ class Library:
             stack, rows, hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), out_TD.data_ptr()
         )
         return out_TD
+
+
+def open_library() -> Library | None:
+    """The library, if :func:`find_library` found it before; it is not looked for."""
+    return find_library() if find_library.cache_info().currsize else None
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from engine.linear import packs_bfloat16
 class CpuRows(RowAttention):
     """Says how a step is laid out; what attends is :class:`CpuStack`."""
 
-    spare = 0
+    replayed, spare = False, 0
 
     def __init__(self, context: int, heads_per_key: int, width: int) -> None:
         """``width``: see :attr:`engine.cpu.library.Library.width`."""
@@ -96,7 +96,6 @@ class CpuStack(FusedStack):
         self._store: weakref.ref[KVStore] | None = None
         self._vectors: list[Tensor] = []
         self._packed: list[tuple[list[nn.Linear], Tensor, bool]] = []
-        dtype = self.layers[0].output.weight.dtype
         first = self.layers[0]
         self._of_layers = (CLayer * len(self.layers))(*map(self._described, self.layers, stock.layers))
         self._all = CStack(
@@ -109,8 +108,7 @@ class CpuStack(FusedStack):
             key_heads=first.key_heads,
             head_size=first.head_size,
             intermediate=stock.config.intermediate_size,
-            half_weights=dtype == torch.bfloat16,
-            half_cache=dtype == torch.bfloat16,
+            half=self.layers[0].output.weight.dtype == torch.bfloat16,
         )
         for parameter in (*stock.layers.parameters(), *stock.norm.parameters()):
             parameter.data = parameter.data.clone()  # what is left would keep the checkpoint mapped
@@ -125,13 +123,14 @@ class CpuStack(FusedStack):
     ) -> Tensor:
         """As transformers calls a decoder layer, with all tokens of the step in one row; ``[1, T, D]``."""
         step = self._current()
-        assert len(hidden_1TD) == 1 and attention_mask is None and step.rows is not None, "only packed steps by rows"
+        assert len(hidden_1TD) == 1 and attention_mask is None, "only packed steps"
+        assert step.rows is not None and step.attention is not None, "only steps by rows"
         if self._store is None or self._store() is not step.store:
             self._use(step.store)
         rows = step.rows
         described = CRows(
             count=hidden_1TD.shape[1],
-            page=step.page,
+            page=step.attention.page,
             slots=rows.slots_T.data_ptr(),
             keys=rows.keys_T.data_ptr(),
             home=rows.home_T.data_ptr(),
@@ -234,7 +233,6 @@ def fuse_on_cpu(module: Any, context: int) -> CpuRows:
     library = find_library()
     if library is None:
         raise Unrecognised("the C++ for them is not there")
-    library.set_threads(torch.get_num_threads())
     if reason := fuse(module, DTYPES, lambda base: CpuStack(base, library, current_step)):
         raise Unrecognised(reason)
     head = module.get_output_embeddings()

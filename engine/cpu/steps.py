@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from engine.attention import Step
 from engine.cuda.attention import RowAttention
 from engine.cuda.graphs import Compute
-from engine.cuda.rows import Packed, Rows, packed
+from engine.cuda.rows import Packed, Rows, as_wanted, packed
 from engine.kv_store import KVStore
 from engine.sampling import Draw
 from engine.sequence_state import SequenceState
@@ -43,15 +42,11 @@ class CpuSteps:
         draws: Sequence[Draw] = (),  # noqa: ARG002
     ) -> Tensor:
         """The rows of :class:`engine.forward.StepInput` that are wanted, ``[R, X]``; nothing is drawn here."""
-        order, page = sorted(set(wanted)), chunks[0][0].block
+        order, page = sorted(set(wanted)), self._attention.page
+        assert all(state.block == page for state, _ in chunks), "pages are the cache's blocks"
         pages = -(-self._context // page)
         pieces = packed(tokens, order, chunks, group=self._attention.group, max_rows=MAX_ROWS, pages=pages)
-        found = [self._piece(piece, page) for piece in pieces]
-        found_RX = torch.cat(found) if len(found) > 1 else found[0]
-        if order == list(wanted):
-            return found_RX
-        place = {row: i for i, row in enumerate(order)}
-        return found_RX[[place[row] for row in wanted]]
+        return as_wanted([self._piece(piece) for piece in pieces], order, wanted)
 
     def avoid(self, rows: int) -> None:
         """There is no class to avoid."""
@@ -60,8 +55,8 @@ class CpuSteps:
         """Nothing is recorded."""
         return False
 
-    def _piece(self, piece: Packed, page: int) -> Tensor:
+    def _piece(self, piece: Packed) -> Tensor:
         rows = Rows.within(piece.host_buffer(len(piece), 0), len(piece))
-        step = Step(self._store, (), rows.slots_T, self._layers, rows=rows, attention=self._attention, page=page)
+        step = Step(self._store, (), rows.slots_T, self._layers, rows=rows, attention=self._attention)
         wanted_R = rows.wanted_R[: len(piece.wanted)].long()
         return self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), wanted_R)

@@ -78,6 +78,8 @@ def octaves(context: int) -> list[Octave]:
 class RowAttention:
     """The kernels, and memory for their intermediate results, which all layers and steps share."""
 
+    replayed = True
+    """Whether steps are padded and recorded, to be replayed."""
     spare = ROW_CLASSES[-1]
     """Slots of the cache that are nobody's, for padding."""
 
@@ -100,6 +102,10 @@ class RowAttention:
     def tiers(self) -> tuple[int, ...]:
         """Lengths of sequences that are worth telling apart, ascending; a step of short ones launches less."""
         return tuple(sorted({self._octaves[0].end, self._octaves[-1].end}))
+
+    def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
+        """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
+        return ""
 
     def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:
         """Whether it computes attention of these dtypes and sizes."""
@@ -295,6 +301,10 @@ class PlainRowAttention(RowAttention):
     """:func:`plain_attention` in place of the kernels: on any device, in any number format, slowly."""
 
     spare = 64
+
+    def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
+        """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
+        return ""
 
     def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
         """Whatever it is."""

@@ -24,11 +24,10 @@ from torch import Tensor
 from engine.attention import Step
 from engine.cuda.attention import RowAttention, first_line
 from engine.cuda.draws import DRAWN_ROWS, drawn_in_step
-from engine.cuda.rows import ROW_CLASSES, Packed, Rows, empty_buffer, packed
+from engine.cuda.rows import ROW_CLASSES, Packed, Rows, as_wanted, empty_buffer, packed
 from engine.kv_store import KVStore
 from engine.sampling import Draw
 from engine.sequence_state import SequenceState
-from engine.upload import upload
 
 log = logging.getLogger(__name__)
 
@@ -151,11 +150,7 @@ class RowSteps:
         found: list[Tensor] = []
         for piece in pieces:
             found.append(self._piece(piece)[: len(piece.wanted)].clone())  # the next replay overwrites it
-        found_RX = torch.cat(found) if len(found) > 1 else found[0]
-        if order == list(wanted):
-            return found_RX
-        place = {row: i for i, row in enumerate(order)}
-        return found_RX.index_select(0, upload([place[row] for row in wanted], found_RX.device))
+        return as_wanted(found, order, wanted)
 
     def avoid(self, rows: int) -> None:
         """Compute no more steps of this class; larger ones are cut, smaller ones padded to the next class."""

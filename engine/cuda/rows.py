@@ -27,6 +27,7 @@ from torch import Tensor
 from engine.cuda.draws import DRAW_FIELDS, draw_numbers
 from engine.sampling import Draw
 from engine.sequence_state import SequenceState
+from engine.upload import upload
 
 ROW_CLASSES = (16, 32, 64, 128, 256, 512)
 """Numbers of rows that steps are padded to."""
@@ -274,3 +275,12 @@ def empty_buffer(rows: int, pages: int, device: torch.device) -> Tensor:
 def fixed_size(rows: int) -> int:
     """Of what is before the page tables and branches of a step of ``rows`` rows."""
     return len(FIELDS) * rows + (1 + DRAW_FIELDS) * max_wanted(rows)
+
+
+def as_wanted(found: Sequence[Tensor], order: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """The rows of pieces of a step, ``[R, X]`` each and in ascending ``order`` together, as they were ``wanted``."""
+    found_RX = torch.cat(tuple(found)) if len(found) > 1 else found[0]
+    if list(order) == list(wanted):
+        return found_RX
+    place = {row: i for i, row in enumerate(order)}
+    return found_RX.index_select(0, upload([place[row] for row in wanted], found_RX.device))

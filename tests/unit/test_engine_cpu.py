@@ -50,9 +50,6 @@ def one_thread() -> Iterator[None]:
     """Whatever a test sets ends with it."""
     yield
     set_threads(1)
-    found = find_library()
-    assert found is not None
-    found.set_threads(1)
 
 
 def engine_of(model: Model, capacity: int = 2048) -> Engine:
@@ -84,6 +81,11 @@ def test_products(library: Library, dtype: torch.dtype, one_thread: None) -> Non
             start = (rows * 7) % (230 - rows)
             some_TO = library.product(packed_PIW, bias_O, 150, x_TI[start : start + rows].contiguous())
             assert torch.equal(some_TO, whole_TO[start : start + rows]), (threads, rows)
+
+
+def test_a_number_of_threads_is_that_of_the_library_too(library: Library, one_thread: None) -> None:
+    set_threads(3)
+    assert library.threads == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
