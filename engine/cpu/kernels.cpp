@@ -244,6 +244,10 @@ inline void tile(const float* x, int stride, const W* panels, size_t panel_size,
       for (int v = 0; v < 2; ++v) acc[p][m][v] = fresh ? zero() : load(sums + ((p * M + m) * 2 + v) * WIDTH);
 #pragma GCC unroll 4
   for (int k = 0; k < depth; ++k) {
+    if (P > 1 && M > 1 && (sizeof(W) == 4 || !(k & 1)))  // sums of one row leave time for what the processor fetches
+      for (int p = 0; p < P; ++p)
+        _mm_prefetch(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2,
+                     _MM_HINT_T0);
     if (ahead_step && !(k & 1)) {
       const char* line = ahead + (size_t)(k >> 1) * ahead_step;
       _mm_prefetch(line, _MM_HINT_T0);
@@ -363,8 +367,7 @@ void many_rows(const Product& product, Then then, const float* x, int rows, floa
 template <typename W>
 void panels(const Product& product, Then then, const float* x, int rows, float* out, int stride, int from, int to) {
   if (rows == 1) return few_rows<W, 4>(product, then, x, rows, out, stride, from, to);
-  if (rows == 2) return few_rows<W, 3>(product, then, x, rows, out, stride, from, to);
-  if (rows == 3) return few_rows<W, 2>(product, then, x, rows, out, stride, from, to);
+  if (rows == 2 || (rows == 3 && sizeof(W) == 4)) return few_rows<W, 2>(product, then, x, rows, out, stride, from, to);
   if (rows <= ROWS) return few_rows<W, 1>(product, then, x, rows, out, stride, from, to);
   for (int row = 0; row < rows; row += ROW_BLOCK)
     many_rows<W>(product, then, x + (size_t)row * product.inputs, std::min(ROW_BLOCK, rows - row),
