@@ -30,8 +30,8 @@ MAX_LEVELS = 8
 """Forwards of the draft model before one step of the target, at most."""
 FIRST_LEVELS = 32
 """Levels after which their cost counts as known; until then all are worth their time."""
-PROBE_EVERY = 64
-"""Turns in a row without drafts after which a level is drafted whatever it is worth, to see whether it pays by now."""
+PROBE_EVERY, PROBES = 64, 2
+"""Of so many turns in a row that do not pay, the last few draft whatever it is worth, to see whether it pays by now."""
 
 Key = tuple[Hashable, SessionId]
 """A session: the link it was opened on and its number there."""
@@ -73,18 +73,18 @@ class InTurn(Lookahead):
         """
         self._constrain(time.perf_counter())
         outgoing = self._read([self._held[key] for key in running if key in self._held])
-        drafted = 0
+        drafted, probe = 0, self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
-            probe = not drafted and self._idle_turns >= PROBE_EVERY
             places = self._level(wanted, rate, row_seconds, probe=probe)
             if not places:
                 break
             pieces = self._pieces(places)
-            most = 1 if probe else min(self._further(places, rate, row_seconds), MAX_LEVELS - drafted)
+            most = MAX_LEVELS if probe else self._further(places, rate, row_seconds)
+            most = min(most, MAX_LEVELS - drafted)
             drafted += self._levels.plan(pieces, self._engine.model.context, most)
             outgoing += self._expand(pieces, started)
-        self._idle_turns = 0 if drafted else self._idle_turns + 1
+        self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
         for key in wanted:
             if (held := self._held.get(key)) is not None:
                 outgoing += held.pushes()

@@ -57,7 +57,9 @@ class StepCost:
     """
 
     SMOOTHING = 0.1
-    """Weight of a new measurement."""
+    """Weight of a new measurement, at least: the first few of a size count alike."""
+    FADES = 128
+    """Steps after which what is known of a size counts as much as one new measurement: the machine may have changed."""
     OUTLIER = 3.0
     """A step that took this many times longer than expected counts as that long only."""
     SLOPE = 0.02
@@ -84,6 +86,8 @@ class StepCost:
         self._branched_at = 0
         self._measured: dict[int, float] = {}
         self._seen: dict[int, int] = {}
+        self._times: dict[int, int] = {}
+        """How often each size was measured."""
         self._steps = 0
         self._sizes: list[int] = []
         self._costs: list[float] = []
@@ -100,12 +104,15 @@ class StepCost:
         tokens = rows_for(tokens, self._row_classes)
         known = self._measured.get(tokens)
         if known is not None:
-            seconds = known + self._smoothing * (min(seconds, self.OUTLIER * known) - known)
+            age = self._steps - self._seen[tokens]
+            weight = max(self._smoothing, 1 / (self._times[tokens] + 1), age / (age + self.FADES))
+            seconds = known + weight * (min(seconds, self.OUTLIER * known) - known)
         self._measured[tokens] = seconds
+        self._times[tokens] = self._times.get(tokens, 0) + 1
         self._steps += 1
         self._seen[tokens] = self._steps
         for size in [size for size, step in self._seen.items() if step < self._steps - self.MEMORY]:
-            del self._measured[size], self._seen[size]
+            del self._measured[size], self._seen[size], self._times[size]
         if self._steps > self._branched_at + self.MEMORY:
             self._branched = None
         self._sizes = sorted(self._measured)

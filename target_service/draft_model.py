@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 RETRY_AFTER = 64
 """Steps after which a session that the draft model had no room for is tried again."""
 
+USUAL_DRAFTS = 8
+"""Drafts of a session over which the time of one more is averaged: of neighbouring sizes, it would be mostly noise."""
+
 PLAIN_EVERY = 64
 """Steps of which the first is computed without drafts, to see what that takes."""
 
@@ -163,9 +166,10 @@ class DraftModel:
         """Tokens a second that the target makes now, at least those without drafts, and seconds of one more row."""
         if not sessions:
             return 0.0, 0.0
-        cost = self._planner.cost(sessions)
+        cost, drafts = self._planner.cost(sessions), USUAL_DRAFTS * sessions
         plain = cost(sessions)
-        return max(self._tempos[sessions.bit_length()].rate, sessions / plain), (cost(2 * sessions) - plain) / sessions
+        row_seconds = (cost(sessions + drafts) - plain) / drafts
+        return max(self._tempos[sessions.bit_length()].rate, sessions / plain), row_seconds
 
     def _follow(self, running: Sequence[Held], part: Sequence[Held]) -> None:
         """Have those open that take part, and no preempted one."""

@@ -145,6 +145,20 @@ def test_cost_follows_a_machine_that_slows_down():
     assert cost(1) == pytest.approx(2.0, rel=0.01)
 
 
+def test_a_size_that_was_measured_long_ago_or_once_is_soon_known_anew():
+    cost = StepCost()
+    cost.observe(9, 3.0)
+    cost.observe(9, 1.0)
+    assert cost(9) == pytest.approx(2.0), "the first few count alike"
+    for _ in range(20):
+        cost.observe(9, 1.0)
+    for _ in range(StepCost.FADES):
+        cost.observe(1, 1.0)
+    before = cost(9)
+    cost.observe(9, 2.0)
+    assert cost(9) == pytest.approx((before + 2.0) / 2, rel=0.01), "as much as one new measurement"
+
+
 def test_a_size_that_no_longer_occurs_is_forgotten_and_so_tried_again():
     cost = learned(1.0, 1.0)
     cost.observe(9, 100.0)  # a hiccup the first time it was tried
