@@ -8,6 +8,8 @@ from itertools import combinations
 from pathlib import Path
 
 from benchmarks.fit.prompts import Prompt
+from cluster.console import CommandError
+from cluster.flags import BAD_INPUT
 from speculation.messages import Sampling, Source, Speculation
 from speculation.simulation.simulate import Bounds
 
@@ -20,8 +22,11 @@ DEPTH = Speculation().max_depth
 """Longest path of drafts that is tried: what a request gets that asks for nothing."""
 
 
-class FitError(Exception):
+class FitError(CommandError):
     """The models do not fit what was asked. One line that says what would be right."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, BAD_INPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ def short(model: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class FitOptions:
     """A fit."""
 
     target: str
