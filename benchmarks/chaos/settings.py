@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.harness.command import Bench
-from benchmarks.harness.options import Options, flag
+from benchmarks.harness.options import BadInput, Options, flag
 from cluster.checkout import BUNDLED
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT
 from cluster.pools import DTYPES
 
 TARGETS, DRAFTS, ROUTERS, RANKS = 2, 2, 1, 2
@@ -57,7 +55,7 @@ class FaultOptions(Options):
     def check(self) -> None:
         """See :class:`benchmarks.harness.options.Options`."""
         if not find_spec("psutil"):
-            raise CommandError("faults are injected by means of psutil: pip install psutil", BAD_INPUT)
+            raise BadInput("faults are injected by means of psutil: pip install psutil")
 
     def requests(self, tokens: int, count: int | None = None, first: int = 0) -> list[Body]:
         """As many as there are streams, or so many: held-out prompts, seeds one after the other."""

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.harness.command import Bench
-from benchmarks.harness.options import FIGURES, Options, between, flag
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT
+from benchmarks.harness.options import FIGURES, BadInput, Options, between, flag
 from cluster.threads import usable_cores
 
 HEAD_SIZE = 64
@@ -68,7 +66,7 @@ class EngineOptions(Options):
     def check(self) -> None:
         """See :class:`benchmarks.harness.options.Options`."""
         if self.hidden < HIDDEN_MULTIPLE or self.hidden % HIDDEN_MULTIPLE:
-            raise CommandError(f"--hidden must be a multiple of {HIDDEN_MULTIPLE}, got {self.hidden}", BAD_INPUT)
+            raise BadInput(f"--hidden must be a multiple of {HIDDEN_MULTIPLE}, got {self.hidden}")
         between("--threads", self.threads, 1, usable_cores(), ", the cores usable here")
 
     @property

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.harness.options import BadInput
 from cluster.checkout import BUNDLED
 from cluster.checks import check_heads, check_model, check_tokenizer
 from cluster.console import CommandError
-from cluster.flags import BAD_INPUT, FAILED, Parser
+from cluster.flags import FAILED, Parser
 from cluster.listed import count, round_trip, values
 from cluster.pools import DTYPES
 from cluster.threads import usable_cores
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return main(options)
     except (TokenizerError, ModelError) as error:
-        raise CommandError(str(error), BAD_INPUT) from error
+        raise BadInput(str(error)) from error
     except OSError as error:
         raise CommandError(f"the fit ended early: {error or 'a worker did not answer'}", FAILED) from error
     except (WorkerFailed, GenerationError) as error:
@@ -124,7 +125,7 @@ def _options(args: argparse.Namespace) -> FitOptions:
         validate=args.validate,
     )
     if not options.ways:
-        raise CommandError("there is nothing to compare: give a --draft, or --source lookup", BAD_INPUT)
+        raise BadInput("there is nothing to compare: give a --draft, or --source lookup")
     _check_models(options)
     return options
 
@@ -133,7 +134,7 @@ def _drafts(args: argparse.Namespace) -> tuple[str, ...]:
     drafts = args.draft or ([] if args.target else [str(BUNDLED / "draft")])
     for draft in drafts:
         if drafts.count(draft) > 1:
-            raise CommandError(f"--draft {draft} is given {drafts.count(draft)} times; give each once", BAD_INPUT)
+            raise BadInput(f"--draft {draft} is given {drafts.count(draft)} times; give each once")
     return tuple(drafts)
 
 
@@ -143,7 +144,7 @@ def _prompts(files: list[Path] | None) -> list[Prompt]:
     try:
         return [prompt for file in files for prompt in read(file)] if files else bundled()
     except PromptError as error:
-        raise CommandError(f"--prompts {error}", BAD_INPUT) from error
+        raise BadInput(f"--prompts {error}") from error
 
 
 def _check_models(options: FitOptions) -> None:
@@ -151,10 +152,10 @@ def _check_models(options: FitOptions) -> None:
     check_tokenizer(options.target)
     if options.medusa and "medusa" not in options.sources:
         given = f"--source has {', '.join(options.sources)}"
-        raise CommandError(f"--medusa {options.medusa}: {given}; add medusa, or leave --medusa out", BAD_INPUT)
+        raise BadInput(f"--medusa {options.medusa}: {given}; add medusa, or leave --medusa out")
     if "medusa" in options.sources:
         if not options.medusa:
-            raise CommandError("--source medusa: give the folder of the heads with --medusa DIR", BAD_INPUT)
+            raise BadInput("--source medusa: give the folder of the heads with --medusa DIR")
         check_heads(options.medusa, "--medusa")
     for draft in options.drafts:
         check_model(draft, "--draft")
@@ -169,18 +170,18 @@ def _check_numbers(args: argparse.Namespace) -> None:
     ):
         value = getattr(args, name)
         if not least <= value <= most:
-            raise CommandError(f"--{name} {value:g}: must be from {least:g} to {most:g}", BAD_INPUT)
+            raise BadInput(f"--{name} {value:g}: must be from {least:g} to {most:g}")
 
 
 def _check_out(out: Path | None) -> None:
     if out is None:
         return
     if out.exists() and not out.is_dir():
-        raise CommandError(f"--out {out}: is a file; give a folder", BAD_INPUT)
+        raise BadInput(f"--out {out}: is a file; give a folder")
     if not out.absolute().parent.is_dir():
-        raise CommandError(f"--out {out}: must be a folder in one that exists", BAD_INPUT)
+        raise BadInput(f"--out {out}: must be a folder in one that exists")
     if not find_spec("matplotlib"):
-        raise CommandError("--out draws a plot, for which matplotlib is needed: pip install matplotlib", BAD_INPUT)
+        raise BadInput("--out draws a plot, for which matplotlib is needed: pip install matplotlib")
 
 
 def _sessions(text: str) -> int:

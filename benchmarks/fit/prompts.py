@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT
+from benchmarks.harness.options import BadInput
 from router.chat_template import TemplateError
 from router.tokenizer import Tokenizer
 from speculation.messages import Token
@@ -29,11 +28,8 @@ LONGEST_KIND = 40
 """Characters."""
 
 
-class PromptError(CommandError):
+class PromptError(BadInput):
     """A file of prompts is of no use. One line that names file and line, and says what would be right."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, BAD_INPUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 from benchmarks.fit.prompts import Prompt
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT
+from benchmarks.harness.options import BadInput
 from speculation.messages import Sampling, Source, Speculation
 from speculation.simulation.simulate import Bounds
 
@@ -22,11 +21,8 @@ DEPTH = Speculation().max_depth
 """Longest path of drafts that is tried: what a request gets that asks for nothing."""
 
 
-class FitError(CommandError):
+class FitError(BadInput):
     """The models do not fit what was asked. One line that says what would be right."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, BAD_INPUT)
 
 
 @dataclass(frozen=True, slots=True)

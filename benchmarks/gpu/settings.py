@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.harness.command import Bench
-from benchmarks.harness.options import Options, flag, known
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT
+from benchmarks.harness.options import BadInput, Options, flag, known
 
 VOCABULARY, CONTEXT = 32_768, 8_192
 
@@ -130,7 +128,7 @@ class GpuOptions(Options):
         known("--shape", self.shapes, SHAPES if self.device == "cuda" else [CPU_SHAPE], "shape")
         if self.device == "cuda" and not import_module("torch").cuda.is_available():
             only = "this benchmark is for a GPU, and torch finds none here; --device cpu tries it on a tiny model"
-            raise CommandError(only, BAD_INPUT)
+            raise BadInput(only)
 
     @property
     def sizes(self) -> Sizes:

@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.options import Options, add_flags
+from benchmarks.harness.options import BadInput, Options, add_flags
 from cluster.console import CommandError
-from cluster.flags import BAD_INPUT, FAILED, Parser
+from cluster.flags import FAILED, Parser
 from cluster.folders import is_folder
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -50,7 +50,7 @@ class Bench:
         folder = self.options.FOLDER
         if folder is not None:
             if args.out and args.quick:
-                raise CommandError("--out belongs to a full run; with --quick, use --json", BAD_INPUT)
+                raise BadInput("--out belongs to a full run; with --quick, use --json")
             args.out = args.out or dated(folder)
         options = self.read(args)
         measure: Callable[[Any], int] = getattr(import_module(self.module), self.main)
@@ -75,11 +75,11 @@ def _of_the_router() -> tuple[type[Exception], ...]:
 
 def _check_files(json: Path | None, out: Path | None) -> None:
     if json and not is_folder(json.absolute().parent):
-        raise CommandError(f"--json {json}: no such folder", BAD_INPUT)
+        raise BadInput(f"--json {json}: no such folder")
     if json and is_folder(json):
-        raise CommandError(f"--json {json}: a folder, not a file", BAD_INPUT)
+        raise BadInput(f"--json {json}: a folder, not a file")
     if out:
         place = out.absolute()
         nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
         if not is_folder(nearest):
-            raise CommandError(f"--out {out}: {nearest} is not a folder", BAD_INPUT)
+            raise BadInput(f"--out {out}: {nearest} is not a folder")

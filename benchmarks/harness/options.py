@@ -17,6 +17,13 @@ PLACES = ("json", "out")
 """Flags that come last in a help text."""
 
 
+class BadInput(CommandError):
+    """What was given is of no use. One line that says what would be right."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, BAD_INPUT)
+
+
 def flag(default: Any, about: str, **how: Any) -> Any:
     """A field that is a flag of the field's name, of the type of its default.
 
@@ -93,14 +100,14 @@ def between(name: str, value: float, least: float | None, most: float | None, wh
     if (least is None or least <= value) and (most is None or value <= most):
         return
     wanted = f"{_word(least)} to {_word(most)}" if most is not None else f"at least {_word(least)}"
-    raise CommandError(f"{name} must be {wanted}{why}, got {_word(value)}", BAD_INPUT)
+    raise BadInput(f"{name} must be {wanted}{why}, got {_word(value)}")
 
 
 def known(flag_name: str, given: Sequence[str], names: Iterable[str], kind: str) -> None:
     """Refuse a name that there is not. Raises :class:`cluster.console.CommandError`."""
     for name in given:
         if name not in names:
-            raise CommandError(f"{flag_name} {name}: no such {kind}; there are {', '.join(names)}", BAD_INPUT)
+            raise BadInput(f"{flag_name} {name}: no such {kind}; there are {', '.join(names)}")
 
 
 def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
@@ -108,7 +115,7 @@ def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
     if value is None and "quick" in how:
         return how["quick"] if args.quick else one.default
     if "positive" in how and not 0 < value < float("inf"):
-        raise CommandError(f"{_name(one)} must be above 0, got {value:g}", BAD_INPUT)
+        raise BadInput(f"{_name(one)} must be above 0, got {value:g}")
     if "least" in how or "most" in how:
         between(_name(one), value, how.get("least"), how.get("most"))
     return tuple(name.strip() for part in value for name in part.split(",")) if isinstance(value, list) else value

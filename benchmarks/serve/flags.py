@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from benchmarks.harness.command import Bench
-from benchmarks.harness.options import add_flags, between
+from benchmarks.harness.options import BadInput, add_flags, between
 from benchmarks.serve.settings import (
     PLAIN_SUFFIX,
     Arrivals,
@@ -26,8 +26,7 @@ from benchmarks.serve.settings import (
     Sweep,
     Swept,
 )
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT, Parser
+from cluster.flags import Parser
 
 ABOUT = "load on running servers with OpenAI's API, of any make, and how they compare"
 DETAILS = """\
@@ -82,7 +81,7 @@ class ServeBench(Bench):
     def read(self, args: argparse.Namespace) -> ServeOptions:
         """See :class:`benchmarks.harness.command.Bench`."""
         if args.out is not None and not find_spec("matplotlib"):
-            raise CommandError("--out draws plots, for which matplotlib is needed: pip install matplotlib", BAD_INPUT)
+            raise BadInput("--out draws plots, for which matplotlib is needed: pip install matplotlib")
         options = ServeOptions.read(args)
         if args.seconds is not None:
             between("--seconds", args.seconds, 0.1, 86_400)
@@ -93,7 +92,7 @@ class ServeBench(Bench):
         between("--rounds", rounds, 1, 1000 if requests is None else min(1000, requests))
         sweep = _sweep(args.sweep)
         if args.arrivals and args.rate is None and (sweep is None or sweep.what != "rate"):
-            raise CommandError("--arrivals belongs to a --rate", BAD_INPUT)
+            raise BadInput("--arrivals belongs to a --rate")
         return replace(
             options,
             contenders=_contenders(args),
@@ -115,7 +114,7 @@ BENCH = ServeBench(ABOUT, DETAILS, ServeOptions, "benchmarks.serve.main")
 def _pace(args: argparse.Namespace, sweep: Sweep | None) -> Pace:
     if sweep is not None and sweep.what in (Swept.RATE, Swept.CONCURRENCY):
         if args.rate is not None or args.concurrency is not None:
-            raise CommandError(f"--sweep {sweep.what} says it already; leave out --rate and --concurrency", BAD_INPUT)
+            raise BadInput(f"--sweep {sweep.what} says it already; leave out --rate and --concurrency")
         return Pace(concurrency=1)
     if args.rate is not None:
         between("--rate", args.rate, 0.001, 100_000)
@@ -132,12 +131,12 @@ def _contenders(args: argparse.Namespace) -> tuple[Contender, ...]:
         parts = _split(url)
         name = name or f"{parts.hostname}:{parts.port}" if parts.port else name or str(parts.hostname)
         if name in urls:
-            raise CommandError(f"--url {given}: {name!r} is there twice; give names, such as a={url}", BAD_INPUT)
+            raise BadInput(f"--url {given}: {name!r} is there twice; give names, such as a={url}")
         urls[name] = url.rstrip("/").removesuffix("/v1")
     if len(urls) > MOST_CONTENDERS:
-        raise CommandError(f"--url: at most {MOST_CONTENDERS} contenders, got {len(urls)}", BAD_INPUT)
+        raise BadInput(f"--url: at most {MOST_CONTENDERS} contenders, got {len(urls)}")
     if any(name.endswith(PLAIN_SUFFIX) for name in urls):
-        raise CommandError(f"--url: a name must not end with {PLAIN_SUFFIX!r}, as --against-plain names", BAD_INPUT)
+        raise BadInput(f"--url: a name must not end with {PLAIN_SUFFIX!r}, as --against-plain names")
     extras = {name: _json(text) for name, text in _by_name("--extra-body", args.extra_body, urls).items()}
     keys = {name: _key(variable) for name, variable in _by_name("--api-key-env", args.api_key_env, urls).items()}
     models = _by_name("--model", args.model, urls)
@@ -163,11 +162,9 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         usable = False
     if not usable or not url.isascii() or not url.isprintable() or " " in url:
-        raise CommandError(f"--url {url}: not an address such as {DEFAULT_URL}", BAD_INPUT)
+        raise BadInput(f"--url {url}: not an address such as {DEFAULT_URL}")
     if parts.username or parts.password:
-        raise CommandError(
-            "--url: must not contain a password; name the variable with a key by --api-key-env", BAD_INPUT
-        )
+        raise BadInput("--url: must not contain a password; name the variable with a key by --api-key-env")
     return parts
 
 
@@ -177,10 +174,10 @@ def _by_name(flag: str, given: list[str], names: Mapping[str, str]) -> dict[str,
     for text in given:
         name, rest = _named(text)
         if name and name not in names:
-            raise CommandError(f"{flag} {name}=...: there is no such contender, only {', '.join(names)}", BAD_INPUT)
+            raise BadInput(f"{flag} {name}=...: there is no such contender, only {', '.join(names)}")
         for one in [name] if name else names:
             if one in found:
-                raise CommandError(f"{flag}: given twice for {one}", BAD_INPUT)
+                raise BadInput(f"{flag}: given twice for {one}")
             found[one] = rest
     return found
 
@@ -190,20 +187,20 @@ def _json(text: str) -> dict[str, Any]:
         value = json.loads(text)
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"--extra-body {text}: not JSON: {error}", BAD_INPUT) from error
+        raise BadInput(f"--extra-body {text}: not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CommandError(f'--extra-body {text}: must be an object, such as {{"top_p": 0.9}}', BAD_INPUT)
+        raise BadInput(f'--extra-body {text}: must be an object, such as {{"top_p": 0.9}}')
     if value.get("stream", True) is not True or value.get("n") not in (None, 1):
-        raise CommandError("--extra-body: requests are streamed and have one answer; leave out stream and n", BAD_INPUT)
+        raise BadInput("--extra-body: requests are streamed and have one answer; leave out stream and n")
     return value
 
 
 def _key(variable: str) -> str:
     key = os.environ.get(variable, "")
     if not key:
-        raise CommandError(f"--api-key-env {variable}: there is no such variable, or it is empty", BAD_INPUT)
+        raise BadInput(f"--api-key-env {variable}: there is no such variable, or it is empty")
     if not (key.isascii() and key.isprintable()):
-        raise CommandError(f"--api-key-env {variable}: the key in it must be printable ASCII", BAD_INPUT)
+        raise BadInput(f"--api-key-env {variable}: the key in it must be printable ASCII")
     return key
 
 
@@ -212,9 +209,9 @@ def _objectives(text: str) -> dict[Objective, float]:
     for part in filter(None, text.split(",")):
         name, separator, limit = part.strip().partition(":")
         if name not in list(Objective) or not separator:
-            raise CommandError(f"--goodput {part}: must be NAME:MS with {', '.join(Objective)}", BAD_INPUT)
+            raise BadInput(f"--goodput {part}: must be NAME:MS with {', '.join(Objective)}")
         if Objective(name) in found:
-            raise CommandError(f"--goodput: {name} is there twice", BAD_INPUT)
+            raise BadInput(f"--goodput: {name} is there twice")
         found[Objective(name)] = _number("--goodput", part, limit)
     return found
 
@@ -224,15 +221,15 @@ def _sweep(text: str) -> Sweep | None:
         return None
     name, separator, rest = text.partition("=")
     if name not in list(Swept) or not separator:
-        raise CommandError(f"--sweep {text}: must be NAME=N,... with {', '.join(Swept)}", BAD_INPUT)
+        raise BadInput(f"--sweep {text}: must be NAME=N,... with {', '.join(Swept)}")
     values = tuple(_number("--sweep", text, part) for part in rest.split(","))
     if len(set(values)) < len(values) or len(values) > MOST_VALUES:
-        raise CommandError(f"--sweep {text}: at most {MOST_VALUES} values, each once", BAD_INPUT)
+        raise BadInput(f"--sweep {text}: at most {MOST_VALUES} values, each once")
     most = {Swept.DEPTH: 64, Swept.CONCURRENCY: MOST_CONCURRENCY, Swept.RATE: 100_000}[Swept(name)]
     for value in values:
         if value > most or (name != Swept.RATE and value != int(value)):
             kind = "a number" if name == Swept.RATE else "a whole number"
-            raise CommandError(f"--sweep {text}: {name} must be {kind} up to {most}, got {value:g}", BAD_INPUT)
+            raise BadInput(f"--sweep {text}: {name} must be {kind} up to {most}, got {value:g}")
     return Sweep(Swept(name), values)
 
 
@@ -243,5 +240,5 @@ def _number(flag: str, whole: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise CommandError(f"{flag} {whole}: must have numbers above 0, got {text!r}", BAD_INPUT)
+        raise BadInput(f"{flag} {whole}: must have numbers above 0, got {text!r}")
     return value

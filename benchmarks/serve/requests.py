@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.options import BadInput
 from benchmarks.serve.settings import BUNDLED_PROMPTS, Contender, Json, Make, ServeOptions, Variant
 from cluster.checkout import BUNDLED
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT
 
 DEPTH_PLACE = "{depth}"
 """A string in the user's fields that a sweep replaces by a number."""
@@ -24,11 +23,8 @@ LONGEST = 1 << 20
 """Characters of a line."""
 
 
-class PromptError(CommandError):
+class PromptError(BadInput):
     """The file has no prompts that can be sent. One line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, BAD_INPUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.harness.command import Bench
-from benchmarks.harness.options import FIGURES, Options, flag
-from cluster.console import CommandError
-from cluster.flags import BAD_INPUT
+from benchmarks.harness.options import FIGURES, BadInput, Options, flag
 
 MAIN_ACCEPTANCE = 0.8
 
@@ -103,7 +101,7 @@ class SpeculationOptions(Options):
         """See :class:`benchmarks.harness.options.Options`."""
         if not self.quick and not find_spec("matplotlib"):
             missing = "a full run draws plots, for which matplotlib is needed: pip install matplotlib"
-            raise CommandError(missing, BAD_INPUT)
+            raise BadInput(missing)
 
     @property
     def plans(self) -> tuple[PairPlan, ...]:
