@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
@@ -32,7 +31,8 @@ from alignment.pair import Pair, load_pair
 from alignment.training import Plan, Trainer
 from alignment.workplace import Workplace
 from alignment.writing import Row, Writer
-from benchmarks.pair import ROOT
+from benchmarks.harness.pair import ROOT
+from cluster.console import say
 from models.corpus import SourceFile, encode_files, read_prompts, read_sources, split_sources
 from models.pair import DRAFT_SHAPE, VOCABULARY, build, load, load_tokenizer, publish
 
@@ -42,12 +42,6 @@ NEW_TOKENS = 96
 TEMPERATURES = (0.0, 0.8, 1.0)
 READINGS = ("greedy", "coupled", "overlap")
 SEED = 0
-
-
-def say(text: str) -> None:
-    """A line, at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def other_text() -> list[SourceFile]:

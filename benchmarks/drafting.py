@@ -10,11 +10,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
-from benchmarks.pair import ROOT
+from benchmarks.harness.command import Bench, dated
+from benchmarks.harness.options import Options, flag, known
+from cluster.checkout import CHECKOUT
+from cluster.console import CommandError, say
+from cluster.flags import FAILED
 
 Figures = Sequence[dict[str, Any]]
 """What a part said, a line each."""
@@ -22,7 +27,7 @@ READING = "coupled"
 """Acceptance as it is lived: how often both models draw the same token with the noise they share."""
 
 
-class PartFailed(Exception):
+class PartFailed(CommandError):
     """A benchmark ended without its figures."""
 
 
@@ -105,29 +110,42 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingOptions(Options):
     """What to measure."""
 
-    out: Path
-    only: tuple[str, ...] = ()
-    quick: bool = False
+    BENCH: ClassVar[str] = "drafting"
+    quick: bool = flag(False, "few prompts; writes a folder only with --out")
+    out: Path | None = flag(None, "folder (default: benchmarks/results/DATE-drafting)", metavar="DIR")
+    only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
+
+    def check(self) -> None:
+        """See :class:`benchmarks.harness.options.Options`."""
+        known("--only", self.only, [part.name for part in PARTS], "part")
 
 
-def main(options: Options) -> int:
+BENCH = Bench(
+    "every way to draft without a small sibling, alignment, and what fit predicts",
+    "The quick run takes about five minutes and leaves fit out, the full one about half an hour.",
+    DraftingOptions,
+    "benchmarks.drafting",
+)
+
+
+def main(options: DraftingOptions) -> int:
     """Measure, print the table and write it. Raises :class:`PartFailed`."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    figures: list[Figure] = []
-    for part in PARTS:
-        wanted = part.name in options.only or (not options.only and not (options.quick and part.quick is None))
-        if wanted:
-            sys.stdout.write(f"\n{part.name}\n")
-            sys.stdout.flush()
-            figures += part.judge(_run(part, options))
-    (options.out / "figures.json").write_text(
-        json.dumps([_as_json(figure) for figure in figures], indent=1) + "\n", "utf-8"
-    )
-    sys.stdout.write(f"\n{table(figures)}\n")
+    with TemporaryDirectory() as folder:
+        out = options.out or (Path(folder) if options.quick else dated("-drafting"))
+        out.mkdir(parents=True, exist_ok=True)
+        figures: list[Figure] = []
+        for part in PARTS:
+            wanted = part.name in options.only or (not options.only and not (options.quick and part.quick is None))
+            if wanted:
+                say(f"\n{part.name}")
+                figures += part.judge(_run(part, out, options.quick))
+        document = json.dumps([_as_json(figure) for figure in figures], indent=1)
+        (out / "figures.json").write_text(f"{document}\n", "utf-8")
+    say(f"\n{table(figures)}")
     return 0
 
 
@@ -142,31 +160,25 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def _as_json(figure: Figure) -> dict[str, Any]:
-    return {
-        "figure": figure.name,
-        "wanted": figure.wanted,
-        "measured": figure.measured,
-        "at_most": figure.at_most,
-        "reached": figure.reached,
-    }
+    about = asdict(figure)
+    return {"figure": about.pop("name"), **about, "reached": figure.reached}
 
 
-def _run(part: Part, options: Options) -> Figures:
+def _run(part: Part, out: Path, quick: bool) -> Figures:
     """Let it measure, passing on what it says."""
-    command = [sys.executable, "-m", f"benchmarks.{part.name}", *((options.quick and part.quick) or ())]
-    kept = options.out / (part.out[-1] if part.out else f"{part.name}.jsonl")
+    command = [sys.executable, "-m", f"benchmarks.{part.name}", *((quick and part.quick) or ())]
+    kept = out / (part.out[-1] if part.out else f"{part.name}.jsonl")
     if part.out:
         command += [*part.out[:-1], str(kept.absolute())]
     said: list[str] = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            say(line.rstrip("\n"))
             if line.startswith("{"):
                 said.append(line)
     if process.returncode:
-        raise PartFailed(f"benchmarks.{part.name} ended with status {process.returncode}")
+        raise PartFailed(f"benchmarks.{part.name} ended with status {process.returncode}", FAILED)
     if not part.out:
         kept.write_text("".join(said), "utf-8")
     return _read(kept)

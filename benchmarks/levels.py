@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -31,10 +30,12 @@ import torch
 from tokenizers import Tokenizer
 
 from alignment.writing import continuations
-from benchmarks.contenders import PLAIN, pace, sequential
-from benchmarks.measure import Batch, Run, served, take_turns
-from benchmarks.pair import BUNDLED, ROOT, Pair, Shape, slow_draft, stretched_pair
-from benchmarks.workers import WorkerPlan, connected, running
+from benchmarks.harness.contenders import PLAIN, pace, sequential
+from benchmarks.harness.measure import Batch, Run, served, take_turns
+from benchmarks.harness.pair import BUNDLED, ROOT, Pair, Shape, slow_draft, stretched_pair
+from benchmarks.harness.workers import WorkerPlan, connected, running
+from benchmarks.turns import tell
+from cluster.console import say
 from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead
 from draft_service.second_level import Guesser, Lookup, SecondLevel
@@ -222,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     torch.set_num_threads(1)
     pair: Pair = stretched_pair(Shape())
-    sys.stdout.write(f"{pair.about}\n")
+    say(pair.about)
     drafts = {"cheap": lambda: BUNDLED, "slow": slow_draft}
     figures: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for name in [chosen.draft] if chosen.draft else drafts:
@@ -236,8 +237,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _said(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    sys.stdout.writelines(json.dumps(row) + "\n" for row in rows)
-    sys.stdout.flush()
+    for row in rows:
+        tell(row)
     return rows
 
 

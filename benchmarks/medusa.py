@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from benchmarks.pair import ROOT, Shape, stretched_heads, stretched_pair
-from benchmarks.turns import WARM_UP, Tally, accepted, rows, take_turns
-from benchmarks.workers import WorkerPlan, connected, running
-from models.corpus import read_prompts
+from benchmarks.harness.pair import Shape, stretched_heads, stretched_pair
+from benchmarks.turns import WARM_UP, Tally, accepted, held_out, rows, serving, take_turns, tell
+from cluster.console import say
 from router.generation import Generation
 from router.tokenizer import Tokenizer
-from speculation.events import Role
 from speculation.messages import Sampling, Source, Speculation
 
 CONTENDERS = {
@@ -46,25 +40,19 @@ def reached(tally: Tally) -> dict[str, Any]:
 async def main(rounds: int, tokens: int, shape: Shape) -> None:
     """Measure and print, a line of JSON for each contender."""
     pair, heads = stretched_pair(shape), stretched_heads(shape)
-    sys.stdout.write(f"{pair.about}\n")
-    tokenizer = Tokenizer.load(str(pair.target))
-    texts = read_prompts(ROOT / "models" / "prompts.jsonl")[: rounds + WARM_UP]
-    prompts = [tokenizer.encode(text, special=False) for text in texts]
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ("--dtype", "bfloat16", "--medusa", str(heads))
-        plan = WorkerPlan(Role.TARGET, pair.target, 0, Path(folder) / "target.jsonl", flags)
-        async with running(plan) as target, connected(target) as dispatcher:
-            for sampling in (Sampling(temperature=0.0), Sampling(temperature=0.8, seed=1)):
-                asked = [
-                    {
-                        name: Generation(prompt, sampling, tokens, speculation=speculation)
-                        for name, speculation in CONTENDERS.items()
-                    }
-                    for prompt in prompts
-                ]
-                for row in rows(await take_turns(dispatcher, asked), reached):
-                    sys.stdout.write(json.dumps({"temperature": sampling.temperature, **row}) + "\n")
-                sys.stdout.flush()
+    say(pair.about)
+    prompts = held_out(Tokenizer.load(str(pair.target)), rounds + WARM_UP)
+    async with serving(pair.target, "--medusa", str(heads)) as dispatcher:
+        for sampling in (Sampling(temperature=0.0), Sampling(temperature=0.8, seed=1)):
+            asked = [
+                {
+                    name: Generation(prompt, sampling, tokens, speculation=speculation)
+                    for name, speculation in CONTENDERS.items()
+                }
+                for prompt in prompts
+            ]
+            for row in rows(await take_turns(dispatcher, asked), reached):
+                tell({"temperature": sampling.temperature, **row})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import itertools
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -22,11 +21,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from benchmarks import contenders
-from benchmarks.contenders import OURS, PLAIN
-from benchmarks.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.pair import ROOT, slow_draft
-from benchmarks.workers import WorkerPlan, connected, running
+from benchmarks.harness import contenders
+from benchmarks.harness.contenders import OURS, PLAIN
+from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.pair import ROOT, slow_draft
+from benchmarks.harness.workers import WorkerPlan, connected, running
+from cluster.console import say
 from cluster.stretched import HIDDEN, LAYERS
 from models.corpus import read_prompts
 from speculation.events import Role
@@ -71,7 +71,7 @@ async def measure(dtype: str, rounds: int, tokens: int, settings: Sequence[tuple
                 f"shared, {cores} cores": served(wide, OURS.speculation),
             }
             for streams, temperature in settings:
-                sys.stdout.write(f"{streams} streams, temperature {temperature:g}\n")
+                say(f"{streams} streams, temperature {temperature:g}")
                 await compare(runners, batches(prompts, streams, temperature, rounds, tokens))
 
 
@@ -96,8 +96,7 @@ async def compare(runners: Mapping[str, Runner], asked: Sequence[Batch]) -> None
         offered = sum(commit.offered for commit in steps) / len(steps)
         each = " ".join(f"{run.rate / base.rate:.2f}" for run, base in zip(found, plain, strict=True))
         same = "same text" if _texts(found) == _texts(plain) else "other text"
-        sys.stdout.write(f"  {name:17} {factor:5.2f}  {kept:.2f} of {offered:.2f} drafts a step, {same}; runs {each}\n")
-        sys.stdout.flush()
+        say(f"  {name:17} {factor:5.2f}  {kept:.2f} of {offered:.2f} drafts a step, {same}; runs {each}")
 
 
 def _texts(runs: Sequence[Run]) -> list[tuple[int, ...]]:

@@ -12,20 +12,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.pair import Shape, stretched_pair
+from benchmarks.harness.pair import Shape, stretched_pair
 from benchmarks.repetition_texts import KINDS, Request
-from benchmarks.turns import WARM_UP, Tally, rows, take_turns
-from benchmarks.workers import WorkerPlan, connected, running
+from benchmarks.turns import WARM_UP, Tally, rows, serving, take_turns, tell
+from cluster.console import say
 from router.generation import Generation
 from router.tokenizer import Tokenizer
-from speculation.events import Role
 from speculation.messages import Extras, Sampling, Source, Speculation
 
 CONTENDERS = {
@@ -42,18 +37,19 @@ def rounds_of(
     tokenizer: Tokenizer, requests: Sequence[Request], temperature: float, about: str
 ) -> list[dict[str, Generation]]:
     """What contenders are asked. ``about`` is for the scopes: what was remembered under another name is not found."""
-    rounds: list[dict[str, Generation]] = []
-    for number, request in enumerate(requests):
-        prompt = tokenizer.encode(request.prompt, special=False)
-        sampling = Sampling(temperature=temperature, seed=number)
-        extras = {name: Extras(grammar=request.grammar, scope=f"{about}, {name}") for name in CONTENDERS}
-        rounds.append(
-            {
-                name: Generation(prompt, sampling, MOST_TOKENS, extras=extras[name], speculation=speculation)
-                for name, speculation in CONTENDERS.items()
-            }
-        )
-    return rounds
+    return [
+        {
+            name: Generation(
+                tokenizer.encode(request.prompt, special=False),
+                Sampling(temperature=temperature, seed=number),
+                MOST_TOKENS,
+                extras=Extras(grammar=request.grammar, scope=f"{about}, {name}"),
+                speculation=speculation,
+            )
+            for name, speculation in CONTENDERS.items()
+        }
+        for number, request in enumerate(requests)
+    ]
 
 
 def accepted_a_step(tally: Tally) -> dict[str, Any]:
@@ -64,33 +60,23 @@ def accepted_a_step(tally: Tally) -> dict[str, Any]:
 async def main(rounds: int, kinds: Sequence[str], temperatures: Sequence[float]) -> None:
     """Measure and print, a line of JSON for each contender."""
     pair = stretched_pair(Shape())
-    sys.stdout.write(f"{pair.about}\n")
+    say(pair.about)
     tokenizer = Tokenizer.load(str(pair.target))
-    with tempfile.TemporaryDirectory() as folder:
-        plan = WorkerPlan(Role.TARGET, pair.target, 0, Path(folder) / "target.jsonl", ("--dtype", "bfloat16"))
-        async with running(plan) as target, connected(target) as dispatcher:
-            for kind in kinds:
-                requests = KINDS[kind]()[: rounds + WARM_UP]
-                for temperature in temperatures:
-                    about = f"{kind} at {temperature}"
-                    asked = rounds_of(tokenizer, requests, temperature, about)
-                    for row in rows(await take_turns(dispatcher, asked), accepted_a_step):
-                        sys.stdout.write(json.dumps({"kind": kind, "temperature": temperature, **row}) + "\n")
-                    sys.stdout.flush()
+    async with serving(pair.target) as dispatcher:
+        for kind in kinds:
+            requests = KINDS[kind]()[: rounds + WARM_UP]
+            for temperature in temperatures:
+                asked = rounds_of(tokenizer, requests, temperature, f"{kind} at {temperature}")
+                for row in rows(await take_turns(dispatcher, asked), accepted_a_step):
+                    tell({"kind": kind, "temperature": temperature, **row})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="output that repeats, drafted for without a model")
-    parser.add_argument(
-        "--rounds", type=int, default=6, help="requests of a kind that count (default: 6, which is all)"
-    )
+    about = "requests of a kind that count (default: 6, which is all)"
+    parser.add_argument("--rounds", type=int, default=6, help=about)
     parser.add_argument("--kind", choices=list(KINDS), help="default: one after the other")
     parser.add_argument("--temperature", type=float, help="default: 0, then 0.7")
     chosen = parser.parse_args()
-    asyncio.run(
-        main(
-            chosen.rounds,
-            [chosen.kind] if chosen.kind else list(KINDS),
-            TEMPERATURES if chosen.temperature is None else [chosen.temperature],
-        )
-    )
+    kinds = [chosen.kind] if chosen.kind else list(KINDS)
+    asyncio.run(main(chosen.rounds, kinds, TEMPERATURES if chosen.temperature is None else [chosen.temperature]))

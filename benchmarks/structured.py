@@ -14,25 +14,19 @@ import argparse
 import asyncio
 import json
 import random
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
 
-from benchmarks.pair import ROOT, Pair, Shape, stretched_pair
+from benchmarks.harness.pair import Shape, stretched_pair
 from benchmarks.random_schemas import random_schema
-from benchmarks.turns import WARM_UP, Tally, accepted, decode, rows, take_turns
-from benchmarks.workers import WorkerPlan, connected, running
-from models.corpus import read_prompts
+from benchmarks.turns import WARM_UP, Tally, accepted, decode, held_out, rows, serving, take_turns, tell
+from cluster.console import say
 from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.structured import json_schema_grammar
 from router.tokenizer import Tokenizer
-from speculation.events import Role
 from speculation.messages import Extras, Sampling, Source, Speculation, Token
 
 RECORD = {
@@ -118,33 +112,20 @@ async def measure_random(
     }
 
 
-@asynccontextmanager
-async def serving(pair: Pair, folder: Path) -> AsyncIterator[Dispatcher]:
-    """Both workers, and a router's session side."""
-    target = WorkerPlan(Role.TARGET, pair.target, 0, folder / "target.jsonl", ("--dtype", "bfloat16"))
-    draft = WorkerPlan(Role.DRAFT, pair.draft, 1, folder / "draft.jsonl", ("--dtype", "bfloat16"))
-    async with running(target) as one, running(draft) as other, connected(one, other) as dispatcher:
-        yield dispatcher
-
-
 async def main(rounds: int, layouts: Sequence[str], schemas: int, seed: int) -> None:
     """Measure and print, a line of JSON for each contender, or one for all random schemas."""
     pair = stretched_pair(Shape())
-    sys.stdout.write(f"{pair.about}\n")
+    say(pair.about)
     tokenizer = Tokenizer.load(str(pair.target))
-    texts = read_prompts(ROOT / "models" / "prompts.jsonl")[: rounds + WARM_UP]
-    prompts = [tokenizer.encode(text, special=False) for text in texts]
-    with tempfile.TemporaryDirectory() as folder:
-        async with serving(pair, Path(folder)) as dispatcher:
-            if schemas:
-                found = await measure_random(dispatcher, prompts, tokenizer, schemas, seed)
-                sys.stdout.write(json.dumps(found) + "\n")
-                return
-            for layout in layouts:
-                grammar = json_schema_grammar(RECORD, "schema", LAYOUTS[layout])
-                for row in rows(await take_turns(dispatcher, rounds_of(prompts, grammar)), accepted):
-                    sys.stdout.write(json.dumps({"layout": layout, **row}) + "\n")
-                sys.stdout.flush()
+    prompts = held_out(tokenizer, rounds + WARM_UP)
+    async with serving(pair.target, draft=pair.draft) as dispatcher:
+        if schemas:
+            tell(await measure_random(dispatcher, prompts, tokenizer, schemas, seed))
+            return
+        for layout in layouts:
+            grammar = json_schema_grammar(RECORD, "schema", LAYOUTS[layout])
+            for row in rows(await take_turns(dispatcher, rounds_of(prompts, grammar)), accepted):
+                tell({"layout": layout, **row})
 
 
 if __name__ == "__main__":

@@ -1,22 +1,32 @@
 """Contenders that say the same in turn, prompt by prompt: what comes of each is one :class:`Tally`.
 
-Pace is taken from a run's first tokens to its last, as in :mod:`benchmarks.measure`. A contender is a way to speculate;
-the first one is what the others are compared with.
+Pace is taken from a run's first tokens to its last, as in :mod:`benchmarks.harness.measure`. A contender is a way to
+speculate; the first one is what the others are compared with.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import SETTLE_SECONDS, Commit, order
+from benchmarks.harness.measure import SETTLE_SECONDS, Commit, order
+from benchmarks.harness.pair import ROOT
+from benchmarks.harness.workers import WorkerPlan, connected, running
+from cluster.console import say
+from models.corpus import read_prompts
 from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
+from router.tokenizer import Tokenizer
+from speculation.events import Role
 from speculation.messages import Source, SourceName, Token
 
 WARM_UP = 2
@@ -37,6 +47,29 @@ class Tally:
     """From the beginnings of the runs to their ends."""
     sources: Counter[SourceName] = field(default_factory=Counter)
     """Whose drafts were accepted, and how many."""
+
+
+@asynccontextmanager
+async def serving(target: Path, *flags: str, draft: Path | None = None) -> AsyncIterator[Dispatcher]:
+    """A target on a core of its own, perhaps a draft on another, both in bfloat16, and a router's session side."""
+    with tempfile.TemporaryDirectory() as folder:
+        record, given = Path(folder), ("--dtype", "bfloat16", *flags)
+        async with AsyncExitStack() as stack:
+            plans = [WorkerPlan(Role.TARGET, target, 0, record / "target.jsonl", given)]
+            plans += [WorkerPlan(Role.DRAFT, draft, 1, record / "draft.jsonl", given)] if draft else []
+            workers = [await stack.enter_async_context(running(plan)) for plan in plans]
+            yield await stack.enter_async_context(connected(*workers))
+
+
+def held_out(tokenizer: Tokenizer, count: int) -> list[tuple[Token, ...]]:
+    """So many prompts that no bundled model was trained on; those there are, if they are fewer."""
+    texts = read_prompts(ROOT / "models" / "prompts.jsonl")[:count]
+    return [tokenizer.encode(text, special=False) for text in texts]
+
+
+def tell(row: Mapping[str, Any]) -> None:
+    """A line of JSON."""
+    say(json.dumps(row))
 
 
 async def decode(dispatcher: Dispatcher, generation: Generation, tally: Tally | None) -> list[Token]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,22 +17,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.contenders import OURS, PLAIN
-from benchmarks.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.pair import ROOT, Shape, stretched_pair
-from benchmarks.workers import WorkerPlan, connected, running
+from benchmarks.harness.contenders import OURS, PLAIN
+from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.pair import ROOT, Shape, stretched_pair
+from benchmarks.harness.workers import WorkerPlan, connected, running
+from benchmarks.turns import WARM_UP, held_out, tell
+from cluster.console import say
 from draft_service.overlap import overlap
 from draft_service.translation import read_vocabularies
 from draft_service.vocabulary import SharedVocabulary
 from engine.build import EngineSettings, build
-from models.corpus import read_prompts
 from router.tokenizer import Tokenizer
 from speculation.events import Role
 
 SAME, OTHER = ROOT / "models" / "draft", ROOT / "models" / "draft_other"
 SAME_NAME, OTHER_NAME = "draft, same tokenizer", "draft, another tokenizer"
-WARM_UP = 2
-"""Rounds before those that count."""
 
 
 @asynccontextmanager
@@ -96,18 +93,15 @@ def shared_vocabulary(target: Path) -> dict[str, float]:
 async def main(rounds: int, tokens: int, temperatures: Sequence[float]) -> None:
     """Measure and print, a line of JSON for each contender."""
     pair = stretched_pair(Shape())
-    sys.stdout.write(f"{pair.about.split(' Draft:')[0]} Drafts: models/draft and models/draft_other.\n")
-    sys.stdout.write(json.dumps({"shared": shared_vocabulary(pair.target)}) + "\n")
-    tokenizer = Tokenizer.load(str(pair.target))
-    texts = read_prompts(ROOT / "models" / "prompts.jsonl")[:rounds]
-    prompts = [tokenizer.encode(text, special=False) for text in texts]
+    say(f"{pair.about.split(' Draft:')[0]} Drafts: models/draft and models/draft_other.")
+    tell({"shared": shared_vocabulary(pair.target)})
+    prompts = held_out(Tokenizer.load(str(pair.target)), rounds)
     with tempfile.TemporaryDirectory() as folder:
         async with contenders(pair.target, Path(folder)) as runners:
             for temperature in temperatures:
                 batches = [Batch((prompt,), tokens, temperature, seed) for seed, prompt in enumerate(prompts)]
                 for row in rows(await take_turns(runners, batches, WARM_UP, lambda: None)):
-                    sys.stdout.write(json.dumps({"temperature": temperature, **row}) + "\n")
-                sys.stdout.flush()
+                    tell({"temperature": temperature, **row})
 
 
 if __name__ == "__main__":

@@ -1,27 +1,26 @@
 """The command line: which commands there are, and how they end.
 
-A command is a module with ``add`` (its flags) and ``run`` (its work). They import torch, Ray and HTTP libraries only
-when they run, so that help and mistakes are answered at once. Whatever a user can get wrong ends in one line on
-stderr and exit code 2; what fails later in one line and exit code 1.
+A command is a module with ``add`` (its flags) and ``run`` (its work); :mod:`cluster.plugins` finds those from outside.
+They import torch, Ray and HTTP libraries only when they run, so that help and mistakes are answered at once. Whatever a
+user can get wrong ends in one line on stderr and exit code 2; what fails later in one line and exit code 1.
 """
 
 from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from cluster import (
     openmp,
+    plugins,
     run_align,
-    run_bench,
     run_certs,
     run_complete,
     run_config,
     run_doctor,
     run_down,
-    run_fit,
     run_router,
     run_simulate,
     run_top,
@@ -46,9 +45,7 @@ COMMANDS: dict[str, ModuleType] = {
     "certs": run_certs,
     "doctor": run_doctor,
     "align": run_align,
-    "bench": run_bench,
     "simulate": run_simulate,
-    "fit": run_fit,
 }
 
 DESCRIPTION = """\
@@ -76,21 +73,23 @@ When something is wrong:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser, commands = _parsers()
+    # Those from outside are looked for only where they may be meant.
+    known = COMMANDS if arguments and arguments[0] in COMMANDS else COMMANDS | plugins.commands()
+    parser, parsers = _parsers(known)
     if not arguments:
         parser.print_help()
         return BAD_INPUT
-    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(COMMANDS)}"
+    if not arguments[0].startswith("-") and arguments[0] not in known:
+        near = difflib.get_close_matches(arguments[0], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(known)}"
         complain(f"paceline: unknown command {arguments[0]!r}; {hint}")
         return BAD_INPUT
     try:
         args, unknown = parser.parse_known_args(arguments)
-        commands[args.command].refuse_unknown(unknown)
+        parsers[args.command].refuse_unknown(unknown)
         if argv is None and args.command == "worker":
             openmp.begin_again()
-        return int(COMMANDS[args.command].run(args))
+        return int(known[args.command].run(args))
     except CommandError as error:
         complain(f"paceline: {error}")
         return error.code
@@ -101,16 +100,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parsers() -> tuple[Parser, dict[str, Parser]]:
+def _parsers(known: Mapping[str, ModuleType]) -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="paceline", description=DESCRIPTION)
     choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND", required=True)
-    commands = {}
-    for name, module in COMMANDS.items():
-        commands[name] = choices.add_parser(
+    parsers = {}
+    for name, module in known.items():
+        parsers[name] = choices.add_parser(
             name, help=module.ABOUT, description=f"{module.ABOUT}\n\n{module.DETAILS}", prog=f"paceline {name}"
         )
-        module.add(commands[name])
-    return parser, commands
+        module.add(parsers[name])
+    return parser, parsers
 
 
 if __name__ == "__main__":

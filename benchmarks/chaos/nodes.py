@@ -22,6 +22,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from ray.cluster_utils import Cluster
 
+from cluster.console import say
 from cluster.niceness import NICENESS
 from cluster.placement import GPU_CLASS
 
@@ -131,7 +132,7 @@ def obey(cluster: PretendCluster) -> None:
                 cluster.remove(name)
             case _:
                 raise ValueError(f"neither add NAME nor remove NAME: {line!r}")
-        _say(f"did {line.strip()}")
+        say(f"did {line.strip()}")
 
 
 def main(nodes: Sequence[PretendNode] = (*LARGE, *SMALL)) -> None:
@@ -143,15 +144,10 @@ def main(nodes: Sequence[PretendNode] = (*LARGE, *SMALL)) -> None:
     try:
         if args.serve:
             start_serve(cluster.address, args.serve)
-        _say(cluster.address)
+        say(cluster.address)
         obey(cluster)
     finally:
         cluster.stop()
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

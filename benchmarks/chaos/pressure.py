@@ -10,9 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from benchmarks.chaos.loads import load_of
-from benchmarks.chaos.outcome import Outcome, Wanted
-from benchmarks.chaos.records import tally
+from benchmarks.chaos.records import Outcome, Wanted, tally
 from benchmarks.chaos.settings import (
     DRAFTS,
     FINISH_SECONDS,
@@ -21,9 +19,9 @@ from benchmarks.chaos.settings import (
     OVERLOAD,
     RAMP_STREAMS,
     TARGETS,
-    Options,
+    ChaosOptions,
 )
-from benchmarks.chaos.stage import Stage
+from benchmarks.chaos.stage import Stage, load_of
 from benchmarks.chaos.workload import Workload
 from speculation.events import Role
 
@@ -93,7 +91,7 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
             await task
 
 
-async def ramp(stage: Stage, options: Options) -> Outcome:
+async def ramp(stage: Stage, options: ChaosOptions) -> Outcome:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
     requests = options.requests(RAMP_TOKENS)
     sizes = Sizes()
@@ -127,7 +125,7 @@ async def ramp(stage: Stage, options: Options) -> Outcome:
     return outcome
 
 
-async def overload(stage: Stage, options: Options) -> Outcome:
+async def overload(stage: Stage, options: ChaosOptions) -> Outcome:
     """Four times as many streams as the router accepts, for a while."""
     requests = options.requests(OVERLOAD_TOKENS)
     (router, *_) = stage.processes.routers()

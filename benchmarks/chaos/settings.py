@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from benchmarks.chaos.workload import Body, body
+from benchmarks.harness.command import Bench
+from benchmarks.harness.options import BadInput, Options, flag
 from cluster.checkout import BUNDLED
+from cluster.pools import DTYPES
 
 TARGETS, DRAFTS, ROUTERS, RANKS = 2, 2, 1, 2
 SEED, TEMPERATURE = 100, 0.8
@@ -30,28 +33,29 @@ FINISH_SECONDS = 180.0
 """In which all streams must complete once no more are begun."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How large a run is, and where its results go."""
+Body = dict[str, Any]
 
-    command: str
-    only: tuple[str, ...] = ()
-    """Names of the scenarios to run; empty: all."""
-    json: Path | None = None
-    out: Path | None = None
-    streams: int = 16
-    tokens: int = 200
-    """New tokens of a request."""
-    dtype: str = "fp64"
-    """Number format; in float64, rounding does not make a text depend on the batch it was computed in."""
-    hang: float = 30.0
-    """Seconds for which a process is held by SIGSTOP."""
-    overload: float = 60.0
-    """Seconds of too many requests."""
-    seed: int = 0
-    """Of the choice of victims, and of random faults."""
-    minutes: float = 30.0
-    """Of random faults."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOptions(Options):
+    """How large a run is."""
+
+    json: Path | None = flag(None, "write the figures there")
+    out: Path | None = flag(
+        None, "write figures and a page there, such as benchmarks/results/DATE-chaos", metavar="DIR"
+    )
+    streams: int = flag(16, "streams at once", least=1, most=32)
+    """More would be refused, which is a fault of its own."""
+    tokens: int = flag(200, "new tokens of a request", least=8, most=800)
+    """With a prompt, at most what the bundled model's context holds."""
+    dtype: str = flag("fp64", "number format (default: fp64, where rounding decides nothing)", choices=DTYPES)
+    """In float64, rounding does not make a text depend on the batch it was computed in."""
+    seed: int = flag(0, "of the choice of faults and victims")
+
+    def check(self) -> None:
+        """See :class:`benchmarks.harness.options.Options`."""
+        if not find_spec("psutil"):
+            raise BadInput("faults are injected by means of psutil: pip install psutil")
 
     def requests(self, tokens: int, count: int | None = None, first: int = 0) -> list[Body]:
         """As many as there are streams, or so many: held-out prompts, seeds one after the other."""
@@ -59,6 +63,46 @@ class Options:
         prompts = [json.loads(line)["prompt"] for line in lines]
         numbers = range(first, first + (count or self.streams))
         return [body(prompts[number % len(prompts)], tokens, SEED + number, TEMPERATURE) for number in numbers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions(FaultOptions):
+    """Of the table."""
+
+    BENCH: ClassVar[str] = "chaos"
+    listed: bool = flag(False, "name the faults, and do nothing", name="--list")
+    only: tuple[str, ...] = flag((), "only this fault; may be given again")
+    hang: float = flag(30.0, "seconds that a process is stopped for", positive=True, metavar="S")
+    overload: float = flag(60.0, "seconds of too much load", positive=True, metavar="S")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakOptions(FaultOptions):
+    """Of random faults."""
+
+    BENCH: ClassVar[str] = "soak"
+    minutes: float = flag(30.0, "for how long", positive=True)
+
+
+CHAOS = Bench(
+    "streams under faults: workers killed and hung, nodes removed, the pool replaced, too much load",
+    "On a Ray cluster of pretend nodes on this machine. Takes about ten minutes; exit code 1 if a row fails.",
+    ChaosOptions,
+    "benchmarks.chaos.run",
+    "chaos",
+)
+SOAK = Bench(
+    "streams under random faults every few seconds, and what is left of them in the end",
+    "On the cluster of `chaos`.",
+    SoakOptions,
+    "benchmarks.chaos.run",
+    "random_faults",
+)
+
+
+def body(prompt: str, tokens: int, seed: int, temperature: float) -> Body:
+    """A completion that never ends early."""
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
 
 
 def configuration(port: int, dtype: str) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from random import Random
 
 from benchmarks.chaos import faults
 from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.outcome import Outcome, Wanted
 from benchmarks.chaos.processes import Process
-from benchmarks.chaos.records import tally
-from benchmarks.chaos.settings import FINISH_SECONDS, HEAL_SECONDS, Options
+from benchmarks.chaos.records import Outcome, Wanted, tally
+from benchmarks.chaos.settings import FINISH_SECONDS, HEAL_SECONDS, SoakOptions
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import Workload
 from speculation.events import Role
@@ -112,7 +111,7 @@ def against_growth(before: Footprint, after: Footprint) -> list[str]:
     return found
 
 
-async def soak(stage: Stage, options: Options, say: Callable[[str], None]) -> Outcome:
+async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -> Outcome:
     """Random faults for ``options.minutes``."""
     requests = options.requests(options.tokens, REQUESTS)
     quiet = await footprint(stage)
@@ -141,7 +140,7 @@ async def soak(stage: Stage, options: Options, say: Callable[[str], None]) -> Ou
 
 
 async def _inject_all(
-    stage: Stage, options: Options, say: Callable[[str], None], complaints: list[str]
+    stage: Stage, options: SoakOptions, say: Callable[[str], None], complaints: list[str]
 ) -> Counter[str]:
     """Follow the schedule until the time is over; how often each fault was injected."""
     began, seconds = time.monotonic(), 60 * options.minutes

@@ -12,21 +12,26 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
-from benchmarks.chaos.loads import idle, load_of
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, Worker
 from benchmarks.chaos.records import Reply
-from benchmarks.chaos.workload import Body, client, plain_text
+from benchmarks.chaos.settings import Body
+from benchmarks.chaos.workload import client, plain_text
+from benchmarks.harness.command import BenchError
 from cluster.checkout import CHECKOUT
 from speculation.events import Role
+from speculation.messages import FromWorker, Load, Welcome
+from transport.client import WorkerConnection
+from transport.codec import MalformedMessage
 
 NODES_SECONDS = 300.0
 READY_SECONDS = 600.0
@@ -37,7 +42,7 @@ AT_ONCE = 16
 """Undisturbed texts computed at the same time."""
 
 
-class StageError(Exception):
+class StageError(BenchError):
     """The cluster could not be started, or does not do what it was told. One line or more of output."""
 
 
@@ -246,3 +251,47 @@ async def running(settings: dict[str, Any]) -> AsyncIterator[Stage]:
         except TimeoutError:
             nodes.kill()
             await nodes.wait()
+
+
+@dataclass
+class _Ear:
+    """Keeps what is heard. Implements :class:`transport.client.Listener`."""
+
+    heard: asyncio.Queue[Load] = field(default_factory=asyncio.Queue)
+
+    def up(self, welcome: Welcome) -> None:
+        pass
+
+    def received(self, message: FromWorker) -> None:
+        if isinstance(message, Load):
+            self.heard.put_nowait(message)
+
+    def malformed(self, error: MalformedMessage) -> None:
+        pass
+
+    def down(self, why: str) -> None:
+        pass
+
+
+async def load_of(
+    address: str, role: Role, until: Callable[[Load], bool] = lambda _: True, seconds: float = 10.0
+) -> Load:
+    """What a worker says of its own load, asked over gRPC as a router would: the first report that fits.
+
+    Raises TimeoutError.
+    """
+    ear = _Ear()
+    connection = asyncio.create_task(WorkerConnection(address, role.value, ear).run())
+    try:
+        async with asyncio.timeout(seconds):
+            while not until(load := await ear.heard.get()):
+                pass
+        return load
+    finally:
+        connection.cancel()
+        await asyncio.gather(connection, return_exceptions=True)
+
+
+def idle(load: Load) -> bool:
+    """Whether nothing is left of any session."""
+    return not load.sessions and not load.waiting and load.free_tokens == load.capacity_tokens

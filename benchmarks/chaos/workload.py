@@ -8,24 +8,17 @@ import json
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 import httpx
 
 from benchmarks.chaos.records import OK, REFUSED, Reply
+from benchmarks.chaos.settings import Body
 
 SILENT_SECONDS = 60.0
 """A stream that says nothing for so long has failed."""
 CHUNKS_BEGUN = 3
 """Pieces after which a stream is under way."""
 AFTER_FAILURE_SECONDS = 0.5
-
-Body = dict[str, Any]
-
-
-def body(prompt: str, tokens: int, seed: int, temperature: float) -> Body:
-    """A completion that never ends early."""
-    return {"prompt": prompt, "max_tokens": tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
 
 
 def client(connections: int) -> httpx.AsyncClient:

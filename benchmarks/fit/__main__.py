@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.fit import main, prompts, report
-from benchmarks.fit.settings import Options
-from benchmarks.pair import ROOT, Shape, stretched_pair
+from benchmarks.fit.settings import FitOptions
+from benchmarks.harness.pair import ROOT, Shape, stretched_pair
 from cluster.console import say
 
 
-def pairs() -> list[tuple[str, Options]]:
+def pairs() -> list[tuple[str, FitOptions]]:
     """What is fitted: the bundled pair, and the stretched target with both bundled models as drafts."""
     target, draft = (str(ROOT / "models" / name) for name in ("target", "draft"))
     stretched = str(stretched_pair(Shape()).target)
@@ -25,9 +25,9 @@ def pairs() -> list[tuple[str, Options]]:
     ]
 
 
-def _options(target: str, drafts: tuple[str, ...]) -> Options:
+def _options(target: str, drafts: tuple[str, ...]) -> FitOptions:
     sources = ("none", "lookup")
-    return Options(target, drafts, sources, tuple(prompts.bundled()), dtype="bfloat16", validate=True)
+    return FitOptions(target, drafts, sources, tuple(prompts.bundled()), dtype="bfloat16", validate=True)
 
 
 def run(arguments: Sequence[str]) -> int:

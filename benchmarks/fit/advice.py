@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from benchmarks.fit.predict import PAYS, Forecast, Loaded, pays_until
-from benchmarks.fit.settings import SUFFIX_TOKENS, Options
+from benchmarks.fit.settings import SUFFIX_TOKENS, FitOptions
 from speculation.messages import Source
 
 MORE = 1.05
@@ -49,7 +49,7 @@ def _requests(count: int) -> str:
 
 
 def configuration(
-    options: Options, chosen: Forecast | None, loaded: Sequence[Loaded], translated: frozenset[str] = frozenset()
+    options: FitOptions, chosen: Forecast | None, loaded: Sequence[Loaded], translated: frozenset[str] = frozenset()
 ) -> str:
     """What to give ``paceline up --config``; drafters for one target at the largest load at which they pay.
 
@@ -79,10 +79,10 @@ def configuration(
     return yaml.safe_dump(found, sort_keys=False)
 
 
-def _worker(options: Options, model: str) -> dict[str, Any]:
+def _worker(options: FitOptions, model: str) -> dict[str, Any]:
     """Settings of a worker as they were measured with."""
     given = {"dtype": options.dtype, "device": options.device, "threads": options.threads}
-    default = Options("", (), (), ())
+    default = FitOptions("", (), (), ())
     return {"model": _path(model)} | {name: value for name, value in given.items() if value != getattr(default, name)}
 
 

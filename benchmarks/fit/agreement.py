@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.fit.settings import DEPTH, SUFFIX_TOKENS, Way
-from benchmarks.records import Depth
+from benchmarks.speculation.records import Depth
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
 from speculation.simulation.agreement import Passage, Passages, Request
 from speculation.simulation.simulated_sources import OwnSources

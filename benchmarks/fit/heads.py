@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fit.serving import Decoded
-from benchmarks.fit.settings import FitError, Options
+from benchmarks.fit.settings import FitError, FitOptions
 from engine.build import EngineSettings, build
 from engine.loader import read_config
 from engine.medusa import MedusaHeads, read
@@ -31,7 +31,7 @@ PLACES = 32
 """At which the heads are asked at once; each gives as many rows of logits as there are heads."""
 
 
-def check(options: Options) -> None:
+def check(options: FitOptions) -> None:
     """Whether the heads are of the target's size. Raises FitError or :class:`engine.model.ModelError`."""
     found = read(Path(options.medusa).expanduser())
     wanted = read_config(options.target).get_text_config(decoder=True).hidden_size
@@ -40,7 +40,7 @@ def check(options: Options) -> None:
         raise FitError(f"--medusa {options.medusa}: {reads}; give heads that were trained for it")
 
 
-def guesses(options: Options, texts: Sequence[Decoded]) -> list[tuple[HeadGuesses, ...]]:
+def guesses(options: FitOptions, texts: Sequence[Decoded]) -> list[tuple[HeadGuesses, ...]]:
     """For each text what the heads say at every place; nothing at the first. Raises :class:`engine.model.ModelError`.
 
     There the target has only just read the prompt, and nothing of its own was drawn yet.

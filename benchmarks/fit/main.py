@@ -14,16 +14,16 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.fit import heads, plots, report, teacher
 from benchmarks.fit.predict import DEPTHS, FINE, ROUGH, Forecast, Known, Load, Predictor, forecast, loads, recommended
 from benchmarks.fit.serving import Decoded, Watched, spread, watch
-from benchmarks.fit.settings import Options
+from benchmarks.fit.settings import FitOptions
 from benchmarks.fit.validate import validate
-from benchmarks.tables import describe_machine
+from benchmarks.harness.report import describe_machine
 from cluster.console import say, stages
 from router.tokenizer import Tokenizer
 from speculation.simulation.agreement import Passage
 
 
-def main(options: Options) -> int:
-    """Fit and report. Raises FitError, PromptError, TokenizerError and what :mod:`benchmarks.workers` raises."""
+def main(options: FitOptions) -> int:
+    """Fit and report. Raises FitError, PromptError, TokenizerError and what workers raise."""
     result = fit(options)
     report.show(result)
     if options.out is not None:
@@ -32,13 +32,13 @@ def main(options: Options) -> int:
     return 0
 
 
-def write(result: report.Result, folder: Path) -> None:
+def write(result: report.FitResult, folder: Path) -> None:
     """Figures, configuration and plot."""
     for file in (*report.write(result, folder), plots.draw(result, folder)):
         say(f"wrote {file}")
 
 
-def fit(options: Options) -> report.Result:
+def fit(options: FitOptions) -> report.FitResult:
     """Measure, predict, choose and, if asked to, check."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("router.pool").setLevel(logging.ERROR)  # that workers come and go is part of the plan
@@ -60,7 +60,7 @@ def fit(options: Options) -> report.Result:
     return result
 
 
-def learned(options: Options, watched: Watched, texts: Sequence[Decoded], progress: Callable[[str], None]) -> Known:
+def learned(options: FitOptions, watched: Watched, texts: Sequence[Decoded], progress: Callable[[str], None]) -> Known:
     """Costs from the records, and what each draft model, and Medusa heads, say along the texts."""
     passages: dict[str | None, list[Passage]] = {None: [Passage(text.prompt, text.tokens) for text in texts]}
     for draft in options.drafts:
@@ -77,7 +77,7 @@ def learned(options: Options, watched: Watched, texts: Sequence[Decoded], progre
     return Known(costs, passages, [text.kind for text in texts], watched.vocabulary, heads=watched.heads)
 
 
-def _predict(options: Options, known: Known, progress: Callable[[str], None]) -> report.Result:
+def _predict(options: FitOptions, known: Known, progress: Callable[[str], None]) -> report.FitResult:
     rough, fine = Predictor(known, options.seed, ROUGH), Predictor(known, options.seed, FINE)
     forecasts: list[Forecast] = []
     for way in options.ways:
@@ -85,7 +85,7 @@ def _predict(options: Options, known: Known, progress: Callable[[str], None]) ->
         forecasts.append(forecast(rough, way, options.round_trips))
     chosen = recommended(forecasts)
     if chosen is None:
-        return report.Result(options, describe_machine(), known, tuple(forecasts), None)
+        return report.FitResult(options, describe_machine(), known, tuple(forecasts), None)
     progress(f"simulating {chosen.way} at every depth and load")
     chosen = forecast(fine, chosen.way, options.round_trips, DEPTHS)
     found = loads(rough, chosen, options.round_trips[0], options.sessions)
@@ -93,4 +93,4 @@ def _predict(options: Options, known: Known, progress: Callable[[str], None]) ->
     near = Load(rtt=options.round_trips[0])
     forgetful = fine.forgetful(chosen.way, near, chosen.depth) if chosen.way.remembers else None
     everything = options, describe_machine(), known, tuple(forecasts), chosen, tuple(found), least
-    return report.Result(*everything, forgetful=forgetful)
+    return report.FitResult(*everything, forgetful=forgetful)

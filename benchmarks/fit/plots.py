@@ -1,31 +1,23 @@
-"""The plot of a fit: speed-up by depth beside the textbook's, acceptance by depth and kind, speed-up under load.
-
-matplotlib is an optional dependency (``plots``) and is imported only when something is drawn.
-"""
+"""The plot of a fit: speed-up by depth beside the textbook's, acceptance by depth and kind, speed-up under load."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.fit.report import Result, textbook_speedups
+from benchmarks.fit.report import FitResult, textbook_speedups
+from benchmarks.harness.report import DPI, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TRIED = 10
 """A depth tried less often is not shown."""
-DPI = 120
 
 
-def draw(result: Result, folder: Path) -> Path:
+def draw(result: FitResult, folder: Path) -> Path:
     """Draw into ``folder``; returns the file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure((13, 4), layout="constrained")
+    figure = canvas(13, 4)
     panels = figure.subplots(1, 3)
     _depths(panels[0], result)
     _acceptance(panels[1], result)
@@ -35,7 +27,7 @@ def draw(result: Result, folder: Path) -> Path:
     return file
 
 
-def _depths(axes: Axes, result: Result) -> None:
+def _depths(axes: Axes, result: FitResult) -> None:
     for one in result.forecasts:
         depths = result.shown.depths if one.way == result.shown.way else one.depths
         axes.plot(list(depths), list(depths.values()), marker=".", label=str(one.way))
@@ -51,7 +43,7 @@ def _depths(axes: Axes, result: Result) -> None:
     axes.legend(fontsize=7)
 
 
-def _acceptance(axes: Axes, result: Result) -> None:
+def _acceptance(axes: Axes, result: FitResult) -> None:
     shown = result.shown
     for kind, found in shown.by_kind.items():
         depths = [depth for depth in found.depths if depth.tried >= TRIED]
@@ -63,7 +55,7 @@ def _acceptance(axes: Axes, result: Result) -> None:
     axes.legend(fontsize=7)
 
 
-def _loads(axes: Axes, result: Result) -> None:
+def _loads(axes: Axes, result: FitResult) -> None:
     sessions = [one.sessions for one in result.loaded]
     axes.plot(sessions, [one.speedup for one in result.loaded], marker=".", label="speed-up")
     axes.axhline(1.0, color="tab:grey", linewidth=0.5)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.options import BadInput
 from router.chat_template import TemplateError
 from router.tokenizer import Tokenizer
 from speculation.messages import Token
@@ -27,7 +28,7 @@ LONGEST_KIND = 40
 """Characters."""
 
 
-class PromptError(Exception):
+class PromptError(BadInput):
     """A file of prompts is of no use. One line that names file and line, and says what would be right."""
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.fit.advice import advice, configuration
 from benchmarks.fit.agreement import Agreement
 from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
-from benchmarks.fit.settings import Options, short
+from benchmarks.fit.settings import FitOptions, short
 from benchmarks.fit.validate import Validation
 from speculation.simulation import estimates
 from speculation.simulation.costs import Costs
@@ -26,10 +26,10 @@ PIPE_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class FitResult:
     """All that a fit has found."""
 
-    options: Options
+    options: FitOptions
     machine: dict[str, Any]
     known: Known
     forecasts: tuple[Forecast, ...]
@@ -52,7 +52,7 @@ class Result:
         return self.chosen or max(self.forecasts, key=lambda one: one.speedup)
 
 
-def show(result: Result) -> None:
+def show(result: FitResult) -> None:
     """Print everything."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -65,7 +65,7 @@ def show(result: Result) -> None:
     console.print(result.configuration, soft_wrap=True)
 
 
-def tables(result: Result) -> Iterator[Table]:
+def tables(result: FitResult) -> Iterator[Table]:
     """In the order in which they explain each other."""
     yield _acceptance(result)
     yield _costs(result)
@@ -84,7 +84,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _acceptance(result: Result) -> Table:
+def _acceptance(result: FitResult) -> Table:
     kinds = list(result.shown.kinds)
     depths = [f"depth {depth}" for depth in SHOWN]
     table = _table("Share of drafts that are right", "way", *kinds, "all", "any choice", *depths)
@@ -100,7 +100,7 @@ def _acceptance(result: Result) -> Table:
     return table
 
 
-def _costs(result: Result) -> Table:
+def _costs(result: FitResult) -> Table:
     table = _table("Milliseconds of a step", "worker", "at a time", *(f"{1 + drafts} tokens" for drafts in (0, *SHOWN)))
     alone = result.known.costs[None]
     for sessions in result.options.sessions:
@@ -121,7 +121,7 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f}"
 
 
-def _speeds(result: Result) -> Table:
+def _speeds(result: FitResult) -> Table:
     shown = result.shown
     trips = [f"{1000 * rtt:g} ms" for rtt in result.options.round_trips]
     columns = ("way", "tokens/s", "a worker", "best depth", *trips, *shown.kinds)
@@ -139,7 +139,7 @@ def _speeds(result: Result) -> Table:
     return table
 
 
-def _depths(result: Result) -> Table:
+def _depths(result: FitResult) -> Table:
     shown = result.shown
     title = f"{shown.way} by depth: tokens a step and speed-up of the textbook (in turn), and predicted (ahead)"
     table = _table(
@@ -166,20 +166,20 @@ def textbook(found: Agreement, cost: float, depth: int) -> dict[str, float]:
     }
 
 
-def textbook_speedups(result: Result) -> dict[int, float]:
+def textbook_speedups(result: FitResult) -> dict[int, float]:
     """The textbook's speed-up of the way shown, by depth."""
     cost = _cost(result)
     return {depth: estimates.speedup(result.shown.agreement.first, depth, cost) for depth in result.shown.depths}
 
 
-def _cost(result: Result) -> float:
+def _cost(result: FitResult) -> float:
     """Seconds of a draft token over those of a plain step, of the way shown; a source at the target takes none."""
     draft = result.shown.way.draft
     costs = result.known.costs[draft]
     return 0.0 if draft is None else costs.draft(1) / costs.verify_seconds(1, 1)
 
 
-def _loads(result: Result) -> Table:
+def _loads(result: FitResult) -> Table:
     columns = (
         "at a time",
         "plain tokens/s",
@@ -214,7 +214,7 @@ def _validation(found: Validation) -> Table:
     return table
 
 
-def _sentences(result: Result) -> Iterator[str]:
+def _sentences(result: FitResult) -> Iterator[str]:
     """What tables do not say."""
     shown, found = result.shown, result.validation
     cost, first = _cost(result), shown.agreement.first
@@ -247,7 +247,7 @@ def _sentences(result: Result) -> Iterator[str]:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: FitResult) -> dict[str, Any]:
     """Everything, in seconds and shares."""
     options = result.options
     drafts: Sequence[str | None] = (None, *options.drafts)
@@ -326,7 +326,7 @@ def _validation_json(found: Validation) -> dict[str, Any]:
     }
 
 
-def write(result: Result, folder: Path) -> list[Path]:
+def write(result: FitResult, folder: Path) -> list[Path]:
     """``fit.json`` and ``paceline.yaml``; returns the files."""
     files = {
         folder / "fit.json": json.dumps(as_json(result), indent=1) + "\n",

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.fit.prompts import PromptError
-from benchmarks.fit.settings import PLAIN, SUFFIX_TOKENS, FitError, Options, Way
-from benchmarks.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
-from benchmarks.workers import RunningWorker, WorkerPlan, connected, running
+from benchmarks.fit.settings import PLAIN, SUFFIX_TOKENS, FitError, FitOptions, Way
+from benchmarks.harness.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
+from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running
 from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.tokenizer import Tokenizer
@@ -99,10 +99,10 @@ class Watched:
         return replace(drafted, verify=alone.verify, verify_pause=alone.verify_pause, contention=contention)
 
 
-async def watch(options: Options, prompts: Sequence[tuple[Token, ...]], folder: Path, report: Report) -> Watched:
+async def watch(options: FitOptions, prompts: Sequence[tuple[Token, ...]], folder: Path, report: Report) -> Watched:
     """Run the workers and decode; ``prompts`` are those of ``options`` in tokens, ``folder`` takes the records.
 
-    Raises :class:`FitError`, :class:`benchmarks.fit.prompts.PromptError` or what :mod:`benchmarks.workers` raises.
+    Raises :class:`FitError`, :class:`benchmarks.fit.prompts.PromptError` or what workers raise.
     """
     windows: dict[str | None, Span] = {}
     files = {draft: folder / f"draft-{number}.jsonl" for number, draft in enumerate(options.drafts)}
@@ -132,7 +132,7 @@ async def watch(options: Options, prompts: Sequence[tuple[Token, ...]], folder: 
 
 
 @asynccontextmanager
-async def serving(options: Options, role: Role, model: str, record: Path) -> AsyncIterator[RunningWorker]:
+async def serving(options: FitOptions, role: Role, model: str, record: Path) -> AsyncIterator[RunningWorker]:
     """One worker, on a core of its own if one is all that it computes with."""
     core = None if options.threads > 1 else 0 if role is Role.TARGET else 1
     flags = ["--dtype", options.dtype, "--device", options.device, "--threads", str(options.threads)]
@@ -146,7 +146,7 @@ async def serving(options: Options, role: Role, model: str, record: Path) -> Asy
         yield worker
 
 
-def kept(options: Options) -> int:
+def kept(options: FitOptions) -> int:
     """Tokens of earlier outputs that a target keeps."""
     return SUFFIX_TOKENS if Source.SUFFIX in options.sources else 0
 
@@ -156,7 +156,7 @@ class Requests:
     """Asks the workers as a user would."""
 
     dispatcher: Dispatcher
-    options: Options
+    options: FitOptions
 
     async def run(self, texts: Iterable[Decoded], speculation: Speculation, *, predicted: bool = False) -> Run:
         """Decode ``texts`` again, all at the same time; ``predicted``: with their tokens as prediction."""
@@ -185,7 +185,7 @@ class Requests:
             return Run(tuple(await asyncio.gather(*(decode(self.dispatcher, one) for one in generations))))
 
 
-def _check(options: Options, prompts: Sequence[tuple[Token, ...]], dispatcher: Dispatcher) -> int:
+def _check(options: FitOptions, prompts: Sequence[tuple[Token, ...]], dispatcher: Dispatcher) -> int:
     """Whether the target can do what is asked; returns its vocabulary."""
     (welcome,) = (peer.welcome for peer in dispatcher.pool.peers.values())
     assert welcome is not None, "a router is connected once its workers have introduced themselves"

@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 from benchmarks.fit.prompts import Prompt
+from benchmarks.harness.options import BadInput
 from speculation.messages import Sampling, Source, Speculation
 from speculation.simulation.simulate import Bounds
 
@@ -20,7 +21,7 @@ DEPTH = Speculation().max_depth
 """Longest path of drafts that is tried: what a request gets that asks for nothing."""
 
 
-class FitError(Exception):
+class FitError(BadInput):
     """The models do not fit what was asked. One line that says what would be right."""
 
 
@@ -66,7 +67,7 @@ def short(model: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class FitOptions:
     """A fit."""
 
     target: str

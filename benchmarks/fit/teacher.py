@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from benchmarks.fit.serving import Decoded
-from benchmarks.fit.settings import FitError, Options
+from benchmarks.fit.settings import FitError, FitOptions
 from draft_service.overlap import TEXTS
 from draft_service.reading import Reader
 from draft_service.translation import Vocabularies, read_vocabularies, translator
@@ -32,7 +32,7 @@ FED = 512
 """Tokens of one forward."""
 
 
-def translated(options: Options) -> frozenset[str]:
+def translated(options: FitOptions) -> frozenset[str]:
     """Those of the drafts that have another tokenizer than the target.
 
     Raises :class:`engine.model.ModelError` as their workers would, where the two have too little in common.
@@ -47,7 +47,7 @@ def translated(options: Options) -> frozenset[str]:
     return frozenset(found)
 
 
-def passages(options: Options, draft: str, texts: Sequence[Decoded]) -> list[Passage]:
+def passages(options: FitOptions, draft: str, texts: Sequence[Decoded]) -> list[Passage]:
     """``texts`` with what ``draft`` says at every place. Raises FitError or :class:`engine.model.ModelError`."""
     known = read_vocabularies(draft, options.target)
     longest = max(_length(text, known) for text in texts)
@@ -64,7 +64,7 @@ def passages(options: Options, draft: str, texts: Sequence[Decoded]) -> list[Pas
         engine.close()
 
 
-def _settings(options: Options, draft: str, longest: int) -> EngineSettings:
+def _settings(options: FitOptions, draft: str, longest: int) -> EngineSettings:
     # The overlap of vocabularies is measured on several texts at once, each of which takes a page on a GPU.
     room = max(longest + FED, TEXTS * PAGE)
     return EngineSettings(draft, dtype=options.dtype, device=options.device, threads=options.threads, cache_tokens=room)

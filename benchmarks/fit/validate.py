@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.contenders import pace
 from benchmarks.fit.predict import FINE, Known, Predictor, best_depth
 from benchmarks.fit.serving import Decoded, serving, spread
-from benchmarks.fit.settings import DEPTH, PLAIN, Options, Way
-from benchmarks.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.workers import connected
+from benchmarks.fit.settings import DEPTH, PLAIN, FitOptions, Way
+from benchmarks.harness.contenders import pace
+from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.workers import connected
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Extras
@@ -82,7 +82,7 @@ def depths_around(best: int) -> list[int]:
 
 
 async def validate(
-    options: Options,
+    options: FitOptions,
     way: Way,
     best: int,
     known: Known,
@@ -90,7 +90,7 @@ async def validate(
     folder: Path,
     report: Callable[[str], None],
 ) -> Validation:
-    """Serve and compare, next door; ``texts`` are those of ``known``. Raises what :mod:`benchmarks.workers` raises."""
+    """Serve and compare, next door; ``texts`` are those of ``known``. Raises what workers raise."""
     depths = depths_around(best)
     some = spread(texts, TEXTS)
     batches = [Batch((text.prompt,), len(text.tokens), options.temperature, options.seed) for text in some]

@@ -1,8 +1,12 @@
-"""One request to one server: sent, read to its end, and noted. Whatever goes wrong is noted too, by its kind."""
+"""One request to one server: sent, read to its end, and noted. Whatever goes wrong is noted too, by its kind.
+
+And what the server counts of drafts: Paceline and vLLM, at ``/metrics``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +15,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.serve.answer import CUT, MALFORMED, Answer, AnswerError, Drafts, Events, error_text
-from benchmarks.serve.bodies import path
-from benchmarks.serve.settings import Contender, Json, Options
+from benchmarks.serve.requests import path
+from benchmarks.serve.settings import Contender, Json, Make, ServeOptions
 from cluster.completion import bearer
 from transport.address import is_loopback
 
@@ -22,6 +26,12 @@ LONGEST_PAUSE = 10.0
 BUSY, BUSY_LATER = "HTTP 429", "HTTP 429 with Retry-After"
 LOST, NO_CONNECTION, LATE = "connection lost", "no connection", "timeout"
 NOT_SENT = "not sent: too many under way"
+COUNT_SECONDS = 5.0
+COUNTING = (Make.PACELINE, Make.VLLM)
+_LINE = re.compile(
+    r"^(?:vllm:|paceline_)spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:\{.*\})? ([0-9.eE+]+)\s*$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,7 @@ class Heard:
     """Seconds after which the server wants to hear of its client again."""
 
 
-def connect(contender: Contender, options: Options) -> httpx.AsyncClient:
+def connect(contender: Contender, options: ServeOptions) -> httpx.AsyncClient:
     """Connections to a contender, as many as are needed, kept between requests."""
     return httpx.AsyncClient(
         base_url=contender.url,
@@ -63,7 +73,7 @@ def connect(contender: Contender, options: Options) -> httpx.AsyncClient:
     )
 
 
-async def ask(client: httpx.AsyncClient, body: Json, options: Options, number: int, due: float) -> Heard:
+async def ask(client: httpx.AsyncClient, body: Json, options: ServeOptions, number: int, due: float) -> Heard:
     """Send it, and read the answer to its end or until the time is up."""
     sent, answer = time.perf_counter(), Answer()
     error, detail, pause = "", "", 0.0
@@ -140,3 +150,39 @@ def _seconds(retry_after: str | None) -> float:
         return min(max(float(retry_after or 0.0), 0.0), LONGEST_PAUSE)
     except ValueError:
         return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a server counts of drafts over all its requests, others' too: since its start, or of a stretch of time."""
+
+    drafts: float = 0.0
+    """Verifications with drafts."""
+    offered: float = 0.0
+    accepted: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.drafts + other.drafts, self.offered + other.offered, self.accepted + other.accepted)
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.drafts - other.drafts, self.offered - other.offered, self.accepted - other.accepted)
+
+
+def parse(exposition: str) -> Counts | None:
+    """All models together, from Prometheus' text format; None: the server does not count drafts."""
+    sums: dict[str, float] = {}
+    for name, value in _LINE.findall(exposition):
+        sums[name] = sums.get(name, 0.0) + float(value)
+    if not sums:
+        return None
+    return Counts(sums.get("drafts", 0.0), sums.get("draft_tokens", 0.0), sums.get("accepted_tokens", 0.0))
+
+
+async def fetch(client: httpx.AsyncClient) -> Counts | None:
+    """None also where there is no such page."""
+    try:
+        async with asyncio.timeout(COUNT_SECONDS):
+            response = await client.get("/metrics")
+    except (httpx.TransportError, TimeoutError):
+        return None
+    return parse(response.text) if response.is_success else None

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.serve.client import Heard
-from benchmarks.serve.counters import Counts
+from benchmarks.serve.client import Counts, Heard
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Make, Objective, Options, Variant
+from benchmarks.serve.settings import Make, Objective, ServeOptions, Variant
 
 RESAMPLES = 2000
 MOST_DRAWS = 4_000_000
@@ -104,7 +103,7 @@ class Figures:
         return None if self.good is None else _over(self.good, self.seconds)
 
 
-def figures(log: Log, variant: Variant, options: Options) -> Figures:
+def figures(log: Log, variant: Variant, options: ServeOptions) -> Figures:
     """Of what is in the log so far."""
     turns = [turn for turn in log.turns if turn.variant == variant]
     heard = [one for turn in turns for one in turn.heard]
@@ -239,7 +238,7 @@ def baselines(log: Log) -> list[tuple[Variant, Variant]]:
     return pairs
 
 
-def compare(log: Log, variant: Variant, baseline: Variant, options: Options) -> Comparison:
+def compare(log: Log, variant: Variant, baseline: Variant, options: ServeOptions) -> Comparison:
     """Over requests that both answered well."""
     ours, theirs = _by_number(log.turns, variant), _by_number(log.turns, baseline)
     both = sorted(ours.keys() & theirs.keys())

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks.plots import DPI, Drawn
+from benchmarks.harness.report import DPI, Plot, canvas
 from benchmarks.serve.client import Heard
 from benchmarks.serve.figures import Figures, Spread, e2e, figures, tpot, ttft
 from benchmarks.serve.rounds import Log
-from benchmarks.serve.settings import Options
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from benchmarks.serve.settings import ServeOptions
 
 MEASURES: tuple[tuple[str, Callable[[Heard], float | None]], ...] = (
     ("time to first token, ms", ttft),
@@ -22,7 +18,7 @@ MEASURES: tuple[tuple[str, Callable[[Heard], float | None]], ...] = (
 )
 
 
-def draw(log: Log, options: Options, folder: Path) -> list[Drawn]:
+def draw(log: Log, options: ServeOptions, folder: Path) -> list[Plot]:
     """Draw all plots into ``folder``."""
     drawn = [_latencies(log, folder)]
     if options.sweep is not None:
@@ -30,15 +26,9 @@ def draw(log: Log, options: Options, folder: Path) -> list[Drawn]:
     return drawn
 
 
-def _figure(panels: int) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure((4 * panels, 3.6), layout="constrained")
-
-
-def _latencies(log: Log, folder: Path) -> Drawn:
+def _latencies(log: Log, folder: Path) -> Plot:
     """A panel a measure, a line a variant: the share of requests that were at least so fast."""
-    figure = _figure(len(MEASURES))
+    figure = canvas(4 * len(MEASURES), 3.6)
     for panel, (title, measure) in enumerate(MEASURES, 1):
         axes = figure.add_subplot(1, len(MEASURES), panel)
         for variant in log.variants:
@@ -53,10 +43,10 @@ def _latencies(log: Log, folder: Path) -> Drawn:
             axes.set_ylabel("share of requests")
             axes.legend(fontsize=7)
     figure.savefig(folder / "latencies.png", dpi=DPI)
-    return Drawn("latencies.png", "Share of the requests that were at least so fast.")
+    return Plot("latencies.png", "Share of the requests that were at least so fast.")
 
 
-def _sweep(log: Log, options: Options, folder: Path) -> Drawn:
+def _sweep(log: Log, options: ServeOptions, folder: Path) -> Plot:
     """Throughput and the waits of users against what is swept; a contender without a value is a level line."""
     assert options.sweep is not None
     what = options.sweep.what.value
@@ -65,7 +55,7 @@ def _sweep(log: Log, options: Options, folder: Path) -> Drawn:
         ("time per output token, ms (median)", lambda row: _median(row.tpot)),
         ("time to first token, ms (median)", lambda row: _median(row.ttft)),
     )
-    figure = _figure(len(panels))
+    figure = canvas(4 * len(panels), 3.6)
     for panel, (title, measure) in enumerate(panels, 1):
         axes = figure.add_subplot(1, len(panels), panel)
         for contender in log.contenders:
@@ -84,7 +74,7 @@ def _sweep(log: Log, options: Options, folder: Path) -> Drawn:
         if panel == 1:
             axes.legend(fontsize=7)
     figure.savefig(folder / "sweep.png", dpi=DPI)
-    return Drawn("sweep.png", f"What {what} changes.")
+    return Plot("sweep.png", f"What {what} changes.")
 
 
 def _median(spread: Spread | None) -> float:

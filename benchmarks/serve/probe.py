@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 
 from benchmarks.serve.answer import Answer, AnswerError
-from benchmarks.serve.bodies import body, has_place, path
 from benchmarks.serve.client import Refusal, read
-from benchmarks.serve.prompts import Prompt
-from benchmarks.serve.settings import Contender, Make, Options, Swept, Variant
+from benchmarks.serve.requests import Prompt, body, has_place, path
+from benchmarks.serve.settings import Contender, Make, ServeOptions, Swept, Variant
+from cluster.console import CommandError
+from cluster.flags import FAILED
 
 TOKENS = 4
 LIST_SECONDS = 10.0
@@ -25,8 +26,11 @@ MAKES = {"paceline": Make.PACELINE, "vllm": Make.VLLM, "llamacpp": Make.LLAMA_CP
 """By the owner of its models."""
 
 
-class ServerError(Exception):
+class ServerError(CommandError):
     """The server cannot be measured. One line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Server:
     """What a reader of the figures should know."""
 
 
-async def identify(client: httpx.AsyncClient, contender: Contender, options: Options, prompt: Prompt) -> Server:
+async def identify(client: httpx.AsyncClient, contender: Contender, options: ServeOptions, prompt: Prompt) -> Server:
     """Raises :class:`ServerError`."""
     where = f"--url {contender.url}"
     try:
@@ -104,7 +108,7 @@ def _chosen(owners: dict[str, str], wanted: str, where: str) -> str:
     return next(iter(owners))
 
 
-def _check_offers(server: Server, contender: Contender, options: Options, where: str) -> None:
+def _check_offers(server: Server, contender: Contender, options: ServeOptions, where: str) -> None:
     if server.make is Make.PACELINE or options.sweep is None or options.sweep.what is not Swept.DEPTH:
         return
     if not has_place(contender.extra):
@@ -113,7 +117,7 @@ def _check_offers(server: Server, contender: Contender, options: Options, where:
 
 
 async def _try(
-    client: httpx.AsyncClient, server: Server, contender: Contender, options: Options, prompt: Prompt
+    client: httpx.AsyncClient, server: Server, contender: Contender, options: ServeOptions, prompt: Prompt
 ) -> None:
     depth = int(options.sweep.values[0]) if options.sweep and options.sweep.what is Swept.DEPTH else None
     asked = body(options, Variant(contender, options.pace, depth), server.make, server.model, prompt, 0)

@@ -1,59 +1,80 @@
-"""Shows what a run came to: tables on the terminal, a JSON file with every request, a folder with plots and a page."""
+"""Shows what a run came to; its JSON has every request."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
-from rich.console import Console
-
+from benchmarks.harness.report import Result, Table, cell, describe_machine, listed
 from benchmarks.serve import plots
-from benchmarks.serve.bodies import remembers
+from benchmarks.serve.client import Heard
 from benchmarks.serve.figures import Comparison, Figures, Ratio, Spread, baselines, compare, figures
-from benchmarks.serve.rounds import Log
-from benchmarks.serve.settings import Arrivals, Json, Make, Options
-from benchmarks.tables import Table, describe_machine
+from benchmarks.serve.requests import remembers
+from benchmarks.serve.rounds import Log, Turn
+from benchmarks.serve.settings import Arrivals, Json, Make, ServeOptions
 
+Rows = Sequence[tuple[str, Figures]]
+"""By the name of the variant."""
 BUSY_CLIENT = 0.5
 """Of a core: beyond, this process may be what is measured."""
 LATE_MS = 5.0
 MISSING = "-"
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One run, whole or interrupted."""
+def result(log: Log, options: ServeOptions, **about: Any) -> Result:
+    """What is in the log so far; without variants that had no turn yet. Times: milliseconds from when it was due."""
+    seen = [variant for variant in log.variants if any(turn.variant == variant for turn in log.turns)]
+    pairs = [pair for pair in baselines(log) if pair[0] in seen and pair[1] in seen]
+    rows = [(variant.name, figures(log, variant, options)) for variant in seen]
+    comparisons = [compare(log, variant, baseline, options) for variant, baseline in pairs]
+    document = {
+        "machine": describe_machine(),
+        "servers": {name: {"make": server.make.value, "model": server.model} for name, server in log.servers.items()},
+        "figures": {name: asdict(row) | {"goodput": row.goodput} for name, row in rows},
+        "comparisons": [asdict(one) for one in comparisons],
+        "requests": [_request(turn, one) for turn in log.turns for one in turn.heard],
+    }
+    found = latencies(rows), throughput(rows), ratios(comparisons), errors(rows)
+    tables = [table for table in found if table.lines]
+    said = notes(log, options, rows)
+    return Result(
+        "serve",
+        "Load on a server",
+        options,
+        tables,
+        said,
+        document,
+        page=[f"`{options.command}`", listed(said), *(table.markdown() for table in tables)],
+        plots=lambda folder: plots.draw(log, options, folder),
+        width=200,
+        indent=None,
+        **about,
+    )
 
-    day: date
-    options: Options
-    log: Log
-    rows: Sequence[tuple[str, Figures]]
-    """By the name of the variant."""
-    comparisons: Sequence[Comparison]
 
-    @classmethod
-    def of(cls, log: Log, options: Options, day: date) -> Result:
-        """What is in the log so far; variants that had no turn yet are left out."""
-        seen = [variant for variant in log.variants if any(turn.variant == variant for turn in log.turns)]
-        pairs = [pair for pair in baselines(log) if pair[0] in seen and pair[1] in seen]
-        return cls(
-            day,
-            options,
-            log,
-            [(variant.name, figures(log, variant, options)) for variant in seen],
-            [compare(log, variant, baseline, options) for variant, baseline in pairs],
-        )
+def _request(turn: Turn, one: Heard) -> Json:
+    return {
+        "contender": turn.variant.name,
+        "round": turn.round,
+        "number": one.number,
+        "due": round(1e3 * (one.due - turn.began), 3),
+        "sent": round(1e3 * (one.sent - one.due), 3),
+        "chunks": [round(1e3 * (at - one.due), 3) for at in one.times],
+        "sizes": one.sizes,
+        "ended": round(1e3 * (one.ended - one.due), 3),
+        "tokens": one.tokens,
+        "digest": one.digest,
+        "drafts": None if one.drafts is None else asdict(one.drafts),
+        "error": one.error or None,
+    }
 
 
-def latencies(result: Result) -> Table:
+def latencies(rows: Rows) -> Table:
     """What a user waits for."""
     columns = ("contender", "measure, ms", "mean", "p50", "p90", "p99")
     lines = []
-    for name, row in result.rows:
+    for name, row in rows:
         measures = (
             ("time to first token", row.ttft),
             ("inter-token latency" if row.by_token else "between chunks", row.itl),
@@ -64,7 +85,7 @@ def latencies(result: Result) -> Table:
     return Table("What users wait for", columns, lines)
 
 
-def throughput(result: Result) -> Table:
+def throughput(rows: Rows) -> Table:
     """What the server does, and what became of requests and drafts."""
     columns = ("contender", "requests", "ok", "failed", "requests/s", "tokens/s", "tokens", "goodput/s", "good",
                "drafts kept", "length", "kept by server")  # fmt: skip
@@ -77,18 +98,18 @@ def throughput(result: Result) -> Table:
             f"{row.request_rate:.2f}",
             f"{row.token_rate:.1f}",
             f"{row.tokens}{' chunks' if row.guessed else ''}",
-            MISSING if row.goodput is None else f"{row.goodput:.2f}",
+            cell(row.goodput, missing=MISSING),
             MISSING if row.good is None or not row.requests else f"{row.good / row.requests:.0%}",
             _share(row.accepted, row.offered),
-            MISSING if row.acceptance_length is None else f"{row.acceptance_length:.2f}",
+            cell(row.acceptance_length, missing=MISSING),
             MISSING if row.counts is None else _share(row.counts.accepted, row.counts.offered),
         )
-        for name, row in result.rows
+        for name, row in rows
     ]
     return Table("What the server does", columns, lines)
 
 
-def ratios(result: Result) -> Table:
+def ratios(comparisons: Sequence[Comparison]) -> Table:
     """How many times faster, with 95 % intervals."""
     columns = ("contender", "against", "first token", "per token", "end to end", "tokens/s", "same text")
     lines = [
@@ -98,27 +119,19 @@ def ratios(result: Result) -> Table:
             *(_ratio(ratio) for ratio in (one.ttft, one.tpot, one.e2e, one.token_rate)),
             MISSING if one.same is None else f"{one.same} of {one.compared}",
         )
-        for one in result.comparisons
+        for one in comparisons
     ]
     return Table("How many times faster", columns, lines)
 
 
-def errors(result: Result) -> Table:
+def errors(rows: Rows) -> Table:
     """Failed requests by kind."""
-    lines = [
-        (name, kind, f"{times}", row.details[kind]) for name, row in result.rows for kind, times in row.errors.items()
-    ]
+    lines = [(name, kind, f"{times}", row.details[kind]) for name, row in rows for kind, times in row.errors.items()]
     return Table("Failed requests", ("contender", "kind", "times", "the first said"), lines)
 
 
-def tables(result: Result) -> list[Table]:
-    """Those that have lines."""
-    return [table for table in (latencies(result), throughput(result), ratios(result), errors(result)) if table.lines]
-
-
-def notes(result: Result) -> list[str]:
+def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
     """What a reader of the figures must know, a sentence or two each."""
-    options, log = result.options, result.log
     servers = "; ".join(
         f"{one.name}: {log.servers[one.name].model} at {one.url} ({_make(log.servers[one.name].make)})"
         for one in options.contenders
@@ -137,12 +150,12 @@ def notes(result: Result) -> list[str]:
             "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
             "The order changes with each round, so an even number of rounds shares that out evenly."
         )
-    by_chunk = [name for name, row in result.rows if not row.by_token and row.ok]
+    by_chunk = [name for name, row in rows if not row.by_token and row.ok]
     if by_chunk:
         said.append(f"{', '.join(by_chunk)}: how many tokens a chunk has is not said, so latencies are between chunks.")
-    if guessed := [name for name, row in result.rows if row.guessed]:
+    if guessed := [name for name, row in rows if row.guessed]:
         said.append(f"{', '.join(guessed)}: tokens are not counted by the server; each chunk counts as one.")
-    for name, row in result.rows:
+    for name, row in rows:
         said += _warnings(name, row)
     return said
 
@@ -181,70 +194,7 @@ def _warnings(name: str, row: Figures) -> list[str]:
     return said
 
 
-def show(result: Result) -> None:
-    """Print tables and notes on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for table in tables(result):
-        console.print(table.rich())
-    for note in notes(result):
-        console.print(note, highlight=False, markup=False)
-
-
-def document(result: Result) -> Json:
-    """Everything, with every request; times in milliseconds from when it was due."""
-    options = result.options
-    return {
-        "date": result.day.isoformat(),
-        "command": options.command,
-        "machine": describe_machine(),
-        "notes": notes(result),
-        "servers": {
-            name: {"make": server.make.value, "model": server.model} for name, server in result.log.servers.items()
-        },
-        "figures": {name: asdict(row) | {"goodput": row.goodput} for name, row in result.rows},
-        "comparisons": [asdict(one) for one in result.comparisons],
-        "requests": [
-            {
-                "contender": turn.variant.name,
-                "round": turn.round,
-                "number": one.number,
-                "due": round(1e3 * (one.due - turn.began), 3),
-                "sent": round(1e3 * (one.sent - one.due), 3),
-                "chunks": [round(1e3 * (at - one.due), 3) for at in one.times],
-                "sizes": one.sizes,
-                "ended": round(1e3 * (one.ended - one.due), 3),
-                "tokens": one.tokens,
-                "digest": one.digest,
-                "drafts": None if one.drafts is None else asdict(one.drafts),
-                "error": one.error or None,
-            }
-            for turn in result.log.turns
-            for one in turn.heard
-        ],
-    }
-
-
-def write_json(result: Result, file: Path) -> None:
-    """For other programs."""
-    file.write_text(json.dumps(document(result)) + "\n", encoding="utf-8")
-
-
-def write_folder(result: Result, folder: Path) -> None:
-    """JSON, plots, and ``README.md`` that shows them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(result, folder / "serve.json")
-    drawn = plots.draw(result.log, result.options, folder)
-    parts = [
-        f"## Load on a server, {result.day.isoformat()}",
-        f"`{result.options.command}`",
-        "\n".join(f"- {note}" for note in notes(result)),
-        *(table.markdown() for table in tables(result)),
-        *(f"![{one.caption}]({one.file})\n\n{one.caption}" for one in drawn),
-    ]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-def _load(options: Options) -> str:
+def _load(options: ServeOptions) -> str:
     amount = f"{options.requests} requests" if options.requests is not None else f"{options.seconds:g} s"
     sweep = options.sweep
     pace = str(options.pace) if sweep is None or sweep.what == "depth" else f"{sweep.what.value} swept"
@@ -256,7 +206,7 @@ def _load(options: Options) -> str:
     )
 
 
-def _sampling(options: Options) -> str:
+def _sampling(options: ServeOptions) -> str:
     kind = "chat" if options.chat else "completions"
     return (
         f"{kind.capitalize()} of at most {options.max_tokens} tokens, temperature {options.temperature:g}, "

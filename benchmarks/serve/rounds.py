@@ -16,12 +16,10 @@ from itertools import count
 import httpx
 
 from benchmarks.serve.arrivals import at_once, at_rate, offsets
-from benchmarks.serve.bodies import body
-from benchmarks.serve.client import NOT_SENT, Heard, ask, connect
-from benchmarks.serve.counters import COUNTING, Counts, fetch
+from benchmarks.serve.client import COUNTING, NOT_SENT, Counts, Heard, ask, connect, fetch
 from benchmarks.serve.probe import Server, ServerError, identify
-from benchmarks.serve.prompts import Prompt
-from benchmarks.serve.settings import PLAIN_SUFFIX, Contender, Make, Options, Variant, variants
+from benchmarks.serve.requests import Prompt, body
+from benchmarks.serve.settings import PLAIN_SUFFIX, Contender, Make, ServeOptions, Variant, variants
 
 Report = Callable[[str], None]
 
@@ -61,7 +59,7 @@ class Log:
     turns: list[Turn] = field(default_factory=list)
 
 
-async def measure(options: Options, prompts: list[Prompt], log: Log, report: Report = lambda _: None) -> None:
+async def measure(options: ServeOptions, prompts: list[Prompt], log: Log, report: Report = lambda _: None) -> None:
     """Fill ``log``. Raises :class:`benchmarks.serve.probe.ServerError` before any load."""
     async with AsyncExitStack() as stack:
         clients: dict[str, httpx.AsyncClient] = {}
@@ -87,14 +85,14 @@ def order(everyone: list[Variant], number: int) -> list[Variant]:
     return everyone if number % 2 == 0 else everyone[::-1]
 
 
-def numbers(options: Options, turn: int) -> Iterator[int]:
+def numbers(options: ServeOptions, turn: int) -> Iterator[int]:
     """Of the requests of a round; without end if the run is limited by time."""
     if options.requests is None:
         return count(turn, options.rounds)
     return iter(range(turn, options.requests, options.rounds))
 
 
-def with_plain(options: Options, servers: dict[str, Server]) -> tuple[Contender, ...]:
+def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[Contender, ...]:
     """Each contender, followed by the same without speculation if that is wanted. Raises :class:`ServerError`."""
     if not options.against_plain:
         return options.contenders
@@ -115,7 +113,7 @@ class _Runner:
 
     def __init__(
         self,
-        options: Options,
+        options: ServeOptions,
         prompts: list[Prompt],
         servers: dict[str, Server],
         clients: dict[str, httpx.AsyncClient],

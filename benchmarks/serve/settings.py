@@ -1,4 +1,4 @@
-"""What a run is: who takes part, what is sent, how, and how long. Checks nothing beyond its own parts."""
+"""What a run is: who takes part, what is sent, how, and how long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness.options import Options, flag
 
 Json = dict[str, Any]
 MOST_OPEN = 4096
@@ -89,35 +91,42 @@ class Sweep:
     values: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(Options):
     """One run."""
 
-    contenders: tuple[Contender, ...]
-    prompts: str
-    """A file, or ``bundled``."""
-    pace: Pace
+    contenders: tuple[Contender, ...] = ()
+    pace: Pace = Pace(concurrency=1)
     requests: int | None = None
     """Of each contender in all its rounds together; None: as many as fit into ``seconds``."""
     seconds: float | None = None
     arrivals: Arrivals = Arrivals.POISSON
     rounds: int = 5
-    warmup: int = 2
-    """Requests of each contender that do not count."""
     chat: bool = False
-    max_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-    """Of the requests, the arrivals and the resampling."""
-    timeout: float = 120.0
-    """Seconds after which a request counts as failed."""
     objectives: Mapping[Objective, float] = field(default_factory=dict)
     """Milliseconds that a good request stays within."""
     sweep: Sweep | None = None
-    against_plain: bool = False
-    out: Path | None = None
-    json: Path | None = None
-    command: str = "paceline bench serve"
+    typed: str = "paceline bench serve"
+    """The command, as it was typed."""
+    prompts: str = flag(
+        BUNDLED_PROMPTS,
+        "a prompt a line: text, or JSON in *.jsonl; bundled (default): some beginnings of code",
+        metavar="FILE",
+    )
+    warmup: int = flag(2, "requests of each that do not count", least=0, most=10_000, metavar="W")
+    max_tokens: int = flag(64, "of an answer, at most", least=1, most=1_000_000)
+    temperature: float = flag(0.0, "0 (default): the likeliest text", least=0, most=100, metavar="X")
+    against_plain: bool = flag(False, "measure Paceline also without speculation")
+    timeout: float = flag(120.0, "of a request", least=0.001, most=86_400, metavar="S")
+    """Seconds after which a request counts as failed."""
+    seed: int = flag(0, "of requests, arrivals and resampling", least=0, most=2**31 - 1)
+    json: Path | None = flag(None, "write figures and requests there")
+    out: Path | None = flag(None, "write figures, plots and a page there", metavar="DIR")
+
+    @property
+    def command(self) -> str:
+        """See :class:`benchmarks.harness.options.Options`."""
+        return self.typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +145,7 @@ class Variant:
         return self.contender.name if self.value is None else f"{self.contender.name} @ {self.value:g}"
 
 
-def variants(contenders: tuple[Contender, ...], options: Options) -> list[Variant]:
+def variants(contenders: tuple[Contender, ...], options: ServeOptions) -> list[Variant]:
     """Every contender at every value; one whose speculation is off has no depth, and is measured once."""
     found = []
     for contender in contenders:

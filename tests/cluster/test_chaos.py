@@ -8,13 +8,13 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.chaos import scenarios
-from benchmarks.chaos.settings import Options, configuration
+from benchmarks.chaos.settings import ChaosOptions, configuration
 from benchmarks.chaos.stage import running
 from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 
 pytestmark = [pytest.mark.slow, needs_no_gpu, pytest.mark.asyncio(loop_scope="module")]
-OPTIONS = Options("make test", streams=8, tokens=150, hang=20.0)
+OPTIONS = ChaosOptions(streams=8, tokens=150, hang=20.0)
 SCENARIOS = {scenario.name: scenario for scenario in scenarios.scenarios(OPTIONS)}
 
 

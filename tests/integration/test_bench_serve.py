@@ -11,11 +11,12 @@ import threading
 import pytest
 
 from benchmarks.serve import rounds
+from benchmarks.serve.figures import figures
 from benchmarks.serve.probe import ServerError
-from benchmarks.serve.prompts import Prompt
-from benchmarks.serve.report import Result, show
+from benchmarks.serve.report import result
+from benchmarks.serve.requests import Prompt
 from benchmarks.serve.rounds import Log
-from benchmarks.serve.settings import Arrivals, Contender, Make, Options, Pace
+from benchmarks.serve.settings import Arrivals, Contender, Make, Pace, ServeOptions
 from cluster.cli import main
 from router.generation import ServedModel
 from tests.fakes import FakeGenerator, commits, tiny_tokenizer
@@ -39,7 +40,7 @@ async def measured(*servers: FakeServer, **given) -> Log:
     contenders = tuple(Contender(name, one.url) for name, one in zip("abc", servers, strict=False))
     values = {"requests": 6, "rounds": 2, "warmup": 1, "timeout": 30.0, "pace": Pace(concurrency=1), **given}
     log = Log()
-    await rounds.measure(Options(contenders, "bundled", **values), [Prompt(f"p{n}") for n in range(4)], log)
+    await rounds.measure(ServeOptions(contenders=contenders, **values), [Prompt(f"p{n}") for n in range(4)], log)
     return log
 
 
@@ -112,7 +113,7 @@ async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
     with serving(script) as server:
         log = Log()
         contender = Contender("a", server.url, model="./m")
-        await rounds.measure(Options((contender,), "bundled", Pace(concurrency=1), 2, rounds=1), [Prompt("p")], log)
+        await rounds.measure(ServeOptions(contenders=(contender,), requests=2, rounds=1), [Prompt("p")], log)
     assert (log.servers["a"].make, log.servers["a"].model) == (Make.OTHER, "./m")
     assert [one.error for turn in log.turns for one in turn.heard] == ["", ""]
 
@@ -169,8 +170,8 @@ async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
     with serving(lambda path, body: MODELS if path == "/v1/models" else next(script)) as server:
         log = await measured(server, **options)
     contenders = (Contender("a", server.url),)
-    result = Result.of(log, Options(contenders, "bundled", Pace(concurrency=1), **options), log_day())
-    (_, row), *_ = result.rows
+    given = ServeOptions(contenders=contenders, **options)
+    row = figures(log, log.variants[0], given)
     assert row.errors == {
         "HTTP 429 with Retry-After": 1,
         "HTTP 429": 1,
@@ -182,16 +183,10 @@ async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
         "timeout": 1,
     }
     assert (row.requests, row.ok) == (8, 0)
-    show(result)
+    result(log, given).show()
     shown = capsys.readouterr().out
     for kind in row.errors:
         assert kind in shown
-
-
-def log_day():
-    from datetime import date
-
-    return date(2026, 1, 2)
 
 
 def test_a_run_is_shown_and_written(tmp_path, capsys) -> None:

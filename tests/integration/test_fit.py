@@ -11,8 +11,8 @@ import pytest
 from benchmarks.fit import heads, main, report, serving, teacher, validate
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
 from benchmarks.fit.prompts import Prompt, PromptError
-from benchmarks.fit.settings import FitError, Options, Way
-from benchmarks.workers import RunningWorker, connected
+from benchmarks.fit.settings import FitError, FitOptions, Way
+from benchmarks.harness.workers import RunningWorker, connected
 from draft_service.lookahead import Lookahead
 from draft_service.translation import read_vocabularies, translator
 from engine.build import build, build_target, welcome
@@ -39,12 +39,12 @@ PROMPTS = (
     Prompt("code", "code: line 1", "import re\nimport functools\n\n\ndef "),
     Prompt("json", "json: line 1", '{"a": 1, "b": 2}\n{"a": 1, "b": 2}\n{"a": 1, '),
 )
-OPTIONS = Options(TARGET, (DRAFT,), ("none", "lookup"), PROMPTS, tokens=TOKENS, sessions=(1, 2), dtype="float32")
+OPTIONS = FitOptions(TARGET, (DRAFT,), ("none", "lookup"), PROMPTS, tokens=TOKENS, sessions=(1, 2), dtype="float32")
 DRAFTED = Way(DRAFT)
 COSTS = Costs({1: Curve.straight(0.03, 0.01)}, Curve.straight(0.0, 0.0), 0.0, 0.0)
 
 
-def tokens_of(options: Options) -> list[tuple[int, ...]]:
+def tokens_of(options: FitOptions) -> list[tuple[int, ...]]:
     tokenizer = Tokenizer.load(options.target)
     return [prompt.tokens(tokenizer) for prompt in options.prompts]
 
@@ -132,7 +132,7 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     assert all(one.measured > 0 and one.predicted > 0 for one in found.depths)
     assert all(1 <= one.measured_step <= 1 + one.depth and one.predicted_step >= 1 for one in found.depths)
     loaded = (Loaded(1, 1, 0.5, 20.0, 10.0),)
-    result = report.Result(OPTIONS, {}, known, forecasts, forecasts[1], loaded, None, found)
+    result = report.FitResult(OPTIONS, {}, known, forecasts, forecasts[1], loaded, None, found)
     assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1
     assert sum(table.row_count for table in report.tables(result)) > 10
     pytest.importorskip("matplotlib")
@@ -180,7 +180,7 @@ def lookahead(engines):
     return start
 
 
-def led_along(worker: Lookahead, text: serving.Decoded, options: Options) -> None:
+def led_along(worker: Lookahead, text: serving.Decoded, options: FitOptions) -> None:
     """Let a draft worker follow a text, one token at a time, as one that is always in time."""
     words = list(text.prompt)
     end = Limits(len(words) + len(text.tokens) + 64)
@@ -221,7 +221,7 @@ def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, m
             assert [one.confidence for one in place] == pytest.approx([one.confidence for one in other], abs=2e-3)
 
 
-def written_with_heads(engine, prompt, options: Options) -> tuple[int, ...]:
+def written_with_heads(engine, prompt, options: FitOptions) -> tuple[int, ...]:
     """A text as a target worker writes it; whatever its heads say goes unused here, so every place has a step."""
     loop = VerifyLoop(engine, welcome(settings("target"), engine.model, "target"))
     alone = Way(None, frozenset({Source.MEDUSA})).speculation()
@@ -259,7 +259,7 @@ async def test_contenders_of_a_check_learn_nothing_from_each_other(in_process, t
     assert all(one.measured_step > 1.2 and one.predicted_step > 1.2 for one in found.depths)
 
 
-async def plainly_decoded(options: Options, folder) -> serving.Decoded:
+async def plainly_decoded(options: FitOptions, folder) -> serving.Decoded:
     """The target's own text for the first prompt."""
     async with (
         serving.serving(options, Role.TARGET, TARGET, folder / "plain.jsonl") as target,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.records import Reply
-from benchmarks.chaos.workload import body, client, plain_text, stream
+from benchmarks.chaos.settings import body
+from benchmarks.chaos.workload import client, plain_text, stream
 from tests.cluster.processes import PATIENCE, Paceline
 from tests.ports import free_port
 from tests.stack import draft_worker, target_worker

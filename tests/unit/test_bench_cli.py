@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import drafting, speculation
-from benchmarks.workers import WorkerPlan, running
+from benchmarks import drafting
+from benchmarks.harness.command import RESULTS
+from benchmarks.harness.workers import WorkerPlan, running
+from benchmarks.speculation import run as speculation
+from cluster.checkout import CHECKOUT
 from cluster.cli import main
 from speculation.events import Role
 
@@ -58,12 +61,14 @@ def test_a_flag_of_another_benchmark_is_not_suggested_to_who_gave_it(started, ca
 
 def test_a_quick_run_of_the_ways_to_draft_writes_where_it_is_told(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(drafting, "main", lambda options: asked.append(options) or 0)
+    monkeypatch.setattr(drafting, "_run", lambda part, out, quick: asked.append((out, out.is_dir(), quick)) or [])
+    monkeypatch.setattr(drafting, "PARTS", (drafting.Part("medusa", lambda _: [], ()),))
     assert main(["bench", "drafting", "--quick", "--out", str(tmp_path)]) == 0
     assert main(["bench", "drafting", "--quick"]) == 0
     told, untold = asked
-    assert (told.out, told.quick) == (tmp_path, True)
-    assert not untold.out.exists(), "it was for the time of the run"
+    assert told == (tmp_path, True, True)
+    assert untold[1:] == (True, True)
+    assert not untold[0].exists(), "it was for the time of the run"
 
 
 def test_the_quick_run_is_smaller_unless_told_otherwise(started, tmp_path):
@@ -76,7 +81,7 @@ def test_the_quick_run_is_smaller_unless_told_otherwise(started, tmp_path):
     assert quick.bursts < full.bursts
     assert len(quick.plans) < len(full.plans)
     assert told.json == tmp_path / "x.json"
-    assert full.out.parent == Path(speculation.__file__).parent / "results"
+    assert full.out.parent == RESULTS == CHECKOUT / "benchmarks" / "results"
 
 
 def test_workers_compute_on_cpus_unless_their_plan_says_otherwise(monkeypatch):

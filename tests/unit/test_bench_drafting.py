@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drafting
-from benchmarks.drafting import PARTS, Figure, Options, Part, PartFailed, table
+from benchmarks.drafting import PARTS, DraftingOptions, Figure, Part, PartFailed, table
 from cluster.cli import main
 
 
@@ -66,9 +66,9 @@ def test_a_part_is_a_process_whose_lines_are_kept(ends: int, tmp_path: Path, mon
     monkeypatch.setattr(drafting, "PARTS", (part,))
     if ends:
         with pytest.raises(PartFailed, match="status 3"):
-            drafting.main(Options(tmp_path / "out"))
+            drafting.main(DraftingOptions(out=tmp_path / "out"))
         return
-    assert drafting.main(Options(tmp_path / "out")) == 0
+    assert drafting.main(DraftingOptions(out=tmp_path / "out")) == 0
     assert "| twice | at least 2 | **2.00** |" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "figures.json").read_text())[0]["reached"]
     assert (tmp_path / "out" / "medusa.jsonl").read_text() == '{"ratio": 2}\n'

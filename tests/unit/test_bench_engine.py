@@ -12,17 +12,27 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import engine, engine_report, engine_steps, engine_traffic
-from benchmarks.bandwidth import in_turn, reads
-from benchmarks.engine_figures import ALONE, GOALS, MIXED, TOGETHER, Agreement, Measured, Repeated, agreement, summary
-from benchmarks.engine_loop import Loop
-from benchmarks.engine_memory import Memory, memory_of, read_rollup
-from benchmarks.engine_model import config, parameters, random_prompts, write_model
-from benchmarks.engine_settings import READ_BYTES, Options, Shape
-from benchmarks.engine_steps import TREE, Part, StepParts, chain, hooks, many
-from benchmarks.engine_stock import PREFIX, Stock
-from benchmarks.engine_traffic import MEAN_ANSWER, MEAN_PROMPT, SHORTENED, lengths
-from benchmarks.measure import Batch, Commit, Decoded, Run
+from benchmarks.engine import figures, model, steps
+from benchmarks.engine import run as engine
+from benchmarks.engine.contenders import PREFIX, Loop, Stock
+from benchmarks.engine.figures import ALONE, GOALS, MIXED, TOGETHER, Agreement, Measured, Repeated, agreement, summary
+from benchmarks.engine.model import (
+    MEAN_ANSWER,
+    MEAN_PROMPT,
+    SHORTENED,
+    Memory,
+    config,
+    lengths,
+    memory_of,
+    parameters,
+    random_prompts,
+    read_rollup,
+    write_model,
+)
+from benchmarks.engine.settings import READ_BYTES, EngineOptions, Shape
+from benchmarks.engine.steps import TREE, Part, StepParts, chain, hooks, in_turn, many, reads
+from benchmarks.harness.measure import Batch, Commit, Decoded, Run
+from benchmarks.harness.report import Result
 from cluster.cli import main
 from engine.build import EngineSettings, build
 
@@ -71,10 +81,14 @@ def measured() -> Measured:
     )
 
 
+def shown(measured: Measured) -> Result:
+    options = EngineOptions(quick=True, hidden=256, layers=2)
+    return figures.result(options, "bfloat16", measured, day=date(2026, 1, 2), machine={"processor": "a processor"})
+
+
 @pytest.fixture
-def result(measured) -> engine_report.Result:
-    options = Options(True, None, Path("out"), Shape(256, 2))
-    return engine_report.Result(date(2026, 1, 2), options, "bfloat16", measured, {"processor": "a processor"})
+def result(measured) -> Result:
+    return shown(measured)
 
 
 def test_every_figure_is_a_median_of_ratios_within_a_round(measured):
@@ -127,7 +141,7 @@ async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
 
 
 def test_goals_say_what_is_reached_and_what_transformers_does(result):
-    lines = {line[0]: line[1:] for line in engine_report.goals(result).lines}
+    lines = {line[0]: line[1:] for line in result.tables[-1].lines}
     assert lines["decode step over its floor"] == ("at most 1.4", "1.30", "yes", "2.50")
     assert lines["verify 8 over step of 1"] == ("at most 1.5", "1.15", "yes", "2.00")
     assert lines["tokens/s, 16 over 1"] == ("at least 5", "8.00", "yes", "5.33")
@@ -136,7 +150,7 @@ def test_goals_say_what_is_reached_and_what_transformers_does(result):
 
 def test_goals_say_what_was_missed_and_what_was_not_measured(result, measured):
     short = replace(measured, prefixes=[Repeated(1.0, 0.5)], memory=None)
-    lines = {line[0]: line[1:] for line in engine_report.goals(replace(result, measured=short)).lines}
+    lines = {line[0]: line[1:] for line in shown(short).tables[-1].lines}
     assert lines["first token, repeated prefix over cold"] == ("at most 0.1", "0.50", "NO", "")
     assert lines["worker's memory beyond need, MB"] == ("at most 600", "not measured", "", "")
     at_least = next(goal for goal in GOALS if goal.key == "over_transformers_batch16")
@@ -144,7 +158,7 @@ def test_goals_say_what_was_missed_and_what_was_not_measured(result, measured):
 
 
 def test_the_document_holds_the_summary_what_was_wanted_and_where_it_ran(result):
-    document = json.loads(json.dumps(engine_report.document(result)))
+    document = json.loads(json.dumps(result.document()))
     assert set(document["summary"]) == set(document["wanted"]) == KEYS
     assert document["wanted"]["step_over_floor"] == {"at_most": 1.4}
     assert document["wanted"]["batch16_over_batch1"] == {"at_least": 5.0}
@@ -161,7 +175,7 @@ def test_the_document_holds_the_summary_what_was_wanted_and_where_it_ran(result)
 
 
 def test_the_folder_holds_figures_and_a_page_that_shows_them(result, tmp_path):
-    engine_report.write_folder(result, tmp_path / "new")
+    result.write_folder(tmp_path / "new")
     page = (tmp_path / "new" / "README.md").read_text()
     for words in ("random weights", "Must reach", "| decode step over its floor | at most 1.4 | 1.30 | yes | 2.50 |"):
         assert words in page
@@ -222,7 +236,7 @@ class LlamaAttention(Ticking):
 
 
 def test_time_goes_to_the_innermost_part(monkeypatch):
-    monkeypatch.setattr(engine_steps.time, "perf_counter", lambda: Ticking.now)
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: Ticking.now)
     model = Ticking(1.0, LlamaAttention(10.0, PackedLinear(100.0), Ticking(10.0)), PackedLinear(100.0), Ticking(1.0))
     with hooks(model) as seconds:
         model()
@@ -296,7 +310,7 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
     """The real thing with a tiny model: a worker process, transformers, and every figure."""
     for name, value in SMALL.items():
         monkeypatch.setattr(engine, name, value)
-    monkeypatch.setattr(engine_traffic, "SHORTENED", 40)
+    monkeypatch.setattr(model, "SHORTENED", 40)
     file, cores = tmp_path / "figures.json", os.sched_getaffinity(0)
     assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "1", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
@@ -304,7 +318,7 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
     assert all(value > 0 for value in found["summary"].values())
     assert found["agreement"]["float32"] == {"texts": 16, "same": 16, "tokens": 4}
     assert os.sched_getaffinity(0) == cores
-    shown = capsys.readouterr().out
+    said = capsys.readouterr().out
     assert found["summary"]["over_transformers_batch16"] != found["summary"]["over_transformers_batch16_mixed"]
     for words in (
         "Must reach",
@@ -313,7 +327,7 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
         "linear layers",
         "transformers",
     ):
-        assert words in shown
+        assert words in said
 
 
 SMALL = {

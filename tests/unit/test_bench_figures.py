@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, report
-from benchmarks.figures import (
+from benchmarks.harness.measure import Commit, Decoded, Run
+from benchmarks.harness.pair import Pair
+from benchmarks.harness.report import Result
+from benchmarks.speculation import plots, report
+from benchmarks.speculation.figures import (
     ASSISTED,
     GOALS,
     OURS,
@@ -23,10 +26,8 @@ from benchmarks.figures import (
     rows,
     summary,
 )
-from benchmarks.measure import Commit, Decoded, Run
-from benchmarks.pair import Pair
-from benchmarks.records import Depth, Log, Profile, SessionStep, Span, TargetStep
-from benchmarks.settings import (
+from benchmarks.speculation.records import Depth, Log, Profile, SessionStep, Span, TargetStep
+from benchmarks.speculation.settings import (
     BATCH_16,
     DEAD,
     FAR,
@@ -36,13 +37,13 @@ from benchmarks.settings import (
     TRANSFORMERS,
     WRONG,
     WRONG_COLD,
-    Options,
     Setting,
+    SpeculationOptions,
 )
 from router.pool import Traffic
 
 PAIR = Pair("stretched 0.8", Path("target"), Path("draft"), 1_000_000, "A pair made by hand.")
-OPTIONS = Options(False, None, Path("out"), 3, 2, 96, "bfloat16", 1024, 32)
+OPTIONS = SpeculationOptions(prompts=3, bursts=2, layers=32)
 
 
 def row(setting: Setting, contender: str, *rates: float, **rest: object) -> Row:
@@ -73,14 +74,14 @@ def measured_rows() -> list[Row]:
 
 
 @pytest.fixture
-def result() -> report.Result:
+def result() -> Result:
     log = Log(
         (TargetStep(1.0, 1.03, 0.028, (SessionStep(3, 2, (1, 2, 3)),)),), (Span(1.03, 1.031),), (Span(1.0, 1.02),)
     )
     timeline = Timeline(NEAR, OURS, 1.0, 1.1, log)
     machine = {"processor": "a processor", "cores": 2, "transformers": "5.0"}
     outcome = Outcome(PAIR, measured_rows(), measured_rows()[:1], [timeline])
-    return report.Result(date(2026, 1, 2), machine, OPTIONS, [outcome])
+    return report.result(OPTIONS, [outcome], day=date(2026, 1, 2), machine=machine)
 
 
 def test_a_ratio_is_the_median_over_prompts():
@@ -178,24 +179,25 @@ def test_no_efficiency_of_a_batch():
 
 
 def test_the_document_says_what_was_measured_and_on_what(result):
-    document = json.loads(json.dumps(report.document(result)))
-    assert set(document) == {"summary", "date", "machine", "options", "pairs", "rows", "tried"}
-    assert document["summary"] == pytest.approx(result.summary)
+    document = json.loads(json.dumps(result.document()))
+    about = {"date", "machine", "hardware", "command", "notes"}
+    assert set(document) == {"summary", "options", "pairs", "rows", "tried"} | about
+    assert document["summary"] == pytest.approx(summary(measured_rows(), PAIR.name))
     assert document["pairs"] == [{"name": PAIR.name, "parameters": 1_000_000, "about": PAIR.about}]
-    assert len(document["rows"]) == len(result.rows)
+    assert len(document["rows"]) == len(measured_rows())
     assert document["rows"][0]["setting"]["rtt_ms"] == 0.0
     assert "out" not in document["options"], "the figures name a folder of this machine"
 
 
 def test_goals_tell_what_was_not_reached(result):
-    lines = {line[0]: line[1:] for line in report.goals(result).lines}
+    lines = {line[0]: line[1:] for line in result.tables[-1].lines}
     assert lines["over plain decoding, 0 ms"] == ("2.20", "4.00", "yes")
     assert lines["over plain, 16 requests at once"] == ("1.00", "0.99", "NO")
 
 
 def test_the_folder_holds_figures_plots_and_a_page_that_shows_them(result, tmp_path):
     pytest.importorskip("matplotlib")
-    report.write_folder(result, tmp_path)
+    result.write_folder(tmp_path)
     page = (tmp_path / "README.md").read_text()
     for name in ("speedup", "timeline", "step-times", "acceptance"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000

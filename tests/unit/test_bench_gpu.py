@@ -11,21 +11,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks import gpu, gpu_report
-from benchmarks.gpu_report import (
-    CASES,
-    COMPILED,
-    GENERATE,
-    GOALS,
-    OURS,
-    SHAPES,
-    STAGES,
-    Options,
-    Outcome,
-    Shape,
-    StepTime,
-    contender,
-)
+from benchmarks.gpu import device
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.figures import GOALS, Outcome, StepTime, contender
+from benchmarks.gpu.settings import CASES, COMPILED, GENERATE, OURS, SHAPES, STAGES, GpuOptions, Shape
+from benchmarks.harness.report import Result
 from cluster.cli import main
 
 LEFT_OUT = ("accelerate", "google.protobuf", "grpc", "httpx", "llguidance", "matplotlib", "psutil", "ray", "torchao")
@@ -121,16 +111,16 @@ def test_it_needs_nothing_that_serves_nor_the_development_environment(tmp_path: 
 
 def test_a_stage_that_fails_says_why_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    write = gpu_report.write_json
+    write = Result.write_json
 
-    def noted(result: gpu_report.Result, file: Path) -> None:
-        written.append(len(result.outcomes))
+    def noted(result: Result, file: Path) -> None:
+        written.append(len(result.figures["outcomes"]))
         write(result, file)
 
-    def failing(_: gpu.Subject) -> Outcome:
+    def failing(_: device.Subject) -> Outcome:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    monkeypatch.setattr(gpu_report, "write_json", noted)
+    monkeypatch.setattr(Result, "write_json", noted)
     monkeypatch.setitem(gpu.MEASURED, "exact", failing)
     code, document = measured(tmp_path, "--stage", "floor,exact", "--stage", "prompt")
     found = by_stage(document)
@@ -146,11 +136,11 @@ def test_a_model_that_cannot_be_built_fails_its_stages_and_is_tried_once(
 ) -> None:
     tried: list[Shape] = []
 
-    def failing(shape: Shape, _: gpu.Gpu) -> Any:
+    def failing(shape: Shape, _: device.Gpu) -> Any:
         tried.append(shape)
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(gpu, "random_module", failing)
+    monkeypatch.setattr(device, "random_module", failing)
     code, document = measured(tmp_path, "--stage", "floor,steps,prompt")
     found = by_stage(document)
     assert code == 1
@@ -181,10 +171,10 @@ def test_a_contender_that_cannot_run_is_left_out(tmp_path: Path, monkeypatch: py
 def test_steps_that_are_not_replayed_have_no_graph_and_the_reason_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(_: gpu.Clock, __: Callable[[], Any]) -> Any:
+    def refused(_: device.Clock, __: Callable[[], Any]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(gpu.Clock, "__call__", refused)
+    monkeypatch.setattr(device.Clock, "__call__", refused)
     code, document = measured(tmp_path, "--stage", "steps")
     step = by_stage(document)["steps"]["steps"]["tree 16"]
     assert code == 0
@@ -221,23 +211,27 @@ def test_a_mistake_is_answered_in_one_line(
 
 
 def test_each_stage_measures_its_own_shapes_unless_others_are_asked_for() -> None:
-    assert Options(list(STAGES)).plan() == {
-        "": ["floor"],
-        "8B": ["steps", "exact", "prompt", "transformers"],
-        "1B": ["draft", "exact"],
-        "tiny": ["draft", "exact"],
-    }
-    assert Options(["prompt", "floor"], ["1B"]).plan() == {"": ["floor"], "1B": ["prompt"]}
-    assert Options(["draft"], device="cpu").plan() == {"tiny": ["draft"]}
+    assert (
+        GpuOptions().plan()
+        == GpuOptions(stages=tuple(STAGES)).plan()
+        == {
+            "": ["floor"],
+            "8B": ["steps", "exact", "prompt", "transformers"],
+            "1B": ["draft", "exact"],
+            "tiny": ["draft", "exact"],
+        }
+    )
+    assert GpuOptions(stages=("prompt", "floor"), shapes=("1B",)).plan() == {"": ["floor"], "1B": ["prompt"]}
+    assert GpuOptions(stages=("draft",), device="cpu").plan() == {"tiny": ["draft"]}
 
 
 def test_the_floor_counts_what_a_step_reads() -> None:
     """The products of the layers and of the output layer; norms are next to nothing."""
     a_layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
-    assert gpu.weights_read(SHAPES["8B"]) == pytest.approx(32 * a_layer + 4096 * 32_768, rel=1e-3)
+    assert device.weights_read(SHAPES["8B"]) == pytest.approx(32 * a_layer + 4096 * 32_768, rel=1e-3)
     tiny = SHAPES["tiny"]
     a_layer = 128 * (128 + 2 * 64 + 128 + 3 * 352)
-    assert gpu.weights_read(tiny) == pytest.approx(2 * a_layer + 128 * 4096, rel=1e-2), "its output layer is tied"
+    assert device.weights_read(tiny) == pytest.approx(2 * a_layer + 128 * 4096, rel=1e-2), "its output layer is tied"
 
 
 def test_goals_are_the_worst_of_their_steps() -> None:

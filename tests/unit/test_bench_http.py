@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 
 import pytest
 
-from benchmarks import http_path, http_report
-from benchmarks.http_client import BadAnswer, Heard
-from benchmarks.http_figures import Round, figures, p90, summary
-from benchmarks.http_settings import BURST, COMMIT_TOKENS, CONTENDERS, ECHO, PACELINE, PATTERNS, STEADY, Options
+from benchmarks.http import run
+from benchmarks.http.figures import BadAnswer, Heard, Round, figures, p90, result, summary
+from benchmarks.http.settings import BURST, COMMIT_TOKENS, CONTENDERS, ECHO, PACELINE, PATTERNS, STEADY, HttpOptions
 from cluster.cli import main
 
 
@@ -61,23 +59,21 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, capsys) -> None:
     assert words in capsys.readouterr().err
 
 
-class Small(Options):
+class Small(HttpOptions):
     """A benchmark of a few seconds."""
 
     commits, requests = 3, 2
 
 
 async def test_both_servers_are_measured_and_reported(tmp_path) -> None:
-    options = Small(quick=False, json=None, out=tmp_path, streams=4, rounds=1)
-    rounds = await http_path.measure(options)
+    options = Small(out=tmp_path, streams=4, rounds=1)
+    rounds = await run.measure(options)
     assert {(one.contender, one.pattern) for one in rounds} == {(c, p) for c in CONTENDERS for p in PATTERNS}
     for one in rounds:
         assert (len(one.first), len(one.later)) == (4, 8)
         assert one.tokens == 4 * 3 * COMMIT_TOKENS * (1 if one.pattern == BURST else 2)
         assert min(*one.first, *one.later, one.cpu) > 0
-    result = http_report.Result(datetime.now(UTC).date(), options, rounds)
-    http_report.show(result)
-    http_report.write_folder(result, tmp_path)
+    result(options, rounds).publish()
     document = json.loads((tmp_path / "http.json").read_text())
     assert document["summary"].keys() >= document["wanted"].keys()
     assert "first_token_added_ms" in (tmp_path / "README.md").read_text()

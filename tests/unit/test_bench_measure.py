@@ -2,9 +2,11 @@
 
 import pytest
 
-from benchmarks import baseline, contenders, levels, measure, structured
-from benchmarks.contenders import best, pace
-from benchmarks.measure import Batch, Commit, Decoded, Run, take_turns
+from benchmarks import levels, structured
+from benchmarks.harness import contenders, measure
+from benchmarks.harness.contenders import best, pace
+from benchmarks.harness.measure import Batch, Commit, Decoded, Run, take_turns
+from benchmarks.speculation import baseline
 from speculation.messages import AllBut, Schedule, Source
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.records import (
+from benchmarks.speculation.records import (
     Depth,
     Log,
     SessionStep,

@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from benchmarks import relay
-from benchmarks.relay import Turn, figures, summary
-from benchmarks.relay_part import clock_us, since
-from benchmarks.relay_settings import BARE, CLOCK_US, CONTENDERS, DIRECT, PACELINE, PROPOSED, VERIFIED
-from benchmarks.workers import WorkerFailed
+from benchmarks.harness.processes import WorkerFailed
+from benchmarks.relay.part import clock_us, since
+from benchmarks.relay.run import Turn, figures, summary
+from benchmarks.relay.settings import BARE, CLOCK_US, CONTENDERS, DIRECT, PACELINE, PROPOSED, VERIFIED, WANTED_MS
 from cluster.cli import main
 
 
@@ -78,4 +77,4 @@ def test_it_measures_what_really_runs(tmp_path, capsys) -> None:
         parts = {"target", "draft"} if contender == DIRECT else {"target", "draft", "router"}
         assert {part for part, us in found["cpu_us"].items() if us > 0} == parts
     assert written["command"].startswith("paceline bench relay --sessions 2 --steps 50")
-    assert written["wanted"]["verified_p50_ms"]["below"] == relay.WANTED_MS
+    assert written["wanted"]["verified_p50_ms"]["below"] == WANTED_MS

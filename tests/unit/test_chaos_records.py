@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from benchmarks.chaos.outcome import Outcome, Wanted
 from benchmarks.chaos.pressure import Sizes
-from benchmarks.chaos.records import Reply, tally
-from benchmarks.chaos.routers import BREAK_SECONDS, objections
+from benchmarks.chaos.records import Outcome, Reply, Wanted, tally
+from benchmarks.chaos.scenarios import BREAK_SECONDS, objections
+from benchmarks.chaos.settings import body
 from benchmarks.chaos.soak import Footprint, against_growth, schedule
-from benchmarks.chaos.workload import Workload, body
+from benchmarks.chaos.workload import Workload
 from cluster.cli import main
 from speculation.events import Role
 

@@ -6,12 +6,14 @@ import shlex
 import pytest
 import yaml
 
+from cluster import plugins
 from cluster.checkout import CHECKOUT
 from cluster.cli import COMMANDS, _parsers
 from cluster.config import default_of
 
 GUIDE = (CHECKOUT / "docs" / "operations.md").read_text(encoding="utf-8")
 ALERTS = CHECKOUT / "deploy" / "monitoring" / "alerts.yaml"
+KNOWN = COMMANDS | plugins.commands()
 HEADINGS = re.findall(r"^#+ (.+)$", GUIDE, re.MULTILINE)
 
 
@@ -25,8 +27,8 @@ def commands():
 
 @pytest.mark.parametrize("arguments", list(commands()), ids=" ".join)
 def test_a_command_is_one_that_our_parser_takes(arguments):
-    assert arguments[0] in COMMANDS
-    _parsers()[0].parse_args(arguments)
+    assert arguments[0] in KNOWN
+    _parsers(KNOWN)[0].parse_args(arguments)
 
 
 def test_there_are_commands():

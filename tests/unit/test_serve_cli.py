@@ -7,18 +7,17 @@ import random
 import pytest
 
 from benchmarks.serve import main as serve_main
-from benchmarks.serve.bodies import body
-from benchmarks.serve.prompts import Prompt, PromptError, read
-from benchmarks.serve.settings import Arrivals, Contender, Make, Objective, Options, Pace, Sweep, Swept, Variant
+from benchmarks.serve.requests import Prompt, PromptError, body, read
+from benchmarks.serve.settings import Arrivals, Contender, Make, Objective, Pace, ServeOptions, Sweep, Swept, Variant
 from cluster.cli import main
 
 URL = ("--url", "http://127.0.0.1:8000")
 
 
 @pytest.fixture
-def started(monkeypatch) -> list[Options]:
+def started(monkeypatch) -> list[ServeOptions]:
     """The options of runs that would have begun."""
-    options: list[Options] = []
+    options: list[ServeOptions] = []
     monkeypatch.setattr(serve_main, "main", lambda given: options.append(given) or 0)
     return options
 
@@ -141,14 +140,14 @@ def test_a_file_without_prompts_is_refused(content, words, tmp_path, capsys) -> 
 
 
 def test_a_huge_file_is_read_no_further_than_needed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("benchmarks.serve.prompts.MOST", 5)
+    monkeypatch.setattr("benchmarks.serve.requests.MOST", 5)
     file = tmp_path / "p.txt"
     file.write_bytes(b"x\n" * 50_000 + b"\xff" * 100_000)
     assert len(read(str(file), chat=False)) == 5
 
 
 def test_requests_of_a_number_differ_between_contenders_in_what_they_must() -> None:
-    options = Options((), "bundled", Pace(concurrency=1), seed=7)
+    options = ServeOptions(seed=7)
     number = random.randrange(1000)
     bodies = [
         body(options, Variant(contender, options.pace, depth), make, "m", Prompt("p"), number)

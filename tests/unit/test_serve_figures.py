@@ -9,24 +9,25 @@ from datetime import date
 import pytest
 
 from benchmarks.serve.answer import Drafts
-from benchmarks.serve.client import BUSY_LATER, LATE, Heard
-from benchmarks.serve.counters import Counts, parse
+from benchmarks.serve.client import BUSY_LATER, LATE, Counts, Heard, parse
 from benchmarks.serve.figures import Spread, baselines, bootstrap, compare, e2e, figures, gaps, meets, tpot, ttft
 from benchmarks.serve.probe import Server
-from benchmarks.serve.report import Result, document, notes, tables
+from benchmarks.serve.report import result
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Contender, Make, Objective, Options, Pace, Sweep, Swept, variants
+from benchmarks.serve.settings import Contender, Make, Objective, Pace, ServeOptions, Sweep, Swept, variants
 
 A, B = Contender("a", "http://a.test"), Contender("b", "http://b.test")
 ONE = Heard(0, due=10.0, sent=10.1, ended=11.2, times=(10.5, 10.7, 11.1), sizes=(2, 1, 4), tokens=8, digest="x")
 FAILED = Heard(1, due=10.0, sent=10.0, ended=12.0, error=LATE, detail="not over after 2 s")
 
 
-def options(**given) -> Options:
-    return Options(**{"contenders": (A, B), "prompts": "bundled", "pace": Pace(concurrency=1), "requests": 8, **given})
+def options(**given) -> ServeOptions:
+    return ServeOptions(
+        **{"contenders": (A, B), "prompts": "bundled", "pace": Pace(concurrency=1), "requests": 8, **given}
+    )
 
 
-def logged(given: Options, *turns: tuple[str, list[Heard]], make: Make = Make.OTHER) -> Log:
+def logged(given: ServeOptions, *turns: tuple[str, list[Heard]], make: Make = Make.OTHER) -> Log:
     """A log with a turn for each, by the name of the variant."""
     log = Log({one.name: Server(make, "m") for one in given.contenders}, given.contenders)
     log.variants = variants(given.contenders, given)
@@ -85,7 +86,7 @@ def test_what_failed_is_counted_and_in_no_latency() -> None:
     assert (row.request_rate, row.token_rate) == pytest.approx((1.0, 4.0))
     assert (row.good, row.goodput) == (1, pytest.approx(0.5))
     assert row.client_share == pytest.approx(0.1)
-    said = " ".join(" ".join(line) for table in tables(Result.of(log, given, date(2026, 1, 2))) for line in table.lines)
+    said = " ".join(" ".join(line) for table in result(log, given).tables for line in table.lines)
     assert BUSY_LATER in said and "full" in said
 
 
@@ -164,7 +165,7 @@ def test_contenders_are_compared_request_by_request() -> None:
 def test_what_is_compared_with_what() -> None:
     plain = replace(A, name="a plain", plain=True)
 
-    def pairs(given: Options) -> list[tuple[str, str]]:
+    def pairs(given: ServeOptions) -> list[tuple[str, str]]:
         return [(variant.name, baseline.name) for variant, baseline in baselines(logged(given))]
 
     depth = Sweep(Swept.DEPTH, (1.0, 3.0))
@@ -182,8 +183,8 @@ def test_a_reader_is_told_what_limits_the_figures() -> None:
     log = logged(given, ("a", [late]), ("again", [ONE]))
     log.turns[0].client_cpu, log.turns[0].running = 10.0, 1
     log.servers["a"] = Server(Make.OTHER, "m", "a answers to m, but lists n")
-    result = Result.of(log, given, date(2026, 1, 2))
-    said = " ".join(notes(result))
+    found = result(log, given, day=date(2026, 1, 2))
+    said = " ".join(found.notes)
     for words in (
         "poisson arrivals (seed 0)",
         "share its prefix cache",
@@ -196,14 +197,14 @@ def test_a_reader_is_told_what_limits_the_figures() -> None:
     ):
         assert words in said
     assert "kept to draft" not in said
-    request = document(result)["requests"][0]
+    request = found.document()["requests"][0]
     assert (request["contender"], request["sent"], request["chunks"]) == ("a", 1100.0, [1500.0, 1700.0, 2100.0])
 
 
 def test_a_reader_is_told_whose_answers_were_kept() -> None:
     def said(**extra: object) -> str:
         given = options(contenders=(A, replace(B, extra=extra)))
-        return " ".join(notes(Result.of(logged(given, make=Make.PACELINE), given, date(2026, 1, 2))))
+        return " ".join(result(logged(given, make=Make.PACELINE), given).notes)
 
     assert "a, b: answers are not kept to draft for later requests" in said(top_p=0.9)
     for extra in ({"remember": True}, {"remember": None}, None):

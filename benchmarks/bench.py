@@ -1,0 +1,59 @@
+"""``paceline bench``: the measurements, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from benchmarks import drafting
+from benchmarks.chaos import settings as chaos
+from benchmarks.engine import settings as engine
+from benchmarks.gpu import settings as gpu
+from benchmarks.harness.command import Bench
+from benchmarks.http import settings as http
+from benchmarks.relay import settings as relay
+from benchmarks.serve import flags as serve
+from benchmarks.speculation import settings as speculation
+from cluster.flags import Parser
+
+ABOUT = "measure decoding speed on this machine, against other ways to decode, and what faults do to streams"
+DETAILS = """\
+Everything is measured side by side in one run, with models built from the bundled ones or of random weights; `serve`
+measures servers that run already. Keep the machine quiet meanwhile.
+
+  paceline bench engine --quick
+  paceline bench speculation --quick --json figures.json
+  paceline bench speculation
+  paceline bench drafting --only medusa
+  paceline bench gpu --json figures.json
+  paceline bench http --quick
+  paceline bench relay
+  paceline bench serve --url http://127.0.0.1:8000 --against-plain
+  paceline bench chaos --only kill-target
+  paceline bench soak --minutes 2
+"""
+BENCHES: Mapping[str, Bench] = {
+    "engine": engine.BENCH,
+    "gpu": gpu.BENCH,
+    "speculation": speculation.BENCH,
+    "drafting": drafting.BENCH,
+    "http": http.BENCH,
+    "relay": relay.BENCH,
+    "serve": serve.BENCH,
+    "chaos": chaos.CHAOS,
+    "soak": chaos.SOAK,
+}
+
+
+def add(parser: Parser) -> None:
+    """Its flags."""
+    names = ",".join(BENCHES)
+    benches = parser.add_subparsers(dest="bench", title="benchmarks", metavar=f"{{{names}}}", required=True)
+    for name, bench in BENCHES.items():
+        described = f"Measures {bench.about}.\n\n{bench.details}"
+        bench.add(benches.add_parser(name, help=bench.about, description=described))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report."""
+    return BENCHES[args.bench].run(args)

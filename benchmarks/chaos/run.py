@@ -1,0 +1,145 @@
+"""Runs the table's scenarios, or random faults, on a stage of their own each time, and shows what faults did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+
+from benchmarks.chaos import scenarios, settings, soak
+from benchmarks.chaos.records import Outcome
+from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
+from benchmarks.chaos.stage import Stage, running
+from benchmarks.harness.options import known
+from benchmarks.harness.report import Result, Table, listed
+from cluster.console import say
+from cluster.flags import FAILED
+from cluster.ports import HeldPort
+
+COLUMNS = ("fault", "streams", "requests", "refused (429)", "failed", "text different", "longest silence",
+           "first token", "whole after", "wanted", "holds")  # fmt: skip
+NOTES = """\
+- Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait for
+  one, queueing included. Whole after: from the fault until all workers were back and connected to the router; where
+  something was stopped or removed, with the time that it was.
+- Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose texts no
+  target has in its cache.
+- A node is removed by killing all its processes at once, and comes back ten seconds later. Clients connect through the
+  head, which is not removed."""
+
+
+def chaos(options: ChaosOptions) -> int:
+    """The table; the exit code says whether every row holds. Raises :class:`benchmarks.chaos.stage.StageError`."""
+    rows = scenarios.scenarios(options)
+    known("--only", options.only, [row.name for row in rows], "fault")
+    if options.listed:
+        for row in rows:
+            say(f"{row.name:16} {row.fault}")
+        return 0
+
+    async def play(stage: Stage) -> list[Outcome]:
+        outcomes = []
+        for scenario in rows:
+            if not options.only or scenario.name in options.only:
+                say(f"{scenario.name}: {scenario.fault}")
+                outcomes.append(await scenarios.run(scenario, stage, options))
+                say(f"  {verdict(outcomes[-1])}")
+                result(options, outcomes).save()  # a run of many minutes may be cut short
+                if stage.ended:
+                    await stage.up()
+        return outcomes
+
+    return _run(options, play)
+
+
+def random_faults(options: SoakOptions) -> int:
+    """The same for random faults."""
+
+    async def play(stage: Stage) -> list[Outcome]:
+        say(f"random faults of seed {options.seed}:")
+        return [await soak.soak(stage, options, say)]
+
+    return _run(options, play)
+
+
+def _run(options: FaultOptions, play: Callable[[Stage], Awaitable[list[Outcome]]]) -> int:
+    async def on_stage() -> list[Outcome]:
+        say("starting the cluster")
+        with closing(HeldPort()) as port:
+            async with running(configuration(port.number, options.dtype)) as stage:
+                say(f"Paceline serves at {stage.url}")
+                return await play(stage)
+
+    outcomes = asyncio.run(on_stage())
+    result(options, outcomes).publish()
+    return 0 if all(outcome.holds for outcome in outcomes) else FAILED
+
+
+def result(options: FaultOptions, outcomes: Sequence[Outcome]) -> Result:
+    """What is known by now."""
+    found = Result(
+        options.BENCH,
+        "Faults",
+        options,
+        [table(outcomes)],
+        remarks(outcomes),
+        {
+            "seed": options.seed,
+            "streams": options.streams,
+            "tokens": options.tokens,
+            "cluster": configuration(0, options.dtype),
+            "holds": all(outcome.holds for outcome in outcomes),
+            "rows": [{**asdict(one), "problems": one.problems, "holds": one.holds} for one in outcomes],
+        },
+        width=220,
+    )
+    machine = found.machine
+    page = [
+        f"`{options.command}`",
+        f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
+        f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
+        f"drafters, {settings.ROUTERS} router, the bundled models in {options.dtype}. Requests of {options.tokens} new "
+        f"tokens at temperature {settings.TEMPERATURE}, one after another; every text is compared with that of plain "
+        "decoding, undisturbed.",
+        table(outcomes).markdown(),
+        listed(remarks(outcomes)),
+        NOTES,
+    ]
+    return replace(found, page=page)
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each fault."""
+    lines = []
+    for outcome in outcomes:
+        counted = outcome.tally
+        lines.append(
+            (
+                outcome.fault,
+                f"{outcome.streams}",
+                f"{counted.requests}",
+                f"{counted.refused}",
+                f"{counted.failed}",
+                f"{counted.different}",
+                f"{counted.silence.seconds:.2f} s",
+                f"{counted.first_token:.2f} s",
+                f"{outcome.seconds:.1f} s" if outcome.seconds else "",
+                outcome.wanted.text,
+                "yes" if outcome.holds else "NO",
+            )
+        )
+    return Table("Faults under streaming requests", COLUMNS, lines)
+
+
+def verdict(outcome: Outcome) -> str:
+    """A row in one line."""
+    counted = outcome.tally
+    figures = f"{counted.failed} failed, {counted.different} different, silence {counted.silence.seconds:.2f} s"
+    return f"as wanted: {figures}" if outcome.holds else f"NOT AS WANTED: {'; '.join(outcome.problems)} ({figures})"
+
+
+def remarks(outcomes: Sequence[Outcome]) -> list[str]:
+    """Further figures, and what was not as it must be."""
+    found = [f"{outcome.name}: {'; '.join(outcome.notes)}" for outcome in outcomes if outcome.notes]
+    return found + [f"{outcome.name}, NOT AS WANTED: {why}" for outcome in outcomes for why in outcome.problems]

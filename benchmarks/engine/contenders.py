@@ -1,0 +1,181 @@
+"""Who decodes in this process, in turn on the same core: our verify loop, and the same model in transformers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from benchmarks.engine.steps import GREEDY, Part, StepParts, Work, chain, hooks
+from benchmarks.harness.contenders import PLAIN
+from benchmarks.harness.measure import Batch, Commit, Decoded, Run
+from benchmarks.harness.transformers_baseline import continue_greedily
+from cluster.config import Config
+from cluster.serving import target_settings
+from engine.build import EngineSettings, welcome
+from engine.sampling import Draw, sample
+from engine.step import Engine
+from models.pair import load
+from router.generation import GenerationError
+from speculation.messages import Close, Limits, Open, Refused, Sampling, SessionId, Token, Verification
+from target_service.verify_loop import VerifyLoop
+from transport.worker import Outgoing
+
+LINK = "benchmark"
+PREFIX = "transformers "
+"""Of what is named as ours is."""
+
+
+class Loop:
+    """A target worker without its server, with its usual limits. Every request decodes plainly and ends by length only.
+
+    What the worker refuses raises :class:`router.generation.GenerationError`.
+    """
+
+    def __init__(self, engine: Engine, settings: EngineSettings) -> None:
+        """``settings``: what ``engine`` was built from."""
+        self.engine = engine
+        self._loop = VerifyLoop(engine, welcome(settings, engine.model, "target"), target_settings(Config()).limits)
+        self._numbers = itertools.count(1)
+
+    async def run(self, batch: Batch) -> Run:
+        """Decode all prompts of a batch at the same time; a :data:`benchmarks.harness.measure.Runner`."""
+        asked = time.perf_counter()
+        sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
+        sessions = [
+            self._open(prompt, tokens, sampling) for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)
+        ]
+        tokens: dict[SessionId, list[Token]] = {session: [] for session in sessions}
+        commits: dict[SessionId, list[Commit]] = {session: [] for session in sessions}
+        unfinished = set(sessions)
+        while unfinished:
+            verifications = self._step()
+            now = time.perf_counter()
+            for verification in verifications:
+                tokens[verification.session] += verification.tokens
+                commits[verification.session].append(Commit(now, len(verification.tokens)))
+                if verification.finish:
+                    unfinished.remove(verification.session)
+        decoded = tuple(Decoded(tuple(tokens[session]), tuple(commits[session])) for session in sessions)
+        return Run(decoded, asked=asked)
+
+    @contextmanager
+    def decoding(self, prompts: Sequence[Sequence[Token]], steps: int) -> Iterator[Callable[[], object]]:
+        """All prompts past their first token, with at least ``steps`` more to go; yields the function that steps."""
+        # While some prompts are computed in chunks, those before them decode already: a token a step.
+        ahead = sum(len(prompt) for prompt in prompts)
+        sessions = [self._open(prompt, ahead + steps, Sampling(temperature=0.0)) for prompt in prompts]
+        waiting = set(sessions)
+        try:
+            while waiting:
+                waiting.difference_update(verification.session for verification in self._step())
+            yield self._step
+        finally:
+            for session in sessions:
+                self._loop.receive(LINK, Close(session, 1))
+
+    def _open(self, prompt: Sequence[Token], tokens: int, sampling: Sampling) -> SessionId:
+        session = SessionId(next(self._numbers))
+        end = Limits(len(prompt) + tokens)
+        opened = Open(session, 1, tuple(prompt), sampling, end, PLAIN.speculation)
+        _refuse(self._loop.receive(LINK, opened, time.perf_counter()))
+        return session
+
+    def _step(self) -> list[Verification]:
+        sent = self._loop.step()
+        assert sent is not None, "the verify loop idles while requests are open"
+        _refuse(sent)
+        return [message for _, message in sent if isinstance(message, Verification)]
+
+
+def _refuse(sent: Outgoing) -> None:
+    """Raise what the worker refused."""
+    for _, message in sent:
+        if isinstance(message, Refused):
+            raise GenerationError(message.code, message.message)
+
+
+class Stock:
+    """The model in transformers: ``generate`` with a batch, and single steps over its cache.
+
+    Its attention is torch's fused one (sdpa), faster than its eager one.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Text ends by length only."""
+        self._model: Any = load(folder, dtype)
+        self._model.set_attn_implementation("sdpa")
+        self._model.generation_config.eos_token_id = None
+
+    async def run(self, batch: Batch) -> Run:
+        """Continue prompts together, the shorter ones padded; a :data:`benchmarks.measure.Runner`.
+
+        All go on until the longest text is done. What a shorter one would go on with is no part of the run.
+        """
+        assert batch.temperature == 0.0
+        asked = time.perf_counter()
+        longest = max(len(prompt) for prompt in batch.prompts)
+        padding = [longest - len(prompt) for prompt in batch.prompts]
+        prompts_BT = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, batch.prompts, strict=True)])
+        mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
+        new_BT, noted = continue_greedily(self._model, prompts_BT, batch.tokens, mask_BT)
+        commits = tuple(Commit(at, tokens) for at, tokens in noted)  # a token of every text each
+        texts = zip(new_BT.tolist(), batch.wanted, strict=True)
+        return Run(tuple(Decoded(tuple(row[:tokens]), commits[:tokens]) for row, tokens in texts), asked=asked)
+
+    def works(self, context: Sequence[int], sizes: Sequence[int]) -> dict[str, Work]:
+        """Steps over a cached context that can be timed, by the names ours have, prefixed."""
+        cache = DynamicCache(config=self._model.config)
+        with torch.inference_mode():
+            self._model(input_ids=torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
+        return {PREFIX + chain(size): self._step(cache, size) for size in sizes}
+
+    def _step(self, cache: DynamicCache, tokens: int) -> Work:
+        ids_1T = torch.arange(1, tokens + 1)[None]
+
+        @torch.inference_mode()
+        def step() -> None:
+            self._model(input_ids=ids_1T, past_key_values=cache).logits.argmax(-1).tolist()
+            cache.crop(-tokens)
+
+        return step
+
+
+def measure_parts(loop: Loop, prompts: Sequence[Sequence[int]], steps: int) -> StepParts:
+    """Where the time goes, over ``steps`` steps of all ``prompts`` together.
+
+    The model's parts are timed by hooks on its modules in every other step, and scaled to the forward without them.
+    """
+    engine = loop.engine
+    logits_NV = torch.randn(len(prompts), engine.model.vocabulary)
+    draws = [Draw(GREEDY, position) for position in range(len(prompts))]
+    totals: list[float] = []
+    forwards: list[float] = []
+    samplings: list[float] = []
+    hooked: list[dict[Part, float]] = []
+    with loop.decoding(prompts, 2 * steps + 1) as step:
+        for _ in range(steps):
+            started = time.perf_counter()
+            step()
+            totals.append(time.perf_counter() - started)
+            forwards.append(engine.forward_seconds)
+            started = time.perf_counter()
+            sample(logits_NV, draws)
+            samplings.append(time.perf_counter() - started)
+            with hooks(engine.model.module) as seconds:
+                step()
+            hooked.append(seconds)
+    total, forward, sampling = median(totals), median(forwards), median(samplings)
+    model = {part: median(one[part] for one in hooked) for part in (Part.LINEAR, Part.ATTENTION, Part.REST)}
+    scale = forward / sum(model.values())
+    parts = {part: scale * seconds for part, seconds in model.items()}
+    return StepParts(
+        len(prompts), total, parts | {Part.SAMPLING: sampling, Part.HOST: max(total - forward - sampling, 0.0)}
+    )

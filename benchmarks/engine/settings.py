@@ -1,0 +1,98 @@
+"""The design of the engine benchmark: the model's size, the steps and requests that are timed, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from benchmarks.harness.command import Bench
+from benchmarks.harness.options import FIGURES, BadInput, Options, between, flag
+from cluster.threads import usable_cores
+
+HEAD_SIZE = 64
+GROUP = 4
+"""Query heads that share a key head."""
+EXPANSION = 4
+"""How many times wider than the model its MLP is."""
+HIDDEN_MULTIPLE = HEAD_SIZE * GROUP
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens of the steps that are timed."""
+CONTEXT = 200
+"""Tokens before a timed step."""
+CONCURRENT = 16
+"""Requests at once."""
+PROMPT, NEW = 64, 64
+"""Tokens of a request."""
+EXACT_NEW = 16
+"""New tokens a prompt where texts are compared in float32."""
+REPEATED_PREFIX, SUFFIX = 1000, 16
+"""Tokens of a prompt that were, and were not, served before."""
+CACHE_TOKENS = 32_768
+"""More than all that is ever cached, so that nothing is evicted."""
+WORKER_CACHE_TOKENS = CONCURRENT * (PROMPT + NEW + 32)
+"""Of the worker process: room for its requests and their growth, and no more."""
+READ_BYTES = 512 << 20
+"""Many times a last-level cache, and about what the model's weights take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large the model is.
+
+    By default 260 million parameters: a quarter of the layers of the Llama 3.2 of a billion. With more and thinner
+    layers, more of a step is overhead.
+    """
+
+    hidden: int = 2048
+    """A multiple of :data:`HIDDEN_MULTIPLE`."""
+    layers: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(Options):
+    """How large the model is, and how many cores compute."""
+
+    BENCH: ClassVar[str] = "engine"
+    FOLDER: ClassVar[str | None] = "-engine"
+    quick: bool = flag(False, "fewer rounds, no requests through a router; writes no folder")
+    json: Path | None = flag(None, FIGURES)
+    out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-engine)", metavar="DIR")
+    hidden: int = flag(2048, "hidden size of the model")
+    layers: int = flag(4, "layers of the model", least=1)
+    threads: int = flag(1, "cores, and threads of a step")
+
+    def check(self) -> None:
+        """See :class:`benchmarks.harness.options.Options`."""
+        if self.hidden < HIDDEN_MULTIPLE or self.hidden % HIDDEN_MULTIPLE:
+            raise BadInput(f"--hidden must be a multiple of {HIDDEN_MULTIPLE}, got {self.hidden}")
+        between("--threads", self.threads, 1, usable_cores(), ", the cores usable here")
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model."""
+        return Shape(self.hidden, self.layers)
+
+    @property
+    def rounds(self) -> int:
+        """Times every step and every way to read is timed."""
+        return 12 if self.quick else 40
+
+    @property
+    def turns(self) -> int:
+        """Times every contender decodes, and pairs of prompts with the same prefix."""
+        return 3 if self.quick else 7
+
+    @property
+    def mixed_turns(self) -> int:
+        """Times both decode requests of mixed lengths: as many seconds each as all others together."""
+        return 2 if self.quick else 5
+
+
+BENCH = Bench(
+    "the target worker's engine: its steps, its batches and its memory, and transformers",
+    "The quick run takes about four minutes, the full one about ten.",
+    EngineOptions,
+    "benchmarks.engine.run",
+)

@@ -1,0 +1,193 @@
+"""The device, how time is taken on it, and the models of random weights that are made there."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.engine.steps import Work
+from benchmarks.gpu.settings import CONTEXT, SHAPES, Shape, Sizes
+from engine.build import EngineSettings, build_alone
+from engine.cuda.attention import PlainRowAttention
+from engine.cuda.graphs import CudaRecorder, Record
+from engine.loader import from_module
+from engine.quantisation import NONE
+from engine.step import Engine
+
+SEED = 0
+READS = 8
+WARM_UP = 2
+"""Times that a step is computed before it is timed."""
+
+
+class Gpu:
+    """The device, and how time is taken on it."""
+
+    def __init__(self, device: torch.device, sizes: Sizes, quantization: str = NONE) -> None:
+        self.device, self.sizes, self.quantization = device, sizes, quantization
+        self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
+        self._bandwidth = 0.0
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether it is one."""
+        return self.device.type == "cuda"
+
+    def mark(self) -> Any:
+        """A moment in what the device does."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        """Between two marks that the device has passed."""
+        return float(begin.elapsed_time(end)) if self.on_cuda else 1e3 * (end - begin)
+
+    def wait(self) -> None:
+        """Until it has done all that it was asked."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def tidy(self) -> None:
+        """Give back what nobody holds any more."""
+        gc.collect()
+        if self.on_cuda:
+            with suppress(RuntimeError):  # of a device that has failed
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
+
+    def bandwidth(self) -> float:
+        """Bytes a second, of adding up a buffer that no cache holds; measured once."""
+        if not self._bandwidth:
+            numbers = torch.ones(self.sizes.read_bytes // 4, device=self.device)
+            milliseconds = []
+            for _ in range(READS):
+                begin = self.mark()
+                numbers.sum()
+                end = self.mark()
+                self.wait()
+                milliseconds.append(self.milliseconds(begin, end))
+            self._bandwidth = 1e3 * numbers.nbytes / median(milliseconds)
+        return self._bandwidth
+
+
+class Clock:
+    """Records steps as another does, and takes the time of what is replayed."""
+
+    def __init__(self, record: Record, gpu: Gpu) -> None:
+        self._record, self._gpu = record, gpu
+        self._replays: list[tuple[float, Any, Any]] | None = None
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See :data:`engine.cuda.graphs.Record`."""
+        replay = self._record(compute)
+
+        def timed() -> Tensor:
+            if self._replays is None:
+                return replay()
+            asked, begin = time.perf_counter(), self._gpu.mark()
+            found_RX = replay()
+            self._replays.append((asked, begin, self._gpu.mark()))
+            return found_RX
+
+        return timed
+
+    def time(self, work: Work, rounds: int) -> tuple[float, float | None, float | None]:
+        """Milliseconds of a work that ends when its result is on the host: wall, replayed, and before the first replay.
+
+        Medians over the rounds; None where nothing was replayed.
+        """
+        walls, graphs, layouts = [], [], []
+        for number in range(WARM_UP + rounds):
+            self._gpu.wait()
+            self._replays = []
+            started = time.perf_counter()
+            work()
+            wall = time.perf_counter() - started
+            self._gpu.wait()
+            replays, self._replays = self._replays, None
+            if number < WARM_UP:
+                continue
+            walls.append(1e3 * wall)
+            if replays:
+                graphs.append(sum(self._gpu.milliseconds(begin, end) for _, begin, end in replays))
+                layouts.append(1e3 * (replays[0][0] - started))
+        return median(walls), median(graphs) if graphs else None, median(layouts) if layouts else None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that is measured."""
+
+    shape: Shape
+    gpu: Gpu
+    engine: Engine
+    clock: Clock
+
+    def text(self, tokens: int) -> list[int]:
+        """Another one whenever it is asked for."""
+        found: list[int] = torch.randint(self.shape.vocabulary, (tokens,)).tolist()
+        return found
+
+
+def build(name: str, gpu: Gpu) -> Subject:
+    """A model of random weights on the device, its steps recorded. Raises ModelError, and what the device does."""
+    shape = SHAPES[name]
+    module = random_module(shape, gpu)
+    model = from_module(name, module, {}, gpu.dtype, gpu.device, quantization=gpu.quantization, pack=False)
+    record: Record = lambda compute: compute  # noqa: E731
+    if gpu.on_cuda:
+        record = CudaRecorder(gpu.device)
+    else:
+        stand_in = PlainRowAttention(model.context, shape.heads // shape.kv_heads, gpu.device, page=16)
+        model = replace(model, attention=stand_in)
+    clock = Clock(record, gpu)
+    settings = EngineSettings(name, cache_tokens=gpu.sizes.cache_tokens)
+    return Subject(shape, gpu, build_alone(settings, model, record=clock), clock)
+
+
+def config(shape: Shape) -> LlamaConfig:
+    """As transformers has it."""
+    return LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=shape.tied,
+        eos_token_id=None,  # texts end by length only
+    )
+
+
+def random_module(shape: Shape, gpu: Gpu) -> Any:
+    """The same weights for the same shape, made where they stay."""
+    torch.manual_seed(SEED)
+    with torch.device(gpu.device):
+        module: Any = AutoModelForCausalLM.from_config(config(shape), dtype=gpu.dtype)  # type: ignore[no-untyped-call]
+    return module.eval().requires_grad_(False)
+
+
+def weights_read(shape: Shape) -> int:
+    """Numbers that every step reads: all weights but the embedding, unless that is the output layer as well."""
+    with torch.device("meta"):
+        module = LlamaForCausalLM(config(shape))
+    embedding = 0 if shape.tied else module.model.embed_tokens.weight.numel()
+    return sum(parameter.numel() for parameter in module.parameters()) - embedding
+
+
+def floor_ms(shape: Shape, gpu: Gpu) -> float:
+    """Reading those once."""
+    return 1e3 * weights_read(shape) * gpu.dtype.itemsize / gpu.bandwidth()

@@ -1,0 +1,192 @@
+"""What the benchmark on a GPU must reach, and how that is shown; written anew after each of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from benchmarks.gpu.settings import (
+    CHAIN,
+    COMPILED,
+    MANY,
+    MANY_CHAINS,
+    MOST,
+    ONE,
+    OURS,
+    TREE,
+    TREE_FAR,
+    GpuOptions,
+    launched,
+)
+from benchmarks.harness.report import Goal, Result, Table, cell, goals_table, wanted
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step; medians, in milliseconds."""
+
+    tokens: int
+    rows: int
+    """The class it fell in; 0: it was not computed by rows, or in several pieces."""
+    wall: float
+    """From the call to the drawn tokens on the host."""
+    graph: float | None
+    """What was replayed, on the device; None: nothing was."""
+    layout: float | None
+    """On the host, from the call to the first replay."""
+    floor: float | None = None
+    """Reading the weights once."""
+
+    @property
+    def over_floor(self) -> float | None:
+        """The graph's time over the floor."""
+        return self.graph / self.floor if self.graph and self.floor else None
+
+    @property
+    def around(self) -> float | None:
+        """What the step takes beyond its graph."""
+        return None if self.graph is None else self.wall - self.graph
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a stage came to with one shape."""
+
+    stage: str = ""
+    shape: str = ""
+    seconds: float = 0.0
+    steps: Mapping[str, StepTime] = field(default_factory=dict)
+    rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Tokens a second of every turn, by contender and batch; see :func:`contender`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    failed: str = ""
+    """Why it, or a part of it, did not work; one line."""
+
+
+def contender(name: str, batch: int) -> str:
+    """Who continues how many prompts at once."""
+    return f"{name}, {batch} at once"
+
+
+def _of(outcomes: Sequence[Outcome], stage: str, shape: str) -> Outcome:
+    """What was measured; nothing, if it was not."""
+    return next((one for one in outcomes if (one.stage, one.shape) == (stage, shape)), Outcome())
+
+
+Figure = Callable[[Sequence[Outcome]], float | None]
+
+
+def _worst(stage: str, shape: str, figure: Callable[[StepTime], float | None], *names: str) -> Figure:
+    """The largest of some steps of a stage, or of all; none, if none was measured."""
+
+    def worst(outcomes: Sequence[Outcome]) -> float | None:
+        steps = _of(outcomes, stage, shape).steps
+        found = [figure(step) for name, step in steps.items() if name in (names or steps)]
+        return max((one for one in found if one is not None), default=None)
+
+    return worst
+
+
+def _over_floor(*names: str) -> Figure:
+    return _worst("steps", "8B", lambda step: step.over_floor, *names)
+
+
+_around = _worst("steps", "8B", lambda step: step.around)
+_prompt = _worst("prompt", "8B", lambda step: step.wall)
+
+
+def _draft(shape: str) -> Figure:
+    return _worst("draft", shape, lambda step: step.wall, ONE, CHAIN, TREE)
+
+
+def _launch(shape: str) -> Figure:
+    return _worst("draft", shape, lambda step: step.wall, launched(1))
+
+
+def _exact(outcomes: Sequence[Outcome]) -> float | None:
+    found = [_of(outcomes, "exact", shape).facts.get("exact") for shape in ("8B", "1B")]
+    return None if None in found else found.count(True) / len(found)
+
+
+def _over_compiled(batch: int) -> Figure:
+    def figure(outcomes: Sequence[Outcome]) -> float | None:
+        rates = _of(outcomes, "transformers", "8B").rates
+        ours, theirs = (rates.get(contender(name, batch), ()) for name in (OURS, COMPILED))
+        # One that failed on its way has fewer turns.
+        return median(one / other for one, other in zip(ours, theirs, strict=False)) if ours and theirs else None
+
+    return figure
+
+
+GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
+    Goal("step_over_floor", "8B, up to 32 tokens, over the floor", 1.3, True, _over_floor(ONE, CHAIN, TREE, MANY)),
+    Goal("step64_over_floor", "8B, 64 tokens, over the floor", 1.4, True, _over_floor(MANY_CHAINS, MOST)),
+    Goal("wall_over_graph_ms", "8B, a step's wall time over its graph, ms", 0.5, True, _around),
+    Goal("far_tree_over_floor", "8B, tree of 16 behind 8,000 tokens", 1.6, True, _over_floor(TREE_FAR)),
+    Goal("draft_1B_ms", "1B, a draft step, ms", 1.6, True, _draft("1B")),
+    Goal("draft_tiny_ms", "bundled draft, a draft step, ms", 0.5, True, _draft("tiny")),
+    Goal("launch_tiny_ms", "bundled draft, 8 levels in a launch, ms", 1.6, True, _launch("tiny")),
+    Goal("exact", "share of 8B and 1B that are exact", 1.0, False, _exact),
+    Goal("over_compiled_1", "tokens/s over transformers compiled, 1", 1.15, False, _over_compiled(1)),
+    Goal("over_compiled_16", "tokens/s over transformers compiled, 16", 2.0, False, _over_compiled(16)),
+    Goal("prompt_ms", "8B, a prompt of 2,048 tokens, ms", 75.0, True, _prompt),
+)
+
+
+def result(options: GpuOptions, device: str, outcomes: Sequence[Outcome], warnings: Sequence[str]) -> Result:
+    """What there is so far. ``summary`` and ``wanted`` have exactly the keys of the goals."""
+    figures = {
+        "summary": {goal.key: goal.ours(outcomes) for goal in GOALS},
+        "wanted": wanted(GOALS),
+        "device": device,
+        "sizes": asdict(options.sizes),
+        "outcomes": [asdict(outcome) for outcome in outcomes],
+    }
+    return Result("gpu", "The engine on a GPU", options, tables(outcomes), notes(device, warnings), figures)
+
+
+def tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """All that have lines, the one that matters last."""
+    steps = [
+        (
+            outcome.stage,
+            outcome.shape,
+            name,
+            f"{step.tokens}",
+            f"{step.rows or ''}",
+            *(cell(figure) for figure in (step.graph, step.over_floor, step.wall, step.around, step.layout)),
+        )
+        for outcome in outcomes
+        for name, step in outcome.steps.items()
+    ]
+    measures = ("graph ms", "over floor", "wall ms", "beside ms", "layout ms")
+    rates = [
+        (outcome.shape, name, f"{median(of_one):.1f}", f"{min(of_one):.1f}", f"{max(of_one):.1f}")
+        for outcome in outcomes
+        for name, of_one in outcome.rates.items()
+    ]
+    facts = [
+        (outcome.stage, outcome.shape, what, f"{fact:.4g}" if isinstance(fact, float) else f"{fact}")
+        for outcome in outcomes
+        for what, fact in (outcome.facts | ({"failed": outcome.failed} if outcome.failed else {})).items()
+    ]
+    rate_columns = ("shape", "contender", "median", "slowest", "fastest")
+    found = (
+        Table("Steps", ("stage", "shape", "step", "tokens", "rows", *measures), steps),
+        Table("Plain decoding with its prompts, tokens/s", rate_columns, rates),
+        Table("Besides", ("stage", "shape", "what", "found"), facts),
+    )
+    return [*(table for table in found if table.lines), goals_table(GOALS, outcomes)]
+
+
+def notes(device: str, warnings: Sequence[str]) -> list[str]:
+    """What a reader of the figures must know."""
+    return [
+        f"{device}; random weights, made on the device: the speed is real, the text is not.",
+        "Floor: the weights that a step reads, at the pace of a large sum on the same device. Far: behind a long text.",
+        "transformers runs in the same process and in turn, with attention as torch chooses it, but with our settings "
+        "of cuBLAS, which keep it from splitting sums.",
+        *warnings,
+    ]

@@ -1,0 +1,328 @@
+"""The engine on a GPU: what its steps take beside reading the weights, whether they are exact, and transformers.
+
+Models of random weights are made on the device, by the way that a worker makes its own of a checkpoint. Stages are
+apart: one that fails says why, and the others go on. On a CPU the same code runs on a tiny model, with the plain
+computation in place of kernels and a repeated call in place of a graph, so that it can be tried anywhere.
+
+Needs torch, transformers and triton; nothing of what serves requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.engine.steps import GREEDY, Steps, Work, draw_tokens
+from benchmarks.gpu import device as devices
+from benchmarks.gpu.device import Gpu, Subject, floor_ms
+from benchmarks.gpu.figures import Outcome, StepTime, contender, result
+from benchmarks.gpu.settings import (
+    CASES,
+    COMPILED,
+    DRAFT_CHILDREN,
+    DRAFT_LEVELS,
+    DRAFT_WIDTH,
+    DRAFTING_SESSIONS,
+    GENERATE,
+    OURS,
+    PROMPT,
+    SHAPES,
+    GpuOptions,
+    launched,
+    one_by_one,
+)
+from engine.cuda.attention import first_line
+from engine.cuda.levels import Growth, Levels, Place
+from engine.cuda.rows import ROW_CLASSES
+from engine.quantisation import NONE, weight_bytes
+from engine.sampling import Draw, candidates
+from engine.step import Chunk, Engine
+from speculation.calibration import Calibration
+from speculation.messages import EXACT, Source
+
+
+def main(options: GpuOptions) -> int:
+    """Measure and report; 1 if a stage failed. Figures are written after each."""
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, with stand-ins for what a GPU does"
+    told, outcomes, warnings = Console(stderr=True), list[Outcome](), list[str]()
+    with _warnings(warnings):
+        for outcome in measure(options, device):
+            outcomes.append(outcome)
+            told.print(f"{outcome.stage} {outcome.shape}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s")
+            found = result(options, name, outcomes, warnings)
+            found.save()
+    found.show()
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+def measure(options: GpuOptions, device: torch.device) -> Iterator[Outcome]:
+    """Every stage with every shape it is asked for, shape by shape: one model at a time."""
+    gpu = Gpu(device, options.sizes, options.quantization)
+    for shape, stages in options.plan().items():
+        subject: Subject | None = None
+        unbuilt = ""
+        for stage in stages:
+            started = time.perf_counter()
+            try:
+                if shape and subject is None and not unbuilt:
+                    subject = devices.build(shape, gpu)
+                if subject is None:
+                    outcome = Outcome(failed=unbuilt) if shape else _floor(gpu)
+                else:
+                    outcome = MEASURED[stage](subject)
+            except Exception as error:
+                outcome = Outcome(failed=first_line(error))
+                unbuilt = f"its model was not built: {outcome.failed}"
+            yield replace(outcome, stage=stage, shape=shape, seconds=time.perf_counter() - started)
+        del subject
+        gpu.tidy()
+
+
+def _floor(gpu: Gpu) -> Outcome:
+    floors = {f"floor of {name}, ms": floor_ms(shape, gpu) for name, shape in SHAPES.items()}
+    return Outcome(facts={"GB/s": gpu.bandwidth() / 1e9} | floors)
+
+
+def _steps(subject: Subject) -> Outcome:
+    sizes, engine = subject.gpu.sizes, subject.engine
+    floor, module = floor_ms(subject.shape, subject.gpu), cast(Any, engine.model.module)
+    facts = {}
+    if subject.gpu.quantization != NONE:
+        embedding = 0 if subject.shape.tied else module.get_input_embeddings().weight.nbytes
+        floor = 1e3 * (weight_bytes(module) - embedding) / subject.gpu.bandwidth()
+        facts = {"weights": engine.model.weights}
+    most = max(count for count, _, _ in CASES.values())
+    steps = Steps(engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
+    found = {}
+    for name, (count, parents, far) in CASES.items():
+        work = steps.step([most] if far else range(count), parents)
+        found[name] = _timed(subject, work, count * len(parents), sizes.rounds, floor)
+    steps.free()
+    return Outcome(steps=found, facts=facts)
+
+
+def _draft(subject: Subject) -> Outcome:
+    """Steps of a draft model, and several levels of drafts: each a step that the host prepares, or all one launch."""
+    outcome, engine, sizes = _steps(subject), subject.engine, subject.gpu.sizes
+    levels = engine.levels(DRAFT_WIDTH, DRAFT_CHILDREN)
+    found = dict(outcome.steps)
+    for count in DRAFTING_SESSIONS:
+        drafting = Drafting(engine, [subject.text(sizes.context) for _ in range(count)])
+        tokens = count * (1 + (DRAFT_LEVELS - 1) * DRAFT_WIDTH)
+        works = {one_by_one(count): drafting.one_by_one}
+        works |= {} if levels is None else {launched(count): partial(drafting.launch, levels)}
+        found |= {name: replace(_timed(subject, work, tokens, sizes.rounds), rows=0) for name, work in works.items()}
+        drafting.free()
+    return replace(outcome, steps=found, failed=outcome.failed or ("" if levels else "levels are not launched"))
+
+
+class Drafting:
+    """Sequences whose next tokens are drafted, greedily, some levels at a time; nothing of it is kept."""
+
+    def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+        """Computes all but the last token of each text."""
+        self._engine, self._texts = engine, texts
+        self._sequences = [engine.cache.sequence() for _ in texts]
+        engine.run([Chunk(each, text[:-1]) for each, text in zip(self._sequences, texts, strict=True)])
+        for each, text in zip(self._sequences, texts, strict=True):
+            each.advance(range(len(text) - 1))
+
+    def one_by_one(self) -> None:
+        """A step for each level, of what the host made of the last one."""
+        expanded: list[list[tuple[int, int]]] = [[(text[-1], -1)] for text in self._texts]  # token and parent
+        for _ in range(DRAFT_LEVELS):
+            chunks = [
+                Chunk(sequence, [token for token, _ in places], [parent for _, parent in places], range(len(places)))
+                for sequence, places in zip(self._sequences, expanded, strict=True)
+            ]
+            draws = [
+                Draw(GREEDY, sequence.length + row)
+                for sequence, places in zip(self._sequences, expanded, strict=True)
+                for row in range(len(places))
+            ]
+            found = iter(candidates(self._engine.run(chunks), draws, DRAFT_CHILDREN))
+            for sequence, places in zip(self._sequences, expanded, strict=True):
+                first = sequence.pending - len(places)
+                drafts = [(each.token, first + row) for row in range(len(places)) for each in next(found)]
+                places[:] = drafts[:DRAFT_WIDTH]
+        for sequence in self._sequences:
+            sequence.rollback()
+
+    def launch(self, levels: Levels) -> None:
+        """The first level as a step, the others behind it."""
+        chunks = [Chunk(each, text[-1:], rows=[0]) for each, text in zip(self._sequences, self._texts, strict=True)]
+        logits_RV = self._engine.run(chunks)
+        odds = Calibration()
+        growths = [
+            Growth(
+                sampling=GREEDY,
+                stops=(),
+                position=len(text),
+                max_end=len(text) + DRAFT_LEVELS,
+                least=0.0,
+                width=DRAFT_WIDTH,
+                children=DRAFT_CHILDREN,
+                factors=odds.factors(Source.DRAFT),
+                blocks=sequence.blocks,
+                rows=[number],
+                places=[Place(len(text), *sequence.lineage(0))],
+                weights=[1.0],
+                leaves=(),
+                slots=sequence.append([0] * ((DRAFT_LEVELS - 1) * levels.width)),
+            )
+            for number, (sequence, text) in enumerate(zip(self._sequences, self._texts, strict=True))
+        ]
+        levels.read(levels.launch(logits_RV, growths, odds.table(Source.DRAFT), DRAFT_LEVELS))
+        for sequence in self._sequences:
+            sequence.rollback()
+
+    def free(self) -> None:
+        """Give the cache back."""
+        for sequence in self._sequences:
+            sequence.free()
+
+
+def _timed(subject: Subject, work: Work, tokens: int, rounds: int, floor: float | None = None) -> StepTime:
+    wall, graph, layout = subject.clock.time(work, rounds)
+    rows = next((rows for rows in subject.engine.row_classes if rows >= tokens), 0)
+    return StepTime(tokens, rows, wall, graph, layout, floor)
+
+
+def _exact(subject: Subject) -> Outcome:
+    """What the engine measured when it was built."""
+    engine = subject.engine
+    possible = [rows for rows in ROW_CLASSES if rows <= engine.model.spare]
+    given_up = [rows for rows in possible if rows not in engine.row_classes]
+    told = engine.exactness or "not measured"
+    return Outcome(facts={"exact": told == EXACT, "told": told, "given up": given_up, "rows": list(engine.row_classes)})
+
+
+def _prompt(subject: Subject) -> Outcome:
+    text = subject.text(subject.gpu.sizes.prompt)
+
+    def work() -> None:
+        sequence = subject.engine.cache.sequence()
+        draw_tokens(subject.engine, [Chunk(sequence, text, rows=[len(text) - 1], draws=[Draw(GREEDY, len(text))])])
+        sequence.rollback()
+        sequence.free()
+
+    return Outcome(steps={PROMPT: _timed(subject, work, len(text), max(1, subject.gpu.sizes.rounds // 3))})
+
+
+def _transformers(subject: Subject) -> Outcome:
+    """Ours and transformers' continue the same prompts in turn, each of them another one in every turn."""
+    gpu, sizes = subject.gpu, subject.gpu.sizes
+    module = devices.random_module(subject.shape, gpu)
+    module.set_attn_implementation("sdpa")
+
+    def generate(prompts: list[list[int]], **how: Any) -> None:
+        ids_BT = torch.tensor(prompts, device=gpu.device)
+        with _stock_attention():
+            module.generate(
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                max_new_tokens=sizes.request,
+                do_sample=False,
+                pad_token_id=0,
+                **how,
+            )
+
+    contenders: dict[str, Callable[[list[list[int]]], object]] = {
+        OURS: lambda prompts: decode(subject.engine, prompts, sizes.request),
+        GENERATE: generate,
+        COMPILED: lambda prompts: generate(prompts, cache_implementation="static"),  # which it compiles on a GPU
+    }
+    rates: dict[str, list[float]] = {}
+    failed = []
+    for batch in sizes.batches:
+        if gpu.on_cuda:
+            torch.compiler.reset()  # or it would compile for any batch, which is slower
+        left = dict(contenders)
+        for turn in range(-1, sizes.turns):
+            prompts = [subject.text(sizes.request) for _ in range(batch)]
+            for name in sorted(left, reverse=bool(turn % 2)):
+                try:
+                    gpu.wait()
+                    started = time.perf_counter()
+                    left[name](prompts)
+                    gpu.wait()
+                except Exception as error:
+                    failed.append(f"{contender(name, batch)}: {first_line(error)}")
+                    del left[name]
+                    continue
+                if turn >= 0:
+                    rate = batch * sizes.request / (time.perf_counter() - started)
+                    rates.setdefault(contender(name, batch), []).append(rate)
+    return Outcome(rates=rates, failed="; ".join(failed))
+
+
+def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """Continue all prompts together, greedily, by ``new`` tokens each."""
+    sequences = [engine.cache.sequence() for _ in prompts]
+    texts: list[list[int]] = [[] for _ in prompts]
+    fed: Sequence[Sequence[int]] = prompts
+    try:
+        for _ in range(new):
+            chunks = [
+                Chunk(sequence, part, rows=[len(part) - 1], draws=[Draw(GREEDY, sequence.length + len(part))])
+                for sequence, part in zip(sequences, fed, strict=True)
+            ]
+            tokens = draw_tokens(engine, chunks)
+            for sequence, part, text, token in zip(sequences, fed, texts, tokens, strict=True):
+                sequence.advance(range(len(part)))
+                text.append(token)
+            fed = [[token] for token in tokens]
+    finally:
+        for sequence in sequences:
+            sequence.rollback()
+            sequence.free()
+    return texts
+
+
+MEASURED: dict[str, Callable[[Subject], Outcome]] = {
+    "steps": _steps,
+    "draft": _draft,
+    "exact": _exact,
+    "prompt": _prompt,
+    "transformers": _transformers,
+}
+
+
+@contextmanager
+def _stock_attention() -> Iterator[None]:
+    """Attention as torch chooses it; what we rule out for ourselves, others may use."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
+def _warnings(heard: list[str]) -> Iterator[None]:
+    """Keep what the engine warns of."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    logger = logging.getLogger("engine")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

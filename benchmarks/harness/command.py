@@ -1,0 +1,85 @@
+"""A benchmark as a command: its flags, and the module that measures, imported only when it does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.options import BadInput, Options, add_flags
+from cluster.console import CommandError
+from cluster.flags import FAILED, Parser
+from cluster.folders import is_folder
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+class BenchError(Exception):
+    """A benchmark cannot go on. Why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One of ``paceline bench``."""
+
+    about: str
+    details: str
+    options: type[Options]
+    module: str
+    """Its function ``main`` measures and reports; it returns the exit code."""
+    main: str = "main"
+
+    def add(self, parser: Parser) -> None:
+        """Its flags."""
+        add_flags(parser, self.options)
+
+    def read(self, args: argparse.Namespace) -> Options:
+        """Its options, checked. Raises :class:`cluster.console.CommandError`."""
+        return self.options.read(args)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Measure and report. Raises :class:`cluster.console.CommandError`."""
+        # What would only fail when all is measured is refused before anything is.
+        _check_files(getattr(args, "json", None), getattr(args, "out", None))
+        folder = self.options.FOLDER
+        if folder is not None:
+            if args.out and args.quick:
+                raise BadInput("--out belongs to a full run; with --quick, use --json")
+            args.out = args.out or dated(folder)
+        options = self.read(args)
+        measure: Callable[[Any], int] = getattr(import_module(self.module), self.main)
+        try:
+            return measure(options)
+        except Exception as error:
+            if not isinstance(error, (BenchError, TimeoutError, ConnectionError, *_of_the_router())):
+                raise
+            raise CommandError(f"the benchmark ended early: {error or 'a worker did not answer'}", FAILED) from error
+
+
+def dated(suffix: str) -> Path:
+    """The usual folder of a run of today."""
+    return RESULTS / f"{datetime.now(UTC).date().isoformat()}{suffix}"
+
+
+def _of_the_router() -> tuple[type[Exception], ...]:
+    """What its requests raise. Only a benchmark that has imported the router can end so."""
+    loaded = sys.modules.get("router.generation")
+    return (loaded.GenerationError,) if loaded is not None else ()
+
+
+def _check_files(json: Path | None, out: Path | None) -> None:
+    if json and not is_folder(json.absolute().parent):
+        raise BadInput(f"--json {json}: no such folder")
+    if json and is_folder(json):
+        raise BadInput(f"--json {json}: a folder, not a file")
+    if out:
+        place = out.absolute()
+        nearest = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        if not is_folder(nearest):
+            raise BadInput(f"--out {out}: {nearest} is not a folder")

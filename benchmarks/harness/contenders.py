@@ -1,0 +1,71 @@
+"""Who takes part: what each request asks for, and which draft length a baseline runs with.
+
+All contenders but those of another library are requests to the same processes; what differs is what the request says.
+No answer is remembered: all are asked the same, and one that drafts from what was said before would copy another's.
+The baselines get their best draft length: each is tried with several in the very setting it is measured in, and then
+measured again with the best, so that the choice does not flatter the figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from benchmarks.harness.measure import Run
+from speculation.messages import Schedule, Source, Speculation
+
+LENGTHS = (2, 4, 6, 8, 10, 12)
+"""Draft lengths K that the sequential baseline is tried with."""
+PARALLEL_LENGTHS = (6, 8, 10, 12)
+"""Draft lengths that the PEARL-like baseline is tried with."""
+
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A name for the tables and what its requests ask for."""
+
+    name: str
+    speculation: Speculation
+
+    def __post_init__(self) -> None:
+        assert not self.speculation.remember, "another contender may copy its answers"
+
+
+_DRAFT = frozenset({Source.DRAFT})
+
+PLAIN = Contender("plain", Speculation(enabled=False, remember=False))
+"""Ordinary decoding by the same target."""
+OURS = Contender("ours", Speculation(sources=_DRAFT, remember=False))
+"""Drafts of the draft model only, so that it is compared with others on equal terms."""
+OURS_AND_LOOKUP = Contender("ours with lookup", Speculation(remember=False))
+"""What a request gets that asks for nothing, but that nothing was said before."""
+LOOKUP = Contender("lookup only", Speculation(sources=frozenset({Source.LOOKUP}), remember=False))
+"""No draft model: drafts copied from the session's own tokens."""
+
+
+def sequential(length: int) -> Contender:
+    """Draft ``length`` tokens, then verify them, in turn (Leviathan et al. 2023), over the same wire."""
+    return _in_chains("sequential", length, Schedule.SEQUENTIAL)
+
+
+def parallel(length: int) -> Contender:
+    """Draft the next ``length`` tokens during verification, drop them at a refusal (as PEARL does, Liu et al. 2024)."""
+    return _in_chains("PEARL-like", length, Schedule.PARALLEL)
+
+
+def _in_chains(name: str, length: int, schedule: Schedule) -> Contender:
+    return Contender(name, Speculation(max_depth=length, schedule=schedule, sources=_DRAFT, remember=False))
+
+
+def pace(runs: Sequence[Run]) -> float:
+    """Tokens a second over all runs together; long waits count as long as they were."""
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def best(tried: Mapping[Choice, Sequence[Run]]) -> Choice:
+    """The choice with the highest pace; the first of equals."""
+    return max(tried, key=lambda choice: pace(tried[choice]))

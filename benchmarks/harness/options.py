@@ -1,0 +1,129 @@
+"""How large a run is and where its results go: each setting is declared once, as a field that is also a flag."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from cluster.console import CommandError
+from cluster.flags import BAD_INPUT
+
+FIGURES = "write the figures there too"
+METAVARS = {int: "N", float: "N", str: "TEXT", type(None): "FILE", tuple: "NAME"}
+PLACES = ("json", "out")
+"""Flags that come last in a help text."""
+
+
+class BadInput(CommandError):
+    """What was given is of no use. One line that says what would be right."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, BAD_INPUT)
+
+
+def flag(default: Any, about: str, **how: Any) -> Any:
+    """A field that is a flag of the field's name, of the type of its default.
+
+    Keyword arguments: ``least`` and ``most`` (bounds), ``positive`` (above 0 and finite), ``quick`` (the default of a
+    quick run), ``name`` (of the flag), ``choices``, ``metavar``.
+    """
+    return field(default=default, metadata={"about": about, **how})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What every run is told. A benchmark adds its own, and declares anew as flags those of these that it takes."""
+
+    BENCH: ClassVar[str] = ""
+    """Name of its command."""
+    FOLDER: ClassVar[str | None] = None
+    """Where a run writes that is not told where, below ``benchmarks/results``; None: nowhere."""
+    quick: bool = False
+    json: Path | None = None
+    out: Path | None = None
+    """A folder."""
+
+    def check(self) -> None:
+        """Refuse what only the options together, or this machine, can refuse. Raises CommandError."""
+
+    @property
+    def command(self) -> str:
+        """What measures the same again."""
+        own = [(_name(one), getattr(self, one.name)) for one in flags(type(self)) if one.name not in PLACES]
+        words = (name if value is True else f"{name} {_word(value)}" for name, value in own if value not in (False, ()))
+        return " ".join([f"paceline bench {self.BENCH}", *words])
+
+    @classmethod
+    def read(cls, args: argparse.Namespace) -> Self:
+        """What the flags amount to, checked. Raises :class:`cluster.console.CommandError`."""
+        given = {one.name: _checked(one, args) for one in flags(cls) if hasattr(args, one.name)}
+        options = cls(**given)
+        options.check()
+        return options
+
+
+def flags(options: type[Options]) -> list[Field[Any]]:
+    """Fields that are flags, in the order of a help text."""
+    own = [one for one in fields(options) if one.metadata]
+    return sorted(own, key=lambda one: one.name in PLACES)
+
+
+def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
+    """Its flags; a repeated one takes several names at a time, too, separated by commas."""
+    for one in flags(options):
+        how, default = one.metadata, one.default
+        assert default is not MISSING
+        about, kind = how["about"], type(default)
+        if kind is bool:
+            parser.add_argument(_name(one), dest=one.name, action="store_true", help=about)
+            continue
+        if kind in (int, float, str) and "default" not in about:
+            quick = f"; quick: {_word(how['quick'])}" if "quick" in how else ""
+            about = f"{about} (default: {_word(default)}{quick})"
+        parser.add_argument(
+            _name(one),
+            dest=one.name,
+            default=[] if kind is tuple else None if "quick" in how else default,
+            action="append" if kind is tuple else "store",
+            type={type(None): Path, tuple: str}.get(kind, kind),
+            choices=how.get("choices"),
+            metavar=None if "choices" in how else how.get("metavar", METAVARS[kind]),
+            help=about,
+        )
+
+
+def between(name: str, value: float, least: float | None, most: float | None, why: str = "") -> None:
+    """Refuse what is out of bounds. Raises :class:`cluster.console.CommandError`."""
+    if (least is None or least <= value) and (most is None or value <= most):
+        return
+    wanted = f"{_word(least)} to {_word(most)}" if most is not None else f"at least {_word(least)}"
+    raise BadInput(f"{name} must be {wanted}{why}, got {_word(value)}")
+
+
+def known(flag_name: str, given: Sequence[str], names: Iterable[str], kind: str) -> None:
+    """Refuse a name that there is not. Raises :class:`cluster.console.CommandError`."""
+    for name in given:
+        if name not in names:
+            raise BadInput(f"{flag_name} {name}: no such {kind}; there are {', '.join(names)}")
+
+
+def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
+    how, value = one.metadata, getattr(args, one.name)
+    if value is None and "quick" in how:
+        return how["quick"] if args.quick else one.default
+    if "positive" in how and not 0 < value < float("inf"):
+        raise BadInput(f"{_name(one)} must be above 0, got {value:g}")
+    if "least" in how or "most" in how:
+        between(_name(one), value, how.get("least"), how.get("most"))
+    return tuple(name.strip() for part in value for name in part.split(",")) if isinstance(value, list) else value
+
+
+def _name(one: Field[Any]) -> str:
+    return str(one.metadata.get("name") or f"--{one.name.replace('_', '-')}")
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else ",".join(value) if isinstance(value, tuple) else str(value)

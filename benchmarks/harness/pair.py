@@ -1,0 +1,141 @@
+"""The pair the benchmarks run: a stretched target and, as its draft, the checkpoint it was stretched from.
+
+Stretching (``models.stretch``) gives the bundled target the cost of a model many times its size without changing what
+it says; noise in the added layers then sets how often the draft agrees. So the ratio of step costs and the acceptance
+are those of a real pair, and no download is needed. What is built is kept in a folder that git ignores.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from cluster.checkout import CHECKOUT
+from engine.medusa import read, save
+from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer
+from models.stretch import calibrate_noise, calibration_prompts, stretch, stretch_heads
+
+ROOT = CHECKOUT
+BUNDLED = ROOT / "models" / "target"
+HEADS = ROOT / "models" / "medusa"
+CACHE = ROOT / "benchmarks" / ".cache"
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large the target becomes, and how often the draft shall agree with it."""
+
+    hidden: int = 1024
+    layers: int = 24
+    """So that a step of the draft costs about a twelfth of a step of the target, as 1B does to 70B."""
+    acceptance: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two model folders."""
+
+    name: str
+    target: Path
+    draft: Path
+    parameters: int
+    """Of the target."""
+    about: str
+    """What a reader of the figures must know."""
+
+
+def trained_pair() -> Pair:
+    """The bundled target and draft, as they are."""
+    parameters = parameter_count(load(BUNDLED, torch.bfloat16))
+    about = f"Target ({parameters / 1e6:.1f}M parameters) and draft: the bundled pair, as trained."
+    return Pair("trained", BUNDLED, ROOT / "models" / "draft", parameters, about)
+
+
+def stretched_pair(shape: Shape) -> Pair:
+    """Build the pair, or find it as built before from the same bundled checkpoint."""
+    folder = CACHE / f"{_checkpoint(BUNDLED)}-h{shape.hidden}-l{shape.layers}-a{shape.acceptance:.2f}"
+    _once(folder, lambda fresh: _stretch(shape, fresh))
+    known = json.loads((folder / "pair.json").read_text())
+    about = (
+        f"Target: the bundled model stretched to {known['parameters'] / 1e6:.0f}M parameters, "
+        f"noise {known['noise']:.3g}. "
+        f"Draft: the bundled target, unstretched; it agrees greedily on {known['agreement']:.2f} of the tokens. "
+        "The cost is real, the agreement is set."
+    )
+    return Pair(f"stretched {shape.acceptance:g}", folder, BUNDLED, known["parameters"], about)
+
+
+def slow_draft(hidden: int = 1024, layers: int = 6) -> Path:
+    """A draft that says what the bundled target says, at several times its cost: as a step of 8B is to one of 1B."""
+    folder = CACHE / f"{_checkpoint(BUNDLED)}-h{hidden}-l{layers}-silent"
+
+    def build(fresh: Path) -> None:
+        stretch(load(BUNDLED, torch.bfloat16), hidden_size=hidden, layers=layers, seed=SEED).save_pretrained(fresh)
+        save_tokenizer(load_tokenizer(BUNDLED), fresh)
+
+    _once(folder, build)
+    return folder
+
+
+def stretched_heads(shape: Shape) -> Path:
+    """The bundled Medusa heads for the stretched target of this shape; they compute what they do for the bundled."""
+    made = sha256((HEADS / "medusa_lm_head.pt").read_bytes()).hexdigest()[:8]
+    folder = CACHE / f"{made}-medusa-h{shape.hidden}"
+    _once(folder, lambda fresh: save(stretch_heads(read(HEADS), shape.hidden), fresh, "stretched target"))
+    return folder
+
+
+def wrong_draft(pair: Pair) -> Path:
+    """A copy of the pair's draft that costs the same and is always wrong.
+
+    It reads as the draft does and then says another token: the rows of its output layer have changed places, so that
+    none of the vocabulary stays where it was.
+    """
+    folder = CACHE / f"{_checkpoint(pair.draft)}-wrong"
+    _once(folder, lambda fresh: _scramble(pair.draft, fresh))
+    return folder
+
+
+def _stretch(shape: Shape, folder: Path) -> None:
+    draft, tokenizer = load(BUNDLED, torch.bfloat16), load_tokenizer(BUNDLED)
+    size = {"hidden_size": shape.hidden, "layers": shape.layers}
+    found = calibrate_noise(
+        draft, draft, calibration_prompts(tokenizer, 12), shape.acceptance, seed=SEED, tokens=32, **size
+    )
+    target = stretch(draft, noise=found.noise, seed=SEED, **size)
+    target.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    known = {"shape": asdict(shape), "parameters": parameter_count(target), **asdict(found)}
+    (folder / "pair.json").write_text(json.dumps(known))
+
+
+def _scramble(draft: Path, folder: Path) -> None:
+    model = load(draft, torch.bfloat16)
+    rows_VD = model.lm_head.weight.detach().clone()
+    rows_VD[:VOCABULARY] = rows_VD[:VOCABULARY].roll(VOCABULARY // 2, dims=0)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(rows_VD)
+    model.save_pretrained(folder)
+    save_tokenizer(load_tokenizer(draft), folder)
+
+
+def _checkpoint(folder: Path) -> str:
+    return sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8]
+
+
+def _once(folder: Path, build: Callable[[Path], None]) -> None:
+    """Build ``folder`` unless it is there; half of one is never taken for all of it."""
+    if folder.exists():
+        return
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    build(fresh)
+    fresh.rename(folder)

@@ -1,0 +1,210 @@
+"""What came of a run, and how it is shown: tables and notes on the terminal, JSON, a folder with a page.
+
+Decides nothing about the figures, and imports nothing of what is measured, so that a benchmark of the engine alone
+needs no other part of the project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from benchmarks.harness.options import Options
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 120
+"""Of plots."""
+MISSING = "not measured"
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table in words."""
+
+    title: str
+    columns: tuple[str, ...]
+    lines: Sequence[tuple[str, ...]]
+
+    def rich(self) -> RichTable:
+        """For a terminal."""
+        table = RichTable(title=self.title)
+        for column in self.columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for line in self.lines:
+            table.add_row(*line)
+        return table
+
+    def markdown(self) -> str:
+        """For a README."""
+        head = [self.columns, ("---",) * len(self.columns)]
+        return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in [*head, *self.lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Goal(Generic[Measured]):
+    """A figure that must be reached."""
+
+    key: str
+    what: str
+    bound: float
+    at_most: bool
+    """Whether ``bound`` is the most it may be; else it is the least."""
+    ours: Callable[[Measured], float | None]
+    transformers: Callable[[Measured], float] | None = None
+    """The same of transformers, where it has one."""
+
+    def reached(self, figure: float) -> bool:
+        """Whether a figure is good enough."""
+        return figure <= self.bound if self.at_most else figure >= self.bound
+
+    @property
+    def wanted(self) -> str:
+        """The bound in words."""
+        return f"at {'most' if self.at_most else 'least'} {self.bound:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run, as it is shown. ``figures``: what its JSON has besides the date, the machine, the command and notes."""
+
+    name: str
+    """Of its JSON file, without the ending."""
+    title: str
+    options: Options
+    tables: Sequence[Table]
+    """The one that matters last."""
+    notes: Sequence[str]
+    """What a reader of the figures must know, a sentence or two each."""
+    figures: Mapping[str, Any]
+    page: Sequence[str] = ()
+    """Parts of the page below its title; empty: the command, the notes and the tables, the last of them first."""
+    plots: Callable[[Path], Iterable[Plot]] | None = None
+    """Draws into a folder."""
+    width: int = 160
+    """Columns of a table that goes to a file."""
+    indent: int | None = 2
+    """Of the JSON."""
+    day: date = field(default_factory=lambda: datetime.now(UTC).date())
+    machine: Mapping[str, Any] = field(default_factory=lambda: describe_machine())
+
+    def publish(self) -> None:
+        """Show it, and write it where the options say."""
+        self.show()
+        self.save()
+
+    def save(self) -> None:
+        """Write it where the options say; a quick run writes no folder."""
+        if self.options.json is not None:
+            self.write_json(self.options.json)
+        if self.options.out is not None and not self.options.quick:
+            self.write_folder(self.options.out)
+
+    def show(self) -> None:
+        """Print tables and notes on stdout."""
+        console = Console(width=None if sys.stdout.isatty() else self.width)
+        for table in self.tables:
+            console.print(table.rich())
+        for note in self.notes:
+            console.print(note, highlight=False, markup=False)
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for other programs."""
+        about = {"date": self.day.isoformat(), "hardware": self.machine, "command": self.options.command}
+        return {**about, "notes": list(self.notes), **self.figures}
+
+    def write_json(self, file: Path) -> None:
+        """The document."""
+        file.write_text(json.dumps(self.document(), indent=self.indent) + "\n", encoding="utf-8")
+
+    def write_folder(self, folder: Path) -> None:
+        """The document, plots, and ``README.md`` that shows them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.write_json(folder / f"{self.name}.json")
+        drawn = list(self.plots(folder)) if self.plots is not None else []
+        *others, first = (table.markdown() for table in self.tables)
+        body = self.page or [f"`{self.options.command}`", listed(self.notes), first, *others]
+        pictures = (f"![{one.caption}]({one.file})\n\n{one.caption}" for one in drawn)
+        parts = [f"## {self.title}, {self.day.isoformat()}", *filter(None, body), *pictures]
+        (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture in a file, and what it shows."""
+
+    file: str
+    caption: str
+
+
+def canvas(width: float, height: float) -> Figure:
+    """To draw on. matplotlib is an optional dependency (``plots``) and is imported only when something is drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), layout="constrained")
+
+
+def listed(notes: Sequence[str]) -> str:
+    """In Markdown."""
+    return "\n".join(f"- {note}" for note in notes)
+
+
+def cell(value: float | None, form: str = ".2f", missing: str = "") -> str:
+    """A figure in a table."""
+    return missing if value is None else format(value, form)
+
+
+def wanted(goals: Sequence[Goal[Any]]) -> dict[str, dict[str, float]]:
+    """The bounds, for JSON."""
+    return {goal.key: {"at_most" if goal.at_most else "at_least": goal.bound} for goal in goals}
+
+
+def goals_table(goals: Sequence[Goal[Measured]], measured: Measured) -> Table:
+    """What must be reached, beside what was, and beside what transformers comes to, where it has such a figure."""
+    lines = []
+    for goal in goals:
+        figure = goal.ours(measured)
+        theirs = goal.transformers(measured) if goal.transformers else None
+        lines.append(
+            (
+                goal.what,
+                goal.wanted,
+                MISSING if figure is None else f"{figure:.2f}",
+                "" if figure is None else "yes" if goal.reached(figure) else "NO",
+                "" if theirs is None else f"{theirs:.2f}",
+            )
+        )
+    return Table("Must reach", ("figure", "wanted", "measured", "reached", "transformers"), lines)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory and versions."""
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }

@@ -1,0 +1,178 @@
+"""What the relay between a target and a drafter takes: real streams through a real router, and nothing computed.
+
+Each part is a process of its own. Messages carry the time they were made at as a token id, so one-way times are read
+where they arrive. Beside the router runs, in turn, a bare one that passes the same bytes on through gRPC's streams and
+reads nothing: the difference is ours, the rest is what two streams cost on this machine as it is now. And a bare pair
+without a router, which is what one stream costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from benchmarks.harness.processes import Child, WorkerFailed, child
+from benchmarks.harness.report import Result, Table
+from benchmarks.relay.settings import (
+    BARE,
+    CONTENDERS,
+    DIRECT,
+    PACELINE,
+    PROPOSED,
+    VERIFIED,
+    WANTED_MS,
+    WAYS,
+    RelayOptions,
+)
+from cluster.console import stages
+
+WARM_UP_SECONDS = 1.0
+PARTS = {PACELINE: ("target", "draft", "router"), BARE: ("bare-target", "bare-draft", "bare-router")}
+"""Of those with a router: what each process is told to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a contender. Times in milliseconds, by the way they were taken on."""
+
+    contender: str
+    heard: dict[str, list[float]]
+    """From one machine to the event loop of the other."""
+    taken: dict[str, list[float]]
+    """And until the other machine took the message up."""
+    cpu_us: dict[str, float]
+    """Processor time of each part for a verification and its proposal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One way of one contender, over all its turns."""
+
+    messages: int
+    p50_ms: float
+    p99_ms: float
+    taken_p50_ms: float
+    """Until the machine took it up: a target does so between two steps."""
+
+
+def figures(turns: Sequence[Turn], contender: str, way: str) -> Figures:
+    """What was measured of one way."""
+    own = [turn for turn in turns if turn.contender == contender]
+    heard = sorted(time for turn in own for time in turn.heard[way])
+    taken = [time for turn in own for time in turn.taken[way]]
+    if not heard:
+        raise WorkerFailed(f"nothing came from {way} through {contender}")
+    return Figures(len(heard), median(heard), heard[99 * len(heard) // 100], median(taken))
+
+
+def cpu(turns: Sequence[Turn], contender: str, part: str) -> float:
+    """Microseconds of a part for a verification and its proposal: the median of its turns; 0: it has no such part."""
+    return median(turn.cpu_us.get(part, 0.0) for turn in turns if turn.contender == contender)
+
+
+def summary(turns: Sequence[Turn]) -> dict[str, float]:
+    """The figures that matter, the first two of which have a goal of :data:`WANTED_MS`."""
+    ours = {way: figures(turns, PACELINE, way) for way in WAYS}
+    bare = {way: figures(turns, BARE, way) for way in WAYS}
+    return {
+        "verified_p50_ms": ours[VERIFIED].p50_ms,
+        "proposed_p50_ms": ours[PROPOSED].p50_ms,
+        "verified_p99_ms": ours[VERIFIED].p99_ms,
+        "proposed_p99_ms": ours[PROPOSED].p99_ms,
+        "verified_over_bare": ours[VERIFIED].p50_ms / bare[VERIFIED].p50_ms,
+        "proposed_over_bare": ours[PROPOSED].p50_ms / bare[PROPOSED].p50_ms,
+        "router_cpu_us": cpu(turns, PACELINE, "router"),
+    }
+
+
+async def measure(options: RelayOptions, report: Callable[[str], None] = lambda _: None) -> list[Turn]:
+    """All turns. Raises WorkerFailed, TimeoutError."""
+    turns = []
+    for number in range(options.rounds):
+        for contender in CONTENDERS if number % 2 else reversed(CONTENDERS):
+            report(f"round {number + 1} of {options.rounds}: {contender}")
+            turns.append(await _turn(contender, options))
+    return turns
+
+
+async def _turn(contender: str, options: RelayOptions) -> Turn:
+    async with AsyncExitStack() as stack:
+        parts = await _started(stack, contender, options)
+        await asyncio.sleep(WARM_UP_SECONDS)
+        before = {name: json.loads(await part.ask()) for name, part in parts.items()}
+        await asyncio.sleep(options.seconds)
+        told = {name: json.loads(await part.ask()) for name, part in parts.items()}
+    frames = 1 if contender == PACELINE else options.sessions  # a bare frame is as long as the messages of a step
+    proposals = max(len(told["target"]["heard"]) * frames, 1)
+    return Turn(
+        contender,
+        {VERIFIED: told["draft"]["heard"], PROPOSED: told["target"]["heard"]},
+        {VERIFIED: told["draft"]["taken"], PROPOSED: told["target"]["taken"]},
+        {name: 1e6 * (told[name]["cpu"] - before[name]["cpu"]) / proposals for name in parts},
+    )
+
+
+async def _started(stack: AsyncExitStack, contender: str, options: RelayOptions) -> dict[str, Child]:
+    """The processes of a contender by what they are, until the stack is left."""
+    size = [f"{options.host_ms}", f"{options.steps}", f"{options.sessions}"]
+
+    async def start(part: str, *arguments: str) -> Child:
+        return await stack.enter_async_context(child(f"{part} of the relay", "benchmarks.relay.part", part, *arguments))
+
+    if contender == DIRECT:
+        target = await start("bare-target", *size)
+        return {"target": target, "draft": await start("bare-caller", target.first, size[-1])}
+    target_part, draft_part, router_part = PARTS[contender]
+    target, draft = await start(target_part, *size), await start(draft_part, *size)
+    router = await start(router_part, target.first, draft.first, size[-1])
+    return {"target": target, "draft": draft, "router": router}
+
+
+def main(options: RelayOptions) -> int:
+    """Measure, show, write."""
+    with stages() as report:
+        turns = asyncio.run(measure(options, report))
+    result(options, turns).publish()
+    return 0
+
+
+def table(turns: Sequence[Turn]) -> Table:
+    """Each way of each contender."""
+    lines = []
+    for contender in CONTENDERS:
+        processor = "/".join(f"{cpu(turns, contender, part):.0f}" for part in ("target", "router", "draft"))
+        for way in WAYS:
+            found = figures(turns, contender, way)
+            goal = "" if contender != PACELINE else "yes" if found.p50_ms < WANTED_MS else "NO"
+            times = (f"{ms:.2f}" for ms in (found.p50_ms, found.p99_ms, found.taken_p50_ms))
+            lines.append((contender, way, str(found.messages), *times, processor, goal))
+    columns = ("", "way", "messages", "p50 ms", "p99", "taken p50", "CPU us target/router/draft", f"< {WANTED_MS:g} ms")
+    return Table("The relay", columns, lines)
+
+
+def notes(options: RelayOptions) -> list[str]:
+    """What a reader of the figures must know."""
+    return [
+        f"{options.sessions} sessions, {options.steps:g} steps a second of all of them at once, {options.host_ms:g} ms "
+        "of Python in each at the target. Target, drafter and router are processes on the same machine.",
+        "From a machine that made a message to the event loop of the other one; taken: until its machine took it up. "
+        "CPU: for a verification and its proposal together.",
+    ]
+
+
+def result(options: RelayOptions, turns: Sequence[Turn]) -> Result:
+    """All that is shown."""
+    figures_of = {
+        contender: {
+            **{way: asdict(figures(turns, contender, way)) for way in WAYS},
+            "cpu_us": {part: cpu(turns, contender, part) for part in ("target", "router", "draft")},
+        }
+        for contender in CONTENDERS
+    }
+    goals = {name: {"below": WANTED_MS} for name in ("verified_p50_ms", "proposed_p50_ms")}
+    document = {"summary": summary(turns), "wanted": goals, "figures": figures_of}
+    return Result("relay", "The relay", options, [table(turns)], notes(options), document)

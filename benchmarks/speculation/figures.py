@@ -1,0 +1,195 @@
+"""From runs and records to figures: rows, ratios and the summary.
+
+Every ratio is taken prompt by prompt within one setting of one run, and given as the median over the prompts with the
+lowest and the highest. Which figures must be reached, and how far, is decided here; nothing is measured or shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from benchmarks.harness import contenders
+from benchmarks.harness.measure import Run
+from benchmarks.harness.pair import Pair
+from benchmarks.speculation.records import Depth, Log, Profile, acceptance_by_depth, efficiency, profile, verify_seconds
+from benchmarks.speculation.settings import BATCH_16, DEAD, FAR, NEAR, TRANSFORMERS, WRONG, Setting
+
+OURS, PLAIN, SEQUENTIAL, PARALLEL = contenders.OURS.name, contenders.PLAIN.name, "sequential", "PEARL-like"
+ASSISTED = "transformers assisted"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The runs of one contender in one setting, by batch."""
+
+    pair: str
+    setting: Setting
+    contender: str
+    runs: tuple[Run, ...]
+    choice: str = ""
+    """What was chosen for it, such as a draft length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one contender came to in one setting. Rates in tokens a second."""
+
+    pair: str
+    setting: Setting
+    contender: str
+    choice: str
+    rates: tuple[float, ...]
+    """By prompt (by burst of prompts, in a batch), in the same order for all contenders of the setting."""
+    tokens_per_step: float
+    kept: float | None
+    """Share of the drafts verified that were kept, those behind a refused one counted as refused; None: there were
+    none, or another library does not say."""
+    same_text: float
+    """Share of the texts that are those of the setting's first contender. In bfloat16 another library rounds
+    otherwise than we do, and near ties fall otherwise."""
+    efficiency: tuple[float, ...] = ()
+    """Pipeline efficiency by prompt; at batch 1 of our own target only."""
+    profile: Profile | None = None
+    depths: tuple[Depth, ...] = ()
+    sent_per_token: float | None = None
+    """Bytes a committed token from the router to the target, heartbeats and the prompt included."""
+    received_per_token: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """Median over the prompts."""
+        return median(self.rates)
+
+    @property
+    def median_efficiency(self) -> float:
+        """Median over the prompts; only where there is any."""
+        return median(self.efficiency)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One contender's rate over another's."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A stretch of one request: what target and drafter did. Times as in the log."""
+
+    setting: Setting
+    contender: str
+    start: float
+    end: float
+    log: Log
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pair came to."""
+
+    pair: Pair
+    rows: list[Row]
+    tried: list[Row]
+    """The draft lengths and modes among which the best were chosen."""
+    timelines: list[Timeline]
+
+
+def rows(measured: Sequence[Measured], log: Log) -> list[Row]:
+    """A row for each, with what ``log`` says about the time it ran."""
+    first: dict[tuple[str, Setting], Measured] = {}
+    for one in measured:
+        first.setdefault((one.pair, one.setting), one)
+    return [_row(one, first[one.pair, one.setting], log) for one in measured]
+
+
+def _row(one: Measured, first: Measured, log: Log) -> Row:
+    commits = [commit for run in one.runs for commit in run.counted]
+    texts = [request.tokens for run in one.runs for request in run.decoded]
+    others = [request.tokens for run in first.runs for request in run.decoded]
+    parts = [(log.during(run.start, run.end), run.start, run.end) for run in one.runs]
+    steps = [step for part, _, _ in parts for step in part.steps]
+    recorded = bool(steps) and one.setting.batch == 1
+    seconds_by_size = verify_seconds(steps)
+    offered = sum(commit.offered for commit in commits)
+    used = [run.traffic for run in one.runs if run.traffic]
+    total = sum(map(len, texts))
+    return Row(
+        pair=one.pair,
+        setting=one.setting,
+        contender=one.contender,
+        choice=one.choice,
+        rates=tuple(run.rate for run in one.runs),
+        tokens_per_step=sum(commit.tokens for commit in commits) / len(commits),
+        kept=sum(commit.accepted for commit in commits) / offered if offered else None,
+        same_text=fmean(text == other for text, other in zip(texts, others, strict=True)),
+        efficiency=tuple(efficiency(part.steps, seconds_by_size, end - start) for part, start, end in parts)
+        if recorded
+        else (),
+        profile=profile(parts) if recorded else None,
+        depths=acceptance_by_depth(steps),
+        sent_per_token=sum(traffic.sent for traffic in used) / total if used else None,
+        received_per_token=sum(traffic.received for traffic in used) / total if used else None,
+    )
+
+
+def find(rows: Iterable[Row], pair: str, setting: str, contender: str) -> Row | None:
+    """The row of that name."""
+    return next(
+        (row for row in rows if (row.pair, row.setting.name, row.contender) == (pair, setting, contender)), None
+    )
+
+
+def ratio(row: Row, baseline: Row) -> Ratio:
+    """``row`` over ``baseline``, prompt by prompt."""
+    assert (row.pair, row.setting) == (baseline.pair, baseline.setting), "a ratio is taken within one setting"
+    ratios = [one / other for one, other in zip(row.rates, baseline.rates, strict=True)]
+    return Ratio(median(ratios), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure that must be reached."""
+
+    key: str
+    what: str
+    least: float
+    setting: Setting
+    baseline: str = ""
+    """What ours is compared with; empty: the figure is our pipeline efficiency."""
+
+
+GOALS = (
+    Goal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, NEAR),
+    Goal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, FAR),
+    Goal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, NEAR, SEQUENTIAL),
+    Goal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, FAR, SEQUENTIAL),
+    Goal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, NEAR, PLAIN),
+    Goal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, FAR, PLAIN),
+    Goal("over_transformers_assisted", "over transformers' assisted generation", 2.0, TRANSFORMERS, ASSISTED),
+    Goal("dead_drafter_over_plain", "over plain, drafter dead", 0.97, DEAD, PLAIN),
+    Goal("wrong_drafter_over_plain", "over plain, drafter always wrong", 0.97, WRONG, PLAIN),
+    Goal("batch16_over_plain", "over plain, 16 requests at once", 1.0, BATCH_16, PLAIN),
+)
+
+
+def summary(rows: Sequence[Row], pair: str) -> dict[str, float]:
+    """The figure of every goal, on the main pair."""
+    return {goal.key: _figure(rows, pair, goal) for goal in GOALS}
+
+
+def _figure(rows: Sequence[Row], pair: str, goal: Goal) -> float:
+    ours = _must(rows, pair, goal.setting, OURS)
+    if not goal.baseline:
+        return ours.median_efficiency
+    return ratio(ours, _must(rows, pair, goal.setting, goal.baseline)).median
+
+
+def _must(rows: Sequence[Row], pair: str, setting: Setting, contender: str) -> Row:
+    row = find(rows, pair, setting.name, contender)
+    assert row is not None, f"{contender} was not measured in {setting.name}"
+    return row

@@ -1,0 +1,233 @@
+"""Ours against plain decoding, sequential and PEARL-like drafting and transformers: runs the design of ``settings``.
+
+One target, one drafter, a core each; the router is this process. What a contender does is said in its requests, so all
+of ours run on the same processes. The server is used as it would be: learned costs and acceptances carry over from one
+setting to the next, and its drafter dies, and is replaced by a wrong one, late in its life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.harness import contenders
+from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
+from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.pair import ROOT, Pair, Shape, stretched_pair, trained_pair, wrong_draft
+from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
+from benchmarks.speculation import baseline
+from benchmarks.speculation.figures import ASSISTED, Measured, Outcome, Timeline, rows
+from benchmarks.speculation.records import Log, read_log
+from benchmarks.speculation.report import result
+from benchmarks.speculation.settings import (
+    DEAD,
+    FAR,
+    NEAR,
+    SHARED,
+    TRANSFORMERS,
+    WRONG,
+    WRONG_COLD,
+    PairPlan,
+    Setting,
+    SpeculationOptions,
+)
+from models.corpus import read_prompts
+from router.dispatch import Dispatcher
+from speculation.events import Role
+
+WARM_UP = 2
+"""Rounds before those that count."""
+SWEEP_PROMPTS = 2
+"""Prompts on which draft lengths are tried; others than those measured."""
+COLD_ROUNDS = 2
+"""Rounds after a wrong drafter came that are reported apart."""
+TIMELINE_SECONDS = 0.4
+
+
+@dataclass(slots=True)
+class PairBench:
+    """The comparisons of one pair, on a running server."""
+
+    pair: Pair
+    options: SpeculationOptions
+    prompts: Sequence[tuple[int, ...]]
+    progress: Progress
+    measured: list[Measured] = field(default_factory=list)
+    tried: list[Measured] = field(default_factory=list)
+
+    def batches(self, setting: Setting) -> list[Batch]:
+        """What every contender decodes in a setting."""
+        count = self.options.prompts if setting.batch == 1 else self.options.bursts
+        endless = itertools.cycle(self.prompts[:-SWEEP_PROMPTS])
+        return [
+            Batch(tuple(itertools.islice(endless, setting.batch)), self.options.tokens, setting.temperature, seed)
+            for seed in range(count)
+        ]
+
+    async def compare(
+        self, setting: Setting, runners: Mapping[str, Runner], choices: Mapping[str, str], warm_up: int = WARM_UP
+    ) -> None:
+        """Measure the contenders of a setting. ``choices``: what was chosen for whom."""
+        batches = self.batches(setting)
+        if setting == WRONG_COLD:
+            batches = batches[:COLD_ROUNDS]
+        runs = await self._take_turns(f"{self.pair.name}, {setting.name}", runners, batches, warm_up)
+        self.measured += [
+            Measured(self.pair.name, setting, name, tuple(runs[name]), choices.get(name, "")) for name in runners
+        ]
+
+    async def choose(self, setting: Setting, contender: str, choices: Mapping[str, Runner]) -> str:
+        """The best of the choices for a contender in a setting, on prompts that are not measured."""
+        tokens = max(2 * self.options.tokens // 3, 8)
+        batches = [Batch((prompt,), tokens, setting.temperature) for prompt in self.prompts[-SWEEP_PROMPTS:]]
+        title = f"{self.pair.name}, {setting.name}: best {contender}"
+        runs = await self._take_turns(title, choices, batches, warm_up=0)
+        self.tried += [Measured(self.pair.name, setting, contender, tuple(runs[choice]), choice) for choice in choices]
+        return best(runs)
+
+    async def _take_turns(
+        self, title: str, runners: Mapping[str, Runner], batches: Sequence[Batch], warm_up: int
+    ) -> dict[str, list[Run]]:
+        task = self.progress.add_task(title, total=len(runners) * (len(batches) + warm_up))
+        return await take_turns(runners, batches, warm_up, lambda: self.progress.advance(task))
+
+
+async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Setting, lookup: bool) -> None:
+    """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
+    dispatcher.pool.delays[Role.DRAFT] = setting.rtt_ms / 2000
+    everyone = [contenders.PLAIN, contenders.OURS]
+    choices: dict[str, str] = {}
+    if setting.batch == 1:
+        if lookup:
+            everyone += [contenders.OURS_AND_LOOKUP, contenders.LOOKUP]
+        for lengths, make in ((LENGTHS, sequential), (PARALLEL_LENGTHS, parallel)):
+            known = {f"K = {length}": make(length) for length in lengths}
+            name = make(1).name
+            choices[name] = await bench.choose(setting, name, _served(dispatcher, known))
+            everyone.append(known[choices[name]])
+    await bench.compare(setting, _served(dispatcher, {one.name: one for one in everyone}), choices)
+    dispatcher.pool.delays[Role.DRAFT] = 0.0
+
+
+async def compare_transformers(bench: PairBench, dispatcher: Dispatcher, lookup: bool) -> None:
+    """The other library, in turn with ours."""
+    async with baseline.transformers(bench.pair, bench.options.dtype) as other:
+        modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
+        chosen = await bench.choose(TRANSFORMERS, ASSISTED, modes)
+        runners = {
+            contenders.OURS.name: served(dispatcher, contenders.OURS.speculation),
+            "transformers plain": baseline.runner(other, baseline.PLAIN),
+            ASSISTED: modes[chosen],
+        }
+        if lookup:
+            runners["transformers lookup"] = baseline.runner(other, baseline.LOOKUP)
+        await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
+
+
+async def compare_shared(bench: PairBench, folder: Path) -> list[Path]:
+    """The same on workers that compute with all cores each; returns their records."""
+    cores = str(len(os.sched_getaffinity(0)))
+    flags = ["--dtype", bench.options.dtype, "--threads", cores]
+    records = [folder / f"shared-{role}.jsonl" for role in ("target", "draft")]
+    async with (
+        running(WorkerPlan(Role.TARGET, bench.pair.target, None, records[0], flags)) as target,
+        running(WorkerPlan(Role.DRAFT, bench.pair.draft, None, records[1], flags)) as draft,
+        connected(target, draft) as dispatcher,
+    ):
+        await compare_ours(bench, dispatcher, SHARED, lookup=False)
+    return records
+
+
+async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: RunningWorker) -> None:
+    """Kill the drafter and go on asking for drafts."""
+    await draft.kill()
+    await until_lost(dispatcher, Role.DRAFT)
+    await bench.compare(DEAD, _plain_and_ours(dispatcher), {})
+
+
+async def compare_wrong(bench: PairBench, target: RunningWorker, wrong: RunningWorker) -> None:
+    """A wrong drafter comes: at once, and when the target has seen its drafts for a while."""
+    async with connected(target, wrong) as dispatcher:
+        for setting, warm_up in ((WRONG_COLD, 0), (WRONG, WARM_UP)):
+            await bench.compare(setting, _plain_and_ours(dispatcher), {}, warm_up)
+
+
+def _plain_and_ours(dispatcher: Dispatcher) -> dict[str, Runner]:
+    return _served(dispatcher, {one.name: one for one in (contenders.PLAIN, contenders.OURS)})
+
+
+def _served(dispatcher: Dispatcher, known: Mapping[str, Contender]) -> dict[str, Runner]:
+    return {name: served(dispatcher, contender.speculation) for name, contender in known.items()}
+
+
+async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progress: Progress) -> Outcome:
+    """Start a server for the pair and run its plan."""
+    tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
+    prompts = [tuple(tokenizer.encode(text).ids) for text in read_prompts(ROOT / "models" / "prompts.jsonl")]
+    bench = PairBench(pair, options, prompts, progress)
+    flags = ["--dtype", options.dtype, "--threads", "1"]
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        records = [Path(name) / f"{worker}.jsonl" for worker in ("target", "draft", "wrong")]
+        async with (
+            running(WorkerPlan(Role.TARGET, pair.target, 0, records[0], flags)) as target,
+            running(WorkerPlan(Role.DRAFT, pair.draft, 1, records[1], flags)) as draft,
+            connected(target, draft) as dispatcher,
+        ):
+            for setting in plan.settings:
+                await compare_ours(bench, dispatcher, setting, plan.lookup)
+            if plan.extras:
+                await compare_transformers(bench, dispatcher, plan.lookup)
+                await compare_dead(bench, dispatcher, draft)
+                async with running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong:
+                    await compare_wrong(bench, target, wrong)
+        if plan.shared:
+            records += await compare_shared(bench, Path(name))
+        log = read_log(records)  # complete only now: workers write when they are idle
+    return Outcome(pair, rows(bench.measured, log), rows(bench.tried, log), timelines(bench.measured, log))
+
+
+def timelines(measured: Sequence[Measured], log: Log) -> list[Timeline]:
+    """How target and drafter worked together in the middle run of ours and of the sequential baseline."""
+    shown = [
+        one
+        for one in measured
+        if one.setting in (NEAR, FAR) and one.contender in (contenders.OURS.name, sequential(1).name)
+    ]
+    found = []
+    for one in shown:
+        run = one.runs[len(one.runs) // 2]
+        end = min(run.start + TIMELINE_SECONDS, run.end)
+        found.append(Timeline(one.setting, one.contender, run.start, end, log.during(run.start, end)))
+    return found
+
+
+def main(options: SpeculationOptions) -> int:
+    """Build the pairs, measure, and report."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("router.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
+    console = Console(stderr=True)
+    outcomes = []
+    for plan in options.plans:
+        with console.status("building the pair, or finding it as built before"):
+            pair = _pair(plan, options)
+        with Progress(console=console) as progress:
+            outcomes.append(asyncio.run(measure(pair, plan, options, progress)))
+    result(options, outcomes).publish()
+    return 0
+
+
+def _pair(plan: PairPlan, options: SpeculationOptions) -> Pair:
+    if plan.acceptance is None:
+        return trained_pair()
+    return stretched_pair(Shape(options.hidden, options.layers, plan.acceptance))
