@@ -1,4 +1,4 @@
-"""The documentation against what it speaks of: links, commands, lengths, messages of the protocol, status of decisions."""
+"""The documentation against what it speaks of: links, commands, lengths, the protocol, the status of decisions."""
 
 from __future__ import annotations
 
