@@ -10,12 +10,17 @@ PROTO := protos/paceline/v1/worker.proto
 
 setup: $(READY)
 
+PIP := $(BIN)/pip install --disable-pip-version-check
+BEGAN := $(shell date +%s)
+
 $(READY): requirements.lock pyproject.toml
+	@echo "Setting up $(VENV), once: some minutes for about 1 GB of packages (3 GB where PyTorch comes with CUDA)."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) -r requirements.lock
+	PYTHONWARNINGS=ignore $(PIP) --quiet --no-deps --no-build-isolation --editable .
 	PYTHONWARNINGS=ignore $(BIN)/python -m engine.cpu.library
-	touch $@
+	@echo "$(VENV) is set up, in $$(( $$(date +%s) - $(BEGAN) )) seconds."
+	@touch $@
 
 run: setup
 	$(BIN)/paceline up --stretched --demo $(ARGS)

@@ -39,6 +39,7 @@ class LocalProcesses:
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         self._report: Stages | None = None
+        self._stopping = False
         self._workers: list[Child] = []
         self._ports: list[HeldPort] = []
         arguments: list[str] = []
@@ -88,6 +89,7 @@ class LocalProcesses:
 
     def stop(self) -> None:
         """End all processes and remove what was written."""
+        self._stopping = True
         for child in reversed(self.children):
             child.terminate()
         deadline = time.monotonic() + STOP_SECONDS
@@ -118,8 +120,8 @@ class LocalProcesses:
         return paceline(*arguments, "--config", file, "--exit-with", str(os.getpid()))
 
     def _heard(self, name: str, line: str) -> None:
-        """Progress while starting; later whatever a process has to say."""
+        """Progress while starting; later whatever a process has to say, but not that others end while all do."""
         if self._report is not None:
             self._report(line.removesuffix(" ..."), name)
-        else:
+        elif not self._stopping:
             complain(f"[{name}] {line}")

@@ -124,11 +124,12 @@ def run(args: argparse.Namespace) -> int:
             backend.start(report)
             report("waiting for HTTP to answer", "router")
             _await_http(config)
-        _introduce(config, args.detach)
+        _introduce(config)
         if args.stretched:
             say(f"The bundled target is stretched to the cost of {STRETCHED}; what it says is unchanged.")
         if args.demo:
             _demo(config)
+        _say_how_to_use(config, args.detach)
         if args.detach:
             backend.leave()
             return 0
@@ -190,15 +191,19 @@ def _size(pool: Pool) -> str:
     return str(fewest) if fewest == largest else f"{fewest} to {largest}"
 
 
-def _introduce(config: Config, detached: bool) -> None:
-    url = _url(config)
-    other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    say(f"Paceline serves at {url}")
+def _introduce(config: Config) -> None:
+    say(f"Paceline serves at {_url(config)}")
     pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if most(p.settings)]
     shared = [draft.model for pool in config.pools() if (draft := config.shared_draft(pool))]
     drafts = f", drafting in turn with {', '.join(shared)}" if shared else "" if config.drafts else ", no drafts"
     say(f"  {', '.join(pools)}{drafts}, on {config.backend}")
-    say("Try, in another terminal:")
+
+
+def _say_how_to_use(config: Config, detached: bool) -> None:
+    """The page's address comes last, where it is still in sight."""
+    url = _url(config)
+    other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    say("\nTry, in another terminal:")
     say(f'  paceline complete "{DEMO_PROMPT}"{other}')
     data = '{"prompt": "def fib(n):", "max_tokens": 64}'
     key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if config.security.api_keys else ""
@@ -206,7 +211,7 @@ def _introduce(config: Config, detached: bool) -> None:
     if key:
         say(f"Both take one of the API keys in {config.security.api_keys} from the variable OPENAI_API_KEY.")
     removal = f"It is left running; start again to change it, `paceline down --address {config.ray.address}` ends it."
-    say(removal if detached else "Ctrl-C stops it.")
+    say(f"\n{removal if detached else 'Ctrl-C stops it.'} In a browser, with every draft in sight: {url}")
 
 
 def _demo(config: Config) -> None:

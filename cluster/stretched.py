@@ -2,7 +2,8 @@
 
 A model small enough for git decodes about as fast as messages travel, so drafting cannot pay for it. Stretching
 (``models.stretch``) adds layers and width that change nothing in what the model says, only what it costs; the drafter
-is the bundled draft as it is. Built once, in a folder that git ignores.
+is the bundled draft as it is. It goes by the name of the bundled target, whose text it writes. Built once, in a folder
+that git ignores, and again when a file of the bundled target has changed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from cluster.console import CommandError, Stages
 from cluster.flags import BAD_INPUT, FAILED
 
 HIDDEN, LAYERS = 1024, 16
-NAME = "paceline-demo"
-CHECKPOINT = "model.safetensors"
 ABOUT = "about 190 million parameters"
 
 
@@ -29,11 +28,11 @@ def stretched(config: Config, report: Stages) -> Config:
         raise CommandError("--stretched serves the bundled model only; leave out the section models", BAD_INPUT)
     source = BUNDLED / "target"
     folder = BUNDLED / ".work" / f"stretched-{HIDDEN}-{LAYERS}"
-    built = folder / CHECKPOINT
-    if not built.exists() or built.stat().st_mtime < (source / CHECKPOINT).stat().st_mtime:
+    built = folder / "model.safetensors"
+    if not built.exists() or built.stat().st_mtime < max(file.stat().st_mtime for file in source.iterdir()):
         report(f"stretching the bundled target to {ABOUT}")
         _stretch(source, folder)
-    return replace(config, target=replace(config.target, model=str(folder), name=config.target.name or NAME))
+    return replace(config, target=replace(config.target, model=str(folder), name=config.target.name or source.name))
 
 
 def _stretch(source: Path, folder: Path) -> None:

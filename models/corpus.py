@@ -31,10 +31,17 @@ EXCLUDED_FOLDERS = frozenset({"data", "test_data", "__phello__", "lib-dynload"})
 MAX_FILE_BYTES = 400_000
 
 # The models complete Python and were never taught to converse, so a chat is rendered as what they know best:
-# a file whose opening comments are the conversation and whose code is the reply.
+# a file whose opening comments are the conversation and whose code is the reply. Functions stand in the first comments,
+# and calls are written as Hermes models write them, so that clients that need tools can be tried.
 CHAT_TEMPLATE = (
+    r"{% if tools %}{{ '# Functions, called by <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>:\n' }}"
+    r"{% for tool in tools %}{{ '# ' + tool['function'] | tojson + '\n' }}{% endfor %}{% endif %}"
     r"{% for message in messages %}"
-    r"{% if message['role'] == 'assistant' %}{{ message['content'] + '\n\n' }}"
+    r"{% if message['role'] == 'assistant' %}"
+    r"{% if message['content'] or not message['tool_calls'] %}{{ message['content'] + '\n\n' }}{% endif %}"
+    r"{% for call in message['tool_calls'] or [] %}"
+    r"{{ '<tool_call>\n{\"name\": ' + call['function']['name'] | tojson }}"
+    r"{{ ', \"arguments\": ' + call['function']['arguments'] | tojson + '}\n</tool_call>\n' }}{% endfor %}"
     r"{% else %}{{ '# ' + message['content'] | replace('\n', '\n# ') + '\n' }}{% endif %}"
     r"{% endfor %}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
 )

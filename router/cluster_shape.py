@@ -137,8 +137,8 @@ class WorkerPart(TypedDict):
     cache: CachePart
     round_trip_ms: float | None
     acceptance: float | None
-    """Of a target: of all drafts it verified since it started. Of a drafter: of its last few thousand drafts, as far as
-    this router saw them."""
+    """Of the last few thousand drafts of this drafter, or of drafters at this target, as far as this router saw them: a
+    pair has one number. Of a target without drafters: of all drafts it verified since it started."""
     steps_per_second: float | None
     tokens_per_second: float | None
     """Over the last seconds: committed by a target, proposed by a drafter."""

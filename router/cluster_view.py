@@ -126,7 +126,7 @@ def _worker(view: WorkerView, epoch: float) -> WorkerPart:
     load, described = view.load, view.described
     steps, tokens = view.rates or (None, None)
     acceptance = view.acceptance
-    if view.role is Role.TARGET:
+    if view.role is Role.TARGET and acceptance is None:  # its drafts, if any, are made in its own process
         acceptance = _share(load.counters.get("accepted", 0), load.counters.get("offered", 0))
     return {
         "id": view.worker,

@@ -312,7 +312,7 @@ class WorkerPool:
         """So many drafts were offered in a step of a session at these two, and so many of them kept."""
         verifier, proposer = self.peers.get(target), self.peers.get(drafter)
         if verifier and proposer and verifier.welcome and proposer.welcome:
-            self.record.add(verifier.welcome.model, proposer.welcome.model, drafter, kept, offered)
+            self.record.add(target, verifier.welcome.model, drafter, proposer.welcome.model, kept, offered)
 
     def worker_up(self, peer: Peer, welcome: Welcome) -> None:
         """A worker introduced itself; one of another role is not used."""

@@ -36,11 +36,15 @@ class AcceptanceRecord:
         """Nothing was drafted yet."""
         self._pairs: defaultdict[tuple[str, str], _Share] = defaultdict(_Share)
         self._drafters: defaultdict[tuple[str, PeerId], _Share] = defaultdict(_Share)
+        self._targets: defaultdict[PeerId, _Share] = defaultdict(_Share)
 
-    def add(self, target_model: str, draft_model: str, drafter: PeerId, kept: int, offered: int) -> None:
-        """So many drafts were offered to a target in a step, and so many of them kept."""
+    def add(
+        self, target: PeerId, target_model: str, drafter: PeerId, draft_model: str, kept: int, offered: int
+    ) -> None:
+        """So many drafts of a drafter were offered to a target in a step, and so many of them kept."""
         self._pairs[target_model, draft_model].add(kept, offered)
         self._drafters[target_model, drafter].add(kept, offered)
+        self._targets[target].add(kept, offered)
 
     def expected(self, target_model: str, draft_model: str, drafter: PeerId) -> float:
         """The share of this drafter's drafts that will be kept: from its own, and for lack of them from its pair's."""
@@ -48,14 +52,18 @@ class AcceptanceRecord:
         return self._drafters.get((target_model, drafter), _Share()).expected(pair, PAIR_DRAFTS)
 
     def measured(self) -> dict[PeerId, float]:
-        """The share of drafts that were kept, of every drafter that some were offered of."""
-        sums: defaultdict[PeerId, _Share] = defaultdict(_Share)
+        """The share of drafters' drafts that were kept, of every worker that some were offered of or to.
+
+        A target and a drafter that have only each other have the same.
+        """
+        sums: defaultdict[PeerId, _Share] = defaultdict(_Share, self._targets)
         for (_, drafter), share in self._drafters.items():
             sums[drafter].kept += share.kept
             sums[drafter].offered += share.offered
-        return {drafter: total.kept / total.offered for drafter, total in sums.items() if total.offered}
+        return {worker: total.kept / total.offered for worker, total in sums.items() if total.offered}
 
-    def forget(self, drafter: PeerId) -> None:
+    def forget(self, worker: PeerId) -> None:
         """It has left."""
-        for key in [key for key in self._drafters if key[1] == drafter]:
+        self._targets.pop(worker, None)
+        for key in [key for key in self._drafters if key[1] == worker]:
             del self._drafters[key]

@@ -153,8 +153,9 @@ def model_asked(fields: Fields, served: Collection[str]) -> str:
 
 def no_such_model(name: str, offers: Iterable[str]) -> ApiError:
     """The refusal of a model that is not served; it names those that are."""
-    shown = show(name[:MAX_MODEL_CHARACTERS])
-    message = f"there is no model {shown}{nearest(name, offers)}; this server has {known_models(offers)}"
+    served = list(offers)
+    hint = nearest(name, served) if len(served) > MAX_MODELS_NAMED else ""  # else it stands among those named
+    message = f"there is no model {show(name[:MAX_MODEL_CHARACTERS])}{hint}; this server has {known_models(served)}"
     return ApiError("model_not_found", message, "model")
 
 

@@ -42,7 +42,8 @@ class WorkerView:
     since: float = 0.0
     """When it came into this state, by the clock of the pool."""
     acceptance: float | None = None
-    """Of a drafter: share of the drafts that targets kept, the recent counting most; None: nothing is known."""
+    """Share of drafters' drafts that were kept, of this drafter or at this target, the recent counting most; None: no
+    drafter offered any."""
     rates: tuple[float, ...] | None = None
     """See :attr:`router.pool.Peer.work`; None while unknown."""
 

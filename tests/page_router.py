@@ -31,6 +31,7 @@ TEXT = '''    """Return the first n Fibonacci numbers."""
     return result
 '''
 PROMPT_TOKENS = 10
+DRAFT_SOURCES = ("draft", "lookup", "prediction", "grammar", "medusa", "suffix")
 STEP_SECONDS = 0.03
 
 
@@ -223,7 +224,8 @@ def cluster() -> Json:
         },
         "totals": {"reopened": 1, "moved": 0},
         "workers": [
-            _worker("target@10.0.0.5:7001", "target", "up", now - 4000, 0.72),
+            _worker("target@10.0.0.5:7001", "target", "up", now - 4000, 0.7)
+            | {"sources": {name: {"offered": 10, "accepted": 7} for name in DRAFT_SOURCES}},
             _worker("draft@10.0.0.6:7002", "draft", "up", now - 30, 0.7),
             _worker("draft@10.0.0.7:7002", "draft", "lost", now - 3, None),
         ],

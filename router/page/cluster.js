@@ -26,10 +26,14 @@ const COLUMNS = [
   { name: "Tokens/s", number: true, of: (w) => rate(w.tokens_per_second ?? NaN) },
 ];
 
-/** Ask and show for as long as the page lives. `unauthorized` is called where a key is wanted. */
+/**
+ * Ask and show for as long as the page lives. `unauthorized` is called where a key is wanted, `drafting(sources)` with
+ * the names of the draft sources that have offered something, or will.
+ */
 export class ClusterView {
-  constructor(unauthorized) {
+  constructor(unauthorized, drafting) {
     this.unauthorized = unauthorized;
+    this.drafting = drafting;
     this.timer = null;
     this.newest = 0;
     document.addEventListener("visibilitychange", () => this.ask());
@@ -65,6 +69,8 @@ export class ClusterView {
     const nobody = element("p", { class: "empty", text: "No worker is listed." });
     byId("workers").replaceChildren(workers.length ? table(workers, time) : nobody);
     this.#showEvents(events);
+    const offered = workers.flatMap((worker) => Object.keys(worker.sources ?? {}));
+    this.drafting(new Set(up("draft") ? ["draft", ...offered] : offered));
   }
 
   #showEvents(events) {

@@ -24,7 +24,7 @@ class Page {
     this.text = new TextView(byId("output"), byId("legend"), (step, how) => this.select(step, how));
     this.timeline = new Timeline((step) => this.select(step, {}));
     this.comparison = new ComparisonView(byId("comparison"));
-    this.cluster = new ClusterView(() => this.askForKey());
+    this.cluster = new ClusterView(() => this.askForKey(), (sources) => this.text.offer(sources));
     this.run = this.abort = this.step = null;
     this.glanced = 0;
     this.#listen();
@@ -75,7 +75,7 @@ class Page {
     if (matchMedia(NARROW).matches) byId("output-title").scrollIntoView();
     await this.#stream(run, () => this.#showRun(run));
     this.timeline.settle();
-    byId("outcome").textContent = outcome(run);
+    byId("outcome").textContent = outcome(run, !byId("error").hidden);
     byId("copy").disabled = !run.text;
     byId("compare").disabled = !run.tokens || !body.speculation.enabled;
   }
@@ -181,11 +181,12 @@ class Page {
   }
 }
 
-/** What there is to say of a run that is over. */
-function outcome(run) {
+/** What there is to say of a run that is over. Where it failed, the error says how it ended. */
+function outcome(run, failed) {
   const { tokens, elapsed } = run.figures(run.over);
+  if (failed && !tokens) return "";
   const how = { stop: "ended by itself", length: "as long as it may be", null: "stopped" }[run.finish] ?? run.finish;
-  const parts = [`${count(tokens, "token")} in ${duration(elapsed)}, ${how}`, `seed ${run.body.seed}`];
+  const parts = [`${count(tokens, "token")} in ${duration(elapsed)}${failed ? "" : `, ${how}`}`, `seed ${run.body.seed}`];
   const kept = run.summary?.by_position?.slice(0, 6) ?? [];
   if (kept.length) parts.push(`kept at the 1st, 2nd, … place: ${kept.map((share) => percent(share)).join(", ")}`);
   if (run.summary?.reopened) parts.push(`moved to another target ${count(run.summary.reopened, "time")}`);

@@ -12,6 +12,8 @@ export class TextView {
     this.spans = [];
     this.pinned = null; // index of the piece that stays selected when the pointer leaves
     this.atEnd = true;
+    this.offered = new Set(); // draft sources that run; the legend leaves out the others
+    this.counts = {};
     container.addEventListener("pointerover", (event) => this.#point(event));
     container.addEventListener("pointerleave", () => this.#select(this.pinned));
     container.addEventListener("click", (event) => this.#pin(event.target));
@@ -20,6 +22,13 @@ export class TextView {
       this.atEnd = container.scrollTop + container.clientHeight > container.scrollHeight - 24;
     });
     this.#count({});
+  }
+
+  /** These draft sources run in the cluster. */
+  offer(sources) {
+    if ([...sources].sort().join() === [...this.offered].sort().join()) return;
+    this.offered = sources;
+    this.#count(this.counts);
   }
 
   /** Begin again; `prompt` stands before the text. */
@@ -88,8 +97,10 @@ export class TextView {
   }
 
   #count(counts) {
-    const others = Object.keys(counts).filter((name) => !Object.hasOwn(SOURCES, name));
-    const names = [...Object.keys(SOURCES).filter((name) => name !== "target" || counts.target), ...others];
+    this.counts = counts;
+    const named = new Set([...Object.keys(SOURCES), ...this.offered, ...Object.keys(counts)]);
+    const always = ["recovered", "bonus"];
+    const names = [...named].filter((name) => always.includes(name) || this.offered.has(name) || counts[name]);
     this.legend.replaceChildren(
       ...names.map((name) => [name, described(name)]).map(([name, { label, meaning }]) =>
         element(

@@ -230,6 +230,7 @@ async def test_models_and_health() -> None:
         assert (await client.get("/v1/models/org/public")).json() == entry
         missing = await client.get("/v1/models/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert missing.json()["error"]["message"].count("org/public") == 1
         assert (await client.get("/health")).status_code == 200
 
 

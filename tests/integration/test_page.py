@@ -129,6 +129,7 @@ def test_every_piece_is_marked_with_its_source(chromium: Browser, kind: str) -> 
 @needs_chromium
 def test_sources_can_be_told_apart_without_colour(chromium: Browser) -> None:
     with served(FakeRouter().app) as address, opened(chromium, address) as tab:
+        expect(tab.page.locator("#legend .piece")).to_have_count(8)
         looks = tab.page.eval_on_selector_all(
             "#legend .piece",
             """all => all.map(piece => {
@@ -139,6 +140,21 @@ def test_sources_can_be_told_apart_without_colour(chromium: Browser) -> None:
             })""",
         )
         assert len(set(looks)) == len(looks) == 8
+
+
+@needs_chromium
+def test_the_legend_leaves_out_sources_that_do_not_run(chromium: Browser) -> None:
+    fake = FakeRouter()
+    target, drafter, _ = fake.cluster["workers"]
+    target["sources"], drafter["state"] = {"suffix": {"offered": 4, "accepted": 1}}, "lost"
+    with served(fake.app) as address, opened(chromium, address) as tab:
+        legend = tab.page.locator("#legend li > span:last-of-type")
+        expect(legend).to_have_text(["Earlier outputs", "Recovered", "Bonus"])
+        tab.send()
+        tab.finished()
+        said = set(legend.all_text_contents())
+        assert {"Draft model", "Lookup", "Earlier outputs", "Target alone"} < said
+        assert "Medusa" not in said
 
 
 @needs_chromium
@@ -230,7 +246,8 @@ def test_refusals_are_shown(chromium: Browser, answer: Any, shown: str) -> None:
     with served(FakeRouter(refusal=answer).app) as address, opened(chromium, address, complains=True) as tab:
         tab.send()
         expect(tab.page.locator("#error")).to_contain_text(shown)
-        assert tab.page.locator("#send").is_enabled()
+        expect(tab.page.locator("#send")).to_be_enabled()
+        assert tab.page.locator("#outcome").inner_text() == ""
 
 
 @needs_chromium
@@ -239,6 +256,9 @@ def test_an_error_within_a_stream_keeps_its_text(chromium: Browser) -> None:
     with served(fake.app) as address, opened(chromium, address) as tab:
         tab.send()
         expect(tab.page.locator("#error")).to_have_text("no target is left")
+        tab.finished()
+        outcome = tab.page.locator("#outcome").inner_text()
+        assert "tokens in" in outcome and "stopped" not in outcome
         assert "".join(text for text, _ in tab.pieces) == "".join(
             piece["text"] for step in speculate(TEXT, seed=7)[:3] for piece in step["pieces"]
         )

@@ -142,21 +142,37 @@ def test_beginnings_are_remembered_longest_and_no_more_than_so_many():
 
 
 def test_acceptance_is_learnt_for_the_pair_and_then_for_the_drafter():
-    record, one, other = AcceptanceRecord(), PeerId("one"), PeerId("other")
+    record, target, one, other = AcceptanceRecord(), PeerId("target"), PeerId("one"), PeerId("other")
     assert record.expected("t", "d", one) == pytest.approx(PRIOR)
     for _ in range(200):
-        record.add("t", "d", one, kept=9, offered=10)
+        record.add(target, "t", one, "d", kept=9, offered=10)
     assert record.expected("t", "d", one) == pytest.approx(0.9, abs=0.02)
     assert record.expected("t", "d", other) == pytest.approx(0.9, abs=0.02)
     assert record.expected("u", "d", one) == pytest.approx(PRIOR)
     for _ in range(200):
-        record.add("t", "d", other, kept=1, offered=10)
+        record.add(target, "t", other, "d", kept=1, offered=10)
     assert record.expected("t", "d", one) - record.expected("t", "d", other) > 0.4
     for _ in range(2000):
-        record.add("t", "d", one, kept=2, offered=10)
+        record.add(target, "t", one, "d", kept=2, offered=10)
     assert record.expected("t", "d", one) == pytest.approx(0.2, abs=0.03)
     record.forget(one)
     assert record.expected("t", "d", one) == pytest.approx(record.expected("t", "d", PeerId("third")))
+
+
+def test_a_pair_has_one_acceptance_and_the_target_of_several_drafters_that_of_all():
+    record, target, one, other = AcceptanceRecord(), PeerId("target"), PeerId("one"), PeerId("other")
+    assert record.measured() == {}
+    for kept, offered in ((3, 4), (0, 0), (1, 6), (2000, 4000), (9, 10)):
+        record.add(target, "t", one, "d", kept=kept, offered=offered)
+    pair = record.measured()
+    assert pair[target] == pair[one] == pytest.approx(0.5, abs=0.02)
+    assert record.measured() == pair, "asking changes nothing"
+    record.add(target, "t", other, "d", kept=0, offered=4000)
+    several = record.measured()
+    assert several[other] == 0.0 < several[target] < several[one] == pair[one]
+    record.forget(one)
+    record.forget(target)
+    assert record.measured() == {other: 0.0}
 
 
 def test_a_round_trip_is_measured_by_answers_to_the_last_ping_only_and_smoothed():

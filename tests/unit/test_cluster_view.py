@@ -230,3 +230,12 @@ def test_everything_known_is_in_the_view() -> None:
     assert (up["revision"], up["started"]) == ("0000000000000abc", 900.0)
     assert (lost["model"], never["model"], never["started"]) == ("m", "", None)
     assert view["events"][0]["number"] == 7
+
+
+def test_what_drafters_bring_a_target_counts_before_what_it_finds_itself() -> None:
+    load = Load(counters={"offered": 100, "accepted": 62, "offered_from_lookup": 80, "accepted_from_lookup": 59})
+    target = WorkerView(TARGET, Role.TARGET, WorkerState.UP, "m", load, acceptance=0.15)
+    drafter = WorkerView(DRAFT, Role.DRAFT, WorkerState.UP, "d", acceptance=0.15)
+    assert [worker["acceptance"] for worker in view_of(Snapshot((target, drafter)))()["workers"]] == [0.15, 0.15]
+    alone = replace(target, acceptance=None)
+    assert view_of(Snapshot((alone,)))()["workers"][0]["acceptance"] == 0.62

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cluster import stretched
+from cluster.config import Config
+from cluster.console import Stages
 from engine.medusa import MedusaHeads
 from models.stretch import bisect_noise, calibrate_noise, greedy_acceptance, stretch, stretch_heads
 
@@ -160,3 +166,29 @@ def test_stretched_heads_say_the_same(model: LlamaForCausalLM, shared: bool) -> 
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
     with pytest.raises(ValueError, match="at least the old one, 64, got 32"):
         stretch_heads(heads, 32)
+
+
+def test_the_stretched_target_has_the_bundled_ones_name_and_is_built_anew_when_that_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = tmp_path / "target"
+    source.mkdir()
+    for index, name in enumerate(("model.safetensors", "chat_template.jinja")):
+        (source / name).touch()
+        os.utime(source / name, (1000 + index, 1000 + index))
+    built: list[float] = []
+
+    def build(_: Path, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").touch()
+        built.append(2000.0 + 10 * len(built))
+        os.utime(folder / "model.safetensors", (built[-1], built[-1]))
+
+    monkeypatch.setattr(stretched, "_stretch", build)
+    monkeypatch.setattr(stretched, "BUNDLED", tmp_path)
+    for changed, times in ((None, 1), (None, 1), (2005.0, 2)):
+        if changed:
+            os.utime(source / "chat_template.jinja", (changed, changed))
+        config = stretched.stretched(Config(), Stages(None))
+        assert config.target.name == Path(Config().target.model).name == "target"
+        assert len(built) == times

@@ -17,6 +17,7 @@ from alignment.losses import next_token_loss
 from alignment.training import Plan, Trainer
 from models.card import write_card
 from models.corpus import (
+    CHAT_TEMPLATE,
     END_OF_TEXT,
     SPECIAL_TOKENS,
     SourceFile,
@@ -31,6 +32,8 @@ from models.corpus import (
     write_prompts,
 )
 from models.pair import Shape, build, load, load_tokenizer, publish
+from router.chat_template import ChatTemplate
+from router.tool_calls import HermesParser, ToolCall, ToolForm
 
 MODELS = Path(models.__file__).parent
 TEXTS = [
@@ -121,6 +124,27 @@ def test_a_chat_reads_like_code(tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Add two\nnumbers."}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "# Be brief.\n# Add two\n# numbers.\n\n"
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_tools_are_offered_and_called_as_hermes_models_do(name: str) -> None:
+    written = (MODELS / name / "chat_template.jinja").read_text(encoding="utf-8")
+    assert written == CHAT_TEMPLATE
+    template = ChatTemplate(written, {})
+    assert template.tool_form is ToolForm.HERMES
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": [1, "é"]}}}
+    messages = [
+        {"role": "user", "content": "Add 1."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    text = template.render(messages, [{"type": "function", "function": {"name": "add"}}])
+    offered, *rest = text.split("# Add 1.\n")
+    assert '# {"name": "add"}\n' in offered and all(line.startswith("# ") for line in offered.splitlines())
+    assert rest == ['<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>\n# 2\n\n']
+    assert HermesParser().push(rest[0]).calls == [ToolCall("add", '{"a": [1, "é"]}')]
+    plain = template.render([*messages[:1], {"role": "assistant", "content": "a = 1"}])
+    assert plain == "# Add 1.\na = 1\n\n\n"
 
 
 def test_prompts_are_held_out_and_short(tokenizer: PreTrainedTokenizerFast, library: list[SourceFile]) -> None:

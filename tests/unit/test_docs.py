@@ -1,0 +1,135 @@
+"""The documentation against what it speaks of: links, commands, lengths, the protocol, the status of decisions."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cluster.checkout import CHECKOUT
+from cluster.cli import COMMANDS, _parsers
+from protos.paceline.v1 import worker_pb2
+
+DOCS = CHECKOUT / "docs"
+PAGES = [
+    CHECKOUT / "README.md",
+    CHECKOUT / "CONTRIBUTING.md",
+    CHECKOUT / "deploy" / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+]
+DECISIONS = sorted((DOCS / "adr").glob("0*.md"))
+MAX_LINE = 120
+MAX_README_LINES = 120
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> list[tuple[int, str]]:
+    """Its lines outside of blocks and tables, with their numbers."""
+    lines, within = [], False
+    for number, line in enumerate(text_of(page).splitlines(), 1):
+        within ^= line.lstrip().startswith("```")
+        if not within and not line.startswith("|"):
+            lines.append((number, line))
+    return lines
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of its headings."""
+    titles = [line.lstrip("#").strip() for _, line in prose_of(page) if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands(page: Path) -> list[str]:
+    """Every Paceline command in its blocks, with continuation lines joined and without comment."""
+    found = []
+    for language, block in BLOCK.findall(text_of(page)):
+        for line in block.replace("\\\n", " ").splitlines() if language != "python" else ():
+            if match := re.match(r"^\s*(?:\$ )?(?:\.venv/bin/)?paceline (\w.*)", line):
+                found.append(match[1])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text_of(page))):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        aim = (page.parent / name).resolve() if name else page
+        assert aim.exists(), link
+        assert aim.is_relative_to(CHECKOUT), f"{link} leaves the repository"
+        if anchor:
+            assert anchor in anchors(aim), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_lines_of_prose_are_short(page):
+    assert [number for number, line in prose_of(page) if len(line) > MAX_LINE] == []
+
+
+def test_the_readme_is_short_and_begins_with_what_it_is():
+    lines = text_of(CHECKOUT / "README.md").splitlines()
+    assert len(lines) < MAX_README_LINES
+    screen = "\n".join(lines[:35])
+    for wanted in ("docs/images/page.png", "make run", "make test", "paceline up --target", "AMD EPYC"):
+        assert wanted in screen
+
+
+def test_make_has_what_is_documented():
+    targets = set(re.findall(r"^(\w+):", text_of(CHECKOUT / "Makefile"), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"`make (\w+)", text_of(page))}
+    named |= set(re.findall(r"^make (\w+)", text_of(CHECKOUT / "README.md"), re.MULTILINE))
+    assert named >= {"run", "test", "check", "sim", "chaos"}
+    assert named <= targets
+
+
+@pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in commands(page)])
+def test_a_command_is_one_that_our_parser_takes(page, line):
+    arguments = [word for word in shlex.split(line, comments=True) if word != "..."]
+    assert arguments[0] in COMMANDS
+    _parsers()[0].parse_args(arguments)
+
+
+def test_the_index_lists_every_page():
+    index = text_of(DOCS / "README.md")
+    for page in DOCS.glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+
+
+def test_examples_in_python_are_python():
+    examples = [block for language, block in BLOCK.findall(text_of(DOCS / "quickstart.md")) if language == "python"]
+    assert len(examples) == 3
+    for example in examples:
+        ast.parse(example)
+
+
+def test_the_protocol_page_has_every_message():
+    page = text_of(DOCS / "protocol.md")
+    kinds = {
+        field.message_type.name
+        for wrapper in (worker_pb2.ToWorker, worker_pb2.FromWorker)
+        for field in wrapper.DESCRIPTOR.oneofs_by_name["kind"].fields
+    }
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert rows == kinds
+    shown = set(re.findall(r"->>\w: (\w+)", page))
+    assert shown <= kinds
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_has_a_number_a_status_and_a_date(page):
+    title, blank, status, *rest = text_of(page).splitlines()
+    assert title.startswith(f"# {page.name[:4]} ") and not blank and not rest[0]
+    state, day = r"(?:Accepted|Superseded by \[\d{4}\]\(\d{4}-[\w-]+\.md\))", r"\d{4}-\d\d-\d\d"
+    found = re.fullmatch(rf"{state}, ({day})(?:; last revised {day})?\.", status)
+    assert found, status
+    row = rf"^\| \[{page.name[:4]}\]\({re.escape(page.name)}\) \| .* \| {found[1]} \|$"
+    assert re.search(row, text_of(DOCS / "adr" / "README.md"), re.MULTILINE)
+    assert "original design" not in text_of(page), "a decision says itself what it departs from"
