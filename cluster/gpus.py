@@ -51,8 +51,8 @@ def divided(config: Config, gpus: int) -> Config:
     if not gpus or not all(_open(pool.settings) for pool in pools):
         return config
     shares = _shares(pools, gpus)
-    if config.backend == "ray" and any(p.settings.tensor_parallel_size > 1 and shares[p.role] <= 0.5 for p in pools):
-        return config  # Ray might put two ranks of a worker on the same GPU
+    if config.backend == "ray" and _ranks_may_meet(pools, shares):
+        return config
 
     def shared(worker: Any, role: Role) -> Any:
         fixed = worker.device == "cpu" or (isinstance(worker, DraftConfig) and worker.placement == SHARED)
@@ -87,6 +87,11 @@ class Turns:
             self._left[gpu] -= worker.gpus or 1.0
         known = visible_gpus()
         return {VISIBLE: ",".join(known[gpu] if gpu < len(known) and known[gpu] else str(gpu) for gpu in chosen)}
+
+
+def _ranks_may_meet(pools: list[Pool], shares: dict[Role, float]) -> bool:
+    """Whether Ray might put two ranks of a worker on the same GPU."""
+    return any(pool.settings.tensor_parallel_size > 1 and shares[pool.role] <= 0.5 for pool in pools)
 
 
 def _open(worker: TargetConfig | DraftConfig) -> bool:

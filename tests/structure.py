@@ -26,8 +26,8 @@ PAGE = ROOT / "docs" / "structure.md"
 NO_ROOMS = ("docs", "tests")
 CODE = frozenset({".py", ".cpp", ".js", ".css", ".html", ".proto"})
 NOT_OURS = ("_pb2.py", "_pb2_grpc.py")
-CONFIGURATION = ("cluster/environment.py", "cluster/config/environment.py")
-"""The module that reads the environment, before and after it has a room of its own."""
+ENVIRONMENT = "cluster/environment.py"
+"""The module that reads the environment."""
 NOT_IMPORTED = frozenset({"accelerate", "cmeel-libomp"})
 """Declared for others: transformers loads models in pieces with the first, workers are started with the second."""
 
@@ -170,7 +170,7 @@ class Product:
         return [
             f"{module.path}:{line}"
             for module in self.modules
-            if module.path not in CONFIGURATION
+            if module.path != ENVIRONMENT
             for line in sorted(set(_environment_reads(module.nodes)))
         ]
 
