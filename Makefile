@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTO := protos/paceline/v1/worker.proto
 
-.PHONY: setup run test families check sim bench chaos soak protos lock
+.PHONY: setup run test families check sim bench chaos soak protos lock structure
 .DEFAULT_GOAL := run
 
 setup: $(READY)
@@ -39,6 +39,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m protos.generate --check
+
+# How large the code is, and what of it is too large. Kept in docs/structure.md: make structure ARGS=--write
+structure: setup
+	$(BIN)/python -m tests.structure $(ARGS)
 
 sim: setup
 	$(BIN)/python -m speculation.simulation.faults --seeds 2000 $(ARGS)

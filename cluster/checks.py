@@ -33,18 +33,22 @@ def check(config: Config) -> None:
         check_free(join(config.router.host, config.router.port))
     pools = config.pools()
     for pool in pools:
-        if most(pool.settings) or pool.role is Role.TARGET:
-            check_model(pool.settings.model, _setting_of(pool))
-        if isinstance(pool.settings, TargetConfig) and pool.settings.medusa:
-            check_heads(pool.settings.medusa, f"{pool.path}.medusa")
-        if isinstance(pool.settings, TargetConfig) and (draft := config.shared_draft(pool)):
-            check_model(draft.model, "--draft")
-            check_shared_draft(pool.settings, draft, "--draft")
+        _check_models(config, pool)
     check_ranks(config)
     for pool in pools:
         check_assistant(pool.settings, f"{pool.path}.assistant")
         if pool.role is Role.TARGET:
             check_tokenizer(config.router.tokenizer or pool.settings.model)
+
+
+def _check_models(config: Config, pool: Pool) -> None:
+    if most(pool.settings) or pool.role is Role.TARGET:
+        check_model(pool.settings.model, _setting_of(pool))
+    if isinstance(pool.settings, TargetConfig) and pool.settings.medusa:
+        check_heads(pool.settings.medusa, f"{pool.path}.medusa")
+    if isinstance(pool.settings, TargetConfig) and (draft := config.shared_draft(pool)):
+        check_model(draft.model, "--draft")
+        check_shared_draft(pool.settings, draft, "--draft")
 
 
 def _setting_of(pool: Pool) -> str:

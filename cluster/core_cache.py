@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.cores import Measured, decoded, encoded
+from cluster.environment import cache_folder
 from cluster.folders import expanded
 from cluster.openmp import environment as openmp_environment
 from cluster.pools import DraftConfig, TargetConfig
@@ -93,10 +94,8 @@ class CoreCache:
 
 
 def default_cache() -> CoreCache:
-    """Where the XDG base directory specification puts caches; it says to ignore a relative path."""
-    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    folder = chosen if chosen.is_absolute() else Path("~/.cache").expanduser()
-    return CoreCache(folder / "paceline" / "cores.json")
+    """The user's own."""
+    return CoreCache(cache_folder() / "paceline" / "cores.json")
 
 
 def key_of(config: Config, cores: int) -> str:

@@ -7,7 +7,6 @@ that part is reserved, and Ray decides which. Whoever sets ``gpus`` or a device 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from dataclasses import replace
 from functools import cache
@@ -15,12 +14,13 @@ from typing import Any
 
 from cluster.config import Config, most
 from cluster.console import complain
+from cluster.environment import VISIBLE_GPUS as VISIBLE
+from cluster.environment import visible_gpus
 from cluster.pools import SHARED, DraftConfig, ModelConfig, Pool, TargetConfig
 from cluster.threads import GPU_DEVICES, Unmeasured, output_of
 from speculation.events import Role
 
 COUNT_SECONDS = 60.0
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 TARGET_WEIGHT = 4
 """What a target gets of a GPU that it shares, when each drafter gets one."""
@@ -51,8 +51,8 @@ def divided(config: Config, gpus: int) -> Config:
     if not gpus or not all(_open(pool.settings) for pool in pools):
         return config
     shares = _shares(pools, gpus)
-    if config.backend == "ray" and any(p.settings.tensor_parallel_size > 1 and shares[p.role] <= 0.5 for p in pools):
-        return config  # Ray might put two ranks of a worker on the same GPU
+    if config.backend == "ray" and _ranks_may_meet(pools, shares):
+        return config
 
     def shared(worker: Any, role: Role) -> Any:
         fixed = worker.device == "cpu" or (isinstance(worker, DraftConfig) and worker.placement == SHARED)
@@ -85,8 +85,13 @@ class Turns:
         chosen = sorted(by_room[: worker.tensor_parallel_size])
         for gpu in chosen:
             self._left[gpu] -= worker.gpus or 1.0
-        known = os.environ.get(VISIBLE, "").split(",")
+        known = visible_gpus()
         return {VISIBLE: ",".join(known[gpu] if gpu < len(known) and known[gpu] else str(gpu) for gpu in chosen)}
+
+
+def _ranks_may_meet(pools: list[Pool], shares: dict[Role, float]) -> bool:
+    """Whether Ray might put two ranks of a worker on the same GPU."""
+    return any(pool.settings.tensor_parallel_size > 1 and shares[pool.role] <= 0.5 for pool in pools)
 
 
 def _open(worker: TargetConfig | DraftConfig) -> bool:

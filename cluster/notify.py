@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+
+from cluster.environment import notify_socket
 
 READY = "READY=1"
 STOPPING = "STOPPING=1"
@@ -12,7 +13,7 @@ STOPPING = "STOPPING=1"
 
 def notify(state: str) -> None:
     """Send a state to who started this process, if that is systemd."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
+    address = notify_socket()
     if not address.startswith(("/", "@")):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):

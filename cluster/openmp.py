@@ -18,6 +18,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from cluster.environment import current
+
 LIBRARY = "cmeel.prefix/lib/libomp.so"
 """Where the package cmeel-libomp has it, below the folder that it is installed in."""
 CHOICE = "PACELINE_OPENMP"
@@ -41,10 +43,11 @@ def runtime() -> Path | None:
 
 def environment() -> dict[str, str]:
     """What to add to the environment of a process that computes; nothing where somebody has chosen already."""
-    library, preloaded = runtime(), os.environ.get(PRELOAD, "")
-    if library is None or CHOICE in os.environ or _RUNTIME.search(preloaded):
+    before = current()
+    library, preloaded = runtime(), before.get(PRELOAD, "")
+    if library is None or CHOICE in before or _RUNTIME.search(preloaded):
         return {}
-    waiting = os.environ.get(WAITING, WAITING_MS)
+    waiting = before.get(WAITING, WAITING_MS)
     return {CHOICE: "llvm", PRELOAD: f"{library} {preloaded}".strip(), WAITING: waiting}
 
 
@@ -52,4 +55,4 @@ def begin_again() -> None:
     """Run the command line of this process once more with that environment, if it is to compute with it."""
     chosen = environment()
     if chosen:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **chosen})
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], current() | chosen)

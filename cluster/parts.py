@@ -9,7 +9,6 @@ given all settings in ``args``, as by a RayService, those hold.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,8 @@ from cluster.config import (
     from_mapping,
     most,
 )
+from cluster.environment import REPLICA_SETTINGS as SETTINGS
+from cluster.environment import VISIBLE_GPUS, replica_settings
 from cluster.niceness import NICENESS
 from cluster.openmp import environment as openmp_environment
 from cluster.placement import need, router_need
@@ -32,8 +33,6 @@ from cluster.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_t
 from cluster.reading import DEFAULT_POOL
 from speculation.events import Role
 
-SETTINGS = "PACELINE_SETTINGS"
-"""Variable that holds the settings of a replica, as JSON."""
 STOP_SECONDS = 5.0
 """What a replica needs to end once it has drained."""
 LOCAL_DRAIN_SECONDS = 10.0
@@ -81,7 +80,7 @@ def part(config: Config, own: Pool | None) -> Config:
 
 def known(config: Config) -> Config:
     """The settings of the replica that calls this: those in its environment, else ``config``, which Serve was given."""
-    settings = os.environ.get(SETTINGS)
+    settings = replica_settings()
     return from_mapping(json.loads(settings), SETTINGS) if settings else config
 
 
@@ -105,7 +104,7 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
     if local:  # the nodes of a cluster have Paceline installed
         environment["PYTHONPATH"] = str(CHECKOUT)
     if pool is not None and not local and not pool.settings.gpus and not pool.settings.device.startswith("cuda"):
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray shows all GPUs of a node to those that reserve none
+        environment[VISIBLE_GPUS] = ""  # Ray shows all GPUs of a node to those that reserve none
     if settings:
         environment[SETTINGS] = json.dumps(part(config, pool).to_mapping())
     if pool is not None:

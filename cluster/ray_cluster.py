@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
 from cluster.declaration import declaration
+from cluster.environment import current
 from cluster.flags import FAILED
 from cluster.niceness import NICENESS
 from cluster.placement import APPLICATION, Node, lacking, needs
@@ -420,11 +421,11 @@ def _refuses(address: str) -> bool:
 
 def _end_own_processes() -> None:
     """Kill what is left of a Ray of our own: whoever carries this run's token."""
-    token = f"RAY_AUTH_TOKEN={os.environ['RAY_AUTH_TOKEN']}".encode()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        number = int(environment.parent.name)
+    token = f"RAY_AUTH_TOKEN={current()['RAY_AUTH_TOKEN']}".encode()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        number = int(file.parent.name)
         with contextlib.suppress(OSError):  # somebody else's, or it has just ended
-            if number != os.getpid() and token in environment.read_bytes().split(b"\0"):
+            if number != os.getpid() and token in file.read_bytes().split(b"\0"):
                 os.kill(number, signal.SIGKILL)
 
 

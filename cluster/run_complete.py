@@ -6,11 +6,11 @@ The speed-up is measured, not estimated: the same request runs once more without
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 from typing import TYPE_CHECKING
 
+from cluster import environment
 from cluster.console import CommandError, complain, stages, stderr_console
 from cluster.flags import BAD_INPUT
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError('give a prompt, such as "def fib(n):", or - to read it from standard input', BAD_INPUT)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     seed = random.getrandbits(31) if args.seed is None else args.seed
-    api_key = os.environ.get("OPENAI_API_KEY", "") if args.api_key is None else args.api_key
+    api_key = environment.api_key() if args.api_key is None else args.api_key
     if not (api_key.isascii() and api_key.isprintable()):
         raise CommandError("the API key must be printable ASCII", BAD_INPUT)
     request = Request(prompt, args.max_tokens, args.temperature, seed, args.chat, api_key)

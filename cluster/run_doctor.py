@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from cluster import environment
 from cluster.config import Config, from_mapping
 from cluster.console import CommandError, say, stages
 from cluster.doctor.finding import Finding, Level, ok, problem
@@ -146,7 +146,7 @@ def _api_key(args: argparse.Namespace, config: Config) -> str:
     """From the flag, else the environment as other clients have it, else where the configuration says they are."""
     if args.api_key is not None:
         return str(args.api_key)
-    return os.environ.get("OPENAI_API_KEY", "") or own_api_key(config)
+    return environment.api_key() or own_api_key(config)
 
 
 def _guarded(name: str, check: Check) -> Iterator[Finding]:

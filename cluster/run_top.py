@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from cluster import environment
 from cluster.console import CommandError, say
 from cluster.flags import BAD_INPUT, FAILED
 from cluster.run_complete import DEFAULT_URL
@@ -152,7 +152,7 @@ def _first(look: Look) -> Cluster:
 def _key(path: Path | None) -> str:
     """The key to send; empty for none."""
     if path is None:
-        key = os.environ.get("OPENAI_API_KEY", "")
+        key = environment.api_key()
         return key if key.isascii() and key.isprintable() else ""
     from router.auth import KeyFileError, read_keys
 

@@ -65,12 +65,14 @@ def checked(where: object, key: str, entry: Field[Any], value: object) -> object
         raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {described(value)}")
     if isinstance(value, str) and rule.pattern and not re.fullmatch(rule.pattern, value):
         raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {described(value)}")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        low, high = rule.at_least, rule.at_most
-        # Written so that nan is refused as well.
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {value}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _within(rule, value):
+        raise ConfigError(f"{where}: {key} must be {_wanted(kind, rule)}, got {value}")
     return value
+
+
+def _within(rule: Rule, value: float) -> bool:
+    """Written so that nan is not."""
+    return (rule.at_least is None or value >= rule.at_least) and (rule.at_most is None or value <= rule.at_most)
 
 
 def parsed(where: object, key: str, entry: Field[Any], text: str) -> object:

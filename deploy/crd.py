@@ -18,6 +18,7 @@ VERSION = "v1"
 _SCHEMAS = ("properties", "patternProperties")
 """Keywords whose values are schemas by name."""
 _NESTED = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "not")
+_OPEN_ENDED = ("x-kubernetes-preserve-unknown-fields", "x-kubernetes-embedded-resource")
 _NUMBERS = ("int32", "int64", "float", "double")
 
 
@@ -36,22 +37,16 @@ def _strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     extensions = {key: value for key, value in schema.items() if key.startswith("x-kubernetes-")}
-    plain = {
-        key: value for key, value in schema.items() if key not in extensions and key not in ("description", "nullable")
-    }
+    dropped = {*extensions, "description", "nullable"}
+    plain = {key: value for key, value in schema.items() if key not in dropped}
     if extensions.get("x-kubernetes-int-or-string"):
         plain.pop("type", None)
         plain["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-    for key in _SCHEMAS:
-        if key in plain:
-            plain[key] = {name: _strict(entry) for name, entry in plain[key].items()}
-    for key in _NESTED:
-        if key in plain:
-            plain[key] = _strict(plain[key])
-    open_ended = extensions.get("x-kubernetes-preserve-unknown-fields") or extensions.get(
-        "x-kubernetes-embedded-resource"
-    )
-    if "properties" in plain and not open_ended:
+    for key in plain.keys() & _SCHEMAS:
+        plain[key] = {name: _strict(entry) for name, entry in plain[key].items()}
+    for key in plain.keys() & _NESTED:
+        plain[key] = _strict(plain[key])
+    if "properties" in plain and not any(map(extensions.get, _OPEN_ENDED)):
         plain.setdefault("additionalProperties", False)
     if plain.get("format") in _NUMBERS:
         del plain["format"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.manifests import Finding, Manifests, Object, Pod, selects, where
@@ -149,20 +149,24 @@ def _selectors(manifests: Manifests) -> Iterator[Finding]:
     for entry in manifests.of("Service"):
         yield from _must_select(entry, "selector", {"matchLabels": entry["spec"].get("selector", {})}, pods)
     for pod in pods:
-        for spread in pod.spec.get("topologySpreadConstraints", []):
-            place = f"its spread over {spread['topologyKey']}"
-            if not selects(spread.get("labelSelector", {}), pod.labels):
-                yield Finding(pod.where, f"{place} does not select the pod itself")
-            strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
-            if strict and spread.get("nodeTaintsPolicy") != "Honor":
-                yield Finding(pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor")
-            if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
-                yield Finding(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
+        yield from _spread(pod)
     denied = [entry["spec"] for entry in manifests.of("NetworkPolicy") if not entry["spec"]["podSelector"]]
     if not any(
         {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
     ):
         yield Finding("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
+
+
+def _spread(pod: Pod) -> Iterator[Finding]:
+    for spread in pod.spec.get("topologySpreadConstraints", []):
+        place = f"its spread over {spread['topologyKey']}"
+        if not selects(spread.get("labelSelector", {}), pod.labels):
+            yield Finding(pod.where, f"{place} does not select the pod itself")
+        strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
+        if strict and spread.get("nodeTaintsPolicy") != "Honor":
+            yield Finding(pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor")
+        if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
+            yield Finding(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
 
 
 def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[Finding]:
@@ -195,12 +199,7 @@ def _budgets(manifests: Manifests) -> Iterator[Finding]:
 def _ports(manifests: Manifests) -> Iterator[Finding]:
     """Policies, monitors and routes name ports that the pods have."""
     pods = manifests.pods()
-    for policy in manifests.of("NetworkPolicy"):
-        selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
-        for rule in policy["spec"].get("ingress", []):
-            for port in rule.get("ports", []):
-                if not any(port["port"] in _open(pod).values() for pod in selected):
-                    yield Finding(where(policy), f"no pod that it selects has port {port['port']}")
+    yield from _policy_ports(manifests.of("NetworkPolicy"), pods)
     for monitor in manifests.of("PodMonitor"):
         for pod in pods:
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
@@ -211,6 +210,15 @@ def _ports(manifests: Manifests) -> Iterator[Finding]:
             for backend in rule["backendRefs"]:
                 if backend["port"] != HTTP_PORT:
                     yield Finding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+
+
+def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[Finding]:
+    for policy in policies:
+        selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
+        for rule in policy["spec"].get("ingress", []):
+            for port in rule.get("ports", []):
+                if not any(port["port"] in _open(pod).values() for pod in selected):
+                    yield Finding(where(policy), f"no pod that it selects has port {port['port']}")
 
 
 def _open(pod: Pod) -> dict[str, int]:

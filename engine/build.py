@@ -7,7 +7,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.cache_size import fitting_tokens
@@ -21,8 +20,8 @@ from engine.parallel.group import Group
 from engine.parallel.leader import Leader, Ranks
 from engine.parallel.plan import check_devices, check_split
 from engine.parallel.shards import splits_heads
-from engine.quantisation import NONE
 from engine.revision import revision_of
+from engine.settings import EngineSettings as EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
 from speculation.messages import Welcome
@@ -31,34 +30,6 @@ log = logging.getLogger(__name__)
 
 STATEFUL_TOKENS = 32_768
 """What sessions of a model without a slot cache may hold together, unless settings or its context say more."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What to run and how."""
-
-    model: str
-    """Folder or hub id."""
-    dtype: str = "auto"
-    device: str = "auto"
-    quantization: str = NONE
-    """One of :data:`engine.quantisation.CHOICES`."""
-    threads: int = 1
-    """CPU threads of a step."""
-    plain_cuda: bool = False
-    """Neither kernels of our own nor CUDA graphs."""
-    cache_tokens: int = 0
-    """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
-    gpu_share: float = 1.0
-    """What part of a GPU each rank has, where it shares one with other workers."""
-    tensor_parallel_size: int = 1
-    """Ranks that compute each step together."""
-    medusa: str = ""
-    """Folder of Medusa heads for a target to draft with; none if empty."""
-    join_timeout: float = 120.0
-    """Seconds in which all ranks must have started."""
-    name: str = ""
-    """Name the model is served under; default: the last part of ``model``."""
 
 
 def build(

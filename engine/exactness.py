@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.interface import Chunk
+from engine.kv_cache import KVCache
+from engine.model import Model
 from speculation.messages import EXACT
-
-if TYPE_CHECKING:
-    from engine.step import Engine
 
 PREFIX, COMPARED = 41, 8
 """Tokens of the probed text: before what is compared, and compared."""
@@ -31,7 +31,24 @@ PIECE = 16
 """Tokens of a piece in which the text is computed again."""
 
 
-def measure(engine: Engine) -> str:
+class Probed(Protocol):
+    """What is measured: an :class:`engine.step.Engine`."""
+
+    model: Model
+    cache: KVCache
+
+    @property
+    def row_classes(self) -> Sequence[int]:
+        """Numbers of rows that steps are padded to."""
+
+    def avoid_rows(self, rows: int) -> None:
+        """Use no steps of so many rows any longer."""
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute; see :meth:`engine.step.Engine.run`."""
+
+
+def measure(engine: Probed) -> str:
     """:data:`EXACT`, or in one line what changes the bits of a token. Steps of sizes that do are avoided from now on.
 
     Leaves nothing in the cache. Where it has too little room, what cannot be tried counts as not exact.
@@ -50,7 +67,7 @@ def measure(engine: Engine) -> str:
 class _Probe:
     """A text, computed in every way that a step can be made of."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Probed) -> None:
         rng = Random(5)
         self._engine = engine
         self._text = [rng.randrange(engine.model.vocabulary) for _ in range(PREFIX + COMPARED)]
@@ -90,8 +107,6 @@ class _Probe:
         beside: Sequence[int] = (),
     ) -> Tensor:
         """The wanted logits of the text's next tokens, which stay pending; others compute ``beside`` tokens each."""
-        from engine.step import Chunk
-
         chunks = [
             Chunk(sequence, [self._rng.randrange(self._engine.model.vocabulary) for _ in range(count)])
             for sequence, count in zip(self._others, beside, strict=False)

@@ -7,20 +7,47 @@ model that takes none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.kv_cache import KVCache
+from engine.kv_cache import CachedSequence, KVCache
 from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.parallel.group import RankError
-from engine.step import Chunk
+from engine.sampling import Draw
 
 FATAL = (RankError, torch.AcceleratorError)
 """After these no step succeeds any more: a rank is lost, or the device fails whatever it is asked. The worker has to
 end, so that it is started again; running out of memory is none of them."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens to append to one sequence, and which of their logits are wanted.
+
+    ``parents`` None continues the chain from the last pending node (or the prefix's end). Otherwise it holds an index
+    per token in the sequence's pending numbering, where this chunk's tokens get the next free numbers, or -1.
+    """
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    rows: Sequence[int] = ()
+    """Indices into ``tokens``."""
+    draws: Sequence[Draw] = ()
+    """How a token is drawn on each of these, if all are plain draws; see :attr:`Engine.drawn`."""
+
+    def resolved_parents(self) -> Sequence[int]:
+        """The parents, spelled out."""
+        if self.parents is None:
+            pending = self.sequence.pending
+            return range(pending - 1, pending - 1 + len(self.tokens))
+        if len(self.parents) != len(self.tokens):
+            raise ValueError(f"{len(self.parents)} parents for {len(self.tokens)} tokens")
+        return self.parents
 
 
 class StepEngine(Protocol):

@@ -142,18 +142,7 @@ def _several(views: Sequence[View], starts: Sequence[int], device: torch.device)
     queries = max(view.queries for view in views)
     segments = _common_segments(views)
     keys = segments[-1][1]
-    chains = [row for row, view in enumerate(views) if isinstance(view, ChainView)]
-    of_chains = [view for view in views if isinstance(view, ChainView)]
-    if len(chains) == len(views):
-        slots_NK, mask_NTK = laid_out(of_chains, queries, segments)
-    else:
-        slots_NK = torch.empty(len(views), keys, dtype=torch.int64)
-        mask_NTK = torch.full((len(views), queries, keys), HIDDEN)
-        if chains:
-            slots_NK[chains], mask_NTK[chains] = laid_out(of_chains, queries, segments)
-        for row, view in enumerate(views):
-            if isinstance(view, KeyView):
-                _lay_out(view, segments, slots_NK[row], mask_NTK[row])
+    slots_NK, mask_NTK = _laid_out(views, queries, segments)
     slots_F, mask_N1TK = to_device(slots_NK.view(-1), device), to_device(mask_NTK[:, None], device)
     batch = KeyBatch(len(views), queries, None, slots_F, keys, segments, mask_N1TK, starts[0])
     counts = [view.queries for view in views]
@@ -167,6 +156,23 @@ def _several(views: Sequence[View], starts: Sequence[int], device: torch.device)
         real = [row * queries + t for row, count in enumerate(counts) for t in range(count)]
         batch.real_P = upload(real, device)
     return batch
+
+
+def _laid_out(views: Sequence[View], queries: int, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Slots (N, K) and mask (N, T, K) of all views; chains at once."""
+    chains = [row for row, view in enumerate(views) if isinstance(view, ChainView)]
+    of_chains = [view for view in views if isinstance(view, ChainView)]
+    if len(chains) == len(views):
+        return laid_out(of_chains, queries, segments)
+    keys = segments[-1][1]
+    slots_NK = torch.empty(len(views), keys, dtype=torch.int64)
+    mask_NTK = torch.full((len(views), queries, keys), HIDDEN)
+    if chains:
+        slots_NK[chains], mask_NTK[chains] = laid_out(of_chains, queries, segments)
+    for row, view in enumerate(views):
+        if isinstance(view, KeyView):
+            _lay_out(view, segments, slots_NK[row], mask_NTK[row])
+    return slots_NK, mask_NTK
 
 
 def _lay_out(view: KeyView, segments: Segments, slots_K: Tensor, mask_TK: Tensor) -> None:

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from engine.int8_linear import has_kernel
 from engine.model import ModelError
+from engine.settings import NONE as NONE
 
 if TYPE_CHECKING:
     from torchao.core.config import AOBaseConfig
 
-NONE = "none"
 CHOICES = (NONE, "int8", "int8-dynamic", "fp8")
 """int8: weights alone. int8-dynamic: activations as well, by the row; on CPUs. fp8: both, on GPUs."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -139,12 +140,10 @@ def _filtered_scores(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:
     ):
         applies = [want and not setting.greedy for want, setting in zip(wanted, settings, strict=True)]
         rows_M = _rows(draws, applies, device)
-        if rows_M is None:
-            continue
-        scores_MV = scores_NV[rows_M] if len(rows_M) < len(draws) else scores_NV
-        chosen = [setting for setting, applied in zip(settings, applies, strict=True) if applied]
-        threshold_M1 = keep(scores_MV, chosen)
-        scores_NV[rows_M] = scores_MV.masked_fill(scores_MV < threshold_M1, float("-inf"))
+        if rows_M is not None:
+            scores_MV = scores_NV[rows_M] if len(rows_M) < len(draws) else scores_NV
+            threshold_M1 = keep(scores_MV, list(compress(settings, applies)))
+            scores_NV[rows_M] = scores_MV.masked_fill(scores_MV < threshold_M1, float("-inf"))
     return scores_NV
 
 

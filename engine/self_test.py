@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention import UnsupportedAttention
+from engine.interface import Chunk
 from engine.kv_cache import KVCache
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.stateful import StatefulCache, StatefulEngine
-from engine.step import Chunk, Engine
+from engine.step import Engine
 
 STOCK = "eager"
 

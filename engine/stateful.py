@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from engine.interface import Chunk
 from engine.kv_cache import CachedSequence, KVCache
 from engine.model import Model, ModelError
-from engine.step import Chunk
 
 STATE_NAMES = ("past_key_values", "cache_params", "state")
 """What models call their own cache, as an argument and in what they return."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from engine.cuda.graphs import Record
 from engine.cuda.levels import Levels
 from engine.exactness import measure
 from engine.forward import Forward, StepInput
-from engine.kv_cache import CachedSequence, CacheFull, KVCache
+from engine.interface import Chunk as Chunk
+from engine.kv_cache import CacheFull, KVCache
 from engine.kv_store import Move
 from engine.medusa import MedusaHeads
 from engine.model import Model, ModelError
@@ -28,32 +28,6 @@ from engine.parallel.leader import Leader
 from engine.sampling import Draw
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens to append to one sequence, and which of their logits are wanted.
-
-    ``parents`` None continues the chain from the last pending node (or the prefix's end). Otherwise it holds an index
-    per token in the sequence's pending numbering, where this chunk's tokens get the next free numbers, or -1.
-    """
-
-    sequence: CachedSequence
-    tokens: Sequence[int]
-    parents: Sequence[int] | None = None
-    rows: Sequence[int] = ()
-    """Indices into ``tokens``."""
-    draws: Sequence[Draw] = ()
-    """How a token is drawn on each of these, if all are plain draws; see :attr:`Engine.drawn`."""
-
-    def resolved_parents(self) -> Sequence[int]:
-        """The parents, spelled out."""
-        if self.parents is None:
-            pending = self.sequence.pending
-            return range(pending - 1, pending - 1 + len(self.tokens))
-        if len(self.parents) != len(self.tokens):
-            raise ValueError(f"{len(self.parents)} parents for {len(self.tokens)} tokens")
-        return self.parents
 
 
 class Engine:

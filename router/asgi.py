@@ -173,11 +173,14 @@ class BoundedHttp(HttpToolsProtocol):
             super().data_received(line)
             self._line_begins = line.endswith(b"\n")
         if at < len(data) and not self.transport.is_closing():
-            self._beside += len(data) - at
-            super().data_received(data[at:])
-            self._line_begins = self._line_begins or data.endswith(b"\n")
-            if self._beside > MOST_HEAD_BYTES and not self.transport.is_closing():
-                self._refuse_trailers()
+            self._body_received(data[at:])
+
+    def _body_received(self, data: bytes) -> None:
+        self._beside += len(data)
+        super().data_received(data)
+        self._line_begins = self._line_begins or data.endswith(b"\n")
+        if self._beside > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_trailers()
 
     def _refuse_trailers(self) -> None:
         if self.cycle.response_started:

@@ -15,6 +15,7 @@ import random
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -123,11 +124,14 @@ def _fits(schema: object, ending: set[str]) -> bool:
         described = properties if isinstance(properties, dict) else {}
         parts += [_fits(described.get(name), ending) for name in required if isinstance(name, str)]
     if schema.get("type") == "array" and isinstance(least := schema.get("minItems"), int):
-        first = schema.get("prefixItems")
-        before = first[:least] if isinstance(first, list) else []
-        parts += [_fits(one, ending) for one in before]
-        parts.append(len(before) >= least or _fits(schema.get("items"), ending))
+        parts.append(_items_fit(schema, least, ending))
     return all(parts)
+
+
+def _items_fit(schema: Mapping[str, object], least: int, ending: set[str]) -> bool:
+    first = schema.get("prefixItems")
+    before = first[:least] if isinstance(first, list) else []
+    return all(_fits(one, ending) for one in before) and (len(before) >= least or _fits(schema.get("items"), ending))
 
 
 def _references(schema: object) -> list[str]:

@@ -29,9 +29,9 @@ from speculation.messages import (
     Verification,
 )
 from speculation.pace import BREAK_EVEN, Pace
-from speculation.sources.local_sources import LocalSource, Suggestion, local_sources
+from speculation.sources.local_sources import local_sources
 from speculation.sources.lookup import confidence
-from speculation.sources.registry import Guarded
+from speculation.sources.registry import Guarded, LocalSource, Suggestion
 from speculation.tempo import Tempo
 from speculation.trie import Fate, Node, Offer, Placement, SpeculationTrie, TrieLimits
 

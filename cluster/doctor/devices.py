@@ -91,14 +91,7 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
     """Whether weights and a cache fit: each rank on a GPU, or all of them in main memory."""
     needs = list(needs)
     if not devices.gpus:
-        wanted = sum(need.ranks * (need.weights + need.cache) for need in needs)
-        text = f"weights and caches take {wanted / GIB:.1f} GiB, {devices.memory / GIB:.1f} GiB of main memory are left"
-        if wanted > devices.memory:
-            yield problem("memory", text, "lower dtype, replicas or cache_tokens, or use a larger machine")
-        elif sum(need.ranks * need.cache for need in needs) > CPU_SHARE * devices.memory:
-            yield warning("memory", text, "lower cache_tokens: the cache gets a quarter of what is left")
-        else:
-            yield ok("memory", text)
+        yield _check_main_memory(needs, devices.memory)
         return
     asked = sum(need.ranks * need.share for need in needs)
     for need in needs:
@@ -120,6 +113,16 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
             yield warning("memory", text, fix)
         else:
             yield ok("memory", text)
+
+
+def _check_main_memory(needs: Sequence[Need], left: int) -> Finding:
+    wanted = sum(need.ranks * (need.weights + need.cache) for need in needs)
+    text = f"weights and caches take {wanted / GIB:.1f} GiB, {left / GIB:.1f} GiB of main memory are left"
+    if wanted > left:
+        return problem("memory", text, "lower dtype, replicas or cache_tokens, or use a larger machine")
+    if sum(need.ranks * need.cache for need in needs) > CPU_SHARE * left:
+        return warning("memory", text, "lower cache_tokens: the cache gets a quarter of what is left")
+    return ok("memory", text)
 
 
 def needs(config: Config, devices: Devices) -> Iterator[Need]:

@@ -100,14 +100,18 @@ def judge(met: Sequence[Met]) -> Iterator[Finding]:
         yield problem(
             "targets", "no target worker answers", "start one: `paceline worker target --model ... --listen ...`"
         )
-    for worker, welcome in known:
-        if worker.role is Role.DRAFT and targets and not any(_same_tokens(welcome, target) for target in targets):
-            text = f"the tokenizer of {welcome.model} is that of no target"
-            yield problem(
-                worker.subject, text, "start it with --target-tokenizer, or choose a draft model with that tokenizer"
-            )
+    for worker, welcome in known if targets else ():
+        if worker.role is Role.DRAFT:
+            yield from _judge_tokenizer(worker.subject, welcome, targets)
     for plain in sorted({welcome.model for welcome in targets if not welcome.speculates}):
         yield warning("targets", f"{plain} cannot speculate", "drafters are of no use to it; leave them out")
+
+
+def _judge_tokenizer(subject: str, welcome: Welcome, targets: Sequence[Welcome]) -> Iterator[Finding]:
+    if not any(_same_tokens(welcome, target) for target in targets):
+        text = f"the tokenizer of {welcome.model} is that of no target"
+        fix = "start it with --target-tokenizer, or choose a draft model with that tokenizer"
+        yield problem(subject, text, fix)
 
 
 def _judge_one(worker: Met) -> Iterator[Finding]:

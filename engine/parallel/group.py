@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from engine.build import EngineSettings
+from engine.settings import EngineSettings
 
 HOST = "127.0.0.1"
 """The ranks of a group are processes of one machine."""

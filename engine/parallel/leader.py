@@ -12,16 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from engine.forward import StepInput
 from engine.model import ModelError
 from engine.parallel.group import Group, RankError, RankTask, joined_key, rendezvous
-
-if TYPE_CHECKING:
-    from engine.build import EngineSettings
+from engine.settings import EngineSettings
 
 POLL_SECONDS = 0.02
 TELLING_SECONDS = 2.0

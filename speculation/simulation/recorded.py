@@ -37,6 +37,8 @@ FREE = Curve.straight(0.0, 0.0)
 NO_STEP = "it holds no step in which a target decodes; record a target worker too"
 
 Line = Mapping[str, Any]
+Times = defaultdict[tuple[int, int], list[float]]
+"""Seconds of steps by their numbers of sessions and tokens."""
 
 
 class UselessRecord(ValueError):
@@ -110,24 +112,28 @@ def _verify(steps: Iterable[Line], draft: Sequence[Line]) -> tuple[float, dict[i
 
     The latter by number of sessions. How much longer is told from sizes of which there are enough of both kinds.
     """
-    quiet: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    beside: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    quiet: Times = defaultdict(list)
+    beside: Times = defaultdict(list)
     starts, ends = [line["start"] for line in draft], [line["end"] for line in draft]
     for step in _decoding(steps):
         overlapped = bisect_right(starts, step["end"]) > bisect_right(ends, step["start"])
         (beside if overlapped else quiet)[len(step["sessions"]), step["tokens"]].append(_seconds(step))
     if not quiet and not beside:
         raise UselessRecord(NO_STEP)
-    both = [size for size in beside if min(len(beside[size]), len(quiet.get(size, ()))) >= FEWEST]
-    weights = [len(beside[size]) for size in both]
-    ratios = [_usual(beside[size]) / _usual(quiet[size]) for size in both]
-    contention = max(fmean(ratios, weights), 1.0) if both else 1.0
+    contention = _contention(quiet, beside)
     seconds: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (sessions, tokens), times in quiet.items():
         seconds[sessions][tokens] += times
     for (sessions, tokens), times in beside.items():
         seconds[sessions][tokens] += [time / contention for time in times]
     return contention, {sessions: _curve(by_tokens) for sessions, by_tokens in seconds.items()}
+
+
+def _contention(quiet: Times, beside: Times) -> float:
+    both = [size for size in beside if min(len(beside[size]), len(quiet.get(size, ()))) >= FEWEST]
+    weights = [len(beside[size]) for size in both]
+    ratios = [_usual(beside[size]) / _usual(quiet[size]) for size in both]
+    return max(fmean(ratios, weights), 1.0) if both else 1.0
 
 
 def _decoding(lines: Iterable[Line]) -> list[Line]:

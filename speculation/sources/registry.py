@@ -36,14 +36,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from speculation.messages import ANCHOR, Open, Source, SourceName, Token
 from speculation.origin import Own
 from speculation.sources.lookup import Continuation
-
-if TYPE_CHECKING:
-    from speculation.sources.local_sources import LocalSource, Suggestion
 
 MOST_SOURCES = 32
 """That can be registered in one process."""
@@ -52,7 +49,53 @@ MOST_TOKENS = 256
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 """What a source can be called."""
 
-Maker = Callable[[Open], "LocalSource | None"]
+
+class Suggestion(Protocol):
+    """A small tree of drafts from the end of the committed text, mostly a chain; it may be empty."""
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        """What may come next, parents before children, of siblings the likeliest first."""
+        ...
+
+    @property
+    def parents(self) -> Sequence[int]:
+        """For each token, the index of the one it follows; -1: the end of the text."""
+        ...
+
+    @property
+    def confidence(self) -> tuple[float, ...]:
+        """For each token, the probability that it is right if those it follows are."""
+        ...
+
+
+class LocalSource(Protocol):
+    """What makes drafts from the committed text of one session.
+
+    Under the rejection rule its tokens count as chosen (:class:`speculation.acceptance.Chosen`): it must not know the
+    noise that the target draws with.
+    """
+
+    @property
+    def source(self) -> SourceName:
+        """The name that its drafts are calibrated and credited under."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """How many tokens ahead it is asked for at most."""
+        ...
+
+    def extend(self, tokens: Sequence[Token]) -> None:
+        """The next committed tokens, those of the prompt first; in parts of any size, never twice."""
+        ...
+
+    def propose(self, depth: int) -> Suggestion:
+        """Tokens that may follow what is committed, at most ``depth`` deep. Changes nothing."""
+        ...
+
+
+Maker = Callable[[Open], LocalSource | None]
 """Makes a source for a session that is opened; None: it has nothing for this one."""
 
 _makers: dict[SourceName, Maker] = {}
@@ -92,7 +135,7 @@ def made_for(opened: Open) -> list[Guarded]:
 class Guarded:
     """A source of someone else's, whose faults cost its drafts and nothing else.
 
-    A :class:`speculation.sources.local_sources.LocalSource`.
+    A :class:`LocalSource`.
     """
 
     def __init__(self, name: SourceName, maker: Maker, opened: Open) -> None:

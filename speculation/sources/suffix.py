@@ -63,6 +63,13 @@ class _Scope:
     texts: int = 0
     """How many there are."""
 
+    def check(self, own: set[int], indexed: int) -> None:
+        """Assert that it leads to its ``own`` texts alone, of which so many tokens are indexed."""
+        assert {place >> _END_BITS for places in self.places.values() for place in places} <= own
+        assert set(self.known.values()) <= own
+        assert sum(map(len, self.places.values())) <= len(CONTEXTS) * indexed
+        assert all(0 < len(places) <= PLACES for places in self.places.values())
+
 
 @dataclass(frozen=True, slots=True)
 class _Voice:
@@ -170,11 +177,7 @@ class SuffixStore:
         for name, scope in self._scopes.items():
             own = {number for number, text in self._texts.items() if text.scope == name}
             own |= {self._leaving.number} if self._leaving and self._leaving.scope == name else set()
-            assert {place >> _END_BITS for places in scope.places.values() for place in places} <= own
-            assert set(scope.known.values()) <= own
-            entries = sum(len(places) for places in scope.places.values())
-            assert entries <= len(CONTEXTS) * sum(text.indexed for text in texts if text.scope == name)
-            assert all(0 < len(places) <= PLACES for places in scope.places.values())
+            scope.check(own, sum(text.indexed for text in texts if text.scope == name))
 
     # -- the index -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,45 @@
+"""What Paceline reads of the environment it is started in; nothing else of it does. Its own settings are in files.
+
+All of it is said by others: systemd, CUDA, the XDG base directories, OpenAI's clients, and Ray, which hands a replica
+its settings that way.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+REPLICA_SETTINGS = "PACELINE_SETTINGS"
+"""Variable with the settings of a replica, in JSON."""
+
+
+def current() -> dict[str, str]:
+    """All of it, for a process that is started with more."""
+    return dict(os.environ)
+
+
+def api_key() -> str:
+    """The key that clients of OpenAI's send; empty for none."""
+    return os.environ.get("OPENAI_API_KEY", "")
+
+
+def cache_folder() -> Path:
+    """Where the XDG base directory specification puts caches; it says to ignore a relative path."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return chosen if chosen.is_absolute() else Path("~/.cache").expanduser()
+
+
+def notify_socket() -> str:
+    """Where systemd listens for the state of a service; empty where it does not."""
+    return os.environ.get("NOTIFY_SOCKET", "")
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process may use, in its own order; empty strings where nobody has said."""
+    return os.environ.get(VISIBLE_GPUS, "").split(",")
+
+
+def replica_settings() -> str:
+    """What :data:`REPLICA_SETTINGS` holds; empty outside of a replica that has settings of its own."""
+    return os.environ.get(REPLICA_SETTINGS, "")

@@ -1,0 +1,36 @@
+"""What an engine is asked to be: which model, in which numbers, on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NONE = "none"
+"""No quantisation: weights as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What to run and how."""
+
+    model: str
+    """Folder or hub id."""
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str = NONE
+    """One of :data:`engine.quantisation.CHOICES`."""
+    threads: int = 1
+    """CPU threads of a step."""
+    plain_cuda: bool = False
+    """Neither kernels of our own nor CUDA graphs."""
+    cache_tokens: int = 0
+    """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
+    gpu_share: float = 1.0
+    """What part of a GPU each rank has, where it shares one with other workers."""
+    tensor_parallel_size: int = 1
+    """Ranks that compute each step together."""
+    medusa: str = ""
+    """Folder of Medusa heads for a target to draft with; none if empty."""
+    join_timeout: float = 120.0
+    """Seconds in which all ranks must have started."""
+    name: str = ""
+    """Name the model is served under; default: the last part of ``model``."""
