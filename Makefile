@@ -20,9 +20,10 @@ $(READY): requirements.lock pyproject.toml
 run: setup
 	$(BIN)/paceline up --stretched --demo $(ARGS)
 
-# Two processes: one for the tests that start clusters, file by file the rest. In one: make test ARGS="-n 0"
+# Two processes: one for the tests that start clusters, file by file the rest. One, and only the files that may have
+# them, for a few: make test ARGS="-k name"
 test: setup
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n auto --no-loadscope-reorder $(ARGS)
 
 # Every model family that is known to work, or not to, as tiny random models; six of them are in `make test`.
 families: setup
