@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTO := protos/paceline/v1/worker.proto
 
-.PHONY: setup run test test-all families check sim bench chaos soak protos lock
+.PHONY: setup run test test-all families check types imports stubs sim bench chaos soak protos lock
 .DEFAULT_GOAL := run
 
 setup: $(READY)
@@ -33,11 +33,19 @@ test-all: setup
 families: setup
 	$(BIN)/python -m pytest -m families tests/unit/test_families.py $(ARGS)
 
+# Types beside all the rest: they take as long.
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=recurse types imports stubs
+
+types: setup
 	$(BIN)/mypy
+
+imports: setup
 	$(BIN)/lint-imports
+
+stubs: setup
 	$(BIN)/python -m protos.generate --check
 
 sim: setup

@@ -15,14 +15,12 @@ from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).parent.parent
 IMPORTS = re.compile(r"^ *(?:from ([\w.]+) import (?:\(([^)]*)\)|(.*))|import (.*))$", re.MULTILINE)
-DOCUMENTS = '"docs"'
-"""In the text of tests that take their parameters from the documentation."""
 WORDS = re.compile(r"[a-z_]+")
 
 
 def may_match(expression: str, file: Path) -> bool:
     """Whether a test of this file may be one that ``-k expression`` asks for; yes, where that cannot be told."""
-    if not expression or re.search(r"\bnot\b|\\\\", expression) or DOCUMENTS in file.read_text():
+    if not expression or re.search(r"\bnot\b|\\\\", expression):
         return True
     try:
         return Expression.compile(expression).evaluate(lambda name, **_: all(says(file, word) for word in words(name)))
