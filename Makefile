@@ -37,7 +37,7 @@ families: setup
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=recurse types imports stubs
+	$(MAKE) --no-print-directory --jobs 2 types imports stubs
 
 types: setup
 	$(BIN)/mypy
