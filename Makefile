@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTO := protos/paceline/v1/worker.proto
 
-.PHONY: setup run test families check sim bench chaos soak protos lock structure
+.PHONY: setup run test test-all families check types imports stubs sim bench chaos soak protos lock structure
 .DEFAULT_GOAL := run
 
 setup: $(READY)
@@ -25,19 +25,32 @@ $(READY): requirements.lock pyproject.toml
 run: setup
 	$(BIN)/paceline up --stretched --demo $(ARGS)
 
-# Two processes: one for the tests that start clusters, file by file the rest. In one: make test ARGS="-n 0"
+# Two processes: one for the tests that start clusters, file by file the rest. One, and only the files that may have
+# them, for a few: make test ARGS="-k name"
 test: setup
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n auto --no-loadscope-reorder $(ARGS)
+
+# As well what takes long and rarely fails alone: most faults on Ray, kernels compiled for GPUs. CI runs this.
+test-all: setup
+	$(BIN)/python -m pytest -n auto --no-loadscope-reorder -m "not families" $(ARGS)
 
 # Every model family that is known to work, or not to, as tiny random models; six of them are in `make test`.
 families: setup
 	$(BIN)/python -m pytest -m families tests/unit/test_families.py $(ARGS)
 
+# Types beside all the rest: they take as long.
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory --jobs 2 types imports stubs
+
+types: setup
 	$(BIN)/mypy
+
+imports: setup
 	$(BIN)/lint-imports
+
+stubs: setup
 	$(BIN)/python -m protos.generate --check
 
 # How large the code is, and what of it is too large. Kept in docs/structure.md: make structure ARGS=--write

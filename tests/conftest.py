@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -12,23 +13,18 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from cluster import console
-from models.pair import load, load_tokenizer, save_tokenizer
-from models.stretch import stretch
-from tests.stack import MODELS
+from tests.words import in_one_process, may_match
 
 CLUSTERS = "tests/cluster/"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a shell leaves it for what it starts in the background; tests interrupt themselves and what they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-torch.set_num_threads(1)  # Small models gain nothing from more, and other processes need the cores.
 
 # An example takes as long as the machine lets it: a pause is no defect of what is tested.
 settings.register_profile("machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +44,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
     return ByFile(config, log)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes, one of them for what starts clusters; none beside this one for a few tests."""
+    return 0 if in_one_process(config.option.keyword, config.args) else 2
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which ``-k`` cannot want a test."""
+    if collection_path.match("test_*.py") and not may_match(config.option.keyword, collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread: small models gain nothing from more, and other processes need the cores. No import of torch here."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the process of a test tell mistakes alone: a slow machine must not add a line."""
@@ -57,6 +72,12 @@ def no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def slow_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled target at several times its cost, so that drafts come in time on any machine; same text."""
+    import torch
+
+    from models.pair import load, load_tokenizer, save_tokenizer
+    from models.stretch import stretch
+    from tests.bundled import MODELS
+
     folder = tmp_path_factory.mktemp("slow") / "target"
     stretch(load(MODELS / "target", torch.float32), hidden_size=512, layers=12).save_pretrained(folder)
     save_tokenizer(load_tokenizer(MODELS / "target"), folder)

@@ -15,7 +15,7 @@ from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import body, plain, prompts, streamed
 from tests.ports import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 TOKENS = 300
 SETTINGS = """\
 target: {max_replicas: 2, max_running: 8, dtype: fp32, threads: 1}

@@ -13,7 +13,7 @@ from benchmarks.chaos.stage import running
 from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 
-pytestmark = [pytest.mark.slow, needs_no_gpu, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_no_gpu, pytest.mark.asyncio(loop_scope="module")]
 OPTIONS = ChaosOptions(streams=8, tokens=150, hang=20.0)
 SCENARIOS = {scenario.name: scenario for scenario in scenarios.scenarios(OPTIONS)}
 

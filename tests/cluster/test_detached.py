@@ -12,7 +12,7 @@ from tests.cluster.test_serve_ranks import Nodes
 from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 
-pytestmark = [pytest.mark.slow, needs_no_gpu]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_no_gpu]
 SETTINGS = """\
 target: {gpus: 1, gpu_class: large, dtype: fp32}
 draft: {gpus: 1, gpu_class: small, dtype: fp32}

@@ -11,7 +11,7 @@ from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import Streamed, body, prompts, stream
 from tests.ports import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 STREAMS = 4
 
 

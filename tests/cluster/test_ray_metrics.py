@@ -16,7 +16,7 @@ from tests.cluster.processes import CHECKOUT
 from tests.cluster.ray_scrape import SECOND
 from tests.monitoring import SCRAPING
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 

@@ -153,6 +153,7 @@ async def load_of(process: psutil.Process, role: str, until=lambda load: True) -
         await asyncio.gather(connection, return_exceptions=True)
 
 
+@pytest.mark.thorough
 def test_a_signal_to_all_of_its_processes_ends_it_as_well():
     """Ray would wait a minute for what has ended with it."""
     with Paceline("up", "--port", str(free_port())) as up:
@@ -160,6 +161,7 @@ def test_a_signal_to_all_of_its_processes_ends_it_as_well():
         assert up.stop_all(signal.SIGTERM) == 0
 
 
+@pytest.mark.thorough
 def test_when_ray_dies_everything_ends_and_says_so():
     with Paceline("up", "--port", str(free_port())) as up:
         up.expect("Ctrl-C stops it", STARTS)

@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.ranks import needs_no_gpu
 from tests.stack import MODELS, decode, dispatcher, held_out_prompts, target_worker
 
-pytestmark = [pytest.mark.slow, needs_no_gpu]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_no_gpu]
 TOKENS = 250
 SETTINGS = """\
 target: {tensor_parallel_size: 2, gpus: 1, gpu_class: large, dtype: fp32}

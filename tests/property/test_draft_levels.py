@@ -403,6 +403,7 @@ def test_what_is_no_number_deep_below_ends_its_own_session_only(tmp_path: Path) 
     assert keys_SHD is not None and keys_SHD[: other.engine.cache.store.slots].isfinite().all()
 
 
+@pytest.mark.thorough
 def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In Triton's interpreter, not recorded: in groups of rows that read common keys, across the ends of pages."""
     pytest.importorskip("triton")

@@ -243,13 +243,14 @@ def drive(engine: Any, requests: Sequence[Request], count: int, seed: int, limit
     return routers.seen + Counter(preempted=loop.counters.preempted)
 
 
-def test_ten_thousand_requests_on_a_model_that_is_a_table():
+@pytest.mark.parametrize("count", [2500, pytest.param(10_000, marks=pytest.mark.thorough)])
+def test_thousands_of_requests_on_a_model_that_is_a_table(count):
     rng = Random(1)
     requests = [alone(table_logits, rng) for _ in range(300)]
     limits = TargetLimits(running=12, budget=Budget(tokens=48, drafts_per_session=6, verify=24), adaptive=False)
-    seen = drive(TableEngine(capacity=128), requests, 10_000, 1, limits)
-    assert seen["finished"] > 8000
-    assert min(seen["preempted"], seen["reopened"], seen["accepted"], seen["refused"]) > 200, seen
+    seen = drive(TableEngine(capacity=128), requests, count, 1, limits)
+    assert seen["finished"] > 0.8 * count
+    assert min(seen["preempted"], seen["reopened"], seen["accepted"], seen["refused"]) > count // 50, seen
 
 
 @pytest.mark.parametrize("adaptive", [True, False])

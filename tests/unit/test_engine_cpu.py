@@ -239,6 +239,7 @@ def test_the_processor_decides_what_is_built(monkeypatch: pytest.MonkeyPatch) ->
         built.level_here()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", built.LEVELS)
 def test_every_level_is_built_once_and_kept(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kernels.cpp"

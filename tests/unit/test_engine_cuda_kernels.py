@@ -141,6 +141,7 @@ assert "mul.rn.bf16" in rotation and "fma.rn" not in rotation, rotation
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests compile them")
 def test_kernels_compile_for_gpus_and_round_products_before_adding_them(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -7,56 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from engine import loader
 from engine.build import EngineSettings
 from engine.fused import FusedStack
-from engine.parallel import group as groups
-from engine.parallel.group import Group, rendezvous
+from engine.parallel.group import rendezvous
 from engine.step import Chunk, Engine
 from speculation.messages import EXACT
 from tests.by_rows import Twins
 from tests.ranks import needs_no_gpu, on_ranks
 from tests.rows_on_ranks import CANNOT_RECORD, ByRows, Replays, stand_ins
+from tests.sums_on_ranks import compare_in_groups
 from tests.unit.engine_models import random_tokens, save_model, slot_engine
 
 pytestmark = needs_no_gpu
 
-SHAPES = [(1,), (1, 1, 7), (5, 64), (64, 64), (513, 3)]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-
-def parts_of(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(len(shape))
-    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
-
-
-def sums_on_rank(rank: int, world: int, port: int) -> None:
-    """Compare what a group of ranks adds up with the definition."""
-    group = Group(rank, world, rendezvous(world, port), torch.device("cpu"))
-    for most in (groups.GATHERED_BYTES, 0):
-        groups.GATHERED_BYTES = most
-        for dtype in DTYPES:
-            for shape in SHAPES:
-                parts = parts_of(world, shape, dtype)
-                total = parts[0].float()
-                for part in parts[1:]:
-                    total = total + part.float()
-                found = group.sum(parts[rank].clone())
-                assert torch.equal(found, total.to(dtype)), f"{shape} of {dtype}, at most {most} bytes gathered"
-                assert found.is_contiguous()
-                gathered = group.gather(parts[rank])
-                assert all(torch.equal(one, part) for one, part in zip(gathered, parts, strict=True))
-    group.meet()
-    group.leave()
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_numbers_are_added_in_the_order_of_ranks(world: int) -> None:
-    store = rendezvous(world)
-    spawn(sums_on_rank, (world, store.port), world)
+def test_numbers_are_added_in_the_order_of_ranks() -> None:
+    stores = {world: rendezvous(world) for world in (2, 3, 4)}
+    spawn(compare_in_groups, ({world: store.port for world, store in stores.items()},), max(stores))
 
 
 def settings(folder: Path, ranks: int, dtype: str = "fp32", **changes: object) -> EngineSettings:
