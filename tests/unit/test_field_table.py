@@ -12,10 +12,10 @@ import pytest
 
 from router.describe import document
 from router.errors import CODES, ApiError
-from router.field_row import Kind, Row, Support
-from router.field_table import ROWS
+from router.field_table import ROWS, Row, Support
 from router.generation import ServedModel
 from router.openapi import description
+from router.request_schema import Kind
 from router.requests import ApiRequest, Offer
 from speculation.messages import Sampling
 from tests.fakes import tiny_tokenizer

@@ -1,0 +1,578 @@
+"""The bodies of requests: every field, what it takes and does, or why it is refused.
+
+Everything that speaks of fields reads these models: parsing, the OpenAPI description (:mod:`router.openapi`),
+``docs/api.md`` (:mod:`router.describe`), and the tests that send every field. Here stands what can be said of a field
+by itself; what depends on the model, the server or other fields is checked where the field is used. Fields that are
+not declared are refused: no parameter is silently ignored. What is said to have no effect is a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetPydanticSchema,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import no_info_wrap_validator_function
+
+from router.fields import Fields, Refused, json_type, loads, refusal
+from speculation.messages import MAX_PRIORITY, Rule, Schedule, Source
+from speculation.sources.registry import NAME
+
+Kind = Literal["completion", "chat"]
+
+COMPLETION_MAX_TOKENS = 16
+"""Default of ``max_tokens`` for completions, as in OpenAI's API. Chat takes the rest of the context."""
+MIN_TEMPERATURE = 1e-6
+"""Below this logits divided by it overflow; 0 itself means greedy."""
+MAX_SEED = 2**64 - 1
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 16, 256, 64
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 256
+MAX_ALLOWED = 16_384
+"""Of ``allowed_token_ids``."""
+MAX_BIASED, MAX_BIAS = 1024, 100
+"""Entries of ``logit_bias``, and how much they add, either way."""
+MAX_LOGPROBS = 20
+MAX_TOOLS = 128
+MAX_CHOICES = 1024
+"""Of ``guided_choice``."""
+MAX_MESSAGES = 2048
+"""As in OpenAI's API."""
+MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
+"""Seconds that a request may ask for."""
+MAX_LABEL = 512
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+
+_TOOLS = "use tools and tool_choice"
+_IMAGES = "models here read and write text only"
+_LABELS = f"at most {MAX_METADATA} keys of {MAX_METADATA_KEY} characters with strings of {MAX_METADATA_VALUE}"
+
+
+def _not_tiny(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise PydanticCustomError("invalid_value", f"0 (greedy) or at least {MIN_TEMPERATURE:g}")  # type: ignore[arg-type]
+    return value
+
+
+def _json_object(text: object) -> object:
+    """What is written in a string."""
+    if not isinstance(text, str):
+        raise PydanticCustomError("json_type", "no string")
+    try:
+        value = loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("invalid_value", "a JSON object in a string")
+    return value
+
+
+def _as_written(value: Any, check: Any) -> Any:
+    """What a model takes, in the caller's order, since a chat template shows it."""
+    check(value)
+    return {name: item for name, item in value.items() if item is not None}
+
+
+Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[int, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
+JsonSchema = Annotated[Any, WithJsonSchema({"title": "a JSON Schema, as such or in a string"})]
+TRUE = WithJsonSchema({"const": True})
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+Choices = Annotated[
+    list[Text],
+    Field(
+        min_length=1,
+        max_length=MAX_CHOICES,
+        fail_fast=True,
+        title=f"an array of 1 to {MAX_CHOICES} strings, none of them empty",
+    ),
+]
+_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_TEXT = {"type": "string", "minLength": 1}
+Prompt = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[list[Any], Tag("<array>")],
+    Discriminator(json_type),
+    WithJsonSchema({"anyOf": [_TEXT, _TOKENS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _TOKENS]}}]}),
+]
+
+
+class TextPart(Fields):
+    """A part of a content."""
+
+    model_config = ConfigDict(title='an object {"type": "text", "text": ...}')
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def asked(cls, raw: Any) -> Any:
+        """The type first: other types have other fields."""
+        if isinstance(raw, dict) and raw.get("type") not in (None, "text"):
+            raise refusal("type", "unsupported_parameter", '{path} must be "text"; this model reads text only')
+        return super().asked(raw)
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True, json_schema_extra={"minItems": 1})]
+Content = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[TextParts, Tag("<array>")],
+    Discriminator(json_type),
+    Field(title="a string or an array of text parts"),
+]
+
+
+def text_of(content: str | list[TextPart], between: str = "") -> str:
+    """The text of a content; ``between`` its parts."""
+    return content if isinstance(content, str) else between.join(part.text for part in content)
+
+
+class CalledFunction(Fields):
+    """The function of a call."""
+
+    name: str
+    arguments: Annotated[
+        dict[str, Any],
+        BeforeValidator(_json_object),
+        WithJsonSchema({"type": "string", "title": "a JSON object in a string"}),
+    ] = Field({})
+    parsed_arguments: Any = None
+    """No effect. What OpenAI's client read `arguments` as."""
+
+
+class Call(Fields):
+    """A call that an assistant made."""
+
+    model_config = ConfigDict(title="an object with id, type and function")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction = Field(title="an object with name and arguments")
+    index: Any = None
+
+
+class Message(Fields):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(title="an object with role and content")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who speaks; `developer` is `system`."""
+    content: Content | None = None
+    """What is said. Only an assistant that calls tools may say nothing."""
+    name: str | None = None
+    """For templates that show it."""
+    tool_calls: list[Call] = Field([], fail_fast=True, title="an array of calls")
+    """What an assistant called: `id`, `type` and `function` with `name` and `arguments` (JSON in a string)."""
+    tool_call_id: str | None = None
+    """Which call a message of role `tool` answers."""
+    parsed: Any = None
+    """No effect. What OpenAI's client read `content` as."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "function_call": Refused(_TOOLS),
+        "refusal": Refused("put what was said into content", ("",)),
+        "audio": Refused(_IMAGES),
+        "annotations": Refused("put what matters into content", ([],)),
+        "reasoning_content": Refused("put what matters into content", ("",)),
+    }
+
+
+class Function(Fields):
+    """A function that a model may call."""
+
+    model_config = ConfigDict(title="an object with a name")
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", title="1 to 64 letters, digits, underscores, dots and dashes")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    """True: whenever it is called, its arguments follow `parameters`. Text beside calls is free, but what begins as a
+    call is one."""
+
+
+class Tool(Fields):
+    """One of ``tools``."""
+
+    model_config = ConfigDict(title="an object with type and function")
+
+    type: Literal["function"]
+    function: Annotated[
+        dict[str, Any],
+        GetPydanticSchema(lambda _, schema: no_info_wrap_validator_function(_as_written, schema(Function))),
+    ]
+
+
+class NamedFunction(Fields):
+    """Which function is to be called."""
+
+    name: str = Field(title="the name of one of tools")
+
+
+class NamedTool(Fields):
+    """A ``tool_choice`` that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")] | Annotated[NamedTool, Tag("<object>")],
+    Discriminator(lambda value: "<object>" if isinstance(value, dict | NamedTool) else "<string>"),
+    Field(title='none, auto, required or {"type": "function", "function": {"name": ...}}'),
+]
+
+
+class DescribedSchema(Fields):
+    """A JSON Schema, as OpenAI's API names it."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool = False
+    schema_: Any = Field(None, alias="schema", title="a JSON schema")
+
+
+class ResponseFormat(Fields):
+    """The form of an answer, as OpenAI's API says it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: DescribedSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """The form of a text, as vLLM's API says it."""
+
+    json_: JsonSchema = Field(None, alias="json", examples=[{"type": "null"}, "{}"])
+    """The text is JSON that fits it."""
+    regex: str | None = Field(None, examples=["[a-z]{3}"])
+    """The text matches it as a whole."""
+    choice: Choices | None = Field(None, examples=[["a", "b c"]])
+    """The text is one of these."""
+    grammar: str | None = Field(None, examples=['start: "a" | "b"', 'root ::= "a" | "b" root'])
+    """The text is one of this grammar's, in Lark's or llama.cpp's notation."""
+    json_object: Annotated[bool, TRUE] | None = Field(None, examples=[True])
+    """The text is any JSON object."""
+    whitespace_pattern: str | None = None
+    """A regular expression: what may stand between the parts of JSON. Default: up to 40 white spaces"""
+    disable_any_whitespace: bool = False
+    """True: nothing may."""
+    disable_fallback: bool = False
+    """No effect. There is one backend, and none to fall back on."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "structural_tag": Refused("use grammar"),
+        "disable_additional_properties": Refused("write additionalProperties into the schema", (False,)),
+    }
+
+
+class StreamOptions(Fields):
+    """What a stream shows beside its text."""
+
+    include_usage: bool = Field(False, examples=[True])
+    """A last chunk with the usage."""
+    continuous_usage_stats: bool = Field(False, examples=[True])
+    """The usage so far in every chunk; with `include_usage`."""
+    include_speculation: bool = Field(False, examples=[True])
+    """What was drafted and kept, with every chunk."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {"include_obfuscation": Refused("chunks are not padded", (False,))}
+
+
+class Prediction(Fields):
+    """What a text will probably be."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class Steering(Fields):
+    """How drafting goes."""
+
+    enabled: bool | None = Field(None, examples=[True])
+    """False: plain decoding. Default: as the server says"""
+    max_depth: int | None = Field(None, ge=1, le=64, examples=[2])
+    """Longest path of drafts. Default: as the server says"""
+    sources: (
+        Annotated[
+            list[Any],
+            WithJsonSchema(
+                {
+                    "title": f"an array of {', '.join(Source)}, and names that the operator registered",
+                    "type": "array",
+                    "items": {"anyOf": [{"enum": [*Source]}, {"type": "string", "pattern": f"^{NAME.pattern}$"}]},
+                }
+            ),
+        ]
+        | None
+    ) = Field(None, examples=[["lookup"]])
+    """Who may draft. Default: as the server says"""
+    remember: bool | None = Field(None, examples=[False])
+    """False: what is said is not kept to draft for later requests (of the same API key, unless the operator decided
+    otherwise). Leave `suffix` out of `sources` to do without what is kept of earlier ones.
+    Default: as the server says"""
+    rule: Rule | None = Field(None, strict=False, examples=["coupled"])
+    """What makes the target keep a draft. `coupled`: that it is what the seed gives. `rejection`: a coin; all texts are
+    as likely as without drafts, but which one a seed gives depends on them, unless `temperature` is 0.
+    Default: as the server says"""
+    details: bool = Field(False, examples=[True])
+    """Tell of every step and proposal, and sum up at the end."""
+    schedule: Schedule | None = Field(None, strict=False, examples=["sequential"])
+    """When drafts are made. Default: as the server says"""
+
+
+class CacheOptions(Fields):
+    """Hints about caches."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class Body(Fields):
+    """The fields of both endpoints."""
+
+    model: str | None = None
+    """Which of the served models. Default: the only one, where there is one"""
+    n: int = Field(1, json_schema_extra={"minimum": 1}, examples=[2])
+    """How many texts; at most as many as the server allows."""
+    best_of: int | None = Field(None, ge=1, examples=[1])
+    """Only what `n` is: more texts than are returned are not written. Default: n"""
+
+    temperature: Annotated[float, AfterValidator(_not_tiny)] = Field(1.0, ge=0, le=100, examples=[0, 0.7])
+    """0: the likeliest token, always."""
+    top_p: float = Field(1.0, gt=0, le=1, examples=[0.9])
+    """Nucleus: the likeliest tokens that have this much probability."""
+    top_k: int = Field(0, ge=-1, le=2**31 - 1, examples=[20])
+    """Only so many of the likeliest tokens; 0 or -1: all."""
+    min_p: float = Field(0.0, ge=0, le=1, examples=[0.05])
+    """Only tokens with this share of the likeliest one's probability."""
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED, examples=[7])
+    """The same seed, the same text; see `speculation.rule`. Default: a new one"""
+    presence_penalty: Penalty = Field(0.0, examples=[1.5])
+    """Taken off the logit of every token generated before."""
+    frequency_penalty: Penalty = Field(0.0, examples=[0.8])
+    """Taken off it for each time it was generated."""
+    repetition_penalty: float = Field(1.0, ge=1e-4, le=100, examples=[1.3])
+    """Divides positive logits of tokens in prompt or text, multiplies negative ones."""
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
+        {}, max_length=MAX_BIASED, examples=[{"5": 4.5, "9": -100}]
+    )
+    """Token ids, as strings, and what is added to their logits."""
+    allowed_token_ids: list[Token] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_ALLOWED,
+        fail_fast=True,
+        title=f"an array of 1 to {MAX_ALLOWED} token ids (with none, no token could be drawn)",
+        examples=[[5, 6, 7, 8, 9, 10]],
+    )
+    """No other token is drawn. Default: all"""
+    bad_words: list[BadWord] = Field(
+        [],
+        max_length=MAX_BAD_WORDS,
+        fail_fast=True,
+        title=f"an array of at most {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters",
+        examples=[["the", "once"]],
+    )
+    """Never written, neither as a text begins with them nor after a space."""
+
+    max_tokens: int | None = Field(None, ge=0, examples=[12])
+    """How many tokens at most; within the model's context. 0 only with `echo`. Default: 16; chat: all that fit"""
+    max_completion_tokens: int | None = Field(None, ge=0, examples=[12])
+    """The newer name of `max_tokens`; one of them. 0 only with `echo`."""
+    min_tokens: int = Field(0, ge=0, examples=[4])
+    """No stop token or stop string counts before; at most `max_tokens`."""
+    stop: Annotated[Annotated[Stop, Tag("<string>")] | Annotated[Stops, Tag("<array>")], Discriminator(json_type)] = (
+        Field(
+            [],
+            title=f"a string or an array of at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} characters",
+            examples=["e", ["\n", "it"]],
+        )
+    )
+    """The text ends before the first of these."""
+    stop_token_ids: list[Token] = Field(
+        [],
+        max_length=MAX_STOP_TOKENS,
+        fail_fast=True,
+        title=f"an array of at most {MAX_STOP_TOKENS} token ids",
+        examples=[[9, 10]],
+    )
+    """Tokens that end the text."""
+    ignore_eos: bool = Field(False, examples=[True])
+    """The model's own stop tokens do not end the text."""
+    include_stop_str_in_output: bool = Field(False, examples=[True])
+    """The text ends after the stop string."""
+
+    add_special_tokens: bool | None = Field(None, examples=[False, True])
+    """Put around text what the tokenizer puts there, such as a first token.
+    Default: true; chat: false, templates write it"""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, examples=[3, -1])
+    """Only so many of the last tokens of the prompt; -1: as many as fit. Not 0. Default: all"""
+
+    response_format: ResponseFormat | None = Field(
+        None,
+        examples=[
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
+        ],
+    )
+    """`text`, `json_object`, or `json_schema` with `json_schema.schema`. Only one of this, `structured_outputs` and
+    `guided_*`. Where `tools` are offered, the model may write calls instead. Default: text"""
+    structured_outputs: StructuredOutputs | None = Field(
+        None, examples=[{"regex": "[a-z]+"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer"}}]
+    )
+    """Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`, and how JSON is laid out."""
+    guided_json: JsonSchema = Field(None, examples=[{"type": "boolean"}])
+    """The older name of `structured_outputs.json`."""
+    guided_regex: str | None = Field(None, examples=["[0-9]+"])
+    """Of `structured_outputs.regex`."""
+    guided_choice: Choices | None = Field(None, examples=[["a", "b"]])
+    """Of `structured_outputs.choice`."""
+    guided_grammar: str | None = Field(None, examples=['start: "yes" | "no"'])
+    """Of `structured_outputs.grammar`."""
+
+    stream: bool = Field(False, examples=[True])
+    """Send the text as it is decided, in server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    prompt_logprobs: Logprobs | None = Field(None, examples=[2])
+    """The same for the prompt, in vLLM's form; not with `stream`. The prompt is then computed without the cache.
+    Default: none"""
+    return_token_ids: bool = Field(False, examples=[True])
+    """Token ids of prompt and text, as vLLM gives them."""
+    return_tokens_as_token_ids: bool = Field(False, examples=[True])
+    """Tokens in log-probabilities are written `token_id:5`."""
+    skip_special_tokens: bool = Field(True, examples=[False])
+    """False: special tokens show in the text."""
+
+    prediction: Prediction | None = Field(None, examples=[{"type": "content", "content": "there was a little girl"}])
+    """What the text will probably be: drafts that need no draft model."""
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, examples=[-3])
+    """The lower, the sooner it is served where not all can be."""
+    timeout: float | None = Field(None, ge=MIN_TIMEOUT, le=MAX_TIMEOUT, examples=[30.0])
+    """Seconds after which the request ends with an error; or the header `x-request-timeout`.
+    Default: as the server says"""
+    store: bool | None = Field(None, examples=[False])
+    """False: the prompt is not recorded. True: only where the server records prompts (`--record-prompts`). Answers are
+    never kept. Default: true where prompts are recorded"""
+    speculation: Steering | None = None
+    """How drafting goes; the text is the same however it does, but for `rule`."""
+
+    user: Label | None = Field(None, examples=["somebody"])
+    """No effect. A label."""
+    safety_identifier: Label | None = Field(None, examples=["somebody"])
+    """No effect. A label."""
+    metadata: dict[
+        Annotated[str, Field(max_length=MAX_METADATA_KEY)], Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
+    ] = Field({}, max_length=MAX_METADATA, title=_LABELS, examples=[{"team": "a"}])
+    """No effect. Labels."""
+    prompt_cache_key: Label | None = Field(None, examples=["a"])
+    """No effect. A hint: prefixes are found by what they say."""
+    prompt_cache_options: CacheOptions | None = Field(None, examples=[{"mode": "implicit"}])
+    """No effect. A hint, likewise."""
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = Field(None, examples=["24h"])
+    """No effect. A hint: they are kept while there is room."""
+    service_tier: Literal["auto", "default"] | None = Field(None, examples=["auto"])
+    """No effect. There is one tier; see `priority`."""
+
+    refused: ClassVar[Mapping[str, Refused]] = {
+        "length_penalty": Refused("it belongs to beam search", (1,)),
+        "use_beam_search": Refused("tokens are drawn, or the likeliest taken; use n for several texts", (False,)),
+        "logits_processors": Refused("callers' code is not run; use logit_bias, bad_words or a grammar", ([],)),
+        "spaces_between_special_tokens": Refused("decoding follows the model's tokenizer", (True,)),
+        "cache_salt": Refused("prefix caches are shared by all callers of a server; run one for each group"),
+        "request_id": Refused("send it as the header X-Request-Id"),
+        "kv_transfer_params": Refused("caches do not move between workers"),
+        "vllm_xargs": Refused("there are no arguments for plugins", ({},)),
+        "mm_processor_kwargs": Refused(_IMAGES, ({},)),
+    }
+
+
+class CompletionBody(Body):
+    """Of ``POST /v1/completions``."""
+
+    prompt: Prompt = Field(
+        title="a string, an array of token ids, or an array of either",
+        examples=["Once upon a time", [5, 6, 7], ["One", "Two"], [[5, 6], [7]]],
+    )
+    """What to continue; together with `n` at most as many texts as the server allows."""
+    logprobs: Annotated[Logprobs | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        None, examples=[0, 3]
+    )
+    """Log-probabilities of the text's tokens, and of so many of the likeliest at each place. They are the model's own:
+    before penalties, biases, temperature and filters. Default: none"""
+    echo: bool = Field(False, examples=[True])
+    """The answer begins with the prompt; `logprobs` too."""
+
+    refused: ClassVar[Mapping[str, Refused]] = Body.refused | {
+        "suffix": Refused("write the model's own fill-in-the-middle tokens into the prompt", ("",)),
+        "prompt_embeds": Refused("only token ids cross the wire; give prompt as text or token ids"),
+    }
+
+
+class ChatBody(Body):
+    """Of ``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1, fail_fast=True, title="an array of at least one message")
+    """The conversation, put into the model's chat template."""
+    max_completion_tokens: int | None = Field(None, ge=1, examples=[12])
+    """The newer name of `max_tokens`; one of them."""
+    logprobs: bool = Field(False, examples=[True])
+    """Log-probabilities of the text's tokens."""
+    top_logprobs: Logprobs = 0
+    """And of so many of the likeliest at each place; needs `logprobs`."""
+    add_generation_prompt: bool | None = Field(None, examples=[False])
+    """End the prompt where an assistant begins. Default: true"""
+    continue_final_message: bool = False
+    """Go on with the last message instead of a new one; needs `add_generation_prompt` false."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Values of variables that the model's chat template has."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, examples=["none"]
+    )
+    """For templates that have such a variable."""
+    tools: list[Tool] = Field(
+        [], max_length=MAX_TOOLS, fail_fast=True, title=f"an array of at most {MAX_TOOLS} functions"
+    )
+    """Functions the model may call, where its chat template has a place for them and shows a form of calls that is
+    known here (Hermes and Qwen, Llama 3)."""
+    tool_choice: ToolChoice | None = Field(None, examples=["none", "auto"])
+    """`none`: tools are left out of the prompt. `required` or a name: the text is held to the form of a call, without
+    idle whitespace. Default: auto"""
+    parallel_tool_calls: bool = Field(True, examples=[True, False])
+    """False: the answer ends with its first call."""
+
+    refused: ClassVar[Mapping[str, Refused]] = Body.refused | {
+        "echo": Refused("the template's text is not part of an answer; use /v1/completions", (False,)),
+        "media_io_kwargs": Refused(_IMAGES, ({},)),
+        "functions": Refused(_TOOLS, ([],)),
+        "function_call": Refused(_TOOLS, ("none", "auto")),
+        "modalities": Refused(_IMAGES, (["text"],)),
+        "audio": Refused(_IMAGES),
+        "moderation": Refused("nothing is moderated"),
+        "verbosity": Refused("say it in a message", ("medium",)),
+        "web_search_options": Refused("the server reads no web pages; offer a tool"),
+        "documents": Refused("write them into a message", ([],)),
+        "include_reasoning": Refused("reasoning is part of the text", (True,)),
+        "chat_template": Refused(
+            "a template is a program, and whoever runs the server chooses it; render it yourself for /v1/completions"
+        ),
+    }
+
+
+BODIES: dict[Kind, type[Body]] = {"completion": CompletionBody, "chat": ChatBody}
