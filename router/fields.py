@@ -11,9 +11,18 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
@@ -84,6 +93,13 @@ def missing(where: str, expected: str) -> ApiError:
 def json_type(value: object) -> str:
     """Which of :data:`TAGS` a value is read as that is a string or an array; anything else is refused as an array."""
     return "<string>" if isinstance(value, str) else "<array>"
+
+
+One = TypeVar("One")
+Many = TypeVar("Many")
+Array = Annotated[list[Many], Field(fail_fast=True)]
+"""All entries of which are alike; the first that is not is the one that an error is about."""
+StringOr = Annotated[Annotated[One, Tag("<string>")] | Annotated[Many, Tag("<array>")], Discriminator(json_type)]
 
 
 class Refused(NamedTuple):
@@ -201,6 +217,8 @@ def in_words(schema: Schema) -> str:
         return f"one of {', '.join(schema['enum'])}"
     if "const" in schema:
         return json.dumps(schema["const"])
+    if "anyOf" in schema:
+        return " or ".join(map(in_words, schema["anyOf"]))
     match schema.get("type"):
         case "integer" | "number" as kind:
             what = "an integer" if kind == "integer" else "a number"
@@ -209,19 +227,37 @@ def in_words(schema: Schema) -> str:
                 return f"{what} of more than {schema['exclusiveMinimum']:g} and at most {high:g}"
             if high is None:
                 return what if low is None else f"{what} of at least {low}"
-            return f"{what} from {_number(low)} to {_number(high)}"
+            return f"{what} from {_number(schema['minimum'])} to {_number(high)}"
         case "string":
-            return f"a string of at most {schema['maxLength']} characters" if "maxLength" in schema else "a string"
+            return f"a string{_characters(schema)}"
         case "boolean":
             return "true or false"
         case "array":
-            return f"an array of at most {schema['maxItems']}" if "maxItems" in schema else "an array"
+            low, high = schema.get("minItems", 0), schema.get("maxItems")
+            count = "" if high is None else f"{low} to {high} " if low else f"at most {high} "
+            return f"an array of {count}{_several(schema['items'])}"
         case "object":
             return (
                 f"an object of at most {schema['maxProperties']} entries" if "maxProperties" in schema else "an object"
             )
         case _:
             return "any JSON"
+
+
+def _several(schema: Schema) -> str:
+    match schema.get("type"):
+        case "integer":
+            return "token ids"
+        case "string":
+            return f"strings{_characters(schema)}"
+        case _:
+            return "objects"
+
+
+def _characters(schema: Schema) -> str:
+    if "maxLength" not in schema:
+        return ", none of them empty" if "minLength" in schema else ""
+    return f" of {'1 to' if 'minLength' in schema else 'at most'} {schema['maxLength']} characters"
 
 
 def _number(value: float) -> str:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     GetPydanticSchema,
@@ -25,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
-from router.fields import Fields, Refused, json_type, loads, refusal
+from router.fields import Array, Fields, Refused, StringOr, loads, refusal
 from speculation.messages import MAX_PRIORITY, Rule, Schedule, Source
 from speculation.sources.registry import NAME
 
@@ -36,31 +35,18 @@ COMPLETION_MAX_TOKENS = 16
 MIN_TEMPERATURE = 1e-6
 """Below this logits divided by it overflow; 0 itself means greedy."""
 MAX_SEED = 2**64 - 1
-MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 16, 256, 64
-MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 256
-MAX_ALLOWED = 16_384
-"""Of ``allowed_token_ids``."""
-MAX_BIASED, MAX_BIAS = 1024, 100
-"""Entries of ``logit_bias``, and how much they add, either way."""
-MAX_LOGPROBS = 20
-MAX_TOOLS = 128
-MAX_CHOICES = 1024
-"""Of ``guided_choice``."""
 MAX_MESSAGES = 2048
 """As in OpenAI's API."""
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86400.0
 """Seconds that a request may ask for."""
-MAX_LABEL = 512
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 _TOOLS = "use tools and tool_choice"
 _IMAGES = "models here read and write text only"
-_LABELS = f"at most {MAX_METADATA} keys of {MAX_METADATA_KEY} characters with strings of {MAX_METADATA_VALUE}"
 
 
 def _not_tiny(value: float) -> float:
     if 0 < value < MIN_TEMPERATURE:
-        raise PydanticCustomError("invalid_value", f"0 (greedy) or at least {MIN_TEMPERATURE:g}")  # type: ignore[arg-type]
+        raise PydanticCustomError("invalid_value", f"0 (greedy) or at least {MIN_TEMPERATURE:g}")
     return value
 
 
@@ -84,37 +70,28 @@ def _as_written(value: Any, check: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
+Phrase = Annotated[str, Field(min_length=1, max_length=256)]
+Label = Annotated[str, Field(max_length=512)]
+Key = Annotated[str, Field(max_length=64)]
+_LABELS = "an object of at most 16 keys of 64 characters with strings of 512"
 Token = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Label = Annotated[str, Field(max_length=MAX_LABEL)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Logprobs = Annotated[int, Field(ge=0, le=20)]
+Phrases = Annotated[Array[Phrase], Field(max_length=16)]
+Choices = Annotated[Array[Text], Field(min_length=1, max_length=1024)]
 JsonSchema = Annotated[Any, WithJsonSchema({"title": "a JSON Schema, as such or in a string"})]
-TRUE = WithJsonSchema({"const": True})
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
-Choices = Annotated[
-    list[Text],
-    Field(
-        min_length=1,
-        max_length=MAX_CHOICES,
-        fail_fast=True,
-        title=f"an array of 1 to {MAX_CHOICES} strings, none of them empty",
-    ),
-]
+_NAMES = {"anyOf": [{"enum": [*Source]}, {"type": "string", "pattern": f"^{NAME.pattern}$"}]}
+_SOURCES = f"an array of {', '.join(Source)}, and names that the operator registered"
+Sources = Annotated[list[Any], WithJsonSchema({"title": _SOURCES, "type": "array", "items": _NAMES})]
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string", "minLength": 1}
-Prompt = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[Any], Tag("<array>")],
-    Discriminator(json_type),
-    WithJsonSchema({"anyOf": [_TEXT, _TOKENS, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _TOKENS]}}]}),
-]
+_SEVERAL = {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _TOKENS]}}
+Prompt = Annotated[StringOr[str, list[Any]], WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _SEVERAL]})]
 
 
-class TextPart(Fields):
+class TextPart(Fields, title='an object {"type": "text", "text": ...}'):
     """A part of a content."""
-
-    model_config = ConfigDict(title='an object {"type": "text", "text": ...}')
 
     type: Literal["text"]
     text: str
@@ -122,19 +99,15 @@ class TextPart(Fields):
 
     @model_validator(mode="before")
     @classmethod
-    def asked(cls, raw: Any) -> Any:
-        """The type first: other types have other fields."""
+    def text_only(cls, raw: Any) -> Any:
+        """Checked before the names of fields are: other types have others."""
         if isinstance(raw, dict) and raw.get("type") not in (None, "text"):
             raise refusal("type", "unsupported_parameter", '{path} must be "text"; this model reads text only')
-        return super().asked(raw)
+        return raw
 
 
-TextParts = Annotated[list[TextPart], Field(fail_fast=True, json_schema_extra={"minItems": 1})]
-Content = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[TextParts, Tag("<array>")],
-    Discriminator(json_type),
-    Field(title="a string or an array of text parts"),
-]
+TextParts = Annotated[Array[TextPart], Field(json_schema_extra={"minItems": 1})]
+Content = Annotated[StringOr[str, TextParts], Field(title="a string or an array of text parts")]
 
 
 def text_of(content: str | list[TextPart], between: str = "") -> str:
@@ -155,10 +128,8 @@ class CalledFunction(Fields):
     """No effect. What OpenAI's client read `arguments` as."""
 
 
-class Call(Fields):
+class Call(Fields, title="an object with id, type and function"):
     """A call that an assistant made."""
-
-    model_config = ConfigDict(title="an object with id, type and function")
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -166,10 +137,8 @@ class Call(Fields):
     index: Any = None
 
 
-class Message(Fields):
+class Message(Fields, title="an object with role and content"):
     """A message of a conversation."""
-
-    model_config = ConfigDict(title="an object with role and content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks; `developer` is `system`."""
@@ -177,7 +146,7 @@ class Message(Fields):
     """What is said. Only an assistant that calls tools may say nothing."""
     name: str | None = None
     """For templates that show it."""
-    tool_calls: list[Call] = Field([], fail_fast=True, title="an array of calls")
+    tool_calls: Array[Call] = Field([])
     """What an assistant called: `id`, `type` and `function` with `name` and `arguments` (JSON in a string)."""
     tool_call_id: str | None = None
     """Which call a message of role `tool` answers."""
@@ -193,10 +162,8 @@ class Message(Fields):
     }
 
 
-class Function(Fields):
+class Function(Fields, title="an object with a name"):
     """A function that a model may call."""
-
-    model_config = ConfigDict(title="an object with a name")
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$", title="1 to 64 letters, digits, underscores, dots and dashes")
     description: str | None = None
@@ -206,10 +173,8 @@ class Function(Fields):
     call is one."""
 
 
-class Tool(Fields):
+class Tool(Fields, title="an object with type and function"):
     """One of ``tools``."""
-
-    model_config = ConfigDict(title="an object with type and function")
 
     type: Literal["function"]
     function: Annotated[
@@ -265,7 +230,7 @@ class StructuredOutputs(Fields):
     """The text is one of these."""
     grammar: str | None = Field(None, examples=['start: "a" | "b"', 'root ::= "a" | "b" root'])
     """The text is one of this grammar's, in Lark's or llama.cpp's notation."""
-    json_object: Annotated[bool, TRUE] | None = Field(None, examples=[True])
+    json_object: Annotated[bool, WithJsonSchema({"const": True})] | None = Field(None, examples=[True])
     """The text is any JSON object."""
     whitespace_pattern: str | None = None
     """A regular expression: what may stand between the parts of JSON. Default: up to 40 white spaces"""
@@ -307,19 +272,7 @@ class Steering(Fields):
     """False: plain decoding. Default: as the server says"""
     max_depth: int | None = Field(None, ge=1, le=64, examples=[2])
     """Longest path of drafts. Default: as the server says"""
-    sources: (
-        Annotated[
-            list[Any],
-            WithJsonSchema(
-                {
-                    "title": f"an array of {', '.join(Source)}, and names that the operator registered",
-                    "type": "array",
-                    "items": {"anyOf": [{"enum": [*Source]}, {"type": "string", "pattern": f"^{NAME.pattern}$"}]},
-                }
-            ),
-        ]
-        | None
-    ) = Field(None, examples=[["lookup"]])
+    sources: Sources | None = Field(None, examples=[["lookup"]])
     """Who may draft. Default: as the server says"""
     remember: bool | None = Field(None, examples=[False])
     """False: what is said is not kept to draft for later requests (of the same API key, unless the operator decided
@@ -368,26 +321,17 @@ class Body(Fields):
     """Taken off it for each time it was generated."""
     repetition_penalty: float = Field(1.0, ge=1e-4, le=100, examples=[1.3])
     """Divides positive logits of tokens in prompt or text, multiplies negative ones."""
-    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = Field(
-        {}, max_length=MAX_BIASED, examples=[{"5": 4.5, "9": -100}]
-    )
+    logit_bias: dict[str, Bias] = Field({}, max_length=1024, examples=[{"5": 4.5, "9": -100}])
     """Token ids, as strings, and what is added to their logits."""
-    allowed_token_ids: list[Token] | None = Field(
+    allowed_token_ids: Array[Token] | None = Field(
         None,
         min_length=1,
-        max_length=MAX_ALLOWED,
-        fail_fast=True,
-        title=f"an array of 1 to {MAX_ALLOWED} token ids (with none, no token could be drawn)",
+        max_length=16_384,
+        title="an array of at most 16384 token ids, or left out: with none no token could be drawn",
         examples=[[5, 6, 7, 8, 9, 10]],
     )
     """No other token is drawn. Default: all"""
-    bad_words: list[BadWord] = Field(
-        [],
-        max_length=MAX_BAD_WORDS,
-        fail_fast=True,
-        title=f"an array of at most {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters",
-        examples=[["the", "once"]],
-    )
+    bad_words: Array[Phrase] = Field([], max_length=128, examples=[["the", "once"]])
     """Never written, neither as a text begins with them nor after a space."""
 
     max_tokens: int | None = Field(None, ge=0, examples=[12])
@@ -396,21 +340,9 @@ class Body(Fields):
     """The newer name of `max_tokens`; one of them. 0 only with `echo`."""
     min_tokens: int = Field(0, ge=0, examples=[4])
     """No stop token or stop string counts before; at most `max_tokens`."""
-    stop: Annotated[Annotated[Stop, Tag("<string>")] | Annotated[Stops, Tag("<array>")], Discriminator(json_type)] = (
-        Field(
-            [],
-            title=f"a string or an array of at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} characters",
-            examples=["e", ["\n", "it"]],
-        )
-    )
+    stop: StringOr[Phrase, Phrases] = Field([], examples=["e", ["\n", "it"]])
     """The text ends before the first of these."""
-    stop_token_ids: list[Token] = Field(
-        [],
-        max_length=MAX_STOP_TOKENS,
-        fail_fast=True,
-        title=f"an array of at most {MAX_STOP_TOKENS} token ids",
-        examples=[[9, 10]],
-    )
+    stop_token_ids: Array[Token] = Field([], max_length=64, examples=[[9, 10]])
     """Tokens that end the text."""
     ignore_eos: bool = Field(False, examples=[True])
     """The model's own stop tokens do not end the text."""
@@ -477,9 +409,7 @@ class Body(Fields):
     """No effect. A label."""
     safety_identifier: Label | None = Field(None, examples=["somebody"])
     """No effect. A label."""
-    metadata: dict[
-        Annotated[str, Field(max_length=MAX_METADATA_KEY)], Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
-    ] = Field({}, max_length=MAX_METADATA, title=_LABELS, examples=[{"team": "a"}])
+    metadata: Annotated[dict[Key, Label], Field(max_length=16)] = Field({}, title=_LABELS, examples=[{"team": "a"}])
     """No effect. Labels."""
     prompt_cache_key: Label | None = Field(None, examples=["a"])
     """No effect. A hint: prefixes are found by what they say."""
@@ -519,7 +449,8 @@ class CompletionBody(Body):
     echo: bool = Field(False, examples=[True])
     """The answer begins with the prompt; `logprobs` too."""
 
-    refused: ClassVar[Mapping[str, Refused]] = Body.refused | {
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **Body.refused,
         "suffix": Refused("write the model's own fill-in-the-middle tokens into the prompt", ("",)),
         "prompt_embeds": Refused("only token ids cross the wire; give prompt as text or token ids"),
     }
@@ -528,7 +459,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """Of ``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True, title="an array of at least one message")
+    messages: Array[Message] = Field(min_length=1, title="an array of at least one message")
     """The conversation, put into the model's chat template."""
     max_completion_tokens: int | None = Field(None, ge=1, examples=[12])
     """The newer name of `max_tokens`; one of them."""
@@ -546,9 +477,7 @@ class ChatBody(Body):
         None, examples=["none"]
     )
     """For templates that have such a variable."""
-    tools: list[Tool] = Field(
-        [], max_length=MAX_TOOLS, fail_fast=True, title=f"an array of at most {MAX_TOOLS} functions"
-    )
+    tools: Array[Tool] = Field([], max_length=128)
     """Functions the model may call, where its chat template has a place for them and shows a form of calls that is
     known here (Hermes and Qwen, Llama 3)."""
     tool_choice: ToolChoice | None = Field(None, examples=["none", "auto"])
@@ -557,7 +486,8 @@ class ChatBody(Body):
     parallel_tool_calls: bool = Field(True, examples=[True, False])
     """False: the answer ends with its first call."""
 
-    refused: ClassVar[Mapping[str, Refused]] = Body.refused | {
+    refused: ClassVar[Mapping[str, Refused]] = {
+        **Body.refused,
         "echo": Refused("the template's text is not part of an answer; use /v1/completions", (False,)),
         "media_io_kwargs": Refused(_IMAGES, ({},)),
         "functions": Refused(_TOOLS, ([],)),

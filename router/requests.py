@@ -239,7 +239,7 @@ def _store(body: Body, offer: Offer) -> bool:
 def _stream_options(body: Body) -> StreamOptions:
     """``stream_options``, which only a stream has."""
     if body.stream_options is None:
-        return StreamOptions()
+        return StreamOptions.read({})
     if not body.stream:
         given = body.stream_options.model_dump(exclude_unset=True)
         raise wrong_value("stream_options", "left out unless stream is true", given)
