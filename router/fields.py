@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -102,6 +103,17 @@ Array = Annotated[list[Many], Field(fail_fast=True)]
 StringOr = Annotated[Annotated[One, Tag("<string>")] | Annotated[Many, Tag("<array>")], Discriminator(json_type)]
 
 
+def at_most(entries: int) -> BeforeValidator:
+    """The size of an object is looked at before what is in it: there may be millions of wrong values."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > entries:
+            raise PydanticCustomError("too_long", "too long")
+        return value
+
+    return BeforeValidator(check)
+
+
 class Refused(NamedTuple):
     """A field that is known and not carried out, but accepted with a value that asks for nothing."""
 
@@ -177,7 +189,7 @@ def _refusal(model: type[Fields], raw: object, fault: ErrorDetails) -> ApiError:
     path, schema, value = "", json_schema(model), raw
     named = path, schema, value
     for part in fault["loc"]:
-        if part in TAGS:
+        if part in TAGS and "anyOf" in schema:
             schema = next(one for one in schema["anyOf"] if f"<{one['type']}>" == part)
             continue
         if isinstance(part, str) and "properties" not in schema and "title" in schema:
@@ -222,12 +234,12 @@ def in_words(schema: Schema) -> str:
     match schema.get("type"):
         case "integer" | "number" as kind:
             what = "an integer" if kind == "integer" else "a number"
-            low, high = schema.get("minimum"), schema.get("maximum")
+            low, high = schema.get("minimum", 0), schema.get("maximum")
             if "exclusiveMinimum" in schema:
                 return f"{what} of more than {schema['exclusiveMinimum']:g} and at most {high:g}"
             if high is None:
-                return what if low is None else f"{what} of at least {low}"
-            return f"{what} from {_number(schema['minimum'])} to {_number(high)}"
+                return f"{what} of at least {low}"
+            return f"{what} from {_number(low)} to {_number(high)}"
         case "string":
             return f"a string{_characters(schema)}"
         case "boolean":
@@ -237,9 +249,7 @@ def in_words(schema: Schema) -> str:
             count = "" if high is None else f"{low} to {high} " if low else f"at most {high} "
             return f"an array of {count}{_several(schema['items'])}"
         case "object":
-            return (
-                f"an object of at most {schema['maxProperties']} entries" if "maxProperties" in schema else "an object"
-            )
+            return "an object" + (f" of at most {schema['maxProperties']} entries" if "maxProperties" in schema else "")
         case _:
             return "any JSON"
 

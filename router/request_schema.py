@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
-from router.fields import Array, Fields, Refused, StringOr, loads, refusal
+from router.fields import Array, Fields, Refused, StringOr, at_most, loads, refusal
 from speculation.messages import MAX_PRIORITY, Rule, Schedule, Source
 from speculation.sources.registry import NAME
 
@@ -146,7 +146,7 @@ class Message(Fields, title="an object with role and content"):
     """What is said. Only an assistant that calls tools may say nothing."""
     name: str | None = None
     """For templates that show it."""
-    tool_calls: Array[Call] = Field([])
+    tool_calls: Array[Call] | None = None
     """What an assistant called: `id`, `type` and `function` with `name` and `arguments` (JSON in a string)."""
     tool_call_id: str | None = None
     """Which call a message of role `tool` answers."""
@@ -321,7 +321,9 @@ class Body(Fields):
     """Taken off it for each time it was generated."""
     repetition_penalty: float = Field(1.0, ge=1e-4, le=100, examples=[1.3])
     """Divides positive logits of tokens in prompt or text, multiplies negative ones."""
-    logit_bias: dict[str, Bias] = Field({}, max_length=1024, examples=[{"5": 4.5, "9": -100}])
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024), at_most(1024)] = Field(
+        {}, examples=[{"5": 4.5, "9": -100}]
+    )
     """Token ids, as strings, and what is added to their logits."""
     allowed_token_ids: Array[Token] | None = Field(
         None,
@@ -409,7 +411,9 @@ class Body(Fields):
     """No effect. A label."""
     safety_identifier: Label | None = Field(None, examples=["somebody"])
     """No effect. A label."""
-    metadata: Annotated[dict[Key, Label], Field(max_length=16)] = Field({}, title=_LABELS, examples=[{"team": "a"}])
+    metadata: Annotated[dict[Key, Label], Field(max_length=16), at_most(16)] = Field(
+        {}, title=_LABELS, examples=[{"team": "a"}]
+    )
     """No effect. Labels."""
     prompt_cache_key: Label | None = Field(None, examples=["a"])
     """No effect. A hint: prefixes are found by what they say."""

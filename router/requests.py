@@ -30,6 +30,7 @@ from speculation.messages import Extras, Speculation
 
 MAX_MODEL_CHARACTERS = 256
 MAX_MODELS_NAMED = 16
+_PLAIN_STREAM = StreamOptions.read({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ def _store(body: Body, offer: Offer) -> bool:
 def _stream_options(body: Body) -> StreamOptions:
     """``stream_options``, which only a stream has."""
     if body.stream_options is None:
-        return StreamOptions.read({})
+        return _PLAIN_STREAM
     if not body.stream:
         given = body.stream_options.model_dump(exclude_unset=True)
         raise wrong_value("stream_options", "left out unless stream is true", given)
