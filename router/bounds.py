@@ -7,7 +7,8 @@ is refused unread.
 from __future__ import annotations
 
 from router.errors import ApiError
-from router.request_schema import MAX_MESSAGES, Body, ChatBody, CompletionBody, text_of
+from router.request_objects import text_of
+from router.request_schema import MAX_MESSAGES, Body, ChatBody, CompletionBody
 
 ALWAYS_READ = 1 << 16
 """Characters that are tokenised in any case, so that a refusal can tell how many tokens they are."""

@@ -9,8 +9,9 @@ from typing import Any
 from router.chat_template import RESERVED, ChatTemplate, Message, TemplateError
 from router.errors import ApiError
 from router.fields import missing, nearest, shortened, wrong_type, wrong_value
-from router.request_schema import ChatBody, text_of
-from router.request_schema import Message as Written
+from router.request_objects import Message as Written
+from router.request_objects import text_of
+from router.request_schema import ChatBody
 from router.tool_fields import NO_TOOLS, Tools
 
 _CONTENT = "a string or an array of text parts"

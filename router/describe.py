@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from router.errors import CODES
 from router.field_table import ROWS, Row, Support
-from router.fields import in_words
+from router.json_schema import in_words
 
 _INTRODUCTION = """\
 # The HTTP API

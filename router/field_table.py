@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from router.fields import REFUSED_MARK, Schema, json_schema
+from router.fields import REFUSED_MARK
+from router.json_schema import Schema, json_schema
 from router.request_schema import BODIES, Kind
 
 LABEL_MARK = "No effect. "

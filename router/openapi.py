@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.errors import CODES
-from router.fields import Schema, json_schema
+from router.json_schema import Schema, json_schema
 from router.request_schema import BODIES
 
 _STRING: Schema = {"type": "string"}

@@ -19,7 +19,8 @@ from router.errors import ApiError
 from router.fields import missing, nearest, show, wrong_value
 from router.generation import Generation, ServedModel
 from router.prompts import Prompt, chat_prompt, completion_prompts, truncated
-from router.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind, StreamOptions
+from router.request_objects import StreamOptions
+from router.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind
 from router.sampling_fields import sampling_of, with_own_seed
 from router.speculation_fields import prediction_of, speculation_of, wants_details
 from router.structured import text_grammar

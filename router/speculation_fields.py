@@ -12,7 +12,8 @@ from dataclasses import replace
 from router.errors import ApiError
 from router.fields import wrong_value
 from router.generation import ServedModel
-from router.request_schema import Body, text_of
+from router.request_objects import text_of
+from router.request_schema import Body
 from router.tokenizer import Tokenizer
 from speculation.messages import Source, SourceName, Speculation, Token
 

@@ -14,7 +14,8 @@ from typing import Any
 from router.errors import ApiError
 from router.fields import loads, missing, show, wrong_value
 from router.grammar_checker import GrammarChecker, GrammarRefused
-from router.request_schema import Body, ChatBody, ResponseFormat, StructuredOutputs
+from router.request_objects import ResponseFormat, StructuredOutputs
+from router.request_schema import Body, ChatBody
 from speculation.constraint import MAX_GRAMMAR_BYTES
 
 FORMAT_FIELDS = (

@@ -8,7 +8,8 @@ from typing import Any
 
 from router.errors import ApiError
 from router.fields import wrong_value
-from router.request_schema import ChatBody, NamedTool
+from router.request_objects import NamedTool
+from router.request_schema import ChatBody
 from router.tokenizer import Tokenizer
 from router.tool_calls import ToolForm
 
