@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from router.fields import Fields
+from router.request_schema import Body
 from router.structured import text_grammar
 
 
@@ -100,4 +100,4 @@ def _plain_escapes(pattern: str) -> str:
 
 
 def _grammar(**form: object) -> str:
-    return text_grammar(Fields({"structured_outputs": form}))
+    return text_grammar(Body.read({"structured_outputs": form}))

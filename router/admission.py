@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router import responses
 from router.errors import CODES, ApiError, ErrorCode
-from router.field_bounds import LEAST_TIMEOUT, MOST_TIMEOUT
 from router.generation import GenerationError
 from router.limits import REQUESTS, TOKENS, Account, Allowance, LimitReached
+from router.request_schema import MAX_TIMEOUT, MIN_TIMEOUT
 
 if TYPE_CHECKING:
     from router.choice_reader import Chunk
@@ -165,9 +165,9 @@ def _of_header(headers: Headers) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not LEAST_TIMEOUT <= seconds <= MOST_TIMEOUT:
+    if not MIN_TIMEOUT <= seconds <= MAX_TIMEOUT:
         shown = text if len(text) <= 32 else text[:32] + "..."
-        wanted = f"seconds from {LEAST_TIMEOUT:g} to {MOST_TIMEOUT:g}"
+        wanted = f"seconds from {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g}"
         raise ApiError("invalid_value", f"the header {TIMEOUT_HEADER} must be {wanted}, got {shown!r}", TIMEOUT_HEADER)
     return seconds
 

@@ -33,11 +33,11 @@ from router.choice_reader import Chunk
 from router.choices import run_choices
 from router.cluster_view import ClusterView
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
-from router.field_row import Kind
 from router.generation import GenerationError, Generator, ServedModel
 from router.metrics import RouterMetrics, own_version
 from router.prompt_recorder import Asked, PromptRecorder
 from router.request_reader import RequestReader
+from router.request_schema import Kind
 from router.requests import Offer, no_such_model
 from router.responses import Choice, Envelope, Json, Usage
 from router.snapshot import Snapshot

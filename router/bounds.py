@@ -1,4 +1,4 @@
-"""What is too large to be looked at: checked on the raw request, before a template is filled in or a text tokenised.
+"""What is too large to be looked at: checked before a template is filled in or a text tokenised.
 
 Tokenising takes seconds for megabytes. A text that cannot fit the model's context, however well it is put into tokens,
 is refused unread.
@@ -6,42 +6,33 @@ is refused unread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from router.errors import ApiError
-from router.field_bounds import MOST_MESSAGES
-from router.fields import Fields
+from router.request_objects import text_of
+from router.request_schema import MAX_MESSAGES, Body, ChatBody, CompletionBody
 
 ALWAYS_READ = 1 << 16
 """Characters that are tokenised in any case, so that a refusal can tell how many tokens they are."""
 
 
-def check_sizes(fields: Fields, most: int) -> None:
+def check_sizes(body: Body, most: int) -> None:
     """Whether the prompt, or all messages together, have at most ``most`` characters. Raises :class:`ApiError`.
 
     Of what is no text nothing is said here, nor of :data:`ALWAYS_READ` characters.
     """
     most = max(most, ALWAYS_READ)
-    prompt, messages = fields.get("prompt"), fields.get("messages")
-    for text in prompt if isinstance(prompt, list) else [prompt]:
-        if isinstance(text, str) and len(text) > most and fields.get("truncate_prompt_tokens") is None:
-            raise _too_long("prompt", len(text), most)
-    if not isinstance(messages, list):
+    if isinstance(body, ChatBody) and len(body.messages) > MAX_MESSAGES:
+        message = f"messages has {len(body.messages)} entries, more than {MAX_MESSAGES}"
+        raise ApiError("invalid_value", message, "messages")
+    if body.truncate_prompt_tokens is not None:
         return
-    if len(messages) > MOST_MESSAGES:
-        raise ApiError("invalid_value", f"messages has {len(messages)} entries, more than {MOST_MESSAGES}", "messages")
-    characters = sum(map(len, _texts(messages)))
-    if characters > most and fields.get("truncate_prompt_tokens") is None:
-        raise _too_long("messages", characters, most)
-
-
-def _texts(messages: list[object]) -> Iterator[str]:
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else [content]:
-            text = part.get("text") if isinstance(part, dict) else part
-            if isinstance(text, str):
-                yield text
+    if isinstance(body, CompletionBody):
+        for text in body.prompt if isinstance(body.prompt, list) else [body.prompt]:
+            if isinstance(text, str) and len(text) > most:
+                raise _too_long("prompt", len(text), most)
+    if isinstance(body, ChatBody):
+        characters = sum(len(text_of(message.content or "")) for message in body.messages)
+        if characters > most:
+            raise _too_long("messages", characters, most)
 
 
 def _too_long(name: str, characters: int, most: int) -> ApiError:

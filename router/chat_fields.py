@@ -8,27 +8,28 @@ from typing import Any
 
 from router.chat_template import RESERVED, ChatTemplate, Message, TemplateError
 from router.errors import ApiError
-from router.field_bounds import EFFORTS, ROLES
-from router.field_table import known, refusals
-from router.fields import Fields, nearest, shortened
-from router.tool_fields import NO_TOOLS, Tools, past_calls
+from router.fields import missing, nearest, shortened, wrong_type, wrong_value
+from router.request_objects import Message as Written
+from router.request_objects import text_of
+from router.request_schema import ChatBody
+from router.tool_fields import NO_TOOLS, Tools
 
 _CONTENT = "a string or an array of text parts"
 
 
-def chat_text(fields: Fields, template: ChatTemplate | None, tools: Tools) -> str:
+def chat_text(body: ChatBody, template: ChatTemplate | None, tools: Tools) -> str:
     """The conversation as the prompt's text. Raises :class:`ApiError`."""
-    messages = _messages(fields)
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]
     if template is None:
         message = "this model has no chat template, so messages cannot be used; use /v1/completions"
         raise ApiError("no_chat_template", message, "messages")
     if not template.knows_tools:
         _refuse_tool_messages(messages)
-    continued = fields.boolean("continue_final_message")
-    opened = fields.boolean("add_generation_prompt", not continued)
+    continued = body.continue_final_message
+    opened = not continued if body.add_generation_prompt is None else body.add_generation_prompt
     if continued and opened:
-        raise fields.wrong_value("continue_final_message", "false where add_generation_prompt is true")
-    variables = _variables(fields, template)
+        raise wrong_value("continue_final_message", "false where add_generation_prompt is true", continued)
+    variables = _variables(body, template)
     mark = secrets.token_hex(16)
     written = _marked(messages, mark) if continued else messages
     try:
@@ -38,72 +39,35 @@ def chat_text(fields: Fields, template: ChatTemplate | None, tools: Tools) -> st
     return _up_to(mark, text, messages[-1]) if continued else text
 
 
-def _messages(fields: Fields) -> list[Message]:
-    value = fields.get("messages")
-    if value is None:
-        raise fields.missing("messages", "an array of messages")
-    if not isinstance(value, list):
-        raise fields.wrong_type("messages", "an array of messages")
-    if not value:
-        raise fields.wrong_value("messages", "an array of at least one message")
-    return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
-
-
-def _message(item: object, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise Fields({where: item}).wrong_type(where, "an object with role and content")
-    fields = Fields(item, where)
-    fields.refuse_others(known("chat", "messages[]"), refusals("chat", "messages[]"))
-    role = fields.string("role", None)
-    if role is None:
-        raise fields.missing("role", f"one of {', '.join(ROLES)}")
-    if role not in ROLES:
-        raise fields.wrong_value("role", f"one of {', '.join(ROLES)}")
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    calls = past_calls(fields)
+def _message(written: Written, where: str) -> Message:
+    """As templates want it: the arguments of calls are objects."""
+    role, calls = written.role, written.tool_calls
     if calls and role != "assistant":
-        raise fields.wrong_value("tool_calls", "left out, except in messages of role assistant")
-    message["content"] = "" if calls and fields.get("content") is None else _content(fields)
+        raise wrong_value(
+            f"{where}.tool_calls",
+            "left out, except in messages of role assistant",
+            [call.model_dump(exclude_unset=True) for call in calls],
+        )
+    if written.content is None and not calls:
+        raise missing(f"{where}.content", _CONTENT)
+    if written.content == []:
+        raise wrong_type(f"{where}.content", _CONTENT, [])
+    answered = written.tool_call_id
+    if role == "tool" and answered is None:
+        raise missing(f"{where}.tool_call_id", "the id of the call this message answers")
+    if role != "tool" and answered is not None:
+        raise wrong_value(f"{where}.tool_call_id", "left out, except in messages of role tool", answered)
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    message["content"] = "" if written.content is None else text_of(written.content, "\n")
     if calls:
-        message["tool_calls"] = calls
-    if (name := fields.string("name", None)) is not None:
-        message["name"] = name
-    answered = fields.string("tool_call_id", None)
-    if (answered is not None) != (role == "tool"):
-        if answered is None:
-            raise fields.missing("tool_call_id", "the id of the call this message answers")
-        raise fields.wrong_value("tool_call_id", "left out, except in messages of role tool")
+        message["tool_calls"] = [
+            ({} if call.id is None else {"id": call.id})
+            | {"type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+            for call in calls
+        ]
+    if written.name is not None:
+        message["name"] = written.name
     return message if answered is None else message | {"tool_call_id": answered}
-
-
-def _content(fields: Fields) -> str:
-    """A string, or text parts joined by line breaks."""
-    value = fields.get("content")
-    if value is None:
-        raise fields.missing("content", _CONTENT)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise fields.wrong_type("content", _CONTENT)
-    return "\n".join(text_part(part, f"{fields.where('content')}[{index}]") for index, part in enumerate(value))
-
-
-def text_part(item: object, where: str) -> str:
-    """The text of one part of a content; ``where`` it stands. Raises :class:`ApiError`."""
-    if not isinstance(item, dict):
-        raise Fields({where: item}).wrong_type(where, 'an object {"type": "text", "text": ...}')
-    fields = Fields(item, where)
-    kind = fields.string("type", None)
-    if kind is None:
-        raise fields.missing("type", '"text"')
-    if kind != "text":
-        path = fields.where("type")
-        raise ApiError("unsupported_parameter", f'{path} must be "text"; this model reads text only', path)
-    fields.refuse_others(frozenset({"type", "text", "prompt_cache_breakpoint"}))
-    text = fields.string("text", None)
-    if text is None:
-        raise fields.missing("text", "a string")
-    return text
 
 
 def _refuse_tool_messages(messages: list[Message]) -> None:
@@ -115,22 +79,19 @@ def _refuse_tool_messages(messages: list[Message]) -> None:
             raise ApiError("unsupported_parameter", f"{path} has tool_calls; {NO_TOOLS}", f"{path}.tool_calls")
 
 
-def _variables(fields: Fields, template: ChatTemplate) -> Mapping[str, object]:
+def _variables(body: ChatBody, template: ChatTemplate) -> Mapping[str, object]:
     """``chat_template_kwargs`` and ``reasoning_effort``: for templates that have such variables only."""
-    inner = fields.nested("chat_template_kwargs")
-    free = template.variables - RESERVED
-    for name in inner.raw:
+    free, effort = template.variables - RESERVED, body.reasoning_effort
+    for name, value in body.chat_template_kwargs.items():
         if name not in free:
             hint = nearest(name, free) if free else "; it has none that a request may set"
-            short = Fields({shortened(name): inner.raw[name]}, inner.path)
             expected = f"left out: the model's chat template has no such variable{hint}"
-            raise short.wrong_value(shortened(name), expected)
-    effort = fields.choice("reasoning_effort", "none", EFFORTS)
-    if "reasoning_effort" in free and fields.get("reasoning_effort") is not None:
-        return {**inner.raw, "reasoning_effort": effort}
-    if effort != "none":
-        raise fields.wrong_value("reasoning_effort", "left out: the model's chat template has no such variable")
-    return inner.raw
+            raise wrong_value(f"chat_template_kwargs.{shortened(name)}", expected, value)
+    if "reasoning_effort" in free and effort is not None:
+        return {**body.chat_template_kwargs, "reasoning_effort": effort}
+    if effort not in (None, "none"):
+        raise wrong_value("reasoning_effort", "left out: the model's chat template has no such variable", effort)
+    return body.chat_template_kwargs
 
 
 def _marked(messages: list[Message], mark: str) -> list[Message]:

@@ -1,20 +1,22 @@
-"""Writes ``docs/api.md`` from the tables of fields and errors: ``python -m router.describe > docs/api.md``."""
+"""Writes ``docs/api.md`` from the fields of requests and the table of errors.
+
+``python -m router.describe > docs/api.md``
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 from router.errors import CODES
-from router.field_row import Row, Schema, Support
-from router.field_table import ROWS
+from router.field_table import ROWS, Row, Support
+from router.json_schema import in_words
 
 _INTRODUCTION = """\
 # The HTTP API
 
-<!-- Written by `python -m router.describe > docs/api.md` from the table of request fields; do not edit. -->
+<!-- Written by `python -m router.describe > docs/api.md` from the models of request bodies; do not edit. -->
 
 `POST /v1/completions` and `POST /v1/chat/completions` are OpenAI's, with vLLM's additional fields. An application moves
 here by changing its base URL. `GET /v1/models` lists what is served; `/openapi.json` describes everything to machines.
@@ -65,10 +67,11 @@ def document() -> str:
     return _INTRODUCTION + "\n" + fields + "".join(map(_line, _ordered(ROWS))) + _ANSWERS + "".join(errors)
 
 
-def _ordered(rows: Iterable[Row]) -> list[Row]:
-    """As in the table, but labels after what has an effect, and fields after the one they are inside of."""
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    """What a request must have, what it may have, what is refused, and labels; else as in the table."""
+    needed = {row.name for row in rows if row.required}
     rank = {Support.SUPPORTED: 0, Support.REFUSED: 1, Support.LABEL: 2}
-    return sorted(rows, key=lambda row: rank[row.support])
+    return sorted(rows, key=lambda row: (rank[row.support], row.name.partition("[")[0] not in needed))
 
 
 def _line(row: Row) -> str:
@@ -79,51 +82,11 @@ def _line(row: Row) -> str:
         values = f"only {' or '.join(neutral)}" if neutral else ""
         return f"| `{row.name}`{where} | {support} | {values} | | {_sentence(row.about)} |\n"
     default = "required" if row.required else row.default
-    return f"| `{row.name}`{where} | {support} | {_values(row.schema)} | {default} | {_sentence(row.about)} |\n"
+    return f"| `{row.name}`{where} | {support} | {in_words(row.schema)} | {default} | {_sentence(row.about)} |\n"
 
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:].removesuffix(".") + "."
-
-
-def _values(schema: Schema) -> str:
-    """A JSON Schema in words; its title, if it has one."""
-    if "title" in schema:
-        return str(schema["title"])
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    if "const" in schema:
-        return f"`{schema['const']}`"
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(_values, schema["anyOf"])))
-    match schema.get("type"):
-        case "integer":
-            return "integer" + _range(schema)
-        case "number":
-            return "number" + _range(schema)
-        case "array":
-            most = f" of at most {schema['maxItems']}" if "maxItems" in schema else ""
-            items = schema.get("items", {})
-            return f"array{most}: {_values(items)}" if items else f"array{most}"
-        case "string":
-            return f"string of at most {schema['maxLength']} characters" if "maxLength" in schema else "string"
-        case "object":
-            return f"object of at most {schema['maxProperties']} entries" if "maxProperties" in schema else "object"
-        case other:
-            return str(other)
-
-
-def _range(schema: Schema) -> str:
-    low, high = schema.get("minimum"), schema.get("maximum")
-    if "exclusiveMinimum" in schema:
-        return f" above {_number(schema['exclusiveMinimum'])}, at most {_number(high)}"
-    if high is None:
-        return f" from {_number(low)}" if low is not None else ""
-    return f" from {_number(low)} to {_number(high)}"
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.errors import ApiError
-from router.field_bounds import COMPLETION_MAX_TOKENS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS, MAX_STOPS
-from router.field_row import Kind
-from router.fields import Fields, show
+from router.fields import show, wrong_value
+from router.request_schema import COMPLETION_MAX_TOKENS, Body, ChatBody, Kind
+from router.sampling_fields import known_tokens
 from router.tokenizer import Tokenizer
 from speculation.messages import Token
 
@@ -38,31 +38,32 @@ class Length:
         return self.asked
 
 
-def length_of(fields: Fields, kind: Kind, *, least: int) -> Length:
-    """``max_tokens`` or ``max_completion_tokens``; ``least``: 0 where no token is an answer too."""
-    names = [name for name in ("max_tokens", "max_completion_tokens") if fields.get(name) is not None]
+def length_of(body: Body, *, minimum: int) -> Length:
+    """``max_tokens`` or ``max_completion_tokens``; ``minimum``: 0 where no token is an answer too."""
+    names = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) is not None]
     if len(names) == 2:
         raise ApiError("invalid_value", "give max_tokens or max_completion_tokens, not both", names[1])
-    if not names:
-        return Length(kind, None, 1)
-    return Length(kind, names[0], fields.integer(names[0], 0, low=least))
+    field = names[0] if names else None
+    asked = int(getattr(body, field)) if field else 1
+    if field and asked < minimum:
+        raise wrong_value(field, f"an integer of at least {minimum}", asked)
+    return Length("chat" if isinstance(body, ChatBody) else "completion", field, asked)
 
 
-def min_tokens_of(fields: Fields, max_tokens: int) -> int:
+def min_tokens_of(body: Body, max_tokens: int) -> int:
     """How many tokens are generated whatever they are; at most ``max_tokens``."""
-    return fields.integer("min_tokens", 0, low=0, high=max_tokens)
+    if body.min_tokens > max_tokens:
+        raise wrong_value("min_tokens", f"an integer from 0 to {max_tokens}", body.min_tokens)
+    return body.min_tokens
 
 
-def stop_strings_of(fields: Fields) -> tuple[str, ...]:
+def stop_strings_of(body: Body) -> tuple[str, ...]:
     """``stop``: one string or several."""
-    value = fields.get("stop")
-    if isinstance(value, str):
-        fields = Fields({"stop": [value]})
-    return tuple(dict.fromkeys(fields.strings("stop", MAX_STOPS, MAX_STOP_CHARACTERS, "a string or ")))
+    return tuple(dict.fromkeys([body.stop] if isinstance(body.stop, str) else body.stop))
 
 
-def stop_tokens_of(fields: Fields, vocabulary: int, tokenizer: Tokenizer) -> frozenset[Token]:
+def stop_tokens_of(body: Body, vocabulary: int, tokenizer: Tokenizer) -> frozenset[Token]:
     """The caller's and, unless ``ignore_eos``, the model's own."""
-    own = frozenset() if fields.boolean("ignore_eos") else tokenizer.stop_tokens
-    given = fields.tokens("stop_token_ids", vocabulary, MAX_STOP_TOKENS)
+    own = frozenset() if body.ignore_eos else tokenizer.stop_tokens
+    given = known_tokens("stop_token_ids", body.stop_token_ids, vocabulary)
     return frozenset(given) | {token for token in own if token < vocabulary}

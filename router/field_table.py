@@ -1,38 +1,97 @@
-"""The table of every request field: what it takes, what it does, or why it is refused.
-
-Everything that speaks of fields reads this table: parsing (which names exist, and the reasons of refusals), the OpenAPI
-description (:mod:`router.openapi`), ``docs/api.md`` (:mod:`router.describe`), and the tests that send every field.
-
-A field that is refused is still accepted with a value that asks for nothing ("neutral"), because client libraries send
-such values unasked. ``null`` is neutral for every field, as it is for OpenAI. Fields that are in no row are refused: no
-parameter is silently ignored.
-"""
+"""The table of every request field, read off the models of :mod:`router.request_schema`."""
 
 from __future__ import annotations
 
-from functools import cache
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
 
-from router.field_row import Kind, Row, Support
-from router.fields import Refusals
-from router.refused_fields import REFUSED
-from router.supported_fields import SUPPORTED
+from router.fields import REFUSED_MARK
+from router.json_schema import Schema, json_schema
+from router.request_schema import BODIES, Kind
 
-ROWS: tuple[Row, ...] = (*SUPPORTED, *REFUSED)
-
-
-def rows_inside(kind: Kind, inside: str = "") -> list[Row]:
-    """The fields of an object that an endpoint knows; of the body itself by default."""
-    return [row for row in ROWS if row.inside == inside and row.of(kind)]
-
-
-@cache
-def known(kind: Kind, inside: str = "") -> frozenset[str]:
-    """The names of those that are carried out."""
-    return frozenset(row.own_name for row in rows_inside(kind, inside) if row.support is not Support.REFUSED)
+LABEL_MARK = "No effect. "
+"""With which the description of a label begins."""
 
 
-@cache
-def refusals(kind: Kind, inside: str = "") -> Refusals:
-    """Those that are refused."""
-    rows = (row for row in rows_inside(kind, inside) if row.support is Support.REFUSED)
-    return {row.own_name: (row.about, tuple(row.schema["enum"])) for row in rows}
+class Support(StrEnum):
+    """What becomes of a field."""
+
+    SUPPORTED = "supported"
+    LABEL = "accepted, has no effect"
+    REFUSED = "refused"
+
+
+MARKS = {REFUSED_MARK: Support.REFUSED, LABEL_MARK: Support.LABEL}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One field, by the path to it: ``stream_options.include_usage``, ``messages[].role``."""
+
+    name: str
+    schema: Schema
+    """JSON Schema of its values but null; of a refused one, of those that ask for nothing."""
+    about: str
+    """What it does; of a refused one, why it does not."""
+    default: str = ""
+    """In words."""
+    examples: tuple[object, ...] = ()
+    where: Literal["both", Kind] = "both"
+    """The endpoints that know it."""
+    required: bool = False
+    support: Support = Support.SUPPORTED
+
+    @property
+    def inside(self) -> str:
+        """The path of the object it is a field of; empty for the body."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def own_name(self) -> str:
+        """Without the path."""
+        return self.name.rpartition(".")[2]
+
+    def of(self, kind: Kind) -> bool:
+        """Whether the endpoint knows it."""
+        return self.where in ("both", kind)
+
+
+def _rows(body: Schema, where: Literal["both", Kind], inside: str = "") -> Iterator[Row]:
+    """The fields of an object that are described, and those of the objects inside it."""
+    for key, field in body["properties"].items():
+        name = inside + key
+        if "description" in field:
+            schema = {part: field[part] for part in field.keys() - {"default", "description", "examples"}}
+            about, _, default = " ".join(field["description"].split()).partition(" Default: ")
+            support = next((support for mark, support in MARKS.items() if about.startswith(mark)), Support.SUPPORTED)
+            about = about.removeprefix(REFUSED_MARK).removeprefix(LABEL_MARK)
+            default = default or _shown(field.get("default"))
+            examples, required = tuple(field.get("examples", ())), key in body.get("required", ())
+            yield Row(name, schema, about, default, examples, where, required, support)
+        for inner, mark in ((field, "."), (field.get("items", {}), "[].")):
+            if "properties" in inner:
+                yield from _rows(inner, where, name + mark)
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return ""
+    return f"{default:g}" if isinstance(default, float) else json.dumps(default)
+
+
+def _table() -> Iterator[Row]:
+    """What both endpoints know alike is there once."""
+    tables = {kind: {row.name: row for row in _rows(json_schema(body), "both")} for kind, body in BODIES.items()}
+    for kind, table in tables.items():
+        for name, row in table.items():
+            alike = all(other.get(name) == row for other in tables.values())
+            if not alike:
+                yield replace(row, where=kind)
+            elif kind == "completion":
+                yield row
+
+
+ROWS: tuple[Row, ...] = tuple(_table())

@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 description of the HTTP API, as ``/openapi.json`` gives it.
 
-Request bodies come from the field table and error answers from the table of errors, so that neither can say anything
+Request bodies come from their models and error answers from the table of errors, so that neither can say anything
 else than what the server does. Answers list the fields that may be there; those of OpenAI's are named as OpenAI's.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.errors import CODES
-from router.field_row import Kind, Row, Schema, Support
-from router.field_table import rows_inside
+from router.json_schema import Schema, json_schema
+from router.request_schema import BODIES
 
 _STRING: Schema = {"type": "string"}
 _INTEGER: Schema = {"type": "integer"}
@@ -33,8 +33,8 @@ def description(version: str) -> Schema:
         "components": {
             "schemas": {
                 "Error": _error(),
-                "CompletionRequest": _body("completion"),
-                "ChatCompletionRequest": _body("chat"),
+                "CompletionRequest": _body(json_schema(BODIES["completion"])),
+                "ChatCompletionRequest": _body(json_schema(BODIES["chat"])),
                 "Completion": _answer({"text": _STRING}, _completion_logprobs()),
                 "ChatCompletion": _answer({"message": _message()}, _chat_logprobs()),
                 "Model": _model(),
@@ -100,27 +100,23 @@ def _text_answer(media_type: str) -> Schema:
     return {"description": "Text", "content": {media_type: {"schema": _STRING}}}
 
 
-def _body(kind: Kind, inside: str = "") -> Schema:
-    """The object ``inside``, of the fields that the table knows there."""
-    rows = rows_inside(kind, inside)
-    return {
-        "type": "object",
-        "properties": {row.own_name: _property(kind, row) for row in rows},
-        "required": [row.own_name for row in rows if row.required],
-        "additionalProperties": False,
-    }
+def _body(schema: Schema) -> Schema:
+    """An object where null leaves out any field that it need not have."""
+    required = schema.get("required", ())
+    properties = {name: _property(field, name in required) for name, field in schema["properties"].items()}
+    return schema | {"properties": properties}
 
 
-def _property(kind: Kind, row: Row) -> Schema:
-    schema = row.schema
-    if rows_inside(kind, row.name):
-        schema = _body(kind, row.name)
-    elif rows_inside(kind, f"{row.name}[]"):
-        schema = schema | {"items": _body(kind, f"{row.name}[]")}
-    if row.support is Support.REFUSED:
-        return schema | {"description": f"Not supported: {row.about}."}
-    schema = schema if row.required else {"anyOf": [schema, {"type": "null"}]}
-    return schema | {"description": row.about} | ({"examples": list(row.examples)} if row.examples else {})
+def _property(field: Schema, required: bool) -> Schema:
+    field = {key: part for key, part in field.items() if key != "default"}
+    if "properties" in field:
+        field = _body(field)
+    elif "properties" in field.get("items", ()):
+        field |= {"items": _body(field["items"])}
+    if required or None in field.get("enum", ()):
+        return field
+    around = {key: field.pop(key) for key in ("description", "examples") if key in field}
+    return _or_null(field) | around
 
 
 def _error() -> Schema:

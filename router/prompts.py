@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from router.chat_fields import chat_text
 from router.errors import ApiError
-from router.fields import Fields
+from router.fields import wrong_type, wrong_value
+from router.request_schema import Body, ChatBody, CompletionBody
 from router.text import Detokenizer
 from router.tokenizer import Tokenizer
 from router.tool_fields import Tools
 from speculation.messages import Token
 
-_PROMPT = "a string, an array of token ids, or an array of either"
 _NOTHING_HIDDEN: frozenset[Token] = frozenset()
 
 
@@ -49,16 +49,12 @@ class Prompt:
         yield from [at] * waiting
 
 
-def completion_prompts(fields: Fields, tokenizer: Tokenizer, vocabulary: int, most: int) -> tuple[Prompt, ...]:
+def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, vocabulary: int, most: int) -> tuple[Prompt, ...]:
     """The field ``prompt``, which may hold up to ``most`` prompts. Raises :class:`ApiError`."""
-    value = fields.get("prompt")
-    if value is None:
-        raise fields.missing("prompt", _PROMPT)
-    if not isinstance(value, str | list):
-        raise fields.wrong_type("prompt", _PROMPT)
+    value = body.prompt
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts: Sequence[object] = value if several else [value]
-    special = fields.boolean("add_special_tokens", True)
+    special = body.add_special_tokens is not False
     if len(prompts) > most:
         message = f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request"
         raise ApiError("invalid_value", message, "prompt")
@@ -69,38 +65,37 @@ def completion_prompts(fields: Fields, tokenizer: Tokenizer, vocabulary: int, mo
 
 
 def _one_prompt(value: object, where: str, tokenizer: Tokenizer, vocabulary: int, *, special: bool) -> Prompt:
-    fields = Fields({where: value})
     if isinstance(value, str):
         tokens = tokenizer.encode(value, special=special) if value else ()
     elif isinstance(value, list):
         if any(not isinstance(token, int) or isinstance(token, bool) for token in value):
-            raise fields.wrong_type(where, "a string or an array of token ids, not a mixture")
+            raise wrong_type(where, "a string or an array of token ids, not a mixture", value)
         tokens = tuple(value)
     else:
-        raise fields.wrong_type(where, "a string or an array of token ids")
+        raise wrong_type(where, "a string or an array of token ids", value)
     if not tokens:
-        raise fields.wrong_value(where, "not empty")
+        raise wrong_value(where, "not empty", value)
     _check_ids(tokens, where, vocabulary)
     return Prompt(tokens, value if isinstance(value, str) else None)
 
 
-def chat_prompt(fields: Fields, tokenizer: Tokenizer, vocabulary: int, tools: Tools) -> Prompt:
+def chat_prompt(body: ChatBody, tokenizer: Tokenizer, vocabulary: int, tools: Tools) -> Prompt:
     """The field ``messages`` through the model's chat template. Raises :class:`ApiError`."""
-    text = chat_text(fields, tokenizer.chat_template, tools)
-    tokens = tokenizer.encode(text, special=fields.boolean("add_special_tokens")) if text else ()
+    text = chat_text(body, tokenizer.chat_template, tools)
+    tokens = tokenizer.encode(text, special=bool(body.add_special_tokens)) if text else ()
     if not tokens:
         raise ApiError("invalid_value", "messages are empty once the chat template is applied", "messages")
     _check_ids(tokens, "messages", vocabulary)
     return Prompt(tokens)
 
 
-def truncated(fields: Fields, prompts: Sequence[Prompt], context: int, wanted: int) -> tuple[Prompt, ...]:
+def truncated(body: Body, prompts: Sequence[Prompt], context: int, wanted: int) -> tuple[Prompt, ...]:
     """``truncate_prompt_tokens``: the last tokens only; -1: as many as leave room for ``wanted`` ones."""
-    most = fields.integer("truncate_prompt_tokens", None, low=-1, high=context)
+    most = body.truncate_prompt_tokens
     if most is None:
         return tuple(prompts)
-    if most == 0:
-        raise fields.wrong_value("truncate_prompt_tokens", f"-1 (as many as fit) or from 1 to {context}")
+    if most == 0 or most > context:
+        raise wrong_value("truncate_prompt_tokens", f"-1 (as many as fit) or from 1 to {context}", most)
     most = max(context - wanted, 1) if most < 0 else most
     return tuple(prompt if len(prompt.tokens) <= most else Prompt(prompt.tokens[-most:]) for prompt in prompts)
 

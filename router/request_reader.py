@@ -13,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from router.errors import ApiError
-from router.field_row import Kind
-from router.fields import Fields
 from router.generation import GenerationError, Generator, ServedModel
-from router.requests import ApiRequest, Offer, model_asked, read_fields, request_of
+from router.request_schema import Body, Kind
+from router.requests import ApiRequest, Offer, model_asked, read_body, request_of
 from router.structured import demands_structure
 from router.tokenizer import Tokenizer, TokenizerError
 from router.tokenizers import Tokenizers
@@ -63,16 +62,16 @@ class RequestReader:
         """The request, and what it is for. Raises :class:`ApiError`, :class:`GenerationError`."""
         self.check_served()
         small = len(body) <= PARSED_INLINE_BYTES
-        fields = read_fields(body, kind) if small else await asyncio.to_thread(read_fields, body, kind)
+        read = read_body(body, kind) if small else await asyncio.to_thread(read_body, body, kind)
         models = self.models()
-        name = model_asked(fields, models)
+        name = model_asked(read, models)
         offer = await self._offer(name, models[name])
-        arguments = (kind, fields, offer, request_id)
-        if demands_structure(fields):
+        arguments = (read, offer, request_id)
+        if demands_structure(read):
             return await self._in_turn(*arguments), offer
         return request_of(*arguments) if small else await asyncio.to_thread(request_of, *arguments), offer
 
-    async def _in_turn(self, kind: Kind, fields: Fields, offer: Offer, request_id: str) -> ApiRequest:
+    async def _in_turn(self, body: Body, offer: Offer, request_id: str) -> ApiRequest:
         """Where its grammar can be tried. One that is given up while it waits is never tried."""
         if self._waiting >= MOST_WAITING:
             raise ApiError(
@@ -80,7 +79,7 @@ class RequestReader:
             )
         self._waiting += 1
         try:
-            trying = partial(request_of, kind, fields, offer, request_id)
+            trying = partial(request_of, body, offer, request_id)
             return await asyncio.get_running_loop().run_in_executor(self._threads, trying)
         finally:
             self._waiting -= 1

@@ -1,8 +1,8 @@
 """From the bytes of a request body to a request that can run, or an error that names the field at fault.
 
 Parse, don't validate: what comes out of :func:`parse_completion` and :func:`parse_chat` needs no further
-checks. The fields are read in modules of their own, by what they are about; their names stand in
-:mod:`router.field_table`. Knows nothing of HTTP.
+checks. The fields are declared in :mod:`router.request_schema`; what depends on the model, the server or other fields
+is read in modules of their own, by what they are about. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from router.answer_fields import AnswerForm, answer_form_of, check_labels
+from router.answer_fields import AnswerForm, answer_form_of
 from router.bounds import check_sizes
 from router.ending_fields import length_of, min_tokens_of, stop_strings_of, stop_tokens_of
 from router.errors import ApiError
-from router.field_bounds import LEAST_TIMEOUT, MOST_TIMEOUT
-from router.field_row import Kind
-from router.field_table import known, refusals
-from router.fields import Fields, nearest, show
+from router.fields import missing, nearest, show, wrong_value
 from router.generation import Generation, ServedModel
 from router.prompts import Prompt, chat_prompt, completion_prompts, truncated
+from router.request_objects import StreamOptions
+from router.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind
 from router.sampling_fields import sampling_of, with_own_seed
 from router.speculation_fields import prediction_of, speculation_of, wants_details
 from router.structured import text_grammar
 from router.tokenizer import Tokenizer
 from router.tool_fields import Tools, tools_of
 from router.tool_grammar import grammar_of
-from speculation.messages import MAX_PRIORITY, Extras, Speculation
+from speculation.messages import Extras, Speculation
 
 MAX_MODEL_CHARACTERS = 256
 MAX_MODELS_NAMED = 16
+_PLAIN_STREAM = StreamOptions.read({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +86,22 @@ class ApiRequest:
         return replace(self, generations=tuple(generations))
 
 
-def request_of(kind: Kind, fields: Fields, offer: Offer, request_id: str) -> ApiRequest:
-    """A request of one of the two kinds, for the model that it asks for. Raises :class:`ApiError`."""
-    check_sizes(fields, offer.model.context * offer.tokenizer.longest)
-    n = _choices(fields, offer)
-    if kind == "chat":
-        tools = tools_of(fields, offer.tokenizer)
-        prompts: Sequence[Prompt] = (chat_prompt(fields, offer.tokenizer, offer.model.vocabulary, tools),)
-        return _request("chat", fields, prompts, n, offer, request_id, tools)
-    prompts = completion_prompts(fields, offer.tokenizer, offer.model.vocabulary, offer.max_choices)
-    if len(prompts) * n > offer.max_choices:
-        raise fields.wrong_value("n", f"at most {offer.max_choices // len(prompts)} with {len(prompts)} prompts")
-    return _request("completion", fields, prompts, n, offer, request_id)
+def request_of(body: Body, offer: Offer, request_id: str) -> ApiRequest:
+    """A request for the model that it asks for. Raises :class:`ApiError`."""
+    check_sizes(body, offer.model.context * offer.tokenizer.longest)
+    n = _choices(body, offer)
+    prompts: Sequence[Prompt]
+    match body:
+        case ChatBody():
+            tools = tools_of(body, offer.tokenizer)
+            prompts = (chat_prompt(body, offer.tokenizer, offer.model.vocabulary, tools),)
+            return _request("chat", body, prompts, n, offer, request_id, tools)
+        case CompletionBody():
+            prompts = completion_prompts(body, offer.tokenizer, offer.model.vocabulary, offer.max_choices)
+            if len(prompts) * n > offer.max_choices:
+                raise wrong_value("n", f"at most {offer.max_choices // len(prompts)} with {len(prompts)} prompts", n)
+            return _request("completion", body, prompts, n, offer, request_id)
+    raise TypeError(f"no endpoint takes {type(body)}")
 
 
 def parse_object(body: bytes) -> dict[str, object]:
@@ -124,28 +128,27 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def read_fields(body: bytes, kind: Kind) -> Fields:
-    """The fields of a body, none of which is unknown. Raises :class:`ApiError`."""
-    fields = Fields(parse_object(body))
-    fields.refuse_others(known(kind), refusals(kind))
-    check_labels(fields)
-    return fields
+def read_body(body: bytes, kind: Kind) -> Body:
+    """What can be checked without knowing the model. Raises :class:`ApiError`."""
+    return BODIES[kind].read(parse_object(body))
 
 
-def _choices(fields: Fields, offer: Offer) -> int:
+def _choices(body: Body, offer: Offer) -> int:
     """``n``. ``best_of`` would have more texts written than returned, by the likeliest; here all are returned."""
-    n = fields.integer("n", 1, low=1, high=offer.max_choices)
-    if fields.integer("best_of", n, low=1) != n:
-        raise fields.wrong_value("best_of", f"left out or what n is ({n}): no more texts are written than returned")
+    n = body.n
+    if not 1 <= n <= offer.max_choices:
+        raise wrong_value("n", f"an integer from 1 to {offer.max_choices}", n)
+    if body.best_of not in (None, n):
+        expected = f"left out or what n is ({n}): no more texts are written than returned"
+        raise wrong_value("best_of", expected, body.best_of)
     return n
 
 
-def model_asked(fields: Fields, served: Collection[str]) -> str:
+def model_asked(body: Body, served: Collection[str]) -> str:
     """Which of the models a request is for; it need not say so where there is only one. Raises :class:`ApiError`."""
-    only = next(iter(served)) if len(served) == 1 else None
-    name = fields.string("model", only)
+    name = next(iter(served)) if body.model is None and len(served) == 1 else body.model
     if name is None:
-        raise fields.missing("model", f"one of {known_models(served)}")
+        raise missing("model", f"one of {known_models(served)}")
     if name not in served:
         raise no_such_model(name, served)
     return name
@@ -168,7 +171,7 @@ def known_models(offers: Iterable[str]) -> str:
 
 def _request(
     kind: Kind,
-    fields: Fields,
+    body: Body,
     prompts: Sequence[Prompt],
     n: int,
     offer: Offer,
@@ -176,24 +179,22 @@ def _request(
     tools: Tools = Tools(),
 ) -> ApiRequest:
     vocabulary, context = offer.model.vocabulary, offer.model.context
-    stream, options = _streaming(fields, kind)
-    include_usage = options.boolean("include_usage")
-    form = answer_form_of(fields, kind, stream=stream)
-    length = length_of(fields, kind, least=0 if form.echo else 1)
-    prompts = truncated(fields, prompts, context, max(length.asked, 1))
+    options = _stream_options(body)
+    form = answer_form_of(body)
+    length = length_of(body, minimum=0 if form.echo else 1)
+    prompts = truncated(body, prompts, context, max(length.asked, 1))
     limits = [length.within(len(prompt.tokens), context) for prompt in prompts]
     prompt_only = length.field is not None and length.asked == 0
-    sampling = sampling_of(fields, vocabulary, offer.tokenizer)
-    stop_tokens = stop_tokens_of(fields, vocabulary, offer.tokenizer)
-    speculation = speculation_of(fields, offer.speculation, offer.model.sources)
+    sampling = sampling_of(body, vocabulary, offer.tokenizer)
+    stop_tokens = stop_tokens_of(body, vocabulary, offer.tokenizer)
+    speculation = speculation_of(body, offer.speculation, offer.model.sources)
     extras = Extras(
-        grammar=grammar_of(tools, text_grammar(fields), offer.tokenizer),
-        prediction=prediction_of(fields, offer.tokenizer, offer.model),
+        grammar=grammar_of(tools, text_grammar(body), offer.tokenizer),
+        prediction=prediction_of(body, offer.tokenizer, offer.model),
         logprobs=form.logprobs,
         prompt_logprobs=form.of_prompt,
     )
-    details = wants_details(fields)
-    priority = fields.integer("priority", 0, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+    details = wants_details(body)
     return ApiRequest(
         kind=kind,
         model=offer.name,
@@ -203,47 +204,46 @@ def _request(
                 sampling=with_own_seed(sampling, choice),
                 max_tokens=1 if prompt_only else limits[choice // n],
                 stop_tokens=stop_tokens,
-                min_tokens=min_tokens_of(fields, limits[choice // n]),
+                min_tokens=min_tokens_of(body, limits[choice // n]),
                 extras=extras,
                 speculation=speculation,
                 request_id=request_id,
-                priority=priority,
+                priority=body.priority,
                 model=offer.model,
                 details=details,
             )
             for choice in range(len(prompts) * n)
         ),
-        stop=stop_strings_of(fields),
+        stop=stop_strings_of(body),
         prompts=tuple(prompts),
         prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
         n=n,
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=include_usage and options.boolean("continuous_usage_stats"),
-        include_speculation=options.boolean("include_speculation"),
+        stream=body.stream,
+        include_usage=options.include_usage,
+        continuous_usage=options.include_usage and options.continuous_usage_stats,
+        include_speculation=options.include_speculation,
         details=details,
         form=form,
         tools=tools,
         prompt_only=prompt_only,
-        continues=kind == "completion" or fields.boolean("continue_final_message"),
-        timeout=fields.number("timeout", 0.0, low=LEAST_TIMEOUT, high=MOST_TIMEOUT) or None,
-        store=_store(fields, offer),
+        continues=not isinstance(body, ChatBody) or body.continue_final_message,
+        timeout=body.timeout,
+        store=_store(body, offer),
     )
 
 
-def _store(fields: Fields, offer: Offer) -> bool:
+def _store(body: Body, offer: Offer) -> bool:
     """``store``. Nobody can have kept what no router keeps."""
-    store = fields.boolean("store", offer.records)
-    if store and not offer.records:
-        raise fields.wrong_value("store", "false or left out: this server does not record prompts")
-    return store
+    if body.store and not offer.records:
+        raise wrong_value("store", "false or left out: this server does not record prompts", body.store)
+    return offer.records if body.store is None else body.store
 
 
-def _streaming(fields: Fields, kind: Kind) -> tuple[bool, Fields]:
-    """``stream`` and ``stream_options``."""
-    stream = fields.boolean("stream")
-    options = fields.nested("stream_options")
-    if not stream and fields.get("stream_options") is not None:
-        raise fields.wrong_value("stream_options", "left out unless stream is true")
-    options.refuse_others(known(kind, "stream_options"), refusals(kind, "stream_options"))
-    return stream, options
+def _stream_options(body: Body) -> StreamOptions:
+    """``stream_options``, which only a stream has."""
+    if body.stream_options is None:
+        return _PLAIN_STREAM
+    if not body.stream:
+        given = body.stream_options.model_dump(exclude_unset=True)
+        raise wrong_value("stream_options", "left out unless stream is true", given)
+    return body.stream_options

@@ -17,8 +17,8 @@ from typing import Any
 from router.answer_fields import AnswerForm
 from router.choice_reader import Chunk, PromptShown
 from router.errors import CODES, ErrorCode
-from router.field_row import Kind
 from router.logprobs import ShownToken, of_chat, of_completion, of_prompt
+from router.request_schema import Kind
 from router.speculation_answer import Statistics, commit_body
 from router.tokenizer import Tokenizer
 from router.tool_calls import ToolCall

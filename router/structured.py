@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.errors import ApiError
-from router.field_bounds import MAX_CHOICES
-from router.field_table import known, refusals
-from router.fields import Fields, loads, show
+from router.fields import loads, missing, show, wrong_value
 from router.grammar_checker import GrammarChecker, GrammarRefused
+from router.request_objects import ResponseFormat, StructuredOutputs
+from router.request_schema import Body, ChatBody
 from speculation.constraint import MAX_GRAMMAR_BYTES
 
 FORMAT_FIELDS = (
@@ -37,26 +37,24 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object")
 _checker = GrammarChecker()
 
 
-def demands_structure(fields: Fields) -> bool:
+def demands_structure(body: Body) -> bool:
     """Whether reading a request may take a while, since it has a grammar to be tried."""
-    if any(fields.get(name) not in (None, {"type": "text"}) for name in FORMAT_FIELDS):
+    asked = (getattr(body, name) for name in FORMAT_FIELDS)
+    if any(value is not None and getattr(value, "type", "") != "text" for value in asked):
         return True
-    tools = fields.get("tools")
-    demanded = fields.get("tool_choice") not in (None, "none", "auto")
-    return isinstance(tools, list) and (demanded or any(map(_strict, tools)))
+    if not isinstance(body, ChatBody):
+        return False
+    demanded = body.tool_choice not in (None, "none", "auto")
+    return demanded or any(tool.function.get("strict") for tool in body.tools)
 
 
-def _strict(tool: object) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and bool(function.get("strict"))
-
-
-def text_grammar(fields: Fields) -> str:
+def text_grammar(body: Body) -> str:
     """The grammar that the text of a request has to follow; empty: any text will do. Raises :class:`ApiError`.
 
     May take seconds: to be called in a thread if :func:`demands_structure`.
     """
-    asked = {name: grammar for name in FORMAT_FIELDS if (grammar := _READERS[name](fields, name))}
+    given = {name: value for name in FORMAT_FIELDS if (value := getattr(body, name)) is not None}
+    asked = {name: grammar for name, value in given.items() if (grammar := _READERS[name](value, name))}
     if len(asked) > 1:
         first, second, *_ = asked
         raise ApiError("invalid_value", f"give {first} or {second}, not both", second)
@@ -109,98 +107,70 @@ def _check_size(grammar: str, field: str) -> None:
         raise ApiError("invalid_value", message, field)
 
 
-def _response_format(fields: Fields, name: str) -> str:
-    inner = fields.nested(name)
-    if fields.get(name) is None:
-        return ""
-    if inner.get("type") is None:
-        raise inner.missing("type", "text, json_object or json_schema")
-    form = inner.choice("type", "text", ("text", "json_object", "json_schema"))
-    if form != "json_schema":
-        inner.refuse_others(frozenset({"type"}))
-        return "" if form == "text" else json_schema_grammar({"type": "object"}, name)
-    inner.refuse_others(frozenset({"type", "json_schema"}))
-    described = inner.nested("json_schema")
-    described.refuse_others(frozenset({"name", "description", "strict", "schema"}))
-    described.string("name", None)
-    described.string("description", None)
-    described.boolean("strict")
-    if described.get("schema") is None:
-        raise described.missing("schema", "a JSON schema")
-    return json_schema_grammar(described.get("schema"), described.where("schema"))
+def _response_format(given: ResponseFormat, where: str) -> str:
+    described = given.json_schema
+    if given.type == "json_schema":
+        if described is None or described.schema_ is None:
+            raise missing(f"{where}.json_schema.schema", "a JSON schema")
+        return json_schema_grammar(described.schema_, f"{where}.json_schema.schema")
+    if described is not None:
+        shown = described.model_dump(by_alias=True, exclude_unset=True)
+        raise wrong_value(f"{where}.json_schema", "left out unless type is json_schema", shown)
+    return "" if given.type == "text" else json_schema_grammar({"type": "object"}, where)
 
 
-def _structured_outputs(fields: Fields, name: str) -> str:
-    inner = fields.nested(name)
-    if fields.get(name) is None:
-        return ""
-    inner.refuse_others(known("completion", name), refusals("completion", name))
-    given = [form for form in FORMS if inner.get(form) is not None]
-    if len(given) != 1:
-        got = "none" if not given else " and ".join(given)
-        raise ApiError("invalid_value", f"{name} must have exactly one of {', '.join(FORMS)}; got {got}", name)
-    inner.boolean("disable_fallback")
-    whitespace = _whitespace(inner)
-    if whitespace and given[0] not in ("json", "json_object"):
-        raise inner.wrong_value(_given_option(inner), "left out unless JSON is asked for")
-    if given[0] == "json_object":
-        if not inner.boolean("json_object"):
-            raise inner.wrong_value("json_object", "true; leave structured_outputs out for any text")
-        return json_schema_grammar({"type": "object"}, inner.where("json_object"), whitespace)
-    return _FORMS[given[0]](inner, given[0], whitespace)
+def _structured_outputs(given: StructuredOutputs, where: str) -> str:
+    values = {form: getattr(given, f"{form}_" if form == "json" else form) for form in FORMS}
+    forms = [form for form, value in values.items() if value is not None]
+    if len(forms) != 1:
+        got = " and ".join(forms) or "none"
+        raise ApiError("invalid_value", f"{where} must have exactly one of {', '.join(FORMS)}; got {got}", where)
+    (form,) = forms
+    whitespace = _whitespace(given, where)
+    if whitespace and form not in ("json", "json_object"):
+        name = "disable_any_whitespace" if given.whitespace_pattern is None else "whitespace_pattern"
+        raise wrong_value(f"{where}.{name}", "left out unless JSON is asked for", getattr(given, name))
+    where = f"{where}.{form}"
+    if form == "json_object":
+        if not given.json_object:
+            raise wrong_value(where, "true; leave structured_outputs out for any text", False)
+        return json_schema_grammar({"type": "object"}, where, whitespace)
+    return _FORMS[form](values[form], where, whitespace)
 
 
-def _given_option(inner: Fields) -> str:
-    return "whitespace_pattern" if inner.get("whitespace_pattern") is not None else "disable_any_whitespace"
-
-
-def _whitespace(inner: Fields) -> dict[str, object]:
+def _whitespace(given: StructuredOutputs, where: str) -> dict[str, object]:
     """How JSON may be laid out, as llguidance is told."""
-    pattern = inner.string("whitespace_pattern", None)
-    if inner.boolean("disable_any_whitespace"):
+    pattern, where = given.whitespace_pattern, f"{where}.whitespace_pattern"
+    if given.disable_any_whitespace:
         if pattern is not None:
-            raise inner.wrong_value("whitespace_pattern", "left out if disable_any_whitespace is true")
+            raise wrong_value(where, "left out if disable_any_whitespace is true", pattern)
         return {"whitespace_flexible": False, "whitespace_pattern": None}
     if pattern is None:
         return {}
     if not 0 < len(pattern) <= MAX_WHITESPACE_PATTERN:
-        raise inner.wrong_value(
-            "whitespace_pattern", f"a regular expression of 1 to {MAX_WHITESPACE_PATTERN} characters"
-        )
+        raise wrong_value(where, f"a regular expression of 1 to {MAX_WHITESPACE_PATTERN} characters", pattern)
     return {"whitespace_pattern": pattern}
 
 
-def _json(fields: Fields, name: str, options: Mapping[str, object] | None = None) -> str:
+def _json(schema: object, where: str, options: Mapping[str, object] | None = None) -> str:
     """A schema, or one in a string."""
-    schema = fields.get(name)
     if isinstance(schema, str):
         try:
             schema = loads(schema)
         except ValueError:
-            raise fields.wrong_value(name, "a JSON schema") from None
-    return "" if schema is None else json_schema_grammar(schema, fields.where(name), options)
+            raise wrong_value(where, "a JSON schema", schema) from None
+    return "" if schema is None else json_schema_grammar(schema, where, options)
 
 
-def _text(fields: Fields, name: str, _options: Mapping[str, object] | None = None) -> str:
+def _text(text: str, where: str, _options: Mapping[str, object] | None = None) -> str:
     """A regular expression, or a grammar in Lark's or llama.cpp's notation."""
-    text = fields.string(name, None)
-    if text is None:
-        return ""
     if not text.strip():
-        raise fields.wrong_value(name, "not empty")
-    return _grammar(name.removeprefix("guided_"), text, fields.where(name))
+        raise wrong_value(where, "not empty", text)
+    return _grammar(where.rpartition(".")[2].removeprefix("guided_"), text, where)
 
 
-def _choice(fields: Fields, name: str, _options: Mapping[str, object] | None = None) -> str:
-    choices = fields.get(name)
-    if choices is None:
-        return ""
-    expected = f"an array of 1 to {MAX_CHOICES} strings, none of them empty"
-    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-        raise fields.wrong_type(name, expected)
-    if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
-        raise fields.wrong_value(name, expected)
-    return _grammar("choice", choices, fields.where(name))
+def _choice(choices: Sequence[str], where: str, _options: Mapping[str, object] | None = None) -> str:
+    return _grammar("choice", choices, where)
 
 
 _FORMS = {"json": _json, "regex": _text, "choice": _choice, "grammar": _text}

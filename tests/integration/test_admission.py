@@ -19,8 +19,8 @@ from router.api import ApiSettings
 from router.asgi import MOST_HEAD_BYTES, BoundedHttp
 from router.auth import ApiKeys
 from router.bounds import ALWAYS_READ
-from router.field_bounds import MOST_MESSAGES
 from router.limits import Allowance
+from router.request_schema import MAX_MESSAGES
 from router.tokenizer import Tokenizer
 from tests.fakes import FakeGenerator, commits
 from tests.http_server import serve
@@ -222,10 +222,10 @@ async def test_what_may_fit_is_tokenised() -> None:
     async with in_memory(fake()) as client:
         error = (await ask(client, prompt="a" * ALWAYS_READ)).json()["error"]
         assert f"{ALWAYS_READ + 1} tokens" in error["message"]
-        messages = [{"role": "user", "content": "x"}] * (MOST_MESSAGES + 1)
+        messages = [{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1)
         error = (await client.post("/v1/chat/completions", json={"messages": messages})).json()["error"]
         assert (error["code"], error["param"]) == ("invalid_value", "messages")
-        assert f"messages has {MOST_MESSAGES + 1} entries" in error["message"]
+        assert f"messages has {MAX_MESSAGES + 1} entries" in error["message"]
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch) -> None:

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from router.api import build_app
-from router.field_row import Kind, Row, Support
-from router.field_table import ROWS
+from router.field_table import ROWS, Row, Support
+from router.request_schema import Kind
 from router.tokenizers import Tokenizers
 from tests import stack
 from tests.bundled import MODELS

@@ -12,10 +12,10 @@ import pytest
 
 from router.describe import document
 from router.errors import CODES, ApiError
-from router.field_row import Kind, Row, Support
-from router.field_table import ROWS
+from router.field_table import ROWS, Row, Support
 from router.generation import ServedModel
 from router.openapi import description
+from router.request_schema import Kind
 from router.requests import ApiRequest, Offer
 from speculation.messages import Sampling
 from tests.fakes import tiny_tokenizer
@@ -160,6 +160,9 @@ BAD: list[tuple[Kind, dict[str, Any], str, str]] = [
     ("chat", {"logit_bias": {"\u0663": 1}}, "logit_bias", "token ids"),
     ("chat", {"logit_bias": {"5": 101}}, "logit_bias.5", "101"),
     ("chat", {"logit_bias": {"5": None}}, "logit_bias.5", "null"),
+    ("chat", {"logit_bias": {"<array>": "x"}}, "logit_bias.<array>", '"x"'),
+    ("chat", {"logit_bias": dict.fromkeys(map(str, range(9999)), "x")}, "logit_bias", "at most 1024"),
+    ("chat", {"metadata": dict.fromkeys(map(str, range(9999)), 1)}, "metadata", "at most 16"),
     ("chat", {"allowed_token_ids": [10**6]}, "allowed_token_ids", "1000000"),
     ("chat", {"allowed_token_ids": []}, "allowed_token_ids", "no token"),
     ("chat", {"bad_words": [" "]}, "bad_words[0]", "word"),

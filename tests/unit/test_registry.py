@@ -11,7 +11,7 @@ import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
 from router.errors import ApiError
-from router.fields import Fields
+from router.request_schema import Body
 from router.speculation_fields import speculation_of
 from speculation.messages import AllBut, Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
 from speculation.origin import Own
@@ -138,13 +138,13 @@ def test_tokens_that_do_not_exist_are_not_drafted(token: Token) -> None:
 
 def test_requests_name_what_exists() -> None:
     def steered(*sources: str) -> Speculation:
-        return speculation_of(Fields({"speculation": {"sources": list(sources)}}), Speculation(), ["says"])
+        return speculation_of(Body.read({"speculation": {"sources": list(sources)}}), Speculation(), ["says"])
 
     assert steered("says", "draft").sources == {"says", Source.DRAFT}
     with pytest.raises(ApiError, match="among draft, lookup, prediction, grammar, medusa, suffix, says, got"):
         steered("other")
     with pytest.raises(ApiError, match="true or false"):
-        speculation_of(Fields({"speculation": {"remember": 1}}), Speculation())
+        speculation_of(Body.read({"speculation": {"remember": 1}}), Speculation())
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.errors import CODES, ApiError, code_of
-from router.field_table import known, refusals
 from router.generation import ServedModel
+from router.request_schema import BODIES
 from router.requests import ApiRequest, Offer, parse_object
 from speculation.events import FailureCode
 from speculation.messages import RefusalCode, Sampling, Speculation
@@ -94,15 +94,15 @@ def test_every_field_arrives() -> None:
 
 
 def test_null_stands_for_every_absent_field() -> None:
-    fields = dict.fromkeys((known("completion") | refusals("completion").keys()) - {"prompt"})
+    fields = dict.fromkeys((BODIES["completion"].names | BODIES["completion"].refused.keys()) - {"prompt"})
     assert completion(**fields).generations[0].max_tokens == 16
-    fields = dict.fromkeys((known("chat") | refusals("chat").keys()) - {"messages"})
+    fields = dict.fromkeys((BODIES["chat"].names | BODIES["chat"].refused.keys()) - {"messages"})
     assert chat(**fields).kind == "chat"
 
 
 @pytest.mark.parametrize("parse", [completion, chat])
 def test_refused_fields_give_their_reason_and_take_values_that_ask_for_nothing(parse: Any) -> None:
-    for name, (reason, neutral) in refusals("completion" if parse is completion else "chat").items():
+    for name, (reason, neutral) in BODIES["completion" if parse is completion else "chat"].refused.items():
         for value in neutral:
             parse(**{name: value})
         error = refusal(parse, **{name: "something else"})
@@ -313,7 +313,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=400, derandomize=True)
-@given(st.dictionaries(st.sampled_from(sorted(known("completion") | known("chat"))), JSON, max_size=4))
+@given(st.dictionaries(st.sampled_from(sorted(BODIES["completion"].names | BODIES["chat"].names)), JSON, max_size=4))
 def test_anything_is_either_a_request_that_fits_or_a_refusal(fields: dict[str, Any]) -> None:
     for parse, base in ((parse_completion, {"prompt": "hi"}), (parse_chat, CHAT)):
         try:

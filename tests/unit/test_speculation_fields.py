@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from router.errors import ApiError
-from router.fields import Fields
 from router.generation import ServedModel
+from router.request_schema import Body
 from router.speculation_fields import prediction_of, speculation_of, wants_details
 from router.tokenizer import Tokenizer
 from speculation.messages import Rule, Schedule, Source, Speculation
@@ -25,22 +25,22 @@ def shared() -> Tokenizer:
 
 def predicted(value: Any, vocabulary: int | None = None) -> tuple[int, ...]:
     model = ServedModel("tiny", vocabulary or shared().size, CONTEXT, 0)
-    return prediction_of(Fields({"prediction": value}), shared(), model)
+    return prediction_of(Body.read({"prediction": value}), shared(), model)
 
 
 def steered(**inner: Any) -> Speculation:
-    return speculation_of(Fields({"speculation": inner}), Speculation(max_depth=7))
+    return speculation_of(Body.read({"speculation": inner}), Speculation(max_depth=7))
 
 
 def test_every_part_of_speculation_arrives_over_the_default() -> None:
-    assert speculation_of(Fields({}), Speculation(max_depth=7)) == steered() == Speculation(max_depth=7)
+    assert speculation_of(Body.read({}), Speculation(max_depth=7)) == steered() == Speculation(max_depth=7)
     assert steered(
         enabled=False, max_depth=3, rule="rejection", schedule="parallel", sources=["draft", "prediction"], details=True
     ) == Speculation(False, 3, Rule.REJECTION, Schedule.PARALLEL, frozenset({Source.DRAFT, Source.PREDICTION}))
     assert steered(sources=[]).sources == frozenset()
-    assert wants_details(Fields({"speculation": {"details": True}}))
-    assert not wants_details(Fields({"speculation": {}}))
-    assert not wants_details(Fields({}))
+    assert wants_details(Body.read({"speculation": {"details": True}}))
+    assert not wants_details(Body.read({"speculation": {}}))
+    assert not wants_details(Body.read({}))
 
 
 def test_a_prediction_is_text_or_text_parts_without_special_tokens() -> None:
@@ -105,5 +105,5 @@ def test_a_token_that_the_model_has_not_is_refused() -> None:
 def test_bad_steering_is_refused_by_its_name(inner: dict[str, Any], code: str, param: str) -> None:
     reads = wants_details if "details" in inner else lambda fields: speculation_of(fields, Speculation())
     with pytest.raises(ApiError) as refused:
-        reads(Fields({"speculation": inner}))
+        reads(Body.read({"speculation": inner}))
     assert (refused.value.code.name, refused.value.param) == (code, param)

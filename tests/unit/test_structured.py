@@ -16,10 +16,10 @@ import pytest
 
 from benchmarks.random_schemas import random_schema
 from router.errors import ApiError
-from router.fields import Fields
 from router.grammar_check import ends
 from router.grammar_checker import CHECK_SECONDS, GrammarChecker, GrammarRefused
-from router.requests import read_fields
+from router.request_schema import Body, ChatBody, CompletionBody
+from router.requests import read_body
 from router.structured import FORMAT_FIELDS, demands_structure, json_schema_grammar, text_grammar
 
 LIST: dict[str, Any] = {
@@ -29,8 +29,11 @@ LIST: dict[str, Any] = {
 }
 
 
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
 def grammar(**fields: Any) -> str:
-    return text_grammar(Fields(fields))
+    return text_grammar(Body.read(fields))
 
 
 def schema(value: Any) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def test_any_text(fields):
 )
 def test_what_is_asked_for_becomes_a_grammar(fields, part):
     assert part in grammar(**fields)
-    assert demands_structure(Fields(fields))
+    assert demands_structure(Body.read(fields))
 
 
 ENDLESS = {"type": "object", "required": ["next"], "properties": {"next": {"$ref": "#"}}}
@@ -188,23 +191,25 @@ def test_any_json_may_be_asked_for():
 
 
 def test_names_may_be_written_with_escapes():
-    body = json.dumps({"guided_json": {}}).replace("_", "\\u005f").encode()
-    assert json.loads(body) == {"guided_json": {}}
-    assert demands_structure(read_fields(body, "completion"))
+    body = json.dumps({"prompt": "a", "guided_json": {}}).replace("_", "\\u005f").encode()
+    assert json.loads(body) == {"prompt": "a", "guided_json": {}}
+    assert demands_structure(read_body(body, "completion"))
 
 
 def test_what_names_no_grammar_is_read_without_waiting():
     tool = {"type": "function", "function": {"name": "f", "strict": False}}
     strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    assert not demands_structure(CompletionBody.read({"prompt": "guided_json strict tool_choice \u00fc"}))
     for fields in (
-        {"prompt": "guided_json strict tool_choice \u00fc"},
         {"response_format": {"type": "text"}},
         {"tools": [tool], "tool_choice": "auto"},
-        {"tools": 3, "tool_choice": "none", "guided_json": None},
+        {"tools": [], "tool_choice": "none", "guided_json": None},
     ):
-        assert not demands_structure(Fields(fields))
+        assert not demands_structure(ChatBody.read(ASKED | fields))
     for fields in ({"tools": [tool, strict]}, {"tools": [tool], "tool_choice": "required"}):
-        assert demands_structure(Fields(fields))
+        assert demands_structure(ChatBody.read(ASKED | fields))
+    with pytest.raises(ApiError, match="tools must be an array"):
+        ChatBody.read(ASKED | {"tools": 3, "tool_choice": "none", "guided_json": None})
 
 
 def test_random_schemas_are_taken():

@@ -15,8 +15,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from benchmarks.random_schemas import random_schema
 from router.errors import ApiError
-from router.fields import Fields
 from router.grammar_check import END, tokenizer_of
+from router.request_schema import Body, ChatBody
 from router.structured import json_schema_grammar, text_grammar
 from router.tokenizer import Tokenizer
 from router.tool_calls import ToolForm, parser_of
@@ -43,6 +43,7 @@ def tool(name: str, parameters: Any = None, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters} | fields}
 
 
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TREE = tool("tree", {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False})
 ORDER: Any = openai.pydantic_function_tool(Order, name="order")
 ORDER["function"]["strict"] = False
@@ -57,7 +58,7 @@ def grammar_for(
     tools: list[dict[str, Any]], template: str, *, tagged: bool = False, answer: str = "", **fields: Any
 ) -> str:
     own = tokenizer(template, tagged=tagged)
-    return grammar_of(tools_of(Fields({"tools": tools} | fields), own), answer, own)
+    return grammar_of(tools_of(ChatBody.read(ASKED | {"tools": tools} | fields), own), answer, own)
 
 
 def call(form: ToolForm, name: str, arguments: Any) -> str:
@@ -280,7 +281,7 @@ ANSWERS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 def test_an_answer_of_a_demanded_form_may_be_calls_instead(
     form: ToolForm, template: str, fields: dict[str, Any], good: list[str], bad: list[str], tagged: bool
 ) -> None:
-    answer = text_grammar(Fields(fields))
+    answer = text_grammar(Body.read(fields))
     grammar = grammar_for([STRICT, ANY, NAMED], template, tagged=tagged, answer=answer)
     single = grammar_for([STRICT, ANY, NAMED], template, tagged=tagged, answer=answer, parallel_tool_calls=False)
     for text in good:
