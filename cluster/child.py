@@ -69,12 +69,12 @@ class Child:
                 reader.join(LAST_WORDS_SECONDS)
         return self._said[-1].removeprefix("paceline: ") if self._said else f"exit code {code}"
 
-    def start(self, now: float) -> None:
-        """Start it; the previous process must have ended."""
+    def start(self, now: float, *, held: bool = False) -> None:
+        """Start it; the previous process must have ended. ``held``: its input ends only with :meth:`release`."""
         assert self.ended
         self._ready, self._started = threading.Event(), now
         self._said.clear()
-        self._process = process = spawn(self._command, **self._variables)
+        self._process = process = spawn(self._command, self._variables, held=held)
         assert process.stdout and process.stderr
         self._readers = [
             threading.Thread(target=target, args=(stream, self._ready), daemon=True, name=self.name)
@@ -97,10 +97,16 @@ class Child:
             self.start(now)
         return None
 
+    def release(self) -> None:
+        """End its input."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
     def stop(self, seconds: float) -> None:
         """Wait for a terminated process to end; kill it when it takes too long."""
         if self._process is None:
             return
+        self.release()
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -127,15 +133,16 @@ class Child:
                     self._heard(self.name, text)
 
 
-def spawn(command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+def spawn(command: Sequence[str], variables: Mapping[str, str], *, held: bool = False) -> subprocess.Popen[str]:
     """Start a process that is read from; ``variables`` are added to its environment.
 
+    Its input is empty; ``held``: it has not ended yet, so that the process can wait for the end.
     In a session of its own, so that Ctrl-C reaches only the process that started it.
     """
     return subprocess.Popen(
         command,
-        env=environment() | variables,
-        stdin=subprocess.DEVNULL,
+        env=environment() | dict(variables),
+        stdin=subprocess.PIPE if held else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

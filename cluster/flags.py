@@ -20,6 +20,8 @@ BAD_INPUT = 2
 """Exit code for what the user gave."""
 FAILED = 1
 """Exit code for what went wrong later."""
+AFTER_INPUT = "--after-input"
+"""Flag of a router that is started before its workers are ready."""
 OVERRIDES = "overrides"
 """Where a parser collects the settings, in the order of the command line."""
 

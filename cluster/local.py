@@ -16,7 +16,7 @@ from cluster import openmp
 from cluster.child import Child, paceline
 from cluster.config import Config
 from cluster.console import CommandError, Stages, complain
-from cluster.flags import FAILED
+from cluster.flags import AFTER_INPUT, FAILED
 from cluster.gpus import Turns, here
 from cluster.ports import HeldPort
 from cluster.vocabularies import worker_config
@@ -54,7 +54,7 @@ class LocalProcesses:
                 self._ports.append(port)
                 arguments += [f"--{pool.role}", port.address]
         file = self._write("paceline.yaml", config)
-        self._router = Child("router", self._command(file, "router", *arguments), self._heard)
+        self._router = Child("router", self._command(file, "router", AFTER_INPUT, *arguments), self._heard)
 
     @property
     def children(self) -> list[Child]:
@@ -65,12 +65,11 @@ class LocalProcesses:
         """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
         self._report = report
         deadline = time.monotonic() + self._config.start_timeout
-        for child in self._workers:
+        for child in self.children:
             report("starting", child.name)
-            child.start(time.monotonic())
+            child.start(time.monotonic(), held=child is self._router)
         self._await(self._workers, deadline)
-        report("starting", "router")
-        self._router.start(time.monotonic())
+        self._router.release()
         self._await([self._router], deadline)
         self._report = None
 

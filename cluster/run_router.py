@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 from cluster.checks import check_tokenizer
@@ -13,6 +15,7 @@ from cluster.config import Config
 from cluster.console import CommandError, say, stages
 from cluster.discovery import StaticDirectory
 from cluster.flags import (
+    AFTER_INPUT,
     BAD_INPUT,
     FAILED,
     add_file,
@@ -59,6 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_flags(parser)
     add_parent(parser)
+    parser.add_argument(AFTER_INPUT, action="store_true", help="connect to workers once standard input has ended")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
     directory = _directory(args)
     if config.router.tokenizer:
         check_tokenizer(config.router.tokenizer)
+    if args.after_input:
+        importlib.import_module("router.service")  # most of a start, and workers take longer
+        sys.stdin.buffer.read()
     return asyncio.run(_serve(config, directory))
 
 

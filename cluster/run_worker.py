@@ -31,7 +31,7 @@ from cluster.flags import (
     add_tracing,
     configuration,
 )
-from cluster.imports import uncollected
+from cluster.imports import worker_imports
 from cluster.logs import add_flags, set_up
 from cluster.notify import READY, STOPPING, notify
 from cluster.parent import exit_with
@@ -39,6 +39,7 @@ from cluster.pools import SHARED
 from cluster.rank_processes import RankProcesses
 from cluster.security import check_security, identity
 from cluster.serving import draft_settings, shared_drafter, target_settings
+from speculation.events import Role
 
 if TYPE_CHECKING:
     from transport.worker import Worker
@@ -137,7 +138,7 @@ async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) 
 async def _start(role: str, config: Config, listen: str) -> Worker:
     with stages() as report:
         report("starting PyTorch")
-        with uncollected():
+        with worker_imports(config, Role(role)):
             from draft_service.service import start_draft
             from engine.model import ModelError
             from engine.parallel.group import RankError

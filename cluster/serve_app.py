@@ -18,7 +18,7 @@ from ray import serve
 from cluster.autoscaling.serve_policy import figures
 from cluster.config import Config, from_mapping, most
 from cluster.discovery import ENDPOINT, Handles, serve_directory
-from cluster.imports import uncollected
+from cluster.imports import worker_imports
 from cluster.parts import known, options
 from cluster.placement import ROUTER, need
 from cluster.pools import Pool
@@ -93,11 +93,11 @@ class TargetWorker(_WorkerReplica):
 
     async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
-        with uncollected():
-            from target_service.service import start_target
-
         config, pool = _settings(config, deployment)
         own, certified, ranks = config.of_worker(pool), identity(config, "target"), _ranks(config, pool)
+        with worker_imports(own, Role.TARGET):
+            from target_service.service import start_target
+
         drafter = shared_drafter(own)
         worker = await start_target(
             target_settings(own), _listen(config), ranks=ranks, identity=certified, make_drafter=drafter
@@ -110,11 +110,12 @@ class DraftWorker(_WorkerReplica):
 
     async def __init__(self, config: Config, deployment: str) -> None:  # type: ignore[misc]  # Serve awaits it
         """Load the model and listen."""
-        with uncollected():
+        config, pool = _settings(config, deployment)
+        own, certified = worker_config(config, pool), identity(config, "draft")
+        with worker_imports(own, Role.DRAFT):
             from draft_service.service import start_draft
 
-        config, pool = _settings(config, deployment)
-        settings, certified = draft_settings(worker_config(config, pool)), identity(config, "draft")
+        settings = draft_settings(own)
         worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
         await self._begin(worker, config.drain_timeout)
 

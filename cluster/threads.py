@@ -121,7 +121,7 @@ def measuring(config: Config, cores: int) -> list[str]:
 def output_of(command: Sequence[str], seconds: float) -> str:
     """What the command prints. It is over when this returns or raises, also on Ctrl-C. Raises :class:`Unmeasured`."""
     # Offline: to download a model is for its worker, which has the time.
-    process = spawn(command, HF_HUB_OFFLINE="1", **openmp_environment())
+    process = spawn(command, {"HF_HUB_OFFLINE": "1"} | openmp_environment())
     with process:
         try:
             output, errors = process.communicate(timeout=seconds)

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.activations import GELUTanh, SiLUActivation
+from transformers.distributed.utils import is_dtensor
 
 from engine.kv_store import KVStore
 from engine.layer_ops import Activation, LayerOps, Norm
@@ -207,7 +207,7 @@ def _obstacle(module: Any, known_dtypes: Collection[torch.dtype]) -> str:
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
             return f"{name} has a hook"
     weights = [*base.layers.parameters(), *base.norm.parameters()]
-    if any(isinstance(weight, DTensor) for weight in weights):
+    if any(is_dtensor(weight) for weight in weights):
         return "its weights are split over ranks"
     if len(dtypes := {weight.dtype for weight in weights}) > 1 or not dtypes <= set(known_dtypes):
         return f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"

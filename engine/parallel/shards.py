@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, pad
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+from transformers.distributed.utils import is_dtensor
 
 from engine.parallel.group import Group
 
@@ -112,7 +112,7 @@ def splits_heads(module: Any) -> bool:
 
 def own_part(parameter: Tensor) -> Tensor:
     """What this rank has of a parameter: its slice, or all if it is not split. Not a copy."""
-    return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local().detach() if is_dtensor(parameter) else parameter
 
 
 def _linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:

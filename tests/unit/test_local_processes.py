@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import sys
 
@@ -44,3 +45,18 @@ def test_the_last_words_of_a_process_are_waited_for(monkeypatch: pytest.MonkeyPa
     one.start(0.0)
     one.stop(30.0)
     assert one.reason == "last words"
+
+
+def test_a_held_process_waits_for_the_end_of_its_input_and_its_successor_does_not() -> None:
+    script = "import sys\nprint('waits', file=sys.stderr)\nsys.stdin.read()\nprint('goes on', file=sys.stderr)"
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    one = child.Child("one", [sys.executable, "-c", script], lambda _, line: said.put(line))
+    one.start(0.0, held=True)
+    assert said.get(timeout=30) == "waits"
+    assert said.empty()
+    one.release()
+    assert said.get(timeout=30) == "goes on"
+    one.stop(30.0)
+    one.start(0.0)
+    assert [said.get(timeout=30), said.get(timeout=30)] == ["waits", "goes on"]
+    one.stop(30.0)
