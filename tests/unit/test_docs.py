@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.checkout import CHECKOUT
+from cluster import plugins
 from cluster.cli import COMMANDS, _parsers
 from protos.paceline.v1 import worker_pb2
 
@@ -93,8 +94,9 @@ def test_make_has_what_is_documented():
 @pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in commands(page)])
 def test_a_command_is_one_that_our_parser_takes(page, line):
     arguments = [word for word in shlex.split(line, comments=True) if word != "..."]
-    assert arguments[0] in COMMANDS
-    _parsers()[0].parse_args(arguments)
+    known = COMMANDS | plugins.commands()
+    assert arguments[0] in known
+    _parsers(known)[0].parse_args(arguments)
 
 
 def test_the_index_lists_every_page():
