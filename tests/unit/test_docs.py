@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checkout import CHECKOUT
 from cluster import plugins
+from cluster.checkout import CHECKOUT
 from cluster.cli import COMMANDS, _parsers
 from protos.paceline.v1 import worker_pb2
 
