@@ -27,7 +27,7 @@ from alignment.errors import DataError
 BLOCK_BYTES = 4096
 SLACK_BYTES = 1024
 """How far behind the end of a block the end of its last line is looked for."""
-MOST_RECORD_BYTES = 16 << 20
+MAX_RECORD_BYTES = 16 << 20
 """Of a line of JSON."""
 RECORDS = (".jsonl", ".ndjson")
 """Endings of files with a JSON object a line."""
@@ -219,11 +219,11 @@ def _records(path: Path, file: BinaryIO, block: int) -> Iterator[Passage]:
             return
         file.seek(begin + line)
     while (at := file.tell()) < begin + BLOCK_BYTES:
-        raw = file.readline(MOST_RECORD_BYTES + 1)
+        raw = file.readline(MAX_RECORD_BYTES + 1)
         if not raw:
             return
-        if len(raw) > MOST_RECORD_BYTES:
-            raise DataError(f"{path}: the line at byte {at} is longer than {MOST_RECORD_BYTES >> 20} MB")
+        if len(raw) > MAX_RECORD_BYTES:
+            raise DataError(f"{path}: the line at byte {at} is longer than {MAX_RECORD_BYTES >> 20} MB")
         if raw.strip():
             yield _record(f"{path}: the line at byte {at}", _text(path, raw, at))
 

@@ -41,7 +41,7 @@ PATIENCE = 5
 """Measurements in a row without anything better, after which training ends."""
 RATE_WIDTH = 0.2
 """The learning rate is this over the hidden size, unless it is given: the wider a model, the smaller its steps."""
-MOST_TURNS = 100
+MAX_TURNS = 100
 """Steps in which the share of the data is what it should be."""
 DATA = "the data, held out"
 
@@ -192,7 +192,7 @@ class Distillation:
         written = self._written(pieces.train, rounds, BATCH, "target writes")
         samples = Batches(joined([row.tokens for row in written], separator), options.seed)
         texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
-        share = Fraction(options.data_share).limit_denominator(MOST_TURNS)
+        share = Fraction(options.data_share).limit_denominator(MAX_TURNS)
         return InTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
 
     def _held_out(self, pieces: Gathered) -> dict[str, list[Row]]:

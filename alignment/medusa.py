@@ -157,8 +157,8 @@ class HeadTraining:
 
     def fit(self, batches: BatchSource, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The same with token ids; of ``held_out`` as much of each row is read as a sequence has tokens."""
-        least = self._options.heads + 1
-        rows = [row[: self._options.sequence] for row in held_out if len(row) > least]
+        min_tokens = self._options.heads + 1
+        rows = [row[: self._options.sequence] for row in held_out if len(row) > min_tokens]
         self._resume()
         if not self._progress.before:
             self._progress.before = self._progress.after = asdict(self.measure(rows))

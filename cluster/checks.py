@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from cluster.check_error import CheckError as CheckError
-from cluster.config import Config, most
+from cluster.config import Config, max_replicas_of
 from cluster.folders import expanded, is_folder
 from cluster.pools import DraftConfig, Pool, TargetConfig
 from cluster.security import check_http_exposure, check_security, check_worker_exposure
@@ -42,7 +42,7 @@ def check(config: Config) -> None:
 
 
 def _check_models(config: Config, pool: Pool) -> None:
-    if most(pool.settings) or pool.role is Role.TARGET:
+    if max_replicas_of(pool.settings) or pool.role is Role.TARGET:
         check_model(pool.settings.model, _setting_of(pool))
     if isinstance(pool.settings, TargetConfig) and pool.settings.medusa:
         check_heads(pool.settings.medusa, f"{pool.path}.medusa")

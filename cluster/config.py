@@ -259,12 +259,12 @@ class Config:
         return yaml.safe_dump(self.to_mapping(), sort_keys=False)
 
 
-def least(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
+def min_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
     """How many replicas a pool begins with, and always has."""
     return pool.min_replicas if pool.max_replicas else pool.replicas
 
 
-def most(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
+def max_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
     """How many replicas a pool may come to have; 0: there is no such pool."""
     return pool.max_replicas or pool.replicas
 
@@ -316,8 +316,8 @@ def from_mapping(
         )
     shortest, longest = sections["speculation"].lookup_min, sections["speculation"].lookup_max
     if shortest > longest:
-        most = f"it must be at most speculation.lookup_max ({longest})"
-        raise ConfigError(f"{where or 'settings'}: speculation.lookup_min is {shortest}; {most}")
+        bound = f"it must be at most speculation.lookup_max ({longest})"
+        raise ConfigError(f"{where or 'settings'}: speculation.lookup_min is {shortest}; {bound}")
     own = {path[0]: value for path, value in values.items() if len(path) == 1}
     return Config(**sections, models=models, **own)  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from cluster.pools import DraftConfig, TargetConfig
 
 LAYOUT = 2
 """Number of the file's layout; a file with another is not read."""
-MOST_ENTRIES = 32
+MAX_ENTRIES = 32
 """Measurements kept; the oldest go first."""
 FAILED_SECONDS = 86_400.0
 """How long nobody tries again what failed: the machine may have been busy, or the models take too long to load."""
@@ -65,7 +65,7 @@ class CoreCache:
     def _put(self, key: str, entry: dict[str, Any]) -> None:
         entries = self._entries()
         entries.pop(key, None)  # so that it becomes the newest
-        newest = list((entries | {key: entry}).items())[-MOST_ENTRIES:]
+        newest = list((entries | {key: entry}).items())[-MAX_ENTRIES:]
         with contextlib.suppress(OSError):
             self._write(json.dumps({"layout": LAYOUT, "measured": dict(newest)}, indent=1))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.autoscaling import serve_policy
 from cluster.checkout import CHECKOUT
-from cluster.config import Config, most
+from cluster.config import Config, max_replicas_of
 from cluster.parts import options, outline
 from cluster.placement import APPLICATION, need, router_need
 from cluster.pools import Pool
@@ -23,7 +23,7 @@ IMPORT_PATH = "cluster.serve_app:application"
 def declaration(config: Config) -> dict[str, Any]:
     """An entry of ``applications`` in a ServeDeploySchema, as plain values."""
     environment = {"PYTHONPATH": str(CHECKOUT)} if config.ray.address == "local" else {}
-    pools = [pool for pool in config.pools() if most(pool.settings)]
+    pools = [pool for pool in config.pools() if max_replicas_of(pool.settings)]
     described = {
         "name": APPLICATION,
         "route_prefix": "/",
@@ -41,5 +41,5 @@ def _deployment(config: Config, pool: Pool | None) -> dict[str, Any]:
     described = {"name": wanted.deployment} | options(config, pool, settings=True)
     if not config.autoscales:
         return described
-    bound = most(config.router if pool is None else pool.settings)
+    bound = max_replicas_of(config.router if pool is None else pool.settings)
     return described | serve_policy.options(wanted.replicas, bound, config.autoscaling)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from cluster.config import Config, most
+from cluster.config import Config, max_replicas_of
 from cluster.console import complain
 from cluster.environment import VISIBLE_GPUS as VISIBLE
 from cluster.environment import visible_gpus
@@ -24,7 +24,7 @@ COUNT_SECONDS = 60.0
 
 TARGET_WEIGHT = 4
 """What a target gets of a GPU that it shares, when each drafter gets one."""
-TARGET_LEAST = 0.52
+TARGET_MIN = 0.52
 """It gets more than half, so that Ray never puts two ranks of a worker on the same GPU."""
 
 
@@ -47,7 +47,7 @@ def settled(config: Config) -> Config:
 
 def divided(config: Config, gpus: int) -> Config:
     """The same of ``gpus`` GPUs; unchanged where somebody has decided."""
-    pools = [pool for pool in config.pools() if most(pool.settings) and pool.settings.device != "cpu"]
+    pools = [pool for pool in config.pools() if max_replicas_of(pool.settings) and pool.settings.device != "cpu"]
     if not gpus or not all(_open(pool.settings) for pool in pools):
         return config
     shares = _shares(pools, gpus)
@@ -101,12 +101,12 @@ def _open(worker: TargetConfig | DraftConfig) -> bool:
 def _shares(pools: list[Pool], gpus: int) -> dict[Role, float]:
     """Of each role's ranks. On no GPU can they add up to more than 1, wherever Ray puts them."""
     targets, drafts = (
-        sum(most(pool.settings) * pool.settings.tensor_parallel_size for pool in pools if pool.role is role)
+        sum(max_replicas_of(pool.settings) * pool.settings.tensor_parallel_size for pool in pools if pool.role is role)
         for role in (Role.TARGET, Role.DRAFT)
     )
     if targets + drafts <= gpus:
         return {Role.TARGET: 1.0, Role.DRAFT: 1.0}
-    of_targets = max(TARGET_WEIGHT / (TARGET_WEIGHT + drafts), TARGET_LEAST) if targets else 0.0
+    of_targets = max(TARGET_WEIGHT / (TARGET_WEIGHT + drafts), TARGET_MIN) if targets else 0.0
     crowd = max(math.ceil(targets / gpus), 1)
     return {Role.TARGET: _rounded(of_targets / crowd), Role.DRAFT: _rounded((1 - of_targets) / max(drafts, 1))}
 

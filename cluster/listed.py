@@ -29,21 +29,21 @@ def values(args: argparse.Namespace, name: str, usual: str, parse: Callable[[str
     return tuple(found)
 
 
-def count(text: str, most: int) -> int:
-    """A whole number from 1 to ``most``."""
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= most:
-        raise ValueError(f"a whole number from 1 to {most}")
+def count(text: str, maximum: int) -> int:
+    """A whole number from 1 to ``maximum``."""
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= maximum:
+        raise ValueError(f"a whole number from 1 to {maximum}")
     return int(text)
 
 
-def number(text: str, most: float, what: str = "a number") -> float:
-    """One from 0 to ``most``; ``what`` it is called where it is not."""
+def number(text: str, maximum: float, what: str = "a number") -> float:
+    """One from 0 to ``maximum``; ``what`` it is called where it is not."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= most:
-        raise ValueError(f"{what} from 0 to {most:g}")
+    if not 0 <= value <= maximum:
+        raise ValueError(f"{what} from 0 to {maximum:g}")
     return value
 
 

@@ -22,7 +22,7 @@ from cluster.config import (
     RouterConfig,
     SpeculationConfig,
     from_mapping,
-    most,
+    max_replicas_of,
 )
 from cluster.environment import REPLICA_SETTINGS as SETTINGS
 from cluster.environment import VISIBLE_GPUS, replica_settings
@@ -126,14 +126,14 @@ def _one(settings: Any) -> Any:
     """One replica where there are some or may be: their number stands beside, since it changes often."""
     default = type(settings)()
     bounds = {"min_replicas": default.min_replicas, "max_replicas": default.max_replicas}
-    return replace(settings, replicas=min(most(settings), 1), **bounds)
+    return replace(settings, replicas=min(max_replicas_of(settings), 1), **bounds)
 
 
 def _with_pools(config: Config, changed: Callable[[Pool], Any]) -> Config:
     """The same with other settings of each pool, and one replica wherever there are some or may be."""
 
     def change(pool: Pool) -> Any:
-        return _one(replace(changed(pool), replicas=min(most(pool.settings), 1), max_replicas=0))
+        return _one(replace(changed(pool), replicas=min(max_replicas_of(pool.settings), 1), max_replicas=0))
 
     if not config.models:
         target = change(Pool(Role.TARGET, "", TARGET_POOL, config.target))

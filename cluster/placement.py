@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config import Config, least, most
+from cluster.config import Config, max_replicas_of, min_replicas_of
 from cluster.pools import Pool
 
 APPLICATION = "paceline"
@@ -84,13 +84,13 @@ class _Room:
 
 def needs(config: Config) -> list[Need]:
     """Of every pool of workers that has some or may, then of the routers; of each the fewest that it may have."""
-    return [*(need(pool, config) for pool in config.pools() if most(pool.settings)), router_need(config)]
+    return [*(need(pool, config) for pool in config.pools() if max_replicas_of(pool.settings)), router_need(config)]
 
 
 def router_need(config: Config) -> Need:
     """Of the routers."""
     labels = labels_in(config.router.labels)
-    return Need("router", least(config.router), ROUTER_CPUS, labels=labels, deployment=ROUTER)
+    return Need("router", min_replicas_of(config.router), ROUTER_CPUS, labels=labels, deployment=ROUTER)
 
 
 def need(pool: Pool, config: Config) -> Need:
@@ -98,7 +98,7 @@ def need(pool: Pool, config: Config) -> Need:
     worker = pool.settings
     labels = ({GPU_CLASS: worker.gpu_class} if worker.gpu_class else {}) | labels_in(worker.labels)
     ranks, cpus = worker.tensor_parallel_size, config.ray.cpus_per_worker
-    return Need(str(pool), least(worker), cpus, worker.gpus, labels, ranks, pool.deployment)
+    return Need(str(pool), min_replicas_of(worker), cpus, worker.gpus, labels, ranks, pool.deployment)
 
 
 def labels_in(text: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ BOUNDS = {
     "rate": (0.0, 1.0),
     "seed": (0, 2**31),
 }
-MOST_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 2.0
 
 
 def add(parser: Parser) -> None:
@@ -128,11 +128,13 @@ def _tell(outcome: Outcome, out: Path) -> int:
 
 def _options(args: argparse.Namespace) -> Options:
     """What the flags amount to, all of it checked. Raises CommandError."""
-    for name, (least, most) in BOUNDS.items():
+    for name, (minimum, maximum) in BOUNDS.items():
         value = getattr(args, name)
-        if not least <= value <= most:
-            raise CommandError(f"--{name.replace('_', '-')} must be from {least} to {most}, got {value}", BAD_INPUT)
-    temperatures = values(args, "temperature", "0,0.8,1", partial(number, most=MOST_TEMPERATURE))
+        if not minimum <= value <= maximum:
+            raise CommandError(
+                f"--{name.replace('_', '-')} must be from {minimum} to {maximum}, got {value}", BAD_INPUT
+            )
+    temperatures = values(args, "temperature", "0,0.8,1", partial(number, maximum=MAX_TEMPERATURE))
     from alignment.distillation import Options
 
     return Options(

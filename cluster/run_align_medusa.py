@@ -68,10 +68,12 @@ def add(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train and report."""
-    for name, (least, most, _) in COUNTS.items():
+    for name, (minimum, maximum, _) in COUNTS.items():
         value = getattr(args, name)
-        if not least <= value <= most:
-            raise CommandError(f"--{name.replace('_', '-')} must be from {least:g} to {most:g}, got {value}", BAD_INPUT)
+        if not minimum <= value <= maximum:
+            raise CommandError(
+                f"--{name.replace('_', '-')} must be from {minimum:g} to {maximum:g}, got {value}", BAD_INPUT
+            )
     if not 1 <= args.threads <= usable_cores():
         raise CommandError(
             f"--threads must be 1 to {usable_cores()}, the cores usable here, got {args.threads}", BAD_INPUT

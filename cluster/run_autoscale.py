@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from cluster.config import Config, RouterConfig, least, most
+from cluster.config import Config, RouterConfig, max_replicas_of, min_replicas_of
 from cluster.console import CommandError
 from cluster.flags import BAD_INPUT, add_file, configuration
 from cluster.pools import DraftConfig, TargetConfig
@@ -28,13 +28,13 @@ prompt_tokens and output_tokens, or one of steady, ramp, burst, day. Bounds and 
   paceline simulate --autoscale day
   paceline simulate --autoscale trace.csv --config paceline.yaml --set autoscaling.down_s=300
 """
-MOST = {"target": 8, "draft": 8, "router": 4}
+MAX_REPLICAS = {"target": 8, "draft": 8, "router": 4}
 """Bounds where the configuration leaves all pools as they are."""
 TAIL = 2.0
 """Times ``down_s`` that the simulation goes on for after the last request, to see pools shrink."""
 STARTS = {"target_start": 60.0, "draft_start": 20.0, "router_start": 5.0}
 LONGEST_START = 86400.0
-MOST_SCALE = 1000.0
+MAX_SCALE = 1000.0
 CACHE_TOKENS = 200_000
 """Of a target whose configuration leaves it to the free memory."""
 
@@ -87,8 +87,8 @@ def sizes(config: Config) -> Mapping[str, Size]:
         "router": config.router,
     }
     if not config.autoscales:
-        return {name: Size(pool.min_replicas, MOST[name]) for name, pool in pools.items()}
-    return {name: Size(least(pool), most(pool)) for name, pool in pools.items()}
+        return {name: Size(pool.min_replicas, MAX_REPLICAS[name]) for name, pool in pools.items()}
+    return {name: Size(min_replicas_of(pool), max_replicas_of(pool)) for name, pool in pools.items()}
 
 
 def _trace(args: argparse.Namespace) -> list[Arrival]:
@@ -103,7 +103,7 @@ def _trace(args: argparse.Namespace) -> list[Arrival]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    bounds = dict.fromkeys(STARTS, (0.0, LONGEST_START)) | {"scale": (0.001, MOST_SCALE)}
+    bounds = dict.fromkeys(STARTS, (0.0, LONGEST_START)) | {"scale": (0.001, MAX_SCALE)}
     for name, (low, high) in bounds.items():
         if not low <= (value := getattr(args, name)) <= high:
             flag = f"--{name.replace('_', '-')}"

@@ -173,10 +173,10 @@ def _listed(args: argparse.Namespace) -> dict[Role, list[str]]:
 
 
 def _check_distance(args: argparse.Namespace) -> None:
-    for flag, value, most in (
+    for flag, value, maximum in (
         ("--target-step-ms", args.target_step_ms, 60_000.0),
         ("--draft-step-ms", args.draft_step_ms, 60_000.0),
         ("--acceptance", args.acceptance, 1.0),
     ):
-        if value is not None and not 0 < value <= most:
-            raise CommandError(f"{flag} {value:g}: must be above 0 and at most {most:g}", BAD_INPUT)
+        if value is not None and not 0 < value <= maximum:
+            raise CommandError(f"{flag} {value:g}: must be above 0 and at most {maximum:g}", BAD_INPUT)

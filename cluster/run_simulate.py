@@ -82,7 +82,7 @@ SWEEP = {
     "draft_length": "3,5,8",
 }
 """What is swept, where the flags do not say otherwise."""
-MOST = 4096
+MAX_COUNT = 4096
 """Sessions, workers, or tokens of a draft."""
 LENGTHS = {"max_draft": (0, 64), "tokens": (1, 10**6), "request_tokens": (2, 10**6)}
 """Bounds of what every run of a sweep has in common."""
@@ -129,8 +129,8 @@ def add(parser: Parser) -> None:
         text = f"{about} (default: {SWEEP[name]})"
         sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=text)
     other = parser.add_argument_group("the run and its results")
-    most = default_of("speculation.max_draft")
-    about = f"most draft tokens verified for a session in a step (default: {most})"
+    maximum = default_of("speculation.max_draft")
+    about = f"most draft tokens verified for a session in a step (default: {maximum})"
     other.add_argument("--max-draft", type=int, metavar="N", help=about)
     other.add_argument("--tokens", type=int, metavar="N", help=f"tokens a session (default: {TOKENS})")
     about = f"tokens of a request, after which the next begins (default: {REQUEST_TOKENS})"
@@ -208,7 +208,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
         return text
 
     def workers(text: str) -> int:
-        return count(text, MOST)
+        return count(text, MAX_COUNT)
 
     def of(name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
         return values(args, name, SWEEP[name], parse)
@@ -252,8 +252,8 @@ def _simulator(args: argparse.Namespace) -> Simulator:
     usual = {"max_draft": default_of("speculation.max_draft"), "tokens": TOKENS, "request_tokens": REQUEST_TOKENS}
     given: dict[str, Any] = {name: getattr(args, name) for name in LENGTHS}
     given |= {name: usual[name] for name, value in given.items() if value is None}
-    for name, (least, most) in LENGTHS.items():
-        _within(name, given[name], least, most)
+    for name, (minimum, maximum) in LENGTHS.items():
+        _within(name, given[name], minimum, maximum)
     costs, outcomes = _set_up(args)
     bounds = Bounds(drafts_per_session=given["max_draft"])
     return Simulator(costs, outcomes, bounds, given["tokens"], given["request_tokens"], args.seed)
@@ -261,15 +261,15 @@ def _simulator(args: argparse.Namespace) -> Simulator:
 
 def _set_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
     """What steps cost and how the models agree."""
-    for name, least, most in (("jitter", 0.0, 1.0), ("seed", 0, 2**63)):
-        _within(name, getattr(args, name), least, most)
+    for name, minimum, maximum in (("jitter", 0.0, 1.0), ("seed", 0, 2**63)):
+        _within(name, getattr(args, name), minimum, maximum)
     costs, outcomes = _recorded(args) if args.record else _made_up(args)
     return replace(costs, jitter=args.jitter), outcomes
 
 
-def _within(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise CommandError(f"{_flag(name)} {value:g}: must be from {least:g} to {most:g}", BAD_INPUT)
+def _within(name: str, value: float, minimum: float, maximum: float) -> None:
+    if not minimum <= value <= maximum:
+        raise CommandError(f"{_flag(name)} {value:g}: must be from {minimum:g} to {maximum:g}", BAD_INPUT)
 
 
 def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
@@ -278,8 +278,8 @@ def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
 
     given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in MADE_UP.items()}
     for name, value in given.items():
-        least, most = BOUNDS[name]
-        _within(name, value, least, most)
+        minimum, maximum = BOUNDS[name]
+        _within(name, value, minimum, maximum)
     if args.coverage is not None:
         _within("coverage", args.coverage, 0, 1)
     relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
@@ -306,11 +306,11 @@ def _steps(args: argparse.Namespace) -> dict[int, float]:
 
     def pair(text: str) -> tuple[int, float]:
         rows, _, step = text.partition(":")
-        least, most = BOUNDS["target_step_ms"]
+        minimum, maximum = BOUNDS["target_step_ms"]
         try:
-            seconds = number(step, most) / 1000
-            if 1000 * seconds >= least:
-                return count(rows, MOST), seconds
+            seconds = number(step, maximum) / 1000
+            if 1000 * seconds >= minimum:
+                return count(rows, MAX_COUNT), seconds
         except ValueError:
             pass
         raise ValueError("rows and milliseconds, such as 16:6.2")

@@ -34,7 +34,7 @@ printed once. Where several routers stand behind the address, one of them answer
   paceline top --json | jq .router.now
 """
 TIMEOUT_SECONDS = 5.0
-LEAST_INTERVAL, MOST_INTERVAL = 0.1, 3600.0
+MIN_INTERVAL, MAX_INTERVAL = 0.1, 3600.0
 PLAIN_WIDTH = 160
 """Columns where the output is no terminal."""
 
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
     from cluster.completion import bearer, is_local
 
-    if not LEAST_INTERVAL <= args.interval <= MOST_INTERVAL:  # also refuses nan
-        bounds = f"{LEAST_INTERVAL:g} to {MOST_INTERVAL:g} s"
+    if not MIN_INTERVAL <= args.interval <= MAX_INTERVAL:  # also refuses nan
+        bounds = f"{MIN_INTERVAL:g} to {MAX_INTERVAL:g} s"
         raise CommandError(f"--interval must be {bounds}, got {args.interval:g}", BAD_INPUT)
     headers = bearer(_key(args.api_key_file))
     with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=not is_local(args.url), headers=headers) as client:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from cluster import gpus, threads
 from cluster.checks import check
-from cluster.config import Config, least, most
+from cluster.config import Config, max_replicas_of, min_replicas_of
 from cluster.console import CommandError, Stages, complain, say, stages
 from cluster.flags import (
     BAD_INPUT,
@@ -187,13 +187,13 @@ def _await_http(config: Config) -> None:
 
 def _size(pool: Pool) -> str:
     """How many replicas it has, or may have."""
-    fewest, largest = least(pool.settings), most(pool.settings)
+    fewest, largest = min_replicas_of(pool.settings), max_replicas_of(pool.settings)
     return str(fewest) if fewest == largest else f"{fewest} to {largest}"
 
 
 def _introduce(config: Config) -> None:
     say(f"Paceline serves at {_url(config)}")
-    pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if most(p.settings)]
+    pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if max_replicas_of(p.settings)]
     shared = [draft.model for pool in config.pools() if (draft := config.shared_draft(pool))]
     drafts = f", drafting in turn with {', '.join(shared)}" if shared else "" if config.drafts else ", no drafts"
     say(f"  {', '.join(pools)}{drafts}, on {config.backend}")

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from cluster.autoscaling.serve_policy import figures
-from cluster.config import Config, from_mapping, most
+from cluster.config import Config, from_mapping, max_replicas_of
 from cluster.discovery import ENDPOINT, Handles, serve_directory
 from cluster.imports import worker_imports
 from cluster.parts import known, options
@@ -178,7 +178,7 @@ def build(config: Config) -> serve.Application:
     kinds: dict[Role, Any] = {Role.TARGET: TargetWorker, Role.DRAFT: DraftWorker}
     handles = []
     for pool in config.pools():
-        if most(pool.settings):
+        if max_replicas_of(pool.settings):
             workers = _deployment(kinds[pool.role], pool.deployment, options(config, pool))
             handles.append((pool.role, workers.bind(config, pool.deployment)))
     return _deployment(Router, ROUTER, options(config, None)).bind(config, handles)

@@ -29,7 +29,7 @@ class _Column:
     title: str
     cell: Callable[[WorkerPart, float], str]
     """Of a worker at a time."""
-    least: int = 0
+    min_width: int = 0
     """Columns of the terminal from which on it is shown."""
     left: bool = False
 
@@ -101,7 +101,7 @@ def _line(view: Cluster) -> Text:
 
 
 def _workers(view: Cluster, width: int, rows: int) -> Table:
-    columns = [column for column in COLUMNS if width >= column.least]
+    columns = [column for column in COLUMNS if width >= column.min_width]
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         # Only the first two may be cut; figures never are.

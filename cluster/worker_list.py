@@ -24,7 +24,7 @@ from transport.files import stamp
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 Workers = Mapping[Role, Sequence[str]]
 """Addresses by role, in the order of the file; every role has an entry."""
 
@@ -79,13 +79,13 @@ def read_list(file: Path) -> Workers:
     """The workers that a file lists. Raises :class:`WorkerListError`."""
     try:
         with file.open("rb") as stream:
-            text = stream.read(MOST_BYTES + 1).decode("utf-8")
+            text = stream.read(MAX_BYTES + 1).decode("utf-8")
     except OSError as error:
         raise WorkerListError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise WorkerListError(f"{file}: is not a text file") from error
-    if len(text) > MOST_BYTES:
-        raise WorkerListError(f"{file}: is larger than {MOST_BYTES >> 20} MiB; give a list of workers")
+    if len(text) > MAX_BYTES:
+        raise WorkerListError(f"{file}: is larger than {MAX_BYTES >> 20} MiB; give a list of workers")
     found: dict[Role, dict[str, None]] = {role: {} for role in Role}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -55,7 +55,7 @@ def application_faults(application: Object, service: Object, manifests: Manifest
 
 def _wanted(config: Config, application: Object) -> tuple[list[Need], list[str]]:
     """What all replicas ask for, as many as ``deployments`` allows, and what that says of deployments there are not."""
-    counts = {entry["name"]: _most(entry) for entry in application.get("deployments", [])}
+    counts = {entry["name"]: _max_replicas(entry) for entry in application.get("deployments", [])}
     names = [need.deployment for need in needs(config)]
     faults = [
         f"deployments: there is none called {name!r}; there are {', '.join(names)}"
@@ -66,7 +66,7 @@ def _wanted(config: Config, application: Object) -> tuple[list[Need], list[str]]
     return found, faults
 
 
-def _most(deployment: Object) -> int | None:
+def _max_replicas(deployment: Object) -> int | None:
     """The most replicas that Serve may start of it, if it says so."""
     count = deployment.get("num_replicas")
     bounds = deployment.get("autoscaling_config") or {}

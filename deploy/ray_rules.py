@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 
 from deploy.manifests import Finding, Manifests, Object, group_name, groups, ray_container, where
 
-MOST_NAME_CHARACTERS = 47
+MAX_NAME_CHARACTERS = 47
 INITIALIZING = "ray.io/initializing-timeout"
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_SECONDS = 30.0
 HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 DEFAULT_HARD_STOP_SECONDS = 120.0
 DEFAULT_GRACE_SECONDS = 30
-MOST_SLACK_SECONDS = 60
+MAX_SLACK_SECONDS = 60
 """More grace than this after Ray's drain only keeps a hung pod."""
 RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")
 _NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -55,8 +55,8 @@ def _seconds(container: Object, variable: str, default: float) -> float:
 def _of_service(service: Object) -> Iterator[str]:
     name, spec = service["metadata"]["name"], service["spec"]
     cluster = spec["rayClusterConfig"]
-    if len(name) > MOST_NAME_CHARACTERS:
-        yield f"the name has {len(name)} characters; KubeRay takes at most {MOST_NAME_CHARACTERS}"
+    if len(name) > MAX_NAME_CHARACTERS:
+        yield f"the name has {len(name)} characters; KubeRay takes at most {MAX_NAME_CHARACTERS}"
     if not re.fullmatch(_NAME, name):
         yield f"the name {name!r} must be lower-case letters, digits and -, and begin with a letter"
     if INITIALIZING in service["metadata"].get("annotations", {}):
@@ -126,10 +126,10 @@ def _of_shutdown(group: Object) -> Iterator[str]:
     container = ray_container(group)
     drain = drain_seconds(container)
     grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
-    if not drain < grace <= drain + MOST_SLACK_SECONDS:
+    if not drain < grace <= drain + MAX_SLACK_SECONDS:
         yield (
             f"terminationGracePeriodSeconds is {grace}; it must be above {DRAIN} ({drain:g}), "
-            f"and by at most {MOST_SLACK_SECONDS}"
+            f"and by at most {MAX_SLACK_SECONDS}"
         )
     if "preStop" in container.get("lifecycle", {}):
         yield "a preStop hook would stop Ray before it has drained; leave it out"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from cluster.autoscaling.serve_policy import IMPORT_PATH, declared
-from cluster.config import AutoscalingConfig, Config, from_mapping, most
+from cluster.config import AutoscalingConfig, Config, from_mapping, max_replicas_of
 from cluster.placement import ROUTER
 from cluster.settings import ConfigError, described
 from deploy.manifests import Object
@@ -64,7 +64,7 @@ def _unknown(where: str, given: Object, known: Iterable[str]) -> Iterator[str]:
 def _of_pools(config: Config, listed: object) -> Iterator[str]:
     """The policy keeps a pool that it is not told of as it is."""
     pools: list[dict[str, Any]] = declared(config)["policy_kwargs"]["pools"]
-    deployed = {pool.deployment for pool in config.pools() if most(pool.settings)}
+    deployed = {pool.deployment for pool in config.pools() if max_replicas_of(pool.settings)}
     needed = [pool for pool in pools if pool["deployment"] in deployed]
     if (
         not isinstance(listed, list)

@@ -80,9 +80,9 @@ class InTurn(Lookahead):
             if not places:
                 break
             pieces = self._pieces(places)
-            most = MAX_LEVELS if probe else self._further(places, rate, row_seconds)
-            most = min(most, MAX_LEVELS - drafted)
-            drafted += self._levels.plan(pieces, self._engine.model.context, most)
+            max_levels = MAX_LEVELS if probe else self._further(places, rate, row_seconds)
+            max_levels = min(max_levels, MAX_LEVELS - drafted)
+            drafted += self._levels.plan(pieces, self._engine.model.context, max_levels)
             outgoing += self._expand(pieces, started)
         self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
         for key in wanted:

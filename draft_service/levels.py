@@ -90,15 +90,15 @@ class DraftLevels:
             self.time.verified(now - held.verified_at)
         held.verified_at = now
 
-    def plan(self, pieces: Sequence[Piece], context: int, most: int | None = None) -> int:
+    def plan(self, pieces: Sequence[Piece], context: int, max_levels: int | None = None) -> int:
         """Decide how many levels each piece of a step has; return how many that are at most.
 
-        ``context``: the draft model's. ``most``: how many are wanted; None: as many as there is time for.
+        ``context``: the draft model's. ``max_levels``: how many are wanted; None: as many as there is time for.
         """
         able = [piece for piece in pieces if _is_able(piece, context)] if self._levels is not None else []
         if self._levels is None or not 0 < len(able) <= self._levels.max_sessions:
             return 1
-        levels = self.time.levels() if most is None else most
+        levels = self.time.levels() if max_levels is None else max_levels
         levels = min(levels, max(piece.drafted.session.levels_below(node) for piece in able for node in piece.expands))
         for piece in able:
             piece.levels = levels
@@ -234,7 +234,7 @@ def _growth(piece: Piece, row: int, context: int) -> Growth:
         stops=tuple(session.opened.limits.stop_tokens),
         position=position,
         max_end=position + room,
-        least=session.least,
+        min_weight=session.min_weight,
         width=session.width,
         children=session.children,
         factors=session.calibration.factors(Source.DRAFT),
@@ -250,13 +250,13 @@ def _growth(piece: Piece, row: int, context: int) -> Growth:
     )
 
 
-def _leaves(piece: Piece, most: int) -> list[Node]:
+def _leaves(piece: Piece, max_leaves: int) -> list[Node]:
     """The best drafts from before the launch that it may expand besides."""
     if piece.feeds_committed:
         return []  # there is none yet
     expands, deepest = set(piece.expands), piece.drafted.cached.length + MAX_BRANCH - MAX_LEVELS
-    places = piece.drafted.session.places()[: len(expands) + most]
-    return [node for node in places if node not in expands and node.end <= deepest][:most]
+    places = piece.drafted.session.places()[: len(expands) + max_leaves]
+    return [node for node in places if node not in expands and node.end <= deepest][:max_leaves]
 
 
 def _above(piece: Piece, node: Node) -> int:

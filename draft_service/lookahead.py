@@ -459,8 +459,8 @@ class Lookahead:
         if not draws:
             return []
         logits_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
-        most = max((piece.drafted.session.children for piece in pieces), default=1)
-        found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=most))
+        max_children = max((piece.drafted.session.children for piece in pieces), default=1)
+        found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=max_children))
         drawn_from_q = [
             row
             for row, session in enumerate(piece.drafted.session for piece in pieces for _ in range(piece.drawn))

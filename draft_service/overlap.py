@@ -21,7 +21,7 @@ from speculation.messages import Sampling
 
 TEXTS, TOKENS = 8, 24
 """How much it writes. From the same start, so with other noise each."""
-LEAST_HEARD = 0.25
+MIN_HEARD = 0.25
 """Share of the target's tokens for a text that must be shared."""
 
 
@@ -66,8 +66,8 @@ def overlap(engine: Engine, shared: SharedVocabulary) -> Overlap:
 
 def check(found: Overlap, shared: SharedVocabulary) -> None:
     """Raises :class:`ModelError` if drafting could not pay."""
-    if found.heard < LEAST_HEARD:
+    if found.heard < MIN_HEARD:
         raise ModelError(
             f"{shared.own.name}: shares {shared.share:.0%} of the target's tokens, {found}; "
-            f"at least {LEAST_HEARD:.0%} of those are needed, choose a draft model with a tokenizer nearer to that"
+            f"at least {MIN_HEARD:.0%} of those are needed, choose a draft model with a tokenizer nearer to that"
         )

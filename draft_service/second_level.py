@@ -19,7 +19,7 @@ from draft_service.piece import Piece
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.draft_session import Candidate
-from speculation.guesses import MOST_GUESSES, MOST_SESSIONS, Forward, Guesses, draft_along
+from speculation.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.messages import Rule, Source, Token
 from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
@@ -106,7 +106,7 @@ class SecondLevel:
         started = time.perf_counter()
         depths = {piece.drafted: _depth(piece, context) for piece in pieces}
         open_pieces = [piece for piece in pieces if depths[piece.drafted] > 0]
-        guessed = sorted(open_pieces, key=lambda piece: -piece.expands[0].weight)[:MOST_SESSIONS]
+        guessed = sorted(open_pieces, key=lambda piece: -piece.expands[0].weight)[:MAX_SESSIONS]
         asked = [self._ask(piece, depths[piece.drafted]) for piece in guessed]
         self._asked = {ask.held: ask for ask in asked}
         gain = sum(node.weight for piece in pieces for node in piece.expands)
@@ -166,4 +166,4 @@ def _depth(piece: Piece, context: int) -> int:
         return 0
     place = piece.expands[0]
     room = context - len(piece.drafted.text.tokens) - (place.end - session.trie.position)
-    return min(session.levels_below(place) - 1, room, MOST_GUESSES)
+    return min(session.levels_below(place) - 1, room, MAX_GUESSES)

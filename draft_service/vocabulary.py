@@ -14,7 +14,7 @@ from draft_service.tokenizer import ROLES, Tokenizer
 from engine.model import ModelError
 from speculation.messages import Token
 
-LEAST_SHARED = 0.02
+MIN_SHARED = 0.02
 """Share of the target's vocabulary that must be shared. Most of it is rarely said, so a small share may be of use."""
 
 
@@ -48,10 +48,10 @@ class SharedVocabulary:
         total = len(target.by_bytes)
         self.share = sum(target.bytes_of[token] is not None for token in self.own_of) / max(total, 1)
         """How much of the target's vocabulary, special tokens left out, is shared."""
-        if self.share < LEAST_SHARED:
+        if self.share < MIN_SHARED:
             raise ModelError(
                 f"{own.name} shares {len(self.own_of)} of {total} tokens with the target's tokenizer, "
-                f"{self.share:.1%}; at least {LEAST_SHARED:.0%} are needed to draft, choose a draft model nearer to it"
+                f"{self.share:.1%}; at least {MIN_SHARED:.0%} are needed to draft, choose a draft model nearer to it"
             )
 
     def _beginnings(self, own_size: int) -> dict[Token, Token]:

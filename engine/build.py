@@ -116,7 +116,7 @@ def cache_for(settings: EngineSettings, model: Model, group: Group | None = None
         capacity = fitting_tokens(model, gpu_share=settings.gpu_share)
     else:
         parts = group.world if splits_heads(model.module) else 1
-        capacity = group.least(fitting_tokens(model, parts, gpu_share=settings.gpu_share))
+        capacity = group.minimum(fitting_tokens(model, parts, gpu_share=settings.gpu_share))
     return KVCache(model.layers, capacity, block=model.block, spare=model.spare, dtype=model.dtype, device=model.device)
 
 

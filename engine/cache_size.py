@@ -18,7 +18,7 @@ CUDA_SHARE, CPU_SHARE = 0.9, 0.25
 """What the cache may have: of a GPU's memory together with the weights, the rest being for activations; of what is free
 on a CPU."""
 
-MOST_CONTEXTS = 64
+MAX_CONTEXTS = 64
 """More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
 
 
@@ -44,7 +44,7 @@ def fitting_tokens(model: Model, parts: int = 1, *, gpu_share: float = 1.0) -> i
             f"have {allowed / GIB:.2f} GiB ({of}); "
             f"set cache_tokens to serve shorter texts: {fitting} fit"
         )
-    return min(fitting, MOST_CONTEXTS * model.context)
+    return min(fitting, MAX_CONTEXTS * model.context)
 
 
 def allowed_bytes(device: torch.device, gpu_share: float) -> int:

@@ -37,7 +37,7 @@ COMPILE_SECONDS = 10.0
 """A grammar that takes longer is refused. A router has tried it before, for a shorter time."""
 KEPT = 64
 """Compiled grammars kept for the next session that has the same one."""
-MOST_FORCED = 64
+MAX_FORCED = 64
 """Tokens proposed at once because nothing else may be said."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # some 20 ms
@@ -232,7 +232,7 @@ class Constraint:
         """Tokens of the only text that may follow ``path``, tokenised as usual; none where there is a choice."""
         if self.error or not self._descend(path):
             return ()
-        forced = self._matcher.compute_ff_tokens()[:MOST_FORCED]
+        forced = self._matcher.compute_ff_tokens()[:MAX_FORCED]
         if self._matcher.is_error():
             self._restart()
         return tuple(itertools.takewhile(lambda token: token < self._vocabulary.size, forced))

@@ -29,7 +29,7 @@ HALF_RANGE = {1: 127.5, 2: 127.0 * LOW_STEPS}
 SMALLEST = 1e-30
 """A row is scaled as if its largest activation were at least this."""
 
-MOST_INPUTS = 1 << 16
+MAX_INPUTS = 1 << 16
 """Inputs up to which no sum of products leaves the range of int32."""
 
 
@@ -51,7 +51,7 @@ def planes_of(weight: Tensor) -> int:
     plain = weight.act_pre_scale is None and weight.act_quant_scale is None
     centred = weight.zero_point is None or not weight.zero_point.any()
     inputs = weight.shape[-1]
-    if not (plain and centred and list(weight.block_size) == [1, inputs] and inputs <= MOST_INPUTS):
+    if not (plain and centred and list(weight.block_size) == [1, inputs] and inputs <= MAX_INPUTS):
         return 0
     activations = weight.act_quant_kwargs
     if activations is None:

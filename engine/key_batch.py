@@ -189,9 +189,10 @@ def _lay_out(view: KeyView, segments: Segments, slots_K: Tensor, mask_TK: Tensor
 
 def _common_segments(views: Sequence[View]) -> list[tuple[int, int]]:
     """Ranges wide enough for the segments of each."""
-    most = max(len(view.segments) for view in views)
+    max_segments = max(len(view.segments) for view in views)
     widths = [
-        max(view.segments[i][1] - view.segments[i][0] for view in views if i < len(view.segments)) for i in range(most)
+        max(view.segments[i][1] - view.segments[i][0] for view in views if i < len(view.segments))
+        for i in range(max_segments)
     ]
     ends = list(accumulate(widths))
     return list(zip([0, *ends], ends, strict=False))

@@ -208,11 +208,11 @@ class CachedSequence(SequenceState):
         if self._tokens is None:
             return 0
         self._publish()
-        before, most = self.length, len(self._tokens) - 1
+        before, max_reused = self.length, len(self._tokens) - 1
         known, above = self._cache.ledger.known, self._last_known
         if above is None:
             return 0
-        while (end := (len(self._known) + 1) * self.block) <= most:
+        while (end := (len(self._known) + 1) * self.block) <= max_reused:
             found = known.find(above, tuple(self._tokens[end - self.block : end]))
             if found is None:
                 break
@@ -220,7 +220,7 @@ class CachedSequence(SequenceState):
             self._known.append(found)
             above = found
         start = len(self._known) * self.block
-        nearest, common = known.nearest(above, self._tokens[start : min(start + self.block, most)])
+        nearest, common = known.nearest(above, self._tokens[start : min(start + self.block, max_reused)])
         if nearest is not None and start + common - self.length >= max(1, self.block // 4):  # else not worth a copy
             self._share(nearest, start + common)
         return self.length - before

@@ -189,7 +189,7 @@ def _for_speculation(
     if group is not None:
         group.meet()
     attention = _attention(model) if by_rows else None
-    if group is not None and not group.least(int(attention is not None)):
+    if group is not None and not group.minimum(int(attention is not None)):
         attention = None
     if attention is not None:
         report(_fuse(module) or "decoder layers are computed fused")

@@ -19,26 +19,26 @@ PART = 64
 """Rows reduced at once; a device is waited for once for each such part."""
 
 
-def token_logprobs(logits_NV: Tensor, tokens: Sequence[Token], most: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(logits_NV: Tensor, tokens: Sequence[Token], top_logprobs: Sequence[int]) -> list[TokenLogprobs]:
     """The log-probability of ``tokens[i]`` under row i, and those of the ``most[i]`` likeliest tokens there.
 
     Computed in float32 at least, whatever the format of the logits.
     """
-    assert len(logits_NV) == len(tokens) == len(most), "one row of logits per token"
+    assert len(logits_NV) == len(tokens) == len(top_logprobs), "one row of logits per token"
     parts = [slice(start, start + PART) for start in range(0, len(tokens), PART)]
-    return [told for part in parts for told in _part(logits_NV[part], tokens[part], most[part])]
+    return [told for part in parts for told in _part(logits_NV[part], tokens[part], top_logprobs[part])]
 
 
-def _part(logits_PV: Tensor, tokens: Sequence[Token], most: Sequence[int]) -> list[TokenLogprobs]:
+def _part(logits_PV: Tensor, tokens: Sequence[Token], top_logprobs: Sequence[int]) -> list[TokenLogprobs]:
     logits_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
     total_P1 = logits_PV.logsumexp(-1, keepdim=True)
     chosen_P1 = logits_PV.gather(1, upload(tokens, logits_PV.device)[:, None])
-    best_PC, tokens_PC = logits_PV.topk(min(max(most), logits_PV.shape[-1]), dim=-1)
+    best_PC, tokens_PC = logits_PV.topk(min(max(top_logprobs), logits_PV.shape[-1]), dim=-1)
     # One tensor, to be fetched at once. In float64 token ids are exact.
     told_PX = torch.cat((chosen_P1.double(), best_PC.double()), 1) - total_P1.double()
     rows = torch.cat((told_PX, tokens_PC.double()), 1).tolist()
     best = best_PC.shape[-1]
     return [
         TokenLogprobs(row[0], tuple(map(int, row[1 + best :][:count])), tuple(row[1 : 1 + best][:count]))
-        for row, count in zip(rows, most, strict=True)
+        for row, count in zip(rows, top_logprobs, strict=True)
     ]

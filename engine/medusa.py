@@ -32,7 +32,7 @@ from engine.model import Model, ModelError
 
 CONFIG = "config.json"
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-MOST_HEADS, MOST_LAYERS = 32, 16
+MAX_HEADS, MAX_LAYERS = 32, 16
 PREFIX = re.compile(r"^(module\.)?(medusa_heads?\.)?")
 
 Tensors = dict[str, Tensor]
@@ -173,12 +173,12 @@ def _counts(file: Path) -> tuple[int, int]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: cannot be read: {_line(error)}") from error
     found = []
-    for key, least, most in (("medusa_num_heads", 1, MOST_HEADS), ("medusa_num_layers", 0, MOST_LAYERS)):
+    for key, minimum, maximum in (("medusa_num_heads", 1, MAX_HEADS), ("medusa_num_layers", 0, MAX_LAYERS)):
         value = config.get(key) if isinstance(config, dict) else None
         if value is None:
             raise ModelError(f"{file}: has no {key}; it must say how the heads are built, as their training writes it")
-        if type(value) is not int or not least <= value <= most:
-            raise ModelError(f"{file}: {key} must be a whole number from {least} to {most}, got {value!r}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise ModelError(f"{file}: {key} must be a whole number from {minimum} to {maximum}, got {value!r}")
         found.append(value)
     return found[0], found[1]
 

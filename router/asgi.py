@@ -25,7 +25,7 @@ from router.errors import ApiError
 T = TypeVar("T")
 
 REQUEST_ID_HEADER = "x-request-id"
-MOST_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 """Of the request line and the headers."""
 HEAD_SECONDS = 60.0
 """In which they must have come, from the connection's or the head's first byte on."""
@@ -41,21 +41,21 @@ _UPGRADE = b"upgrade:"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body, if it has at most ``most`` bytes and comes in time; a longer one is not read to its end.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, if it has at most ``max_bytes`` bytes and comes in time; a longer one is not read to its end.
 
     Raises :class:`ApiError`, or ``ClientDisconnect`` when the client leaves meanwhile.
     """
-    refusal = ApiError("body_too_large", f"the body is larger than {most} bytes")
+    refusal = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > most:
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise refusal
     parts = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 parts += part
-                if len(parts) > most:
+                if len(parts) > max_bytes:
                     raise refusal
     except TimeoutError:
         raise ApiError("request_timeout", f"the body did not come within {BODY_SECONDS:g} s") from None
@@ -121,7 +121,7 @@ class EventStream(StreamingResponse):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection whose request line and headers are not read beyond :data:`MOST_HEAD_BYTES`; uvicorn sets no bound.
+    """A connection whose request line and headers are not read beyond :data:`MAX_HEAD_BYTES`; uvicorn sets no bound.
 
     The same bound holds for what a chunked body has beside its data: extensions of chunks, and trailers, which are
     dropped.
@@ -167,8 +167,8 @@ class BoundedHttp(HttpToolsProtocol):
             if self._line_begins and line[: len(_UPGRADE)].lower() == _UPGRADE:
                 line = b"x-" + line
             self._head += len(line)
-            if self._head > MOST_HEAD_BYTES:
-                self.send_400_response(f"The request line and the headers are larger than {MOST_HEAD_BYTES} bytes.")
+            if self._head > MAX_HEAD_BYTES:
+                self.send_400_response(f"The request line and the headers are larger than {MAX_HEAD_BYTES} bytes.")
                 return
             super().data_received(line)
             self._line_begins = line.endswith(b"\n")
@@ -179,14 +179,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._beside += len(data)
         super().data_received(data)
         self._line_begins = self._line_begins or data.endswith(b"\n")
-        if self._beside > MOST_HEAD_BYTES and not self.transport.is_closing():
+        if self._beside > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse_trailers()
 
     def _refuse_trailers(self) -> None:
         if self.cycle.response_started:
             self.transport.close()
         else:
-            self.send_400_response(f"What a chunked body has beside its data is larger than {MOST_HEAD_BYTES} bytes.")
+            self.send_400_response(f"What a chunked body has beside its data is larger than {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         """A request begins."""

@@ -34,7 +34,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | page.PATHS
 LOOK_SECONDS = 1.0
 """How often the file is looked at, at most; only when a request comes."""
 FILE_BYTES = 1 << 20
-MOST_KEYS = 1000
+MAX_KEYS = 1000
 """Every one is compared with what a request brings."""
 REFUSAL = CODES["invalid_api_key"]
 SCOPE_CHARACTERS = 32
@@ -43,7 +43,7 @@ SHORTEST_KEY = 16
 
 _SECRET = secrets.token_bytes(32)
 _LINE = re.compile(r"(?:(?P<name>[\w.@ -]{1,64}):\s*)?(?P<key>[A-Za-z0-9._~+/=-]+)(?P<limits>(?:\s+\w+=\S*)*)")
-MOST_LIMIT = 1 << 40
+MAX_LIMIT = 1 << 40
 """That can be given to a key."""
 
 
@@ -164,8 +164,8 @@ def _read(path: Path) -> dict[str, Holder]:
     keys = _parsed(path, text)
     if not keys:
         raise KeyFileError(f"{path}: has no keys; write one on each line, such as `openssl rand -hex 32` prints")
-    if len(keys) > MOST_KEYS:
-        raise KeyFileError(f"{path}: has {len(keys)} keys, more than {MOST_KEYS}")
+    if len(keys) > MAX_KEYS:
+        raise KeyFileError(f"{path}: has {len(keys)} keys, more than {MAX_KEYS}")
     return keys
 
 
@@ -204,8 +204,8 @@ def _limits(where: str, text: str) -> dict[str, int]:
             raise KeyFileError(f"{where} has an unknown limit; there are {', '.join(LIMIT_NAMES)}")
         if name in limits:
             raise KeyFileError(f"{where} says {name} twice")
-        if not value.isdecimal() or int(value[:20]) > MOST_LIMIT:
-            raise KeyFileError(f"{where}: {name} must be a whole number from 0 (none) to {MOST_LIMIT}")
+        if not value.isdecimal() or int(value[:20]) > MAX_LIMIT:
+            raise KeyFileError(f"{where}: {name} must be a whole number from 0 (none) to {MAX_LIMIT}")
         limits[name] = int(value)
     return limits
 

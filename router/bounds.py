@@ -14,12 +14,14 @@ ALWAYS_READ = 1 << 16
 """Characters that are tokenised in any case, so that a refusal can tell how many tokens they are."""
 
 
-def check_sizes(body: Body, most: int) -> None:
-    """Whether the prompt, or all messages together, have at most ``most`` characters. Raises :class:`ApiError`.
+def check_sizes(body: Body, max_characters: int) -> None:
+    """Whether the prompt, or all messages together, have at most ``max_characters`` characters.
+
+    Raises :class:`ApiError`.
 
     Of what is no text nothing is said here, nor of :data:`ALWAYS_READ` characters.
     """
-    most = max(most, ALWAYS_READ)
+    max_characters = max(max_characters, ALWAYS_READ)
     if isinstance(body, ChatBody) and len(body.messages) > MAX_MESSAGES:
         message = f"messages has {len(body.messages)} entries, more than {MAX_MESSAGES}"
         raise ApiError("invalid_value", message, "messages")
@@ -27,14 +29,14 @@ def check_sizes(body: Body, most: int) -> None:
         return
     if isinstance(body, CompletionBody):
         for text in body.prompt if isinstance(body.prompt, list) else [body.prompt]:
-            if isinstance(text, str) and len(text) > most:
-                raise _too_long("prompt", len(text), most)
+            if isinstance(text, str) and len(text) > max_characters:
+                raise _too_long("prompt", len(text), max_characters)
     if isinstance(body, ChatBody):
         characters = sum(len(text_of(message.content or "")) for message in body.messages)
-        if characters > most:
-            raise _too_long("messages", characters, most)
+        if characters > max_characters:
+            raise _too_long("messages", characters, max_characters)
 
 
-def _too_long(name: str, characters: int, most: int) -> ApiError:
-    message = f"{name} has {characters} characters; more than {most} cannot fit the model's context"
+def _too_long(name: str, characters: int, max_characters: int) -> ApiError:
+    message = f"{name} has {characters} characters; more than {max_characters} cannot fit the model's context"
     return ApiError("context_length_exceeded", message, name)

@@ -192,5 +192,5 @@ def _pick(costs: Sequence[tuple[float, PeerId]], rng: Random) -> PeerId | None:
     """The cheapest, at random among equals."""
     if not costs:
         return None
-    least = min(cost for cost, _ in costs)
-    return rng.choice([peer for cost, peer in costs if cost <= least + TIE])
+    min_cost = min(cost for cost, _ in costs)
+    return rng.choice([peer for cost, peer in costs if cost <= min_cost + TIE])

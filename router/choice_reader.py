@@ -137,12 +137,12 @@ class ChoiceReader:
         return Chunk(self._index, prompt=shown, finish=FinishReason.LENGTH if self._prompt_only else None)
 
     def _prompt_tokens(self, told: Told) -> tuple[ShownToken, ...]:
-        prompt, most = self._generation.prompt, self._form.of_prompt or 0
+        prompt, top_logprobs = self._generation.prompt, self._form.of_prompt or 0
         if len(told.prompt_logprobs) != len(prompt) - 1:
             raise GenerationError("internal", "the target told no log-probabilities of the prompt")
         starts = self._prompt.starts(self._tokenizer)
         logprobs = (None, *told.prompt_logprobs)
-        return tuple(self._names.shown(*place, most) for place in zip(prompt, starts, logprobs, strict=True))
+        return tuple(self._names.shown(*place, top_logprobs) for place in zip(prompt, starts, logprobs, strict=True))
 
     def _of_commit(self, commit: Committed, delta: Delta) -> Chunk:
         logprobs: tuple[TokenLogprobs | None, ...] = commit.told.logprobs
@@ -175,8 +175,8 @@ class ChoiceReader:
         out = [(*self._waiting.popleft(), start) for start in delta.starts]
         if self._form.logprobs is None and not self._form.token_ids:
             return ()
-        most = self._form.logprobs or 0
-        return tuple(self._names.shown(token, self._before + start, told, most) for token, told, start in out)
+        top_logprobs = self._form.logprobs or 0
+        return tuple(self._names.shown(token, self._before + start, told, top_logprobs) for token, told, start in out)
 
     def _taken(self, commit: Committed) -> tuple[Delta, Found]:
         """The text of a commit, and what it turned out to be.

@@ -123,15 +123,17 @@ def _fits(schema: object, ending: set[str]) -> bool:
         properties = schema.get("properties")
         described = properties if isinstance(properties, dict) else {}
         parts += [_fits(described.get(name), ending) for name in required if isinstance(name, str)]
-    if schema.get("type") == "array" and isinstance(least := schema.get("minItems"), int):
-        parts.append(_items_fit(schema, least, ending))
+    if schema.get("type") == "array" and isinstance(min_items := schema.get("minItems"), int):
+        parts.append(_items_fit(schema, min_items, ending))
     return all(parts)
 
 
-def _items_fit(schema: Mapping[str, object], least: int, ending: set[str]) -> bool:
+def _items_fit(schema: Mapping[str, object], min_items: int, ending: set[str]) -> bool:
     first = schema.get("prefixItems")
-    before = first[:least] if isinstance(first, list) else []
-    return all(_fits(one, ending) for one in before) and (len(before) >= least or _fits(schema.get("items"), ending))
+    before = first[:min_items] if isinstance(first, list) else []
+    return all(_fits(one, ending) for one in before) and (
+        len(before) >= min_items or _fits(schema.get("items"), ending)
+    )
 
 
 def _references(schema: object) -> list[str]:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from speculation.events import PeerId
 from speculation.session import Session
 
-MOST = 100
+MAX_EVENTS = 100
 TOGETHER_SECONDS = 1.0
 LONGEST = 300
 """Characters of a line."""
@@ -60,7 +60,7 @@ class Journal:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """``clock`` gives seconds since 1970."""
         self._clock = clock
-        self._lines: deque[Happening] = deque(maxlen=MOST)
+        self._lines: deque[Happening] = deque(maxlen=MAX_EVENTS)
         self._number = 0
 
     @property

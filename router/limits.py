@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 
 REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrent"
 """What there are limits on."""
-LEAST_WAIT, MOST_WAIT = 1.0, 60.0
+MIN_WAIT, MAX_WAIT = 1.0, 60.0
 """Seconds that a refused client is told to wait, where they are estimated."""
 REMEMBERED = 0.1
 """Weight of the newest duration in their mean."""
@@ -92,8 +92,8 @@ class Durations:
 
     def wait(self, places: int, ahead: int = 0) -> float:
         """Seconds until one of so many places, all taken, is free for whom ``ahead`` others wait before."""
-        mean = LEAST_WAIT if self._mean is None else self._mean * (ahead + 1) / max(places, 1)
-        return min(max(mean, LEAST_WAIT), MOST_WAIT)
+        mean = MIN_WAIT if self._mean is None else self._mean * (ahead + 1) / max(places, 1)
+        return min(max(mean, MIN_WAIT), MAX_WAIT)
 
 
 @dataclass(slots=True)
@@ -124,9 +124,13 @@ class Account:
 
     def enter(self, now: float) -> None:
         """A request begins. Raises :class:`LimitReached`."""
-        most = self.allowance.concurrent_requests
-        if most and self.running >= most:
-            self._refuse(CONCURRENT, f"{most} requests at once are allowed and under way", self._durations.wait(most))
+        max_running = self.allowance.concurrent_requests
+        if max_running and self.running >= max_running:
+            self._refuse(
+                CONCURRENT,
+                f"{max_running} requests at once are allowed and under way",
+                self._durations.wait(max_running),
+            )
         if bucket := self.buckets.get(REQUESTS):
             self._check(REQUESTS, 1, now)
             bucket.take(1, now)

@@ -12,7 +12,7 @@ from typing import Any
 from router.tokenizer import Tokenizer
 from speculation.messages import Token, TokenLogprobs
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for all log-probabilities below it."""
 
 
@@ -50,11 +50,11 @@ class TokenNames:
         """``as_ids``: ``token_id:5`` instead of how it is written."""
         self._tokenizer, self._as_ids = tokenizer, as_ids
 
-    def shown(self, token: Token, start: int, told: TokenLogprobs | None, most: int) -> ShownToken:
-        """With up to ``most`` of the likeliest tokens that were told."""
+    def shown(self, token: Token, start: int, told: TokenLogprobs | None, top_logprobs: int) -> ShownToken:
+        """With up to ``top_logprobs`` of the likeliest tokens that were told."""
         if told is None:
             return ShownToken(self._named(token, None), start)
-        likeliest = zip(told.tokens[:most], told.logprobs[:most], strict=True)
+        likeliest = zip(told.tokens[:top_logprobs], told.logprobs[:top_logprobs], strict=True)
         return ShownToken(
             self._named(token, told.logprob), start, tuple(self._named(other, logprob) for other, logprob in likeliest)
         )
@@ -62,7 +62,7 @@ class TokenNames:
     def _named(self, token: Token, logprob: float | None) -> NamedToken:
         name, content = self._tokenizer.spelling(token)
         name = f"token_id:{token}" if self._as_ids else name
-        return NamedToken(token, name, content, None if logprob is None else max(logprob, LEAST))
+        return NamedToken(token, name, content, None if logprob is None else max(logprob, MIN_LOGPROB))
 
 
 def of_completion(shown: Sequence[ShownToken]) -> dict[str, Any]:
@@ -83,12 +83,14 @@ def of_chat(shown: Iterable[ShownToken]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def of_prompt(shown: Iterable[ShownToken], most: int) -> list[dict[str, Any] | None]:
-    """The ``prompt_logprobs`` of vLLM, with up to ``most`` of the likeliest tokens: nothing for the first token.
+def of_prompt(shown: Iterable[ShownToken], top_logprobs: int) -> list[dict[str, Any] | None]:
+    """The ``prompt_logprobs`` of vLLM, with up to ``top_logprobs`` of the likeliest tokens.
+
+    Nothing for the first token.
 
     The rank of a token beyond the likeliest is not known.
     """
-    return [None if token.top is None else _prompt_entry(token.named, token.top[:most]) for token in shown]
+    return [None if token.top is None else _prompt_entry(token.named, token.top[:top_logprobs]) for token in shown]
 
 
 def _with_drawn(shown: ShownToken) -> dict[str, float | None] | None:

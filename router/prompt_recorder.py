@@ -27,10 +27,10 @@ from router.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MOST_QUEUED = 1024
-MOST_QUEUED_BYTES = 32 << 20
+MAX_QUEUED = 1024
+MAX_QUEUED_BYTES = 32 << 20
 """Of the bodies of requests that wait to be written."""
-MOST_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 FILES = 4
 """At least so many make up all that is kept, so that what goes is a part of it."""
 CLOSE_SECONDS = 5.0
@@ -53,7 +53,7 @@ class RecordSettings:
     @property
     def file_bytes(self) -> int:
         """From this size on a new file is begun."""
-        return max(min(self.total_bytes // FILES, MOST_FILE_BYTES), 1)
+        return max(min(self.total_bytes // FILES, MAX_FILE_BYTES), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class PromptRecorder:
         with self._changed:
             if self._full or self._closing:
                 return
-            if len(self._queue) < MOST_QUEUED and self._queued_bytes + len(asked.body) <= MOST_QUEUED_BYTES:
+            if len(self._queue) < MAX_QUEUED and self._queued_bytes + len(asked.body) <= MAX_QUEUED_BYTES:
                 self._queue.append(asked)
                 self._queued_bytes += len(asked.body)
                 self._changed.notify()
@@ -191,14 +191,14 @@ class _Files:
             self._file = -1
 
 
-def _remove_oldest(files: Iterable[Path], most: int) -> None:
+def _remove_oldest(files: Iterable[Path], max_bytes: int) -> None:
     """Until there are at most so many bytes in them."""
     found = []
     for file in files:
         with suppress(FileNotFoundError):  # another router was first
             told = file.stat()
             found.append((told.st_mtime_ns, file, told.st_size))
-    excess = sum(size for _, _, size in found) - most
+    excess = sum(size for _, _, size in found) - max_bytes
     for _, file, size in sorted(found)[:-1]:
         if excess <= 0:
             return

@@ -49,14 +49,16 @@ class Prompt:
         yield from [at] * waiting
 
 
-def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, vocabulary: int, most: int) -> tuple[Prompt, ...]:
-    """The field ``prompt``, which may hold up to ``most`` prompts. Raises :class:`ApiError`."""
+def completion_prompts(
+    body: CompletionBody, tokenizer: Tokenizer, vocabulary: int, max_prompts: int
+) -> tuple[Prompt, ...]:
+    """The field ``prompt``, which may hold up to ``max_prompts`` prompts. Raises :class:`ApiError`."""
     value = body.prompt
     several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
     prompts: Sequence[object] = value if several else [value]
     special = body.add_special_tokens is not False
-    if len(prompts) > most:
-        message = f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request"
+    if len(prompts) > max_prompts:
+        message = f"prompt has {len(prompts)} prompts; this server takes at most {max_prompts} in one request"
         raise ApiError("invalid_value", message, "prompt")
     return tuple(
         _one_prompt(prompt, f"prompt[{index}]" if several else "prompt", tokenizer, vocabulary, special=special)
@@ -91,13 +93,15 @@ def chat_prompt(body: ChatBody, tokenizer: Tokenizer, vocabulary: int, tools: To
 
 def truncated(body: Body, prompts: Sequence[Prompt], context: int, wanted: int) -> tuple[Prompt, ...]:
     """``truncate_prompt_tokens``: the last tokens only; -1: as many as leave room for ``wanted`` ones."""
-    most = body.truncate_prompt_tokens
-    if most is None:
+    max_tokens = body.truncate_prompt_tokens
+    if max_tokens is None:
         return tuple(prompts)
-    if most == 0 or most > context:
-        raise wrong_value("truncate_prompt_tokens", f"-1 (as many as fit) or from 1 to {context}", most)
-    most = max(context - wanted, 1) if most < 0 else most
-    return tuple(prompt if len(prompt.tokens) <= most else Prompt(prompt.tokens[-most:]) for prompt in prompts)
+    if max_tokens == 0 or max_tokens > context:
+        raise wrong_value("truncate_prompt_tokens", f"-1 (as many as fit) or from 1 to {context}", max_tokens)
+    max_tokens = max(context - wanted, 1) if max_tokens < 0 else max_tokens
+    return tuple(
+        prompt if len(prompt.tokens) <= max_tokens else Prompt(prompt.tokens[-max_tokens:]) for prompt in prompts
+    )
 
 
 def _check_ids(tokens: Sequence[Token], where: str, vocabulary: int) -> None:

@@ -26,7 +26,7 @@ PARSED_INLINE_BYTES = 16 << 10
 """Larger bodies are parsed and tokenised in a thread, so that they do not hold up other requests' tokens."""
 GRAMMAR_THREADS = 4
 """In which requests with grammars are parsed; what is new is tried by one process, the rest is known."""
-MOST_WAITING = 256
+MAX_WAITING = 256
 """Requests with grammars that are being parsed or wait for it; more are refused."""
 
 
@@ -73,10 +73,8 @@ class RequestReader:
 
     async def _in_turn(self, body: Body, offer: Offer, request_id: str) -> ApiRequest:
         """Where its grammar can be tried. One that is given up while it waits is never tried."""
-        if self._waiting >= MOST_WAITING:
-            raise ApiError(
-                "overloaded", f"{MOST_WAITING} requests wait for their grammars to be tried; try again later"
-            )
+        if self._waiting >= MAX_WAITING:
+            raise ApiError("overloaded", f"{MAX_WAITING} requests wait for their grammars to be tried; try again later")
         self._waiting += 1
         try:
             trying = partial(request_of, body, offer, request_id)

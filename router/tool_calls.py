@@ -41,7 +41,7 @@ class ToolForm(StrEnum):
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-MOST_WITHIN = 8
+MAX_WITHIN = 8
 """Closing tags in the strings of one call, so that no text is read more often than that."""
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
 _KEYS = frozenset({"name", "type", "parameters", "arguments"})
@@ -152,7 +152,7 @@ class HermesParser:
     def _close(self, found: Found) -> bool:
         """Take the call that has begun; whether it has ended."""
         while (end := self._held.find(CLOSE, self._searched)) >= 0:
-            if not self._in_string(end) or len(self._within) == MOST_WITHIN:
+            if not self._in_string(end) or len(self._within) == MAX_WITHIN:
                 self._end(found, end, CLOSE)
                 return True
             self._within.append(end)

@@ -12,9 +12,9 @@ from speculation import digest as digests
 from speculation.events import PeerId
 from speculation.messages import ANCHOR, Proposal
 
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 """Draft tokens kept between two commits; what passes after them is not shown."""
-MOST_NUMBERS = 4096
+MAX_NUMBERS = 4096
 """Places whose number is known; of more, the newest."""
 
 
@@ -33,7 +33,7 @@ class Witness:
     def proposed(self, now: float, proposal: Proposal) -> None:
         """A proposal was passed on to the target."""
         self._tokens += len(proposal.tokens)
-        if self._tokens <= MOST_TOKENS:
+        if self._tokens <= MAX_TOKENS:
             after = self._numbers.get(proposal.anchor_digest)
             self._passed.append(Passed(now - self._began, proposal, self._numbered(proposal), after))
 
@@ -46,7 +46,7 @@ class Witness:
                 self._last += 1
                 self._numbers[place] = self._last
         numbers = tuple(self._numbers[place] for place in places)
-        while len(self._numbers) > MOST_NUMBERS:
+        while len(self._numbers) > MAX_NUMBERS:
             del self._numbers[next(iter(self._numbers))]
         return numbers
 

@@ -33,8 +33,8 @@ def rows_for(tokens: int, row_classes: Sequence[int]) -> int:
     return row_classes[at] if at < len(row_classes) else tokens
 
 
-def room_for_drafts(sessions: int, each: int, most: int, row_classes: Sequence[int] = ()) -> tuple[int, int]:
-    """Room for drafts of one session and of all together, where each of them may have ``each`` and all ``most``.
+def room_for_drafts(sessions: int, each: int, max_drafts: int, row_classes: Sequence[int] = ()) -> tuple[int, int]:
+    """Room for drafts of one session and of all, where each may have ``each`` and all together ``max_drafts``.
 
     Where steps are padded to classes of rows, a session may fill the class after the one that it would need alone: a
     class more costs little and a text that is easy has drafts for it, which :class:`StepCost` and odds decide. What
@@ -45,7 +45,7 @@ def room_for_drafts(sessions: int, each: int, most: int, row_classes: Sequence[i
         each = row_classes[min(above, len(row_classes) - 1)] - 1
     wanted = sessions * (1 + each)
     spare = rows_for(wanted, row_classes) - wanted if each else 0
-    return min(each + spare, most), min(sessions * each + spare, most)
+    return min(each + spare, max_drafts), min(sessions * each + spare, max_drafts)
 
 
 class StepCost:
@@ -177,15 +177,15 @@ def choose(
     odds: Sequence[Sequence[float]],
     base: int,
     cost: Callable[[int], float],
-    most: int | None = None,
+    max_drafts: int | None = None,
     certain: float | None = None,
 ) -> list[int]:
-    """How many of each session's draft tokens to verify, ``most`` of them together.
+    """How many of each session's draft tokens to verify, ``max_drafts`` of them together.
 
     ``odds[s]`` are session ``s``'s path probabilities, falling; ``base`` is what the step computes anyway. Sessions
     without drafts have an empty entry. ``certain``: what is gained anyway; None: one token for each session.
     """
-    ranked = sorted(((p, s) for s, row in enumerate(odds) for p in row), key=lambda pair: -pair[0])[:most]
+    ranked = sorted(((p, s) for s, row in enumerate(odds) for p in row), key=lambda pair: -pair[0])[:max_drafts]
     chosen = [0] * len(odds)
     gained = len(odds) if certain is None else certain
     for _, session in ranked[: best_prefix([p for p, _ in ranked], gained, base, cost)]:

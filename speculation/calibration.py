@@ -33,9 +33,9 @@ RANKS = 3
 DEPTHS = (2, 6, 14)
 """Where the classes of distance end."""
 
-LEAST = 1e-4
+MIN_ODDS = 1e-4
 """No token is hopeless: what is never tried is never learned."""
-MOST = 0.999
+MAX_ODDS = 0.999
 
 CELLS = RANKS * BINS * (len(DEPTHS) + 1)
 
@@ -47,8 +47,8 @@ class OddsTable:
     """What :class:`Calibration` makes of the claims of one source, as numbers, for whoever computes it elsewhere.
 
     A claim is multiplied by the factor of its rank, and is at most 1. By rank, tenth of the claim and class of distance
-    (the last changes fastest, ``CELLS`` in all) follows ``slope * that + offset``, within :data:`LEAST` and
-    :data:`MOST`; and within these again once multiplied by the factor that its session has for its rank.
+    (the last changes fastest, ``CELLS`` in all) follows ``slope * that + offset``, within :data:`MIN_ODDS` and
+    :data:`MAX_ODDS`; and within these again once multiplied by the factor that its session has for its rank.
     """
 
     factors: Sequence[float]
@@ -96,7 +96,7 @@ class Calibration:
 
     def __call__(self, node: Node) -> float:
         """Probability that the node is kept if its parent is and the siblings before it are not."""
-        return min(max(self._estimate(node), LEAST), MOST)
+        return min(max(self._estimate(node), MIN_ODDS), MAX_ODDS)
 
     def table(self, source: SourceName) -> OddsTable:
         """All that it believes of a source now; of a session's, see :meth:`factors`."""

@@ -33,7 +33,7 @@ class DraftLimits:
     """Alternatives at one place."""
     width: int = 4
     """Most places of one session expanded in one step."""
-    least: float = 0.01
+    min_weight: float = 0.01
     """Chance of being kept below which nothing is drafted; the baselines draft all they are told to."""
     hold: int = 4
     """Steps whose drafts go out together. Fewer while the target has hardly any."""
@@ -49,7 +49,7 @@ IGNORED_BEFORE_REPUSH = 3
 
 PROPOSAL_BYTES = 26
 """What a proposal costs on the wire, besides its nodes."""
-FIRST_CREDIT, MOST_CREDIT = 8, 64
+FIRST_CREDIT, MAX_CREDIT = 8, 64
 """Committed tokens whose bytes a session may spend at its start, and may save up: a hard passage takes more."""
 LARGEST_SHARE = 0.5
 """Share of the savings that one push may spend while the target has drafts: the next may be needed more."""
@@ -169,13 +169,13 @@ class DraftSession:
         return 1 if self.opened.speculation.chains else self.limits.width
 
     @property
-    def least(self) -> float:
+    def min_weight(self) -> float:
         """Chance of being kept below which no place is expanded."""
-        return self.limits.least if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+        return self.limits.min_weight if self.opened.speculation.schedule is Schedule.TRIE else 0.0
 
     def _worth_expanding(self, leaves: Iterable[Node]) -> list[Node]:
-        deepest, least = self.trie.position + self._depth, self.least
-        worth = [node for node in leaves if node.weight >= least and node.end < deepest]
+        deepest, min_weight = self.trie.position + self._depth, self.min_weight
+        worth = [node for node in leaves if node.weight >= min_weight and node.end < deepest]
         return [node for node in worth if node is self.trie.root or node.token not in self.opened.limits.stop_tokens]
 
     def levels_below(self, node: Node) -> int:
@@ -219,7 +219,7 @@ class DraftSession:
             child = self.trie.add(node, candidate.token, candidate.confidence, q=candidate.q)
             if child is None:
                 break
-            if rank and child.weight < self.limits.least:
+            if rank and child.weight < self.limits.min_weight:
                 self.trie.remove(child)
                 break
             self._leaves[child] = self._unsent[child] = None
@@ -350,7 +350,7 @@ class DraftSession:
 
     def _advance(self, tokens: Sequence[Token], offered: int) -> None:
         limits = self.limits
-        self._credit = min(self._credit + limits.bytes_a_token * len(tokens), MOST_CREDIT * limits.bytes_a_token)
+        self._credit = min(self._credit + limits.bytes_a_token * len(tokens), MAX_CREDIT * limits.bytes_a_token)
         self._learn(tokens)
         self.trie.advance(tokens)
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
@@ -396,15 +396,17 @@ Held = TypeVar("Held")
 
 
 def best_places(
-    frontiers: Iterable[tuple[Held, Sequence[Node]]], most: int, fed: int, certain: int, cost: StepCost
+    frontiers: Iterable[tuple[Held, Sequence[Node]]], max_places: int, fed: int, certain: int, cost: StepCost
 ) -> list[tuple[Held, Node]]:
-    """What a draft step expands of all sessions' frontiers: the likeliest places, as many as pay, ``most`` at most.
+    """What a draft step expands of all sessions' frontiers.
+
+    The likeliest places, as many as pay, ``max_places`` at most.
 
     The step feeds ``fed`` tokens of ``certain`` other sessions besides.
     """
     places = sorted(
         ((held, node) for held, frontier in frontiers for node in frontier), key=lambda place: -place[1].weight
-    )[:most]
+    )[:max_places]
     return places[: worth_drafting([node.weight for _, node in places], fed, certain, cost)]
 
 

@@ -21,11 +21,11 @@ from speculation.draft_session import Candidate, DraftSession
 from speculation.messages import Source, Token
 from speculation.trie import Node, Offer, SpeculationTrie, TrieLimits
 
-MOST_GUESSES = 8
+MAX_GUESSES = 8
 """Longest chain of guesses in a forward."""
-MOST_TOGETHER = 64
+MAX_TOGETHER = 64
 """Most guesses of all sessions together in a forward."""
-MOST_SESSIONS = MOST_TOGETHER // MOST_GUESSES
+MAX_SESSIONS = MAX_TOGETHER // MAX_GUESSES
 """Most sessions that guesses are sought for at once: seeking takes its time too."""
 
 
@@ -35,14 +35,14 @@ class Guesses:
     def __init__(self, vocabulary: int, calibration: Calibration | None = None) -> None:
         """``calibration``: what guesses have been worth in other sessions; learns from this one too."""
         self._calibration = Calibration(calibration or Calibration())
-        limits = TrieLimits(nodes=MOST_GUESSES, depth=MOST_GUESSES, children=1)
+        limits = TrieLimits(nodes=MAX_GUESSES, depth=MAX_GUESSES, children=1)
         self._trie = SpeculationTrie((), vocabulary=vocabulary, limits=limits, odds=self._calibration)
         self._last = self._trie.root
 
     @property
     def offer(self) -> Offer:
         """The whole chain. An end of 1 is that of a guess which hangs from the place itself."""
-        return self._trie.select(MOST_GUESSES)
+        return self._trie.select(MAX_GUESSES)
 
     @property
     def odds(self) -> float:
@@ -111,11 +111,11 @@ class Forward:
     """Seconds of a forward, by its tokens."""
 
     def worth(self, chances: Sequence[Sequence[float]]) -> list[int]:
-        """How many guesses of each chain are worth their rows, :data:`MOST_TOGETHER` at most.
+        """How many guesses of each chain are worth their rows, :data:`MAX_TOGETHER` at most.
 
         ``chances``: of each guess, that the draft model follows it and the text gets to its place; falling.
         """
-        return choose(chances, self.tokens, self.cost, MOST_TOGETHER, self.gain)
+        return choose(chances, self.tokens, self.cost, MAX_TOGETHER, self.gain)
 
     def pays(self, gained: float, spent: float, guesses: int, gain: float, more: int, seconds: float) -> bool:
         """Whether to look for ``more`` guesses, good for ``gain``, where looking alone takes ``seconds``.

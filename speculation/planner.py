@@ -158,8 +158,8 @@ class Planner:
         by_gain = [i for i, one in enumerate(asked) if _by_marginal_gain(one.session)]
         for i, one in enumerate(asked):
             if one.session.opened.speculation.schedule is Schedule.TRIE and i not in by_gain:
-                most = min(one.drafts, one.session.deepest)
-                chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, most, cost)))
+                max_drafts = min(one.drafts, one.session.deepest)
+                chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, max_drafts, cost)))
                 base += len(chosen[i].nodes)
         left = None if room is None else room - sum(len(chosen[i].nodes) for i in range(len(asked)) if i not in by_gain)
         for i, offer in zip(by_gain, _best([candidates[i] for i in by_gain], base, cost, left), strict=True):
@@ -213,11 +213,11 @@ def _by_marginal_gain(session: TargetSession) -> bool:
     return speculation.rule is Rule.COUPLED and speculation.schedule is Schedule.TRIE
 
 
-def _best(candidates: Sequence[Offer], base: int, cost: StepCost, most: int | None) -> list[Offer]:
+def _best(candidates: Sequence[Offer], base: int, cost: StepCost, max_drafts: int | None) -> list[Offer]:
     """The first part of each session's candidates, or of the chain among them, that makes the most of a second."""
 
     def part(offers: Sequence[Offer], shape: Callable[[int], float]) -> list[Offer]:
-        counts = choose([offer.odds for offer in offers], base, shape, most)
+        counts = choose([offer.odds for offer in offers], base, shape, max_drafts)
         return [offer.first(count) for offer, count in zip(offers, counts, strict=True)]
 
     def rate(offers: Sequence[Offer]) -> float:
@@ -233,13 +233,13 @@ def _best(candidates: Sequence[Offer], base: int, cost: StepCost, most: int | No
     return max(chains, part(candidates, partial(cost, branched=True)), key=rate)
 
 
-def _price(sessions: int, certain: int, most: int, cost: Callable[[int], float]) -> float:
+def _price(sessions: int, certain: int, max_drafts: int, cost: Callable[[int], float]) -> float:
     """Tokens that a draft token must promise to be worth its time, where a step has ``certain`` tokens besides.
 
-    ``most``: how many drafts there is room for. Not how many there are, here or in other sessions: that depends on
-    what was drawn, so the price would, and by it whether a drawn token is offered.
+    ``max_drafts``: how many drafts there is room for. Not how many there are, here or in other sessions: that depends
+    on what was drawn, so the price would, and by it whether a drawn token is offered.
     """
-    return sessions / cost(certain) * (cost(certain + most) - cost(certain)) / max(most, 1)
+    return sessions / cost(certain) * (cost(certain + max_drafts) - cost(certain)) / max(max_drafts, 1)
 
 
 def _first_below(odds: Sequence[float], price: float) -> int:

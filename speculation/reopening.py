@@ -62,7 +62,7 @@ class ReopeningLimits:
 
     tries: int = 2
     """Deaths in a row under a session before it can be condemned."""
-    most_tries: int = 30
+    max_tries: int = 30
     """The same, however often workers die without anybody's fault."""
     watch: float = 10.0
     """How long targets must live without a suspect that is kept out before it is condemned."""
@@ -269,8 +269,8 @@ class Reopenings:
         if session in self._suspicions:
             return frozenset(reserved | {peer for peer in self._unproven if not self._may_be_tried(peer)})
         trials = {peer for peer in self._unproven if self._is_trying(peer)} if self._suspicions else set()
-        most = self._limits.per_target if session in self._opened else None
-        full = {peer for peer, there in self._unproven.items() if most is not None and len(there) >= most}
+        max_there = self._limits.per_target if session in self._opened else None
+        full = {peer for peer, there in self._unproven.items() if max_there is not None and len(there) >= max_there}
         return frozenset(reserved | trials | full)
 
     def _wait(self, session: SessionId, at: PeerId) -> None:
@@ -286,12 +286,12 @@ class Reopenings:
         unexplained = [death.implicated for death in self._deaths if not death.explained]
         blameless = sum(not implicated for implicated in unexplained)
         others = sum(session not in implicated for implicated in unexplained) - blameless
-        return min(self._limits.tries + blameless + others // self._limits.others, self._limits.most_tries)
+        return min(self._limits.tries + blameless + others // self._limits.others, self._limits.max_tries)
 
     def _may_be_tried(self, peer: PeerId) -> bool:
         """Whether one more session on probation may be opened where some are unproven."""
-        most = len(self._suspicions) // self._limits.share
-        return len(self._unproven[peer]) < most and self._unproven[peer] <= self._suspicions.keys()
+        max_there = len(self._suspicions) // self._limits.share
+        return len(self._unproven[peer]) < max_there and self._unproven[peer] <= self._suspicions.keys()
 
     def _is_trying(self, peer: PeerId) -> bool:
         return not self._unproven[peer].isdisjoint(self._suspicions.keys())

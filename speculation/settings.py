@@ -10,7 +10,7 @@ from enum import StrEnum
 
 Token = int
 
-MOST_SHIFT = 1e4
+MAX_SHIFT = 1e4
 """Penalties and biases go up to this, so that no logit overflows."""
 
 
@@ -93,18 +93,16 @@ class Sampling:
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= MOST_SHIFT:
-                raise ValueError(f"{name} must be from -{MOST_SHIFT:g} to {MOST_SHIFT:g}, got {getattr(self, name)}")
-        if not 1 / MOST_SHIFT <= self.repetition_penalty <= MOST_SHIFT:
-            least = f"{1 / MOST_SHIFT:g}"
+            if not abs(getattr(self, name)) <= MAX_SHIFT:
+                raise ValueError(f"{name} must be from -{MAX_SHIFT:g} to {MAX_SHIFT:g}, got {getattr(self, name)}")
+        if not 1 / MAX_SHIFT <= self.repetition_penalty <= MAX_SHIFT:
+            smallest = f"{1 / MAX_SHIFT:g}"
             raise ValueError(
-                f"repetition_penalty must be from {least} to {MOST_SHIFT:g} (1: off), got {self.repetition_penalty}"
+                f"repetition_penalty must be from {smallest} to {MAX_SHIFT:g} (1: off), got {self.repetition_penalty}"
             )
         for token, value in self.bias:
-            if not abs(value) <= MOST_SHIFT:
-                raise ValueError(
-                    f"the bias of token {token} must be from -{MOST_SHIFT:g} to {MOST_SHIFT:g}, got {value}"
-                )
+            if not abs(value) <= MAX_SHIFT:
+                raise ValueError(f"the bias of token {token} must be from -{MAX_SHIFT:g} to {MAX_SHIFT:g}, got {value}")
         if not all(self.banned):
             raise ValueError("banned has an empty sequence")
 

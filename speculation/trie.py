@@ -24,7 +24,7 @@ DEFAULT_CONFIDENCE = 0.7
 """Assumed probability of a draft token when its proposal does not say."""
 
 
-LEAST_CONFIDENCE = 1e-6
+MIN_CONFIDENCE = 1e-6
 """Neither the confidence nor the odds of a node are below this, so that no weight is 0."""
 
 
@@ -264,7 +264,7 @@ class SpeculationTrie:
             return None
         if not 0 <= token < self._vocabulary:
             return None
-        confidence = min(confidence, 1.0) if confidence > LEAST_CONFIDENCE else LEAST_CONFIDENCE
+        confidence = min(confidence, 1.0) if confidence > MIN_CONFIDENCE else MIN_CONFIDENCE
         elders = parent.children.values()
         said = sum(elder.confidence for elder in elders if elder.source == source)
         node = Node(
@@ -280,7 +280,7 @@ class SpeculationTrie:
             parent=parent,
         )
         left = 1.0 - sum(elder.odds for elder in elders)
-        node.odds = max(left * self._odds(node), LEAST_CONFIDENCE)
+        node.odds = max(left * self._odds(node), MIN_CONFIDENCE)
         node.weight = parent.weight * node.odds
         parent.children[token] = node
         self._by_digest[node.digest] = node

@@ -112,8 +112,8 @@ class Held:
         opened, first, count = self.session.opened, self.untold.start, len(logits_PV)
         if not count:
             return
-        most = [opened.extras.prompt_logprobs or 0] * count
-        self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], most)
+        top_logprobs = [opened.extras.prompt_logprobs or 0] * count
+        self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], top_logprobs)
 
     def said(self, verification: Verification, started: float, ended: float) -> Verification:
         """What is sent of it, with the times of its step; the first one also speaks of the cache and of the prompt."""

@@ -6,7 +6,7 @@ from itertools import chain
 
 from speculation.messages import Open
 
-MOST_TOLD = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 20
 """Most log-probabilities told of one prompt: they go out in one message."""
 
 
@@ -31,9 +31,9 @@ def objection(opened: Open, vocabulary: int, context: int, capacity: int) -> str
     if opened.limits.end > capacity:
         return f"{opened.limits.end} tokens exceed the cache of {capacity}"
     prompt = len(opened.tokens) - len(opened.generated)
-    if extras.prompt_logprobs is not None and prompt * (1 + extras.prompt_logprobs) > MOST_TOLD:
+    if extras.prompt_logprobs is not None and prompt * (1 + extras.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
         return (
-            f"prompt_logprobs {extras.prompt_logprobs} for {prompt} tokens exceed the {MOST_TOLD} "
+            f"prompt_logprobs {extras.prompt_logprobs} for {prompt} tokens exceed the {MAX_PROMPT_LOGPROBS} "
             "log-probabilities told of one prompt"
         )
     return None

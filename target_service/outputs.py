@@ -68,10 +68,10 @@ class Outputs:
         if self.store is not None and opened.speculation.remember:
             self.store.record(self._scope_of(opened), session.tokens, opened.prompt or len(opened.tokens))
 
-    def work(self, most: int) -> None:
+    def work(self, max_tokens: int) -> None:
         """Index what was taken in, and forget what there is no room for: up to so many tokens."""
         if self.store is not None:
-            self.store.work(most)
+            self.store.work(max_tokens)
 
     def _scope_of(self, opened: Open) -> str:
         return opened.extras.scope if self._scope is SuffixScope.KEY else ""

@@ -15,7 +15,7 @@ that ranks behind, so the first always proceeds, and everything finishes.
 
 * Sessions that decode come first, a token each, plus room for drafts. Are there too many, they take turns.
 * Prompts get what is left, or a budget of their own where nothing decodes; but beside running text only as much as a
-  step may take longer by (:mod:`target_service.step_time`), and never less than :data:`LEAST_PREFILL`.
+  step may take longer by (:mod:`target_service.step_time`), and never less than :data:`MIN_PREFILL`.
 * Half of that goes to prompts in the order of rank, so that none starves; the other half to those of the best priority
   and, among them, the shortest, so that none waits behind a long one. What one half leaves the other may use.
 
@@ -35,7 +35,7 @@ from speculation.budget import room_for_drafts
 HEAD_START = 10.0
 """Seconds that one level of priority is worth: of two sessions a level apart, the better one goes first unless it came
 this much later."""
-LEAST_PREFILL = 16
+MIN_PREFILL = 16
 """Prompt tokens that a step computes whatever they cost."""
 HEADROOM = 32
 """Tokens each session must be able to grow by before another one starts; keeps a full cache from thrashing."""
@@ -121,7 +121,7 @@ def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int
     for i in served:
         shares[i] = Share(1, each)
     if served:
-        left = min(budget.tokens - len(served) - drafts, max(beside(len(served)), LEAST_PREFILL))
+        left = min(budget.tokens - len(served) - drafts, max(beside(len(served)), MIN_PREFILL))
     else:
         left = max(budget.tokens, budget.alone)
     for i, feed in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
@@ -153,7 +153,7 @@ def fit(shares: Sequence[Share], needs: Sequence[Callable[[int], int]], free: in
     if left < 0:
         return None
 
-    def most(i: int, tokens: int) -> int:
+    def fitting(i: int, tokens: int) -> int:
         """How many of ``tokens`` session ``i`` has room for; takes the blocks."""
         nonlocal left
         count = bisect_right(range(1, tokens + 1), taken[i] + left, key=needs[i])
@@ -162,8 +162,8 @@ def fit(shares: Sequence[Share], needs: Sequence[Callable[[int], int]], free: in
         left -= taken[i]
         return count
 
-    cut = [replace(one, feed=most(i, one.feed)) if one.feed else one for i, one in enumerate(shares)]
-    return [replace(one, drafts=most(i, one.feed + one.drafts) - one.feed) for i, one in enumerate(cut)]
+    cut = [replace(one, feed=fitting(i, one.feed)) if one.feed else one for i, one in enumerate(shares)]
+    return [replace(one, drafts=fitting(i, one.feed + one.drafts) - one.feed) for i, one in enumerate(cut)]
 
 
 class Job(Protocol):
@@ -211,13 +211,13 @@ class Step(Generic[J]):
 class Scheduler(Generic[J]):
     """The sessions of a worker: those that run and those that wait, both by rank."""
 
-    def __init__(self, most: int, budget: Budget, free: Callable[[], int]) -> None:
-        """``most``: how many run at once. ``free()``: blocks that can be taken from the cache now."""
+    def __init__(self, max_running: int, budget: Budget, free: Callable[[], int]) -> None:
+        """``max_running``: how many run at once. ``free()``: blocks that can be taken from the cache now."""
         self.running: list[J] = []
         self.waiting: list[J] = []
         self.preempted = 0
         """How often a session gave way."""
-        self._most, self._budget, self._free = most, budget, free
+        self._max_running, self._budget, self._free = max_running, budget, free
         self._turns: dict[J, int] = {}  # of each running session
         self._turn = itertools.count()
 
@@ -258,7 +258,7 @@ class Scheduler(Generic[J]):
 
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""
-        while self.waiting and len(self.running) < self._most:
+        while self.waiting and len(self.running) < self._max_running:
             ahead = [*self.running, self.waiting[0]]
             if self.running and sum(job.blocks_needed(job.uncached + HEADROOM) for job in ahead) > self._free():
                 return

@@ -37,7 +37,7 @@ def of_committed(
     """For each piece what the model thought of the tokens its verdict comes to; nothing for those that do not ask."""
     rows: list[int] = []
     tokens: list[Token] = []
-    most: list[int] = []
+    top_logprobs: list[int] = []
     counts = [0] * len(pieces)
     starts = accumulate((piece.rows for piece in pieces), initial=0)
     for i, (piece, verdict, start) in enumerate(zip(pieces, decided, starts, strict=False)):
@@ -47,8 +47,8 @@ def of_committed(
         rows += (start, *(start + 1 + draft for draft in verdict.kept))
         tokens += (*(piece.offer.tokens[draft] for draft in verdict.kept), verdict.own)
         counts[i] = len(verdict.kept) + 1
-        most += [asked] * counts[i]
+        top_logprobs += [asked] * counts[i]
     if not rows:
         return [()] * len(pieces)
-    told = iter(token_logprobs(logits_RV[upload(rows, logits_RV.device)], tokens, most))
+    told = iter(token_logprobs(logits_RV[upload(rows, logits_RV.device)], tokens, top_logprobs))
     return [tuple(islice(told, count)) for count in counts]

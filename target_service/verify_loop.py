@@ -119,8 +119,8 @@ class VerifyLoop:
     def demand(self) -> TargetDemand:
         """What waits and runs, against what it can compute."""
         running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
-        cache, most = self._engine.cache, self._limits.budget.tokens
-        seconds = self._step_time(most)
+        cache, max_tokens = self._engine.cache, self._limits.budget.tokens
+        seconds = self._step_time(max_tokens)
         return TargetDemand(
             queued_tokens=sum(held.uncached - 1 for held in running)
             + sum(len(held.session.tokens) for held in waiting),
@@ -128,7 +128,7 @@ class VerifyLoop:
             capacity_tokens=cache.capacity,
             sessions=len(running) + len(waiting),
             places=self._limits.running,
-            speed=most / seconds if seconds else 0.0,
+            speed=max_tokens / seconds if seconds else 0.0,
             computed=self.counters.prefilled + self.counters.committed,
         )
 
@@ -208,8 +208,8 @@ class VerifyLoop:
         if why is not None:
             return refuse(RefusalCode.INVALID, why)
         if not replaces and len(self._held) >= self._limits.running + self._limits.waiting:
-            most = f"{self._limits.running} running and {self._limits.waiting} waiting"
-            return refuse(RefusalCode.OVERLOADED, f"all places are taken: {most} sessions")
+            limits = f"{self._limits.running} running and {self._limits.waiting} waiting"
+            return refuse(RefusalCode.OVERLOADED, f"all places are taken: {limits} sessions")
         return None
 
     def forget(self, link: Hashable) -> None:
@@ -289,9 +289,9 @@ class VerifyLoop:
         if self._recorder:
             self._recorder.flush()
 
-    def _tidy(self, most: int) -> None:
+    def _tidy(self, max_tokens: int) -> None:
         """Get on with earlier outputs, by at most so many tokens."""
-        self._outputs.work(most)
+        self._outputs.work(max_tokens)
         if self._outputs.store is not None:
             self.counters.take(self._outputs.store)
 

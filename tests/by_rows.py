@@ -23,11 +23,11 @@ class PlainRows(PlainRowAttention):
     def __init__(self, heads_per_key: int = 1, context: int = 1 << 20) -> None:
         super().__init__(context, heads_per_key, torch.device("cpu"), page=8)
         self.calls = 0
-        self.most_rows = 0
+        self.max_rows = 0
 
     def __call__(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, rows: Rows, **how: Any) -> Tensor:
         self.calls += 1
-        self.most_rows = max(self.most_rows, len(query_TQD))
+        self.max_rows = max(self.max_rows, len(query_TQD))
         check_groups(rows)
         return super().__call__(query_TQD, keys_SHD, values_SHE, rows, **how)
 
@@ -114,14 +114,14 @@ class Twins:
         for lives in self.lives:
             lives.pop(index).cached.free()
 
-    def step(self, most: int = 7) -> tuple[Tensor, Tensor]:
+    def step(self, max_tokens: int = 7) -> tuple[Tensor, Tensor]:
         """Compute some tokens of some sequences, then commit, drop or keep what is pending."""
         chosen = [i for i in range(len(self.lives[0])) if self.rng.random() < 0.8] or [0]
         work: list[tuple[int, list[int], list[int]]] = []
         chunks: tuple[list[Chunk], list[Chunk]] = ([], [])
         for i in chosen:
             life = self.lives[0][i]
-            count = self.rng.randint(1, most)
+            count = self.rng.randint(1, max_tokens)
             for lives in self.lives:
                 cached = lives[i].cached
                 if not cached.pending and len(lives[i].text) - cached.length > 1:

@@ -91,11 +91,13 @@ def told_of(commit: Committed, generation: Generation, *, first: bool) -> Told:
     )
 
 
-def logprobs_of(token: Token, most: int) -> TokenLogprobs:
-    """Made up: every third token is not among the ``most`` likeliest, and every sixth is not likely at all."""
+def logprobs_of(token: Token, top_logprobs: int) -> TokenLogprobs:
+    """Made up: every third token is not among the ``top_logprobs`` likeliest, and every sixth is not likely at all."""
     rare = token % 3 == 0
     own = (-math.inf if token % 2 == 0 else -9.0) if rare else -0.25
-    return TokenLogprobs(own, tuple(token + rare + n for n in range(most)), tuple(-(n + 1) / 4 for n in range(most)))
+    return TokenLogprobs(
+        own, tuple(token + rare + n for n in range(top_logprobs)), tuple(-(n + 1) / 4 for n in range(top_logprobs))
+    )
 
 
 def commits(tokens: Iterable[int], sizes: Iterable[int]) -> list[Committed]:

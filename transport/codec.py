@@ -40,7 +40,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.sources.registry import MOST_SOURCES, NAME
+from speculation.sources.registry import MAX_SOURCES, NAME
 from transport.codec_open import decode_open, encode_open
 from transport.wire import MAX_TEXT, MAX_TOKENS, SOURCE, SOURCE_OUT, at_most, names_in, numbers, read_names, sources_of
 
@@ -413,7 +413,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
         speculates=not message.no_speculation,
         revision=message.revision,
         started=message.started if math.isfinite(message.started) else 0.0,
-        sources=tuple(name for name in message.sources[:MOST_SOURCES] if NAME.fullmatch(name)),
+        sources=tuple(name for name in message.sources[:MAX_SOURCES] if NAME.fullmatch(name)),
         exactness=message.exactness[:MAX_TEXT],
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import Source, SourceName
-from speculation.sources.registry import MOST_SOURCES, NAME
+from speculation.sources.registry import MAX_SOURCES, NAME
 
 MAX_TOKENS = 1 << 20
 """Longest sequence in one message."""
@@ -56,7 +56,7 @@ def sources_of(numbers: Sequence[int], named: Sequence[SourceName]) -> tuple[Sou
 
 def read_names(field: str, names: Sequence[str]) -> tuple[SourceName, ...]:
     """Names of draft sources as they came. Raises ValueError."""
-    at_most(field, len(names), MOST_SOURCES)
+    at_most(field, len(names), MAX_SOURCES)
     for name in names:
         if not NAME.fullmatch(name):
             raise ValueError(f"{field} has {name[:80]!r}; a name has up to 32 lower-case letters, digits, - and _")

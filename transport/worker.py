@@ -85,7 +85,7 @@ class Watchdog:
 
     def __init__(self, step_timeout: float) -> None:
         """``step_timeout`` in seconds; 0: off."""
-        self._most = step_timeout / HEARTBEAT_SECONDS
+        self._max_heartbeats = step_timeout / HEARTBEAT_SECONDS
         self._step = 0
         self._computing = False
         self._warm = False
@@ -106,7 +106,7 @@ class Watchdog:
         """Whether the step under way has taken too long. To be asked once a heartbeat."""
         step, beats = self._seen
         self._seen = (self._step, beats + 1 if self._computing and step == self._step else 0)
-        return 0 < self._most * (1 if self._warm else FIRST_STEP) < self._seen[1]
+        return 0 < self._max_heartbeats * (1 if self._warm else FIRST_STEP) < self._seen[1]
 
 
 class Worker:

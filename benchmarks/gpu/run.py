@@ -171,7 +171,7 @@ class Drafting:
                 stops=(),
                 position=len(text),
                 max_end=len(text) + DRAFT_LEVELS,
-                least=0.0,
+                min_weight=0.0,
                 width=DRAFT_WIDTH,
                 children=DRAFT_CHILDREN,
                 factors=odds.factors(Source.DRAFT),

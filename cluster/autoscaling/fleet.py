@@ -25,9 +25,9 @@ STRETCH = 2.0
 """How many times as long as alone a step of running text may take for the sake of prompts ..."""
 STRETCH_SECONDS = 0.05
 """... or how long, if that is more."""
-LEAST_PREFILL = 16
+MIN_PREFILL = 16
 """Prompt tokens that any step takes."""
-MOST_PLACES = 64
+MAX_PLACES = 64
 """Of a drafter's step."""
 
 
@@ -242,25 +242,25 @@ class Fleet:
         limits = self._limits
         if not decoding:
             return min(max(limits.step_tokens, limits.prompt_tokens), queued)
-        most = min(limits.step_tokens - min(tokens, limits.step_tokens // 2), queued)
-        if most <= LEAST_PREFILL:
-            return max(most, 0.0)
+        max_tokens = min(limits.step_tokens - min(tokens, limits.step_tokens // 2), queued)
+        if max_tokens <= MIN_PREFILL:
+            return max(max_tokens, 0.0)
         alone = self._costs.verify_seconds(decoding, tokens)
         patience = max(STRETCH * alone, STRETCH_SECONDS)
-        sizes = range(LEAST_PREFILL, int(most) + 1)
+        sizes = range(MIN_PREFILL, int(max_tokens) + 1)
         fitting = bisect_right(sizes, patience, key=lambda fed: self._costs.verify_seconds(decoding, tokens + fed))
         return float(sizes[max(fitting - 1, 0)])
 
-    def _prefill(self, prompts: list[Request], most: float) -> float:
+    def _prefill(self, prompts: list[Request], max_tokens: float) -> float:
         """Compute prompts, up to so many tokens; returns how many there were."""
-        left = most
+        left = max_tokens
         for request in prompts:
             taken = min(request.to_compute, left)
             request.to_compute -= taken
             left -= taken
             if request.to_compute <= 0 and request.first_at is None:
                 request.first_at, request.produced = self.now, 1.0
-        return most - left
+        return max_tokens - left
 
     def _draft(self) -> None:
         """Divide what drafters can do among all sessions; the next tick verifies what comes of it."""
@@ -276,7 +276,7 @@ class Fleet:
         if not drafters or not needed:
             self._delivery = 0.0
             return
-        together = min(max(round(sessions / drafters), 1), MOST_PLACES)
+        together = min(max(round(sessions / drafters), 1), MAX_PLACES)
         able = drafters * together / self._costs.draft(together) * TICK
         self._delivery = min(able / needed, 1.0)
         self._drafted = DraftDemand(

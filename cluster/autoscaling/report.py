@@ -79,8 +79,8 @@ def summary(outcome: Outcome) -> Iterator[str]:
     if outcome.unfinished:
         late = f"{len(outcome.unfinished)} of {len(waits)} requests were not done an hour after the last came"
         yield f"{late}; {waiting} had no first token, and count with the wait they had until then"
-    most = {pool: max(sample.replicas[pool] for sample in outcome.samples) for pool in POOLS}
-    hours = [f"{outcome.replica_seconds(pool) / 3600:.2f} {pool} (at most {most[pool]})" for pool in POOLS]
+    max_replicas = {pool: max(sample.replicas[pool] for sample in outcome.samples) for pool in POOLS}
+    hours = [f"{outcome.replica_seconds(pool) / 3600:.2f} {pool} (at most {max_replicas[pool]})" for pool in POOLS]
     yield f"replica-hours: {', '.join(hours)}"
     reversals = outcome.reversals(SOON)
     yield f"{len(outcome.changes)} changes, {len(reversals)} of them taken back within {SOON:g} s"

@@ -65,11 +65,11 @@ def figures(demand: WorkerDemand | RouterDemand, model: str = "") -> dict[str, f
     return {f"{model}:{name}" if model else name: float(value) for name, value in asdict(demand).items()}
 
 
-def options(least: int, most: int, settings: AutoscalingConfig) -> dict[str, Any]:
+def options(min_replicas: int, max_replicas: int, settings: AutoscalingConfig) -> dict[str, Any]:
     """A deployment whose number of replicas is decided here, as Serve's declaration has it."""
     bounds = {
-        "min_replicas": least,
-        "max_replicas": most,
+        "min_replicas": min_replicas,
+        "max_replicas": max_replicas,
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,
         "metrics_interval_s": settings.interval_s,
@@ -125,8 +125,8 @@ class ServePolicy:
         return sizes, states
 
     def _steer(self, ctx: AutoscalingContext, wanted: Wanted) -> tuple[Decision, State]:
-        least, most = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
-        pool = Pool(ctx.target_num_replicas, ctx.current_num_replicas, least, most)
+        min_replicas, max_replicas = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
+        pool = Pool(ctx.target_num_replicas, ctx.current_num_replicas, min_replicas, max_replicas)
         assert ctx.current_time is not None
         return steer(ctx.current_time, pool, wanted, State(**ctx.policy_state.get(STATE, {})), self._settings)
 

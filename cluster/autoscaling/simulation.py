@@ -35,8 +35,8 @@ Steer = Callable[[float, Pool, Wanted, State, AutoscalingConfig], tuple[Decision
 class Size:
     """How many replicas a pool may have; it begins with the least."""
 
-    least: int
-    most: int
+    min_replicas: int
+    max_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def simulate(arrivals: Sequence[Arrival], setup: Setup, steering: Steer = steer)
 
 class _Run:
     def __init__(self, arrivals: Sequence[Arrival], setup: Setup, steering: Steer) -> None:
-        self._replicas = {pool: setup.sizes[pool].least for pool in POOLS}
+        self._replicas = {pool: setup.sizes[pool].min_replicas for pool in POOLS}
         self._setup, self._steer = setup, steering
         self._coming = deque(arrivals)
         self._deadline = seconds_of(arrivals) + LONGEST_TAIL
@@ -173,7 +173,7 @@ class _Run:
         for pool, wanted in self._reports.wanted().items():
             size = self._setup.sizes[pool]
             before = self._replicas[pool]
-            known = Pool(before, running[pool], size.least, size.most)
+            known = Pool(before, running[pool], size.min_replicas, size.max_replicas)
             decision, self._states[pool] = self._steer(now, known, wanted, self._states[pool], settings)
             if decision.replicas != before:
                 self._outcome.changes.append(Change(now, pool, before, decision))

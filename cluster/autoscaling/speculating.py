@@ -31,10 +31,10 @@ class Drafting:
 class Speculating:
     """The averages of one set-up."""
 
-    def __init__(self, costs: Costs, alpha: float, most: int) -> None:
-        """``most``: draft tokens verified for a session in one step; 0: requests ask for no drafts."""
-        self.allowed = most > 0
-        self._costs, self._alpha, self._most = costs, min(alpha, 0.99), most
+    def __init__(self, costs: Costs, alpha: float, max_lead: int) -> None:
+        """``max_lead``: draft tokens verified for a session in one step; 0: requests ask for no drafts."""
+        self.allowed = max_lead > 0
+        self._costs, self._alpha, self._max_lead = costs, min(alpha, 0.99), max_lead
         self.wanted = cache(self._wanted)
 
     def committed(self, drafts: float) -> float:
@@ -47,7 +47,7 @@ class Speculating:
         def rate(drafts: int) -> float:
             return self.committed(drafts) / self._costs.verify_seconds(sessions, sessions * (1 + drafts))
 
-        best = max(range(self._most + 1), key=rate)
+        best = max(range(self._max_lead + 1), key=rate)
         if not best or not self._alpha:
             return Drafting(0, 0)
         return Drafting(min(math.ceil(math.log(FAIR_CHANCE) / math.log(self._alpha)), LONGEST_LEAD), best)

@@ -48,8 +48,8 @@ class Pool:
     replicas: int
     """Those decided on: some may still be starting."""
     running: int
-    least: int
-    most: int
+    min_replicas: int
+    max_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def steer(now: float, pool: Pool, wanted: Wanted, state: State, settings: Autosc
 def _steer(
     now: float, pool: Pool, wanted: Wanted, state: State, settings: AutoscalingConfig
 ) -> tuple[int, Held, State]:
-    bounded = min(max(pool.replicas, pool.least), pool.most)
+    bounded = min(max(pool.replicas, pool.min_replicas), pool.max_replicas)
     if bounded != pool.replicas:
         return bounded, Held.BOUNDS, State()
     if wanted.why is Why.UNKNOWN:
@@ -106,7 +106,7 @@ def _steer(
 
 
 def _grow(now: float, pool: Pool, needed: int, state: State, settings: AutoscalingConfig) -> tuple[int, Held, State]:
-    if pool.replicas == pool.most:
+    if pool.replicas == pool.max_replicas:
         return pool.replicas, Held.BOUNDS, replace(state, small_since=None)
     since_growth = math.inf if state.grown_at is None else now - state.grown_at
     waits = replace(state, small_since=None)
@@ -120,21 +120,21 @@ def _grow(now: float, pool: Pool, needed: int, state: State, settings: Autoscali
     fewest = needed if state.small_since is None else min(state.fewest, needed)
     if now - since < settings.up_s:
         return pool.replicas, Held.DELAY, replace(state, small_since=since, fewest=fewest)
-    larger = min(fewest, pool.most, max(2 * pool.replicas, pool.replicas + 1))
+    larger = min(fewest, pool.max_replicas, max(2 * pool.replicas, pool.replicas + 1))
     return larger, Held.NOTHING, State(grown_at=now, rest_s=state.rest_s)
 
 
 def _shrink(
     now: float, pool: Pool, roomy: int, why: Why, state: State, settings: AutoscalingConfig
 ) -> tuple[int, Held, State]:
-    if pool.replicas == pool.least:
+    if pool.replicas == pool.min_replicas:
         return pool.replicas, Held.BOUNDS, replace(state, large_since=None)
     since = now if state.large_since is None else state.large_since
-    most = roomy if state.large_since is None else max(state.most, roomy)
-    state = replace(state, large_since=since, most=most)
+    largest = roomy if state.large_since is None else max(state.most, roomy)
+    state = replace(state, large_since=since, most=largest)
     if now - since < settings.down_s:
         return pool.replicas, Held.DELAY, state
-    smaller = max(most, pool.least)
+    smaller = max(largest, pool.min_replicas)
     after = State(grown_at=state.grown_at)
     if smaller == 0 and why is Why.RESTING:
         after = _rest(now, state, settings)

@@ -19,8 +19,8 @@ from random import Random
 
 FIELDS = ("seconds", "prompt_tokens", "output_tokens")
 LONGEST = 7 * 86400.0
-MOST_REQUESTS = 10**6
-MOST_TOKENS = 10**6
+MAX_REQUESTS = 10**6
+MAX_TOKENS = 10**6
 PROMPT, OUTPUT = 400.0, 200.0
 """Tokens of made-up requests: the median of a log-normal distribution."""
 SPREAD = 0.7
@@ -62,25 +62,25 @@ def _arrivals(path: Path, rows: csv.DictReader[str]) -> Iterator[Arrival]:
     for count, row in enumerate(rows, 1):
         where = f"{path}: line {rows.line_num}"
         at = _number(where, row, "seconds", last, LONGEST)
-        prompt, output = (int(_number(where, row, name, 1, MOST_TOKENS)) for name in FIELDS[1:])
-        if count > MOST_REQUESTS:
-            raise TraceError(f"{where}: a trace has at most {MOST_REQUESTS:,} requests")
+        prompt, output = (int(_number(where, row, name, 1, MAX_TOKENS)) for name in FIELDS[1:])
+        if count > MAX_REQUESTS:
+            raise TraceError(f"{where}: a trace has at most {MAX_REQUESTS:,} requests")
         yield Arrival(at, prompt, output)
         last = at
     if not count:
         raise TraceError(f"{path}: has no requests")
 
 
-def _number(where: str, row: Mapping[str, str | None], name: str, least: float, most: float) -> float:
+def _number(where: str, row: Mapping[str, str | None], name: str, minimum: float, maximum: float) -> float:
     text = (row[name] or "").strip()
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     whole = name == "seconds" or value == math.floor(value) if math.isfinite(value) else False
-    if not whole or not least <= value <= most:
+    if not whole or not minimum <= value <= maximum:
         kind = "a number" if name == "seconds" else "a whole number"
-        raise TraceError(f"{where}: {name} must be {kind} from {least:g} to {most:g}, got {text!r}")
+        raise TraceError(f"{where}: {name} must be {kind} from {minimum:g} to {maximum:g}, got {text!r}")
     return value
 
 

@@ -99,11 +99,11 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
         large = [gpu for gpu in devices.gpus if CUDA_SHARE * need.share * gpu.memory >= each]
         text = f"a rank of {need.pool} needs {each / GIB:.1f} GiB ({need.weights / GIB:.1f} of weights)"
         if not large:
-            most = max(need.share * gpu.memory for gpu in devices.gpus) / GIB
+            max_memory = max(need.share * gpu.memory for gpu in devices.gpus) / GIB
             of = "the largest GPU has" if need.share == 1 else f"its share of the largest GPU ({need.share:.0%}) is"
             larger = "" if need.share == 1 else f"{need.path}.gpus or "
             fix = f"raise {larger}{need.path}.tensor_parallel_size, quantise, or lower {need.path}.cache_tokens"
-            yield problem("memory", f"{text}, {of} {most:.1f}", fix)
+            yield problem("memory", f"{text}, {of} {max_memory:.1f}", fix)
         elif len(large) < need.ranks * need.share:
             fix = "lower replicas or tensor_parallel_size, or set gpus below 1 for them to share a GPU"
             yield warning("memory", f"{text}, and {need.ranks} ranks have {len(large)} such GPUs", fix)

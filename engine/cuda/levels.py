@@ -31,10 +31,10 @@ from engine.cuda.rows import Rows, fixed_size, max_wanted
 from engine.noise import gumbel, keys_at
 from engine.sampling import RIVALS
 from engine.upload import to_device, upload
-from speculation.calibration import BINS, CELLS, DEPTHS, LEAST, MOST, RANKS, OddsTable
+from speculation.calibration import BINS, CELLS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS, OddsTable
 from speculation.messages import Sampling, Token
 from speculation.noise import splitmix64
-from speculation.trie import LEAST_CONFIDENCE
+from speculation.trie import MIN_CONFIDENCE
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Growth:
     """Of the next token: how many are committed."""
     max_end: int
     """A draft that ends further behind is not expanded."""
-    least: float
+    min_weight: float
     """Chance of being kept below which nothing is expanded."""
     width: int
     """Places that a level expands."""
@@ -255,7 +255,7 @@ class Levels:
             "offset": (CELLS,),
             "factor": (sessions, RANKS),
             "temperature": (sessions,),
-            "least": (sessions,),
+            "min_weight": (sessions,),
             "weight": (sessions, self.width),
             "leaf_weight": (sessions, LEAVES),
             "greedy": (sessions,),
@@ -293,7 +293,7 @@ class Levels:
                     "temperature",
                     (1.0 if sampling.greedy else max(sampling.temperature, torch.finfo(self._dtype).tiny),),
                 ),
-                ("least", (growth.least,)),
+                ("min_weight", (growth.min_weight,)),
                 ("weight", (*growth.weights, *[0.0] * unused[1])),
                 ("leaf_weight", (*(leaf.weight for leaf in leaves), *[0.0] * unused[0])),
                 ("greedy", (sampling.greedy,)),
@@ -484,10 +484,10 @@ class Levels:
 
         0 where it is no draft, or none to be expanded. In double precision, as on the host.
         """
-        said_NWC = confidence_NWC.clamp(LEAST_CONFIDENCE, 1.0)
+        said_NWC = confidence_NWC.clamp(MIN_CONFIDENCE, 1.0)
         ahead_NW = end_NW - told["position"][:, None]
         depth_NW = (ahead_NW[..., None] >= self._depths).sum(-1)
-        least_N1 = told["least"][:, None]
+        min_N1 = told["min_weight"][:, None]
         may_N1W = end_NW < told["max_end"][:, None]
         stops_NWC = (tokens_NWC[..., None] == told["stop"][:, None, None, :]).any(-1)
         before_NW, left_NW = torch.zeros_like(weight_NW), torch.ones_like(weight_NW)
@@ -499,14 +499,14 @@ class Levels:
             tenth_NW = (claim_NW * BINS).nan_to_num().long().clamp_(0, BINS - 1)
             cell_NW = (rank * BINS + tenth_NW) * (len(DEPTHS) + 1) + depth_NW
             odds_NW = (claim_NW * told["wide_factor"][rank]).clamp(max=1.0)
-            odds_NW = (odds_NW * told["slope"][cell_NW] + told["offset"][cell_NW]).clamp(LEAST, MOST)
-            odds_NW = (odds_NW * told["factor"][:, rank, None]).clamp(LEAST, MOST)
-            odds_NW = (left_NW * odds_NW).clamp(min=LEAST_CONFIDENCE)
+            odds_NW = (odds_NW * told["slope"][cell_NW] + told["offset"][cell_NW]).clamp(MIN_ODDS, MAX_ODDS)
+            odds_NW = (odds_NW * told["factor"][:, rank, None]).clamp(MIN_ODDS, MAX_ODDS)
+            odds_NW = (left_NW * odds_NW).clamp(min=MIN_CONFIDENCE)
             chance_NW = weight_NW * odds_NW
             taken_NW = taken_NW & there_NWC[..., number] & (number < told["children"][:, None])
             if number:
-                taken_NW = taken_NW & (chance_NW >= least_N1)
-            opened_NW = taken_NW & may_N1W & (chance_NW >= least_N1) & ~stops_NWC[..., number]
+                taken_NW = taken_NW & (chance_NW >= min_N1)
+            opened_NW = taken_NW & may_N1W & (chance_NW >= min_N1) & ~stops_NWC[..., number]
             found.append(chance_NW.masked_fill(~opened_NW, 0.0))
             before_NW, left_NW = before_NW + said_NW, left_NW - odds_NW
         return torch.stack(found, -1)
@@ -563,7 +563,7 @@ class Levels:
                 stops=(),
                 position=1,
                 max_end=1 << 30,
-                least=0.0,
+                min_weight=0.0,
                 width=self.width,
                 children=self.children,
                 factors=[1.0] * RANKS,
@@ -583,7 +583,7 @@ class Levels:
         return further()[:2].clone()
 
 
-REALS = frozenset({"wide_factor", "slope", "offset", "factor", "temperature", "least", "weight", "leaf_weight"})
+REALS = frozenset({"wide_factor", "slope", "offset", "factor", "temperature", "min_weight", "weight", "leaf_weight"})
 NO_LEAF, GIVEN = -1, -2
 """What was chosen where nothing was, and where the first level has its places."""
 NO_LIMIT = 1 << 30

@@ -116,9 +116,9 @@ class Group:
 
     def all_agree(self, so: bool) -> bool:
         """Whether all ranks say so."""
-        return bool(self.least(int(so)))
+        return bool(self.minimum(int(so)))
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest of all ranks' values, however long they take."""
         values_1 = torch.tensor([value])
         dist.all_reduce(values_1, dist.ReduceOp.MIN, group=self._idle)

@@ -74,7 +74,7 @@ READING = 0.0005
 WATCHDOG = 1.0
 DRAIN = 1.5
 """How long a worker that drains waits for its sessions to leave."""
-MOST_UNDER_WAY = 50_000
+MAX_UNDER_WAY = 50_000
 """Messages and timers at once; more would mean that something is not bounded."""
 
 
@@ -185,7 +185,7 @@ class World:
         """Run ``action`` at virtual time ``when``."""
         self._serial += 1
         heapq.heappush(self._heap, (when, self._serial, action))
-        assert len(self._heap) < MOST_UNDER_WAY, "messages pile up"
+        assert len(self._heap) < MAX_UNDER_WAY, "messages pile up"
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Run ``action`` so many seconds from now."""

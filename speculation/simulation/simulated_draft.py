@@ -12,7 +12,7 @@ from speculation import digest as digests
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.draft_session import DraftSession, Sync, best_places
-from speculation.guesses import MOST_GUESSES, MOST_SESSIONS, Forward, Guesses, draft_along
+from speculation.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.messages import Open, Proposal, SessionId, Source, Verification
 from speculation.simulation.agreement import Text
 from speculation.simulation.simulated_world import World
@@ -72,7 +72,7 @@ class SimulatedDraft:
     def guess(self, place: Node) -> list[float]:
         """Guess what the model says behind a place; the chances that it does and that the text gets there, falling."""
         self._guesses.clear()
-        levels = min(self.session.levels_below(place) - 1, MOST_GUESSES)
+        levels = min(self.session.levels_below(place) - 1, MAX_GUESSES)
         if levels > 0:
             self._known.extend(self.session.tokens[len(self._known) :])
             path = [node.token for node in place.path_from(self.session.trie.root)]
@@ -177,7 +177,7 @@ class Drafter:
 
     def _guess(self, places: Mapping[SimulatedDraft, Sequence[Node]], tokens: int) -> dict[SimulatedDraft, int]:
         """How many guesses of each session join a forward of ``tokens``, by the rule of the second level."""
-        guessed = sorted(places, key=lambda held: -places[held][0].weight)[:MOST_SESSIONS]
+        guessed = sorted(places, key=lambda held: -places[held][0].weight)[:MAX_SESSIONS]
         gain = sum(node.weight for nodes in places.values() for node in nodes)
         chances = [held.guess(places[held][0]) for held in guessed]
         return dict(zip(guessed, Forward(tokens, gain, self._cost).worth(chances), strict=True))

@@ -147,5 +147,5 @@ class PromptLookup:
 
 def common_end(a: Sequence[Token], b: Sequence[Token]) -> int:
     """How many tokens at the end of ``a`` and ``b`` are equal, at most :data:`COUNTED`."""
-    most = min(len(a), len(b), COUNTED)
-    return next((i for i in range(1, most + 1) if a[-i] != b[-i]), most + 1) - 1
+    max_equal = min(len(a), len(b), COUNTED)
+    return next((i for i in range(1, max_equal + 1) if a[-i] != b[-i]), max_equal + 1) - 1

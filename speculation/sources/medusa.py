@@ -36,8 +36,8 @@ class GuessTree:
     confidence: tuple[float, ...] = ()
 
 
-def likeliest(places: HeadGuesses, most: int) -> GuessTree:
-    """The ``most`` likeliest paths through the guesses: those of the highest product of confidences."""
+def likeliest(places: HeadGuesses, max_tokens: int) -> GuessTree:
+    """The ``max_tokens`` likeliest paths through the guesses: those of the highest product of confidences."""
     tokens: list[Token] = []
     parents: list[int] = []
     confidence: list[float] = []
@@ -49,7 +49,7 @@ def likeliest(places: HeadGuesses, most: int) -> GuessTree:
             heapq.heappush(open_paths, (-chance * guess.confidence, parent, rank, depth))
 
     extend(1.0, 0, ANCHOR)
-    while open_paths and len(tokens) < most:
+    while open_paths and len(tokens) < max_tokens:
         chance, parent, rank, depth = heapq.heappop(open_paths)
         guess = places[depth][rank]
         tokens.append(guess.token)

@@ -42,9 +42,9 @@ from speculation.messages import ANCHOR, Open, Source, SourceName, Token
 from speculation.origin import Own
 from speculation.sources.lookup import Continuation
 
-MOST_SOURCES = 32
+MAX_SOURCES = 32
 """That can be registered in one process."""
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 """In one suggestion."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 """What a source can be called."""
@@ -111,8 +111,8 @@ def register(name: SourceName, maker: Maker) -> None:
         raise SourceError(f"draft source {name!r}: a name has up to 32 lower-case letters, digits, - and _")
     if name in (*Source, *Own) or _makers.get(name, maker) != maker:
         raise SourceError(f"draft source {name!r}: the name is taken; choose another")
-    if len(_makers) >= MOST_SOURCES and name not in _makers:
-        raise SourceError(f"draft source {name!r}: there are {MOST_SOURCES} already, which is all there can be")
+    if len(_makers) >= MAX_SOURCES and name not in _makers:
+        raise SourceError(f"draft source {name!r}: there are {MAX_SOURCES} already, which is all there can be")
     _makers[name] = maker
 
 
@@ -184,8 +184,8 @@ def _checked(suggestion: Suggestion, depth: int) -> Suggestion:
     tokens, parents, confidence = suggestion.tokens, suggestion.parents, suggestion.confidence
     if not len(tokens) == len(parents) == len(confidence):
         raise SourceError(f"{len(parents)} parents and {len(confidence)} confidences for {len(tokens)} tokens")
-    if len(tokens) > MOST_TOKENS:
-        raise SourceError(f"{len(tokens)} tokens were proposed; at most {MOST_TOKENS} are taken")
+    if len(tokens) > MAX_TOKENS:
+        raise SourceError(f"{len(tokens)} tokens were proposed; at most {MAX_TOKENS} are taken")
     if not all(type(token) is int for token in tokens) or not all(isinstance(sure, float | int) for sure in confidence):
         raise SourceError("tokens must be whole numbers, and confidences numbers")
     depths: list[int] = []

@@ -141,16 +141,16 @@ class SuffixStore:
         while self._queued > self._longest:
             self._queued -= len(self._waiting.popleft().tokens)
 
-    def work(self, most: int) -> None:
-        """Index or forget up to ``most`` tokens."""
-        while most > 0 and not self.idle:
+    def work(self, max_tokens: int) -> None:
+        """Index or forget up to ``max_tokens`` tokens."""
+        while max_tokens > 0 and not self.idle:
             if self._leaving is not None:
-                most -= self._forget(self._leaving, most)
+                max_tokens -= self._forget(self._leaving, max_tokens)
             elif self._indexing is not None:
-                most -= self._index(self._indexing, most)
+                max_tokens -= self._index(self._indexing, max_tokens)
             else:
                 self._admit()
-                most -= 1
+                max_tokens -= 1
 
     def follow(self, scope: str, recent: Sequence[Token], depth: int) -> Followed:
         """At most ``depth`` tokens that followed in earlier texts of the scope where they last read like ``recent``."""
@@ -202,11 +202,11 @@ class SuffixStore:
         self._waiting.popleft()
         self._queued -= len(text.tokens)
 
-    def _index(self, text: _Text, most: int) -> int:
-        """Add up to ``most`` places of a text to the index; returns how many."""
+    def _index(self, text: _Text, max_tokens: int) -> int:
+        """Add up to ``max_tokens`` places of a text to the index; returns how many."""
         places, tokens = self._scopes[text.scope].places, text.tokens
         first = text.indexed
-        text.indexed = until = min(first + most, len(tokens))
+        text.indexed = until = min(first + max_tokens, len(tokens))
         for key, end in _contexts(tokens, first, until):
             known = places.setdefault(key, [])
             known.append(text.number << _END_BITS | end)
@@ -217,11 +217,11 @@ class SuffixStore:
         self.taken += until - first
         return until - first
 
-    def _forget(self, text: _Text, most: int) -> int:
-        """Take up to ``most`` places of a text out of the index, the last first; returns how many."""
+    def _forget(self, text: _Text, max_tokens: int) -> int:
+        """Take up to ``max_tokens`` places of a text out of the index, the last first; returns how many."""
         scope, tokens = self._scopes[text.scope], text.tokens
         until = text.indexed
-        text.indexed = first = max(until - most, 0)
+        text.indexed = first = max(until - max_tokens, 0)
         for key, end in _contexts(tokens, first, until):
             place, known = text.number << _END_BITS | end, scope.places.get(key, [])
             if place in known:

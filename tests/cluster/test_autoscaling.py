@@ -63,12 +63,12 @@ async def test_pools_follow_the_load_up_and_down_and_no_text_changes(paceline):
     url = paceline.expect(r"Paceline serves at (\S+)")
     bodies = [body(prompt, TOKENS) for prompt in prompts(sum(RAMP))]
     expected = await plain(url, bodies[:2])
-    most = {"TargetWorker": 0, "DraftWorker": 0}
+    max_seen = {"TargetWorker": 0, "DraftWorker": 0}
 
     async def watch() -> None:
         while True:
-            for kind in most:
-                most[kind] = max(most[kind], count(paceline, kind))
+            for kind in max_seen:
+                max_seen[kind] = max(max_seen[kind], count(paceline, kind))
             await asyncio.sleep(0.3)
 
     async def load() -> list[str]:
@@ -77,7 +77,7 @@ async def test_pools_follow_the_load_up_and_down_and_no_text_changes(paceline):
         deadline = time.monotonic() + PATIENCE
         grown = False
         while not grown and time.monotonic() < deadline:
-            grown = most["TargetWorker"] == 2 and most["DraftWorker"] >= 1
+            grown = max_seen["TargetWorker"] == 2 and max_seen["DraftWorker"] >= 1
             waves = []
             for number in RAMP:
                 part = bodies[sum(map(len, waves)) :][:number]
@@ -95,7 +95,7 @@ async def test_pools_follow_the_load_up_and_down_and_no_text_changes(paceline):
     watching = asyncio.create_task(watch())
     texts = await load()
     watching.cancel()
-    assert most["TargetWorker"] == 2 and most["DraftWorker"] >= 1, (most, decisions(paceline))
+    assert max_seen["TargetWorker"] == 2 and max_seen["DraftWorker"] >= 1, (max_seen, decisions(paceline))
     assert texts == expected * (len(texts) // 2)
     await until(paceline, targets=1, drafts=0, seconds=PATIENCE)
     said = decisions(paceline)

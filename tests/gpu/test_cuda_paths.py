@@ -106,7 +106,7 @@ def test_steps_by_rows(model, recorded, seed, caplog):
     for _ in range(4):
         twins.open()
     for step in range(30):
-        found, expected = twins.step(most=300 if step < 6 else 7)
+        found, expected = twins.step(max_tokens=300 if step < 6 else 7)
         assert_close(found, expected, f"seed {seed}, step {step}")
     assert not [record for record in caplog.records if record.levelname == "WARNING"], "recording failed"
 
@@ -201,7 +201,7 @@ def test_draft_levels_of_one_launch(model, sampling):
         stops=(),
         position=len(text),
         max_end=len(text) + count,
-        least=0.0,
+        min_weight=0.0,
         width=4,
         children=3,
         factors=odds.factors(Source.DRAFT),

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 from router import asgi, auth
 from router.admission import AdmissionSettings
 from router.api import ApiSettings
-from router.asgi import MOST_HEAD_BYTES, BoundedHttp
+from router.asgi import MAX_HEAD_BYTES, BoundedHttp
 from router.auth import ApiKeys
 from router.bounds import ALWAYS_READ
 from router.limits import Allowance
@@ -252,9 +252,9 @@ def bounded() -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 4 * MOST_HEAD_BYTES,
-        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-many: aaaaaaaaaa\r\n" * (MOST_HEAD_BYTES // 5),
-        b"GET /" + b"a" * 4 * MOST_HEAD_BYTES,
+        b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 4 * MAX_HEAD_BYTES,
+        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x-many: aaaaaaaaaa\r\n" * (MAX_HEAD_BYTES // 5),
+        b"GET /" + b"a" * 4 * MAX_HEAD_BYTES,
     ],
 )
 def test_a_head_without_end_is_refused(bounded: tuple[str, int], head: bytes) -> None:
@@ -272,7 +272,7 @@ def test_a_head_without_end_is_refused(bounded: tuple[str, int], head: bytes) ->
         for _ in range(3):  # several requests over one connection, each with a long head and a body
             connection.sendall(
                 b"POST /nowhere HTTP/1.1\r\nhost: x\r\nx-long: "
-                + b"a" * (MOST_HEAD_BYTES // 2)
+                + b"a" * (MAX_HEAD_BYTES // 2)
                 + b"\r\ncontent-length: 4\r\n\r\nbody"
             )
             assert connection.recv(4096).startswith(b"HTTP/1.1 404 ")
@@ -345,7 +345,7 @@ async def test_an_offer_to_upgrade_is_passed_over_and_bodies_are_as_they_came(re
 
 async def test_a_head_too_large_is_refused_also_where_it_offers_to_upgrade(repeating: Any) -> None:
     reader, writer = repeating
-    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"Upgrade: h2c\r\n" * (MOST_HEAD_BYTES // 14 + 1))
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n" + b"Upgrade: h2c\r\n" * (MAX_HEAD_BYTES // 14 + 1))
     assert b"headers are larger than" in await heard(reader)
 
 

@@ -16,7 +16,7 @@ from router.service import Router, RouterSettings
 from target_service.verify_loop import TargetLimits
 from tests.stack import MODELS, Running, draft_worker, target_worker
 
-MOST_COMMITTED = 240
+MAX_COMMITTED = 240
 """Tokens that the target may still commit of a text whose client has left: at most half of one that nobody stops."""
 LONG = {"prompt": "def fib(n):\n    return n\n\n" * 40, "max_tokens": 480}
 WAYS = [(stream, n) for stream in (False, True) for n in (1, 4)]
@@ -76,7 +76,7 @@ class Stack:
     async def soon(self, n: int, happens: Callable[[], bool]) -> None:
         """It happens, and not because the ``n`` texts under way were finished."""
         await self.until(happens)
-        assert self.committed - self.left < n * MOST_COMMITTED
+        assert self.committed - self.left < n * MAX_COMMITTED
 
 
 @pytest_asyncio.fixture
@@ -107,7 +107,9 @@ async def test_in_the_middle_of_its_text(stack: Stack) -> None:
         committed = stack.dispatcher.totals.committed
         async with stack.asking(stream=stream, n=n):
             await stack.until(
-                lambda most=committed + 8 * n: stack.dispatcher.totals.committed > most and all(stack.taken())
+                lambda committed_before=committed + 8 * n: (
+                    stack.dispatcher.totals.committed > committed_before and all(stack.taken())
+                )
             )
         await stack.all_free(n)
 

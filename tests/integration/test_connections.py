@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from router import asgi
 from router.api import build_app
-from router.asgi import MOST_HEAD_BYTES, BoundedHttp
+from router.asgi import MAX_HEAD_BYTES, BoundedHttp
 from router.generation import Committed
 from tests.fakes import FakeGenerator, FakeTokenizers
 from tests.integration.test_http_api import model, shared
@@ -117,10 +117,10 @@ async def test_trailers_are_dropped_and_small_chunks_go_on_without_end() -> None
         for _ in range(2):
             writer.write(CHUNKED)
             for _ in range(4):
-                writer.write(b"1;extension=of-a-chunk\r\nb\r\n" * (MOST_HEAD_BYTES // 24))
+                writer.write(b"1;extension=of-a-chunk\r\nb\r\n" * (MAX_HEAD_BYTES // 24))
                 await asyncio.sleep(0.001)
             writer.write(b"0\r\nauthorization: x\r\nx-last: y\r\n\r\n")
-            assert await heard(reader) == b"host transfer-encoding " + b"b" * (MOST_HEAD_BYTES // 24) * 4
+            assert await heard(reader) == b"host transfer-encoding " + b"b" * (MAX_HEAD_BYTES // 24) * 4
 
 
 # Connections without requests

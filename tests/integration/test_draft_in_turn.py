@@ -132,7 +132,7 @@ def test_levels_of_one_launch_change_nothing_but_the_number_of_forwards(
     found = []
     for launched in (False, True):
         engine = by_rows(likeness, 2048, record=lambda compute: compute, invariant=False)
-        limits = limits_in_turn(replace(DraftLimits(), least=0.001))
+        limits = limits_in_turn(replace(DraftLimits(), min_weight=0.001))
         levels = DraftLevels(engine.levels(limits.draft.width, limits.draft.children)) if launched else None
         drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits, levels=levels)
         loop = loop_of(model, drafter)
@@ -360,7 +360,7 @@ def test_another_vocabulary_is_refused(model: Model, tmp_path: Path) -> None:
 
 def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dear against the target's tokens, none is but for a probe now and then; at no price, all are."""
-    limits = limits_in_turn(DraftLimits(children=1, width=1, least=0.0))
+    limits = limits_in_turn(DraftLimits(children=1, width=1, min_weight=0.0))
     engine = engine_of(likeness, invariant=False)
     drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits)
     key, one = (LINK, SessionId(1)), opening(1, GREEDY, new=120)

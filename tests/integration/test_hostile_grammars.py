@@ -68,7 +68,7 @@ async def test_requests_without_grammars_do_not_wait(slow: Slow) -> None:
 
 
 async def test_more_than_may_wait_are_told_to_come_again(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reader, "MOST_WAITING", 2)
+    monkeypatch.setattr(request_reader, "MAX_WAITING", 2)
     async with in_memory(fake()) as client, asyncio.timeout(PATIENCE):
         waiting = [asyncio.create_task(ask(client, number)) for number in range(2)]
         await until_tried(slow)

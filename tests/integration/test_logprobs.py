@@ -74,13 +74,13 @@ def thought(stock: Stock, tokens: Sequence[Token], start: int) -> torch.Tensor:
     return stock(tokens)[start - 1 : -1].double().log_softmax(-1)
 
 
-def check(told: Sequence[TokenLogprobs], expected_TV: torch.Tensor, tokens: Sequence[Token], most: int) -> None:
+def check(told: Sequence[TokenLogprobs], expected_TV: torch.Tensor, tokens: Sequence[Token], top_logprobs: int) -> None:
     assert len(told) == len(expected_TV) == len(tokens)
     for one, expected_V, token in zip(told, expected_TV, tokens, strict=True):
         assert one.logprob == pytest.approx(float(expected_V[token]), abs=CLOSE)
-        assert len(one.tokens) == most
+        assert len(one.tokens) == top_logprobs
         assert list(one.logprobs) == sorted(one.logprobs, reverse=True)
-        assert one.logprobs == pytest.approx(expected_V.topk(most).values.tolist(), abs=CLOSE)
+        assert one.logprobs == pytest.approx(expected_V.topk(top_logprobs).values.tolist(), abs=CLOSE)
         assert one.logprobs == pytest.approx(expected_V[list(one.tokens)].tolist(), abs=CLOSE)
 
 
@@ -237,7 +237,7 @@ def test_a_preempted_prompt_is_told_of_once(engine: Engine, stock: Stock, monkey
 
 
 def test_more_than_fits_into_a_message_is_refused(loop: VerifyLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objections, "MOST_TOLD", 99)
+    monkeypatch.setattr(objections, "MAX_PROMPT_LOGPROBS", 99)
     refused = loop.receive(LINK, opening(1, range(20), Sampling(), extras=Extras(prompt_logprobs=4)))
     ((_, message),) = refused
     assert isinstance(message, Refused)

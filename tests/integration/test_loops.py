@@ -135,7 +135,7 @@ def test_both_sides_keep_their_caches_through_acceptance_and_rejection(engines):
 @pytest.mark.parametrize(("nodes", "depth", "total"), [(400, 4, 3 + 9 + 27 + 81), (20, 3, 20)])
 def test_lead_and_size_of_a_draft_tree_are_bounded(engines, nodes, depth, total):
     drafter = lookahead(
-        engines, limits=LookaheadLimits(draft=DraftLimits(lead=4, nodes=nodes, least=0.0, bytes_a_token=1e6))
+        engines, limits=LookaheadLimits(draft=DraftLimits(lead=4, nodes=nodes, min_weight=0.0, bytes_a_token=1e6))
     )
     drafter.receive(LINK, opened())
     seen = SpeculationTrie(opened().tokens, vocabulary=10**6)

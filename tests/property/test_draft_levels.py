@@ -39,7 +39,7 @@ from tests.by_rows import PlainRows, by_rows
 from tests.unit.engine_models import load_tiny, random_tokens
 
 ROUTER = "router"
-LIMITS = DraftLimits(lead=12, nodes=400, children=3, width=4, least=0.001)
+LIMITS = DraftLimits(lead=12, nodes=400, children=3, width=4, min_weight=0.001)
 GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=5)
 FILTERED, PENALISED = replace(WARM, top_k=9), replace(GREEDY, frequency_penalty=0.4)
 
@@ -311,7 +311,7 @@ def test_a_text_near_the_end_of_the_context_is_drafted_level_by_level(llama: Mod
 
 def test_a_full_tree_takes_no_more(llama: Model) -> None:
     """What a launch expanded beyond it is in neither the tree nor the cache."""
-    limits = replace(LIMITS, nodes=20, least=0.0)
+    limits = replace(LIMITS, nodes=20, min_weight=0.0)
     other = Drafter(llama, 8, limits=limits)
     other.open(0, random_tokens(9, seed=1), WARM)
     for _ in range(3):

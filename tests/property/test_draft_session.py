@@ -10,7 +10,7 @@ from speculation.draft_session import (
     FIRST_CREDIT,
     IGNORED_BEFORE_REPUSH,
     LARGEST_SHARE,
-    MOST_CREDIT,
+    MAX_CREDIT,
     Candidate,
     DraftLimits,
     DraftSession,
@@ -52,7 +52,7 @@ limits = st.builds(
     DraftLimits,
     lead=st.sampled_from([3, 24]),
     nodes=st.sampled_from([4, 12, 128]),
-    least=st.sampled_from([0.0, 0.01, 0.1]),
+    min_weight=st.sampled_from([0.0, 0.01, 0.1]),
     hold=st.sampled_from([1, 4]),
     bytes_a_token=st.sampled_from([10.0, 58.0]),
 )
@@ -113,7 +113,7 @@ class Pair:
         assert self.drafter.verified(commit.verification) is Sync.ADVANCED
         assert self.drafter.tokens == self.target.tokens
         rate = self.drafter.limits.bytes_a_token
-        self.savings = min(self.savings + rate * len(tokens), MOST_CREDIT * rate)
+        self.savings = min(self.savings + rate * len(tokens), MAX_CREDIT * rate)
 
     def answer(self, node: Node | None, one: Round) -> Token:
         """The target's token after a place: one of the drafts there, as long as it agrees."""

@@ -119,8 +119,8 @@ class Machine:
         if self.rng.random() < 0.8:
             self.reuse(life)
 
-    def some_tokens(self, most: int) -> list[int]:
-        return [self.rng.randrange(ALPHABET) for _ in range(self.rng.randint(1, most))]
+    def some_tokens(self, max_tokens: int) -> list[int]:
+        return [self.rng.randrange(ALPHABET) for _ in range(self.rng.randint(1, max_tokens))]
 
     def run(self, first: Life) -> None:
         """A step of the engine over a few sequences."""
@@ -216,12 +216,16 @@ class Machine:
                 assert above.above is not None
                 text, above = above.tokens + text, above.above
             texts.add(text)
-        most = len(life.tokens) - 1
-        if not life.shares or length > most:
+        max_reused = len(life.tokens) - 1
+        if not life.shares or length > max_reused:
             return length
-        full = max(end for end in range(0, most + 1, block) if tuple(life.tokens[:end]) in texts)
+        full = max(end for end in range(0, max_reused + 1, block) if tuple(life.tokens[:end]) in texts)
         nearest = max(
-            sum(1 for i in range(full, min(len(text), most)) if text[full : i + 1] == tuple(life.tokens[full : i + 1]))
+            sum(
+                1
+                for i in range(full, min(len(text), max_reused))
+                if text[full : i + 1] == tuple(life.tokens[full : i + 1])
+            )
             for text in texts
             if text[:full] == tuple(life.tokens[:full])
         )

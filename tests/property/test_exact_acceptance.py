@@ -94,10 +94,10 @@ def random_model(name: str) -> Model:
 
 def contrary(model: Model) -> Model:
     """All on the token that ``model`` finds least likely."""
-    return lambda text: tuple(QUARTERS * (token == _least(model(text))) for token in range(VOCABULARY))
+    return lambda text: tuple(QUARTERS * (token == _least_likely(model(text))) for token in range(VOCABULARY))
 
 
-def _least(weights: Sequence[int]) -> Token:
+def _least_likely(weights: Sequence[int]) -> Token:
     return min(range(len(weights)), key=weights.__getitem__)
 
 
@@ -399,9 +399,9 @@ class ShipsAnotherQ(Rejection):
         drawn = super().draft(text, noise)
         weights = list(drawn.q.weights)
         if len(weights) > 1:
-            most = likeliest(weights)
-            weights[most] -= SUPPORT_TOTAL // 8
-            weights[most - 1] += SUPPORT_TOTAL // 8
+            likeliest_token = likeliest(weights)
+            weights[likeliest_token] -= SUPPORT_TOTAL // 8
+            weights[likeliest_token - 1] += SUPPORT_TOTAL // 8
         return Sampled(drawn.token, Support(drawn.q.tokens, tuple(weights)))
 
 

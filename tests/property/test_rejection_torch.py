@@ -236,9 +236,9 @@ CASES: dict[str, tuple[Tensor, list[Sampling], Drafting, tuple[float, float]]] =
 @pytest.mark.parametrize("sessions", [FEW, pytest.param(SESSIONS, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("case", CASES)
 def test_committed_tokens_have_the_targets_distribution(case: str, sessions: int) -> None:
-    drafter, samplings, drafting, (fewest, most) = CASES[case]
+    drafter, samplings, drafting, (min_kept, max_kept) = CASES[case]
     texts, kept = decode(drafter, samplings, drafting, sessions)
-    assert fewest <= kept <= most, "the case is not what its name says"
+    assert min_kept <= kept <= max_kept, "the case is not what its name says"
     assert deviation(texts, promised(samplings)) < LARGEST_DEVIATION
 
 

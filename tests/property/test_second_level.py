@@ -19,7 +19,7 @@ from engine.step import Engine
 from speculation import digest as digests
 from speculation.budget import StepCost
 from speculation.draft_session import DraftLimits
-from speculation.guesses import MOST_SESSIONS, Forward
+from speculation.guesses import MAX_SESSIONS, Forward
 from speculation.messages import (
     Limits,
     Open,
@@ -38,7 +38,7 @@ from tests.bundled import MODELS, held_out_prompts
 ROUTER = "router"
 VOCABULARY = 4000
 DRAFT = EngineSettings(str(MODELS / "draft"), dtype="float64", cache_tokens=2048)
-WIDE = DraftLimits(lead=10, nodes=4000, children=2, least=0.05)
+WIDE = DraftLimits(lead=10, nodes=4000, children=2, min_weight=0.05)
 REPEATING = held_out_prompts()[0][:12] * 2
 SAMPLINGS = [
     Sampling(temperature=0.0),
@@ -194,7 +194,7 @@ def test_the_same_tree_is_drafted_whatever_is_guessed(model, seed, speculation):
 def test_guesses_that_are_right_save_forwards(model, speculation):
     """The draft model as its own assistant draws what it draws itself, with noise, penalties and all."""
     sessions = [opened(number, sampling, speculation) for number, sampling in enumerate(SAMPLINGS)]
-    narrow = replace(WIDE, children=1, least=0.0)
+    narrow = replace(WIDE, children=1, min_weight=0.0)
     alone = Drafter(engine_of(model), SecondLevel(VOCABULARY), sessions, narrow)
     twin = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Eager(Assistant(engine_of(model)))]), sessions, narrow)
     for drafter in (alone, twin):
@@ -224,13 +224,13 @@ def test_guesses_are_sought_for_those_sessions_that_gain_most(model):
         def guess(self, now, forward):
             asked.append([(ask.place.weight, ask.held.session.opened.session) for ask in now])
 
-    sessions = [opened(number, SAMPLINGS[0]) for number in range(MOST_SESSIONS + 2)]
+    sessions = [opened(number, SAMPLINGS[0]) for number in range(MAX_SESSIONS + 2)]
     drafter = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Noted(Random(0), [])]), sessions)
     drafter.worker.step()
-    drafter.commit(MOST_SESSIONS + 1, [7])  # back to its root
+    drafter.commit(MAX_SESSIONS + 1, [7])  # back to its root
     drafter.worker.step()
-    assert [len(now) for now in asked] == [MOST_SESSIONS] * 2
-    assert asked[1][0] == (1.0, MOST_SESSIONS + 1)
+    assert [len(now) for now in asked] == [MAX_SESSIONS] * 2
+    assert asked[1][0] == (1.0, MAX_SESSIONS + 1)
     assert sorted(asked[1], key=lambda pair: -pair[0]) == asked[1]
     drafter.close()
 

@@ -37,8 +37,8 @@ def words(rng: random.Random, length: int, letters: int = 4) -> list[Token]:
 
 
 def equal_before(text: Sequence[Token], end: int, recent: Sequence[Token]) -> int:
-    most = min(end, len(recent), COUNTED)
-    return next((i for i in range(most) if text[end - 1 - i] != recent[-1 - i]), most)
+    max_equal = min(end, len(recent), COUNTED)
+    return next((i for i in range(max_equal) if text[end - 1 - i] != recent[-1 - i]), max_equal)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -83,18 +83,18 @@ def test_a_text_said_again_counts_again_and_is_held_once() -> None:
 def test_what_is_held_is_bounded_and_known_at_every_moment(seed: int) -> None:
     rng = random.Random(seed)
     capacity = rng.choice([40, 200, 700])
-    store, most = SuffixStore(capacity), 0
+    store, max_held = SuffixStore(capacity), 0
     for _ in range(150):
         if rng.random() < 0.5:
             text = words(rng, rng.randint(0, 60))
             store.record(rng.choice("abc"), text, rng.randint(0, len(text)))
         store.work(rng.choice([1, 3, 20, 200]))
         store.check()
-        most = max(most, store.held)
+        max_held = max(max_held, store.held)
         assert store.held <= capacity, f"seed {seed}"
         store.used([rng.randint(1, 40)])
         store.follow(rng.choice("abc"), words(rng, 8), 4)
-    assert most > capacity / 2, "else the bound was never near"
+    assert max_held > capacity / 2, "else the bound was never near"
     assert store.forgotten > 0
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from speculation.calibration import Calibration
 from speculation.messages import Source, Token
-from speculation.trie import LEAST_CONFIDENCE, SpeculationTrie, TrieLimits
+from speculation.trie import MIN_CONFIDENCE, SpeculationTrie, TrieLimits
 
 CHILDREN = 8
 VOCABULARY = CHILDREN + 1
@@ -36,5 +36,5 @@ def add(trie: SpeculationTrie, token: Token, confidence: float, source: Source) 
     assert node is not None
     assert 0 < node.claim <= 1
     assert 0 < node.odds <= 1
-    floor = CHILDREN * LEAST_CONFIDENCE  # no token is hopeless
+    floor = CHILDREN * MIN_CONFIDENCE  # no token is hopeless
     assert sum(sibling.odds for sibling in trie.root.children.values()) <= 1 + floor

@@ -47,12 +47,12 @@ def noisy(rng: Random, rate: float, seconds: float) -> list[Arrival]:
 @pytest.mark.parametrize("seed", range(6))
 def test_bounds_are_kept_whatever_comes(seed):
     rng = Random(seed)
-    least = {"target": rng.randint(1, 3), "draft": rng.randint(0, 2), "router": rng.randint(1, 2)}
-    sizes = {pool: Size(count, count + rng.randint(0, 3)) for pool, count in least.items()}
+    min_replicas = {"target": rng.randint(1, 3), "draft": rng.randint(0, 2), "router": rng.randint(1, 2)}
+    sizes = {pool: Size(count, count + rng.randint(0, 3)) for pool, count in min_replicas.items()}
     outcome = run(made_up(rng.choice(["ramp", "burst"]), rng, rng.uniform(0.2, 1.5)), seed=seed, sizes=sizes)
     for sample in outcome.samples:
         for pool in POOLS:
-            assert sizes[pool].least <= sample.replicas[pool] <= sizes[pool].most, (seed, pool, sample)
+            assert sizes[pool].min_replicas <= sample.replicas[pool] <= sizes[pool].max_replicas, (seed, pool, sample)
             assert sample.running[pool] <= sample.replicas[pool], (seed, pool, sample)
     for change in outcome.changes:
         assert change.decision.replicas <= max(2 * change.before, change.before + 1), (seed, change)
@@ -75,7 +75,9 @@ def flaps(outcome: Outcome, arrivals: list[Arrival]):
 
 def thoughtless(now, pool, wanted, state, settings):
     """A policy that does at once what the load of the moment asks for."""
-    return Decision(min(max(_whole(wanted.replicas), pool.least), pool.most), wanted.why, wanted.says), State()
+    return Decision(
+        min(max(_whole(wanted.replicas), pool.min_replicas), pool.max_replicas), wanted.why, wanted.says
+    ), State()
 
 
 def test_a_policy_without_hysteresis_is_found_to_flap():
@@ -106,9 +108,9 @@ def test_growing_keeps_up_with_a_ramp():
 
 def test_prompts_that_nothing_decodes_beside_take_larger_steps():
     waits = {}
-    for most in (0, 320, 1024):
-        (only,) = run([Arrival(1.0, 4096, 2)], limits=Limits(prompt_tokens=most)).finished
-        waits[most] = only.wait
+    for max_tokens in (0, 320, 1024):
+        (only,) = run([Arrival(1.0, 4096, 2)], limits=Limits(prompt_tokens=max_tokens)).finished
+        waits[max_tokens] = only.wait
     assert waits[1024] < 0.9 * waits[320], "they read the weights less often"
     assert waits[0] == waits[320], "Limits.step_tokens is the least"
 

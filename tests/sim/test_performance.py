@@ -81,8 +81,8 @@ def test_steps_beside_a_working_drafter_take_as_much_longer_as_was_measured():
 
 def test_a_perfect_drafter_ahead_of_the_target_is_bounded_by_what_a_step_verifies():
     report = speed(Setting(request_tokens=ENDLESS), acceptance=1.0, costs="free")
-    most = (1 + Bounds().drafts_per_session) / VERIFY
-    assert 0.9 * most < report.rate <= 1.01 * most
+    max_rate = (1 + Bounds().drafts_per_session) / VERIFY
+    assert 0.9 * max_rate < report.rate <= 1.01 * max_rate
     assert report.target_busy > 0.97
 
 
@@ -118,15 +118,15 @@ def test_the_trie_beats_the_baselines_at_a_distance(schedule):
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "rtt", "least"), [(0.6, 0.0, 1.0), (0.9, 0.0, 0.98), (0.6, FAR, 0.98), (0.9, FAR, 0.98)]
+    ("acceptance", "rtt", "min_gain"), [(0.6, 0.0, 1.0), (0.9, 0.0, 0.98), (0.6, FAR, 0.98), (0.9, FAR, 0.98)]
 )
-def test_waiting_pays_next_door_and_costs_nothing_far_away(monkeypatch, acceptance, rtt, least):
+def test_waiting_pays_next_door_and_costs_nothing_far_away(monkeypatch, acceptance, rtt, min_gain):
     waiting = speed(Setting(rtt=rtt), acceptance)
     monkeypatch.setattr(planner, "worth_waiting", lambda *arguments: None)
     never = speed.__wrapped__(Setting(rtt=rtt), acceptance)
-    if least == 1:
+    if min_gain == 1:
         assert never.target_busy > waiting.target_busy, "nothing was waited for"
-    assert waiting.rate > least * never.rate
+    assert waiting.rate > min_gain * never.rate
 
 
 # -- pools -------------------------------------------------------------------------------------------------------------

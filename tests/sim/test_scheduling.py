@@ -14,7 +14,7 @@ from statistics import fmean
 
 import pytest
 
-from target_service.scheduler import HEAD_START, LEAST_PREFILL, Budget, Rank, Scheduler, Share, Step, rank
+from target_service.scheduler import HEAD_START, MIN_PREFILL, Budget, Rank, Scheduler, Share, Step, rank
 from target_service.step_time import StepTime
 
 BLOCK = 16
@@ -118,10 +118,10 @@ class World:
     def free(self) -> int:
         return self._capacity - sum(session.blocks for session in self.scheduler.running)
 
-    def run(self, until: Callable[[], bool] = lambda: False, most: int = 100_000) -> None:
+    def run(self, until: Callable[[], bool] = lambda: False, max_steps: int = 100_000) -> None:
         """Until all have ended, or ``until`` holds."""
         while not until() and (self._to_come or self.scheduler.running or self.scheduler.waiting):
-            assert len(self.past) < most, f"not at an end after {most} steps"
+            assert len(self.past) < max_steps, f"not at an end after {max_steps} steps"
             self._arrive()
             step = self.scheduler.step(self._beside)
             assert step.parts, "a step that computes nothing"
@@ -243,7 +243,7 @@ def test_prompts_stretch_a_step_of_running_text_no_further_than_allowed(seed):
     for past in world.past:
         if past.decoding and past.prompts:
             alone = cost(past.decoding, 0)
-            allowed = max(budget.slowdown * alone, budget.seconds, cost(past.decoding, LEAST_PREFILL))
+            allowed = max(budget.slowdown * alone, budget.seconds, cost(past.decoding, MIN_PREFILL))
             over.append(past.seconds / allowed)
     assert len(over) > 100
     assert sum(excess > 1.1 for excess in over) < 0.05 * len(over)

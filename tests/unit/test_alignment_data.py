@@ -178,7 +178,7 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, name: str) -> None:
 
 
 def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MOST_RECORD_BYTES", 1 << 20)
+    monkeypatch.setattr(data, "MAX_RECORD_BYTES", 1 << 20)
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"text": "x" * (2 << 20)}))
     with pytest.raises(DataError, match=r"the line at byte 0 is longer than 1 MB"):

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from router.auth import FILE_BYTES, LOOK_SECONDS, MOST_KEYS, ApiKeys, KeyFileError, read_keys
+from router.auth import FILE_BYTES, LOOK_SECONDS, MAX_KEYS, ApiKeys, KeyFileError, read_keys
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-0123456789abcdef"
 
@@ -43,7 +43,7 @@ def test_keys_have_names_or_lines(path):
         ("secret: short-secret", "the key in line 1 is shorter than 16 characters"),
         (f"a: {ALICE}\nb: {ALICE}", "line 2 has the same key as line 1"),
         ("ä" * 20, "is not ASCII text"),
-        ("\n".join(f"{n:016}" for n in range(MOST_KEYS + 1)), f"has {MOST_KEYS + 1} keys, more than {MOST_KEYS}"),
+        ("\n".join(f"{n:016}" for n in range(MAX_KEYS + 1)), f"has {MAX_KEYS + 1} keys, more than {MAX_KEYS}"),
         ("#" * (FILE_BYTES + 1), f"is larger than {FILE_BYTES} bytes"),
     ],
 )

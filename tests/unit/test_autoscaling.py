@@ -81,13 +81,13 @@ def test_routers_follow_open_streams():
 class Steered:
     """A pool that is steered, its replicas there at once unless they are told to be slow."""
 
-    def __init__(self, replicas: int, least: int = 0, most: int = 8):
-        self.replicas, self.least, self.most, self.slow = replicas, least, most, 0
+    def __init__(self, replicas: int, min_replicas: int = 0, max_replicas: int = 8):
+        self.replicas, self.min_replicas, self.max_replicas, self.slow = replicas, min_replicas, max_replicas, 0
         self.state = State()
 
     def at(self, now: float, wanted: float, why: Why = Why.WORK) -> tuple[int, Held]:
         self.state = State(**json.loads(json.dumps(asdict(self.state))))  # as a controller may keep it
-        pool = Pool(self.replicas, self.replicas - self.slow, self.least, self.most)
+        pool = Pool(self.replicas, self.replicas - self.slow, self.min_replicas, self.max_replicas)
         decision, self.state = steer(now, pool, Wanted(wanted, why, "because"), self.state, SETTINGS)
         assert (decision.why, decision.says) == (why, "because")
         self.replicas = decision.replicas
@@ -139,11 +139,11 @@ def test_a_busy_moment_starts_the_wait_anew():
 
 
 def test_bounds_hold_and_new_bounds_count_at_once():
-    pool = Steered(1, least=1, most=1)
+    pool = Steered(1, min_replicas=1, max_replicas=1)
     assert [pool.at(t, 9.0) for t in (0, 100)] == [(1, Held.BOUNDS)] * 2
     assert [pool.at(t, 0.0, Why.IDLE) for t in (101, 300)] == [(1, Held.BOUNDS)] * 2
-    assert Steered(5, most=3).at(0, 5.0) == (3, Held.BOUNDS)
-    assert Steered(0, least=2).at(0, 0.0) == (2, Held.BOUNDS)
+    assert Steered(5, max_replicas=3).at(0, 5.0) == (3, Held.BOUNDS)
+    assert Steered(0, min_replicas=2).at(0, 0.0) == (2, Held.BOUNDS)
 
 
 def test_without_reports_nothing_changes():

@@ -49,8 +49,8 @@ def test_the_likeliest_drafts_of_all_sessions_share_a_step():
 
 
 def test_the_likeliest_of_all_get_the_room_there_is():
-    assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, most=3) == [1, 2]
-    assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, most=0) == [0, 0]
+    assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, max_drafts=3) == [1, 2]
+    assert choose([[0.9, 0.2], [0.8, 0.7]], 2, FLAT, max_drafts=0) == [0, 0]
 
 
 def test_steps_whose_drafts_branch_are_measured_apart():

@@ -2,7 +2,7 @@ from random import Random
 
 import pytest
 
-from speculation.calibration import BINS, DEPTHS, LEAST, MOST, RANKS, Calibration
+from speculation.calibration import BINS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS, Calibration
 from speculation.messages import Source
 from speculation.trie import Node, SpeculationTrie
 
@@ -151,6 +151,6 @@ def test_as_numbers_it_makes_the_same_of_a_claim():
         rank, tenth = min(one.rank, RANKS - 1), min(int(one.claim * BINS), BINS - 1)
         cell = (rank * BINS + tenth) * (len(DEPTHS) + 1) + sum(one.ahead >= end for end in DEPTHS)
         odds = min(one.claim * table.factors[rank], 1.0) * table.slopes[cell] + table.offsets[cell]
-        odds = min(max(odds, LEAST), MOST)
+        odds = min(max(odds, MIN_ODDS), MAX_ODDS)
         assert odds == pytest.approx(wider(one), rel=1e-9)
-        assert min(max(odds * factors[rank], LEAST), MOST) == pytest.approx(session(one), rel=1e-9)
+        assert min(max(odds * factors[rank], MIN_ODDS), MAX_ODDS) == pytest.approx(session(one), rel=1e-9)

@@ -11,7 +11,7 @@ import pytest
 
 from router.cluster_view import ClusterView
 from router.generation import ServedModel
-from router.journal import LOOK_BACK, MOST, Happening, Journal, Kind, SessionNotes
+from router.journal import LOOK_BACK, MAX_EVENTS, Happening, Journal, Kind, SessionNotes
 from router.metrics import RouterMetrics
 from router.pool import Peer, PoolEvents, WorkerPool
 from router.recent import WINDOW_SECONDS, Recent
@@ -58,10 +58,10 @@ def test_samples_are_bounded_and_equal_a_full_record() -> None:
         recent.add(now, 1)
         record.append((now, len(record)))
         assert len(recent._samples) < 2 * WINDOW_SECONDS / 0.25, seed
-        least = record[-1][1] - max(total for at, total in record if at <= now - WINDOW_SECONDS or total == 0)
+        minimum = record[-1][1] - max(total for at, total in record if at <= now - WINDOW_SECONDS or total == 0)
         # What happened within a sample's length before the window may count.
-        most = record[-1][1] - max(total for at, total in record if at <= now - WINDOW_SECONDS - 0.25 or total == 0)
-        assert least <= recent.growth(now)[0] <= most, seed
+        maximum = record[-1][1] - max(total for at, total in record if at <= now - WINDOW_SECONDS - 0.25 or total == 0)
+        assert minimum <= recent.growth(now)[0] <= maximum, seed
 
 
 # What happened
@@ -86,12 +86,12 @@ def test_the_same_within_a_second_is_one_line_and_the_ring_is_bounded() -> None:
     clock.now += 1.0
     journal.note(Kind.SESSION_REOPENED, "later", TARGET, 7)
     assert [line.number for line in journal.lines] == [1, 2, 3, 4]
-    for worker in range(3 * MOST):
+    for worker in range(3 * MAX_EVENTS):
         journal.note(Kind.WORKER_UP, "x" * 1000, PeerId(str(worker)))
-    assert len(journal.lines) == MOST
-    assert journal.lines[-1].number == 4 + 3 * MOST
+    assert len(journal.lines) == MAX_EVENTS
+    assert journal.lines[-1].number == 4 + 3 * MAX_EVENTS
     assert len(journal.lines[-1].text) < 1000
-    assert LOOK_BACK < MOST
+    assert LOOK_BACK < MAX_EVENTS
 
 
 def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:

@@ -252,7 +252,7 @@ def test_a_relative_cache_folder_is_ignored(monkeypatch):
 
 
 def test_the_oldest_measurements_are_forgotten(cache, monkeypatch):
-    monkeypatch.setattr(core_cache, "MOST_ENTRIES", 2)
+    monkeypatch.setattr(core_cache, "MAX_ENTRIES", 2)
     for key in ("a", "b", "a", "c"):
         cache.put(key, MEASURED)
     assert [key for key in "abc" if cache.get(key, 2)] == ["a", "c"]

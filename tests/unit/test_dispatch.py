@@ -110,9 +110,11 @@ class Served:
     def die(self, name: str) -> None:
         self.dispatcher.pool.peers[PeerId(name)].down("died")
 
-    async def serve(self, most: int = 8) -> None:
+    async def serve(self, max_tokens: int = 8) -> None:
         model = self.dispatcher.models["m"]
-        async for item in self.dispatcher.generate(Generation(PROMPT, Sampling(), most, model=model, details=True)):
+        async for item in self.dispatcher.generate(
+            Generation(PROMPT, Sampling(), max_tokens, model=model, details=True)
+        ):
             if isinstance(item, Committed):
                 self.commits.append(item)
 

@@ -31,7 +31,7 @@ from transport.worker import Outgoing, Worker
 PATIENCE = 60.0
 """Seconds after which an answer is not coming."""
 ROUTER = "router"
-HELD_BACK = DraftLimits(children=1, width=1, least=0.0, hold=12)
+HELD_BACK = DraftLimits(children=1, width=1, min_weight=0.0, hold=12)
 
 
 @pytest.fixture

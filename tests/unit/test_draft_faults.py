@@ -41,7 +41,7 @@ GREEDY = Sampling(temperature=0.0)
 VOCABULARY: int = TINY["vocab_size"]
 CONTEXT = 64
 """Of the draft model. That of the target is longer."""
-LIMITS = LookaheadLimits(prefill=16, draft=DraftLimits(children=1, width=1, least=0.0))
+LIMITS = LookaheadLimits(prefill=16, draft=DraftLimits(children=1, width=1, min_weight=0.0))
 """However unlikely, all is drafted that may be. Prompts of more than 16 tokens are read in parts."""
 POISON = 255
 """A token that is never drafted here."""

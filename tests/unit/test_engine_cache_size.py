@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from engine import cache_size
 from engine.build import EngineSettings, build
-from engine.cache_size import MOST_CONTEXTS, allowed_bytes, bytes_a_token, fitting_tokens, token_bytes
+from engine.cache_size import MAX_CONTEXTS, allowed_bytes, bytes_a_token, fitting_tokens, token_bytes
 from engine.kv_cache import KVCache
 from engine.kv_store import KVStore
 from engine.memory import GIB, GpuMemory, available_bytes, gpu_memory
@@ -49,7 +49,7 @@ def test_a_share_of_what_is_free_but_no_more_than_can_be_used(tmp_path: Path, mo
     assert build(EngineSettings(str(tmp_path), dtype="fp32")).cache.capacity == 1008
     assert build(EngineSettings(str(tmp_path), dtype="fp32", cache_tokens=64)).cache.capacity == 64
     monkeypatch.setattr(cache_size, "available_bytes", lambda: 10**15)
-    assert fitting_tokens(model) == MOST_CONTEXTS * model.context
+    assert fitting_tokens(model) == MAX_CONTEXTS * model.context
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_figures(tmp_path: Path, monkeypatch) -> None:
@@ -131,5 +131,5 @@ def test_this_machine_has_memory() -> None:
 
 def test_the_caches_of_the_bundled_pair_stay_below_a_gib_however_much_is_free() -> None:
     configs = [AutoConfig.from_pretrained(MODELS / name) for name in ("target", "draft")]
-    most = [MOST_CONTEXTS * config.max_position_embeddings * bytes_a_token(config, 4) for config in configs]
-    assert 0 < sum(most) < GIB
+    max_bytes = [MAX_CONTEXTS * config.max_position_embeddings * bytes_a_token(config, 4) for config in configs]
+    assert 0 < sum(max_bytes) < GIB

@@ -17,7 +17,7 @@ from torchao.quantization import (
 )
 
 from engine import int8_linear
-from engine.int8_linear import MOST_INPUTS, Int8Linear, has_kernel, planes_of
+from engine.int8_linear import MAX_INPUTS, Int8Linear, has_kernel, planes_of
 from engine.linear import PackedLinear, PartialLinear, pack_linears
 
 pytestmark = pytest.mark.skipif(not has_kernel(), reason="this CPU or build of torch has no kernel for int8")
@@ -91,7 +91,7 @@ def test_a_row_does_not_depend_on_the_others(inputs: int, planes: int, dtype: to
     assert torch.equal(layer(x_NI[shuffled]), alone_NO[shuffled])
 
 
-@pytest.mark.parametrize("inputs", [64, 2816, MOST_INPUTS])
+@pytest.mark.parametrize("inputs", [64, 2816, MAX_INPUTS])
 @torch.inference_mode()
 def test_sums_are_exact_up_to_the_most_inputs(inputs: int) -> None:
     """The largest sums there are: an overflow, or a saturating kernel, would be far off."""

@@ -78,7 +78,7 @@ def test_one_recording_for_each_class_of_rows(llama: Model) -> None:
         assert record.recorded == recorded, f"{count} tokens"
         assert logits_RV.shape == (count, llama.vocabulary)
         sequence.rollback()
-    assert attention.most_rows == 64
+    assert attention.max_rows == 64
     assert engine.run([Chunk(sequence, [7])]).shape == (0, llama.vocabulary)
 
 

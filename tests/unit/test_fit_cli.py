@@ -60,7 +60,7 @@ def test_a_draft_with_another_tokenizer_is_like_any_other(other, started):
 def test_one_that_shares_too_little_is_refused_as_its_worker_would_before_anything_is_served(
     other, monkeypatch, capsys
 ):
-    monkeypatch.setattr(vocabulary, "LEAST_SHARED", 1.01)
+    monkeypatch.setattr(vocabulary, "MIN_SHARED", 1.01)
     monkeypatch.setattr(fit, "watch", lambda *_: pytest.fail("a worker would have been started"))
     assert main(["fit", "--draft", other]) == 2
     said = capsys.readouterr().err

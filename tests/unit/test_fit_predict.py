@@ -70,11 +70,11 @@ def test_a_drafter_that_is_always_wrong_brings_nothing_and_is_not_recommended():
 def test_with_even_odds_and_free_drafts_the_speed_up_is_near_that_of_the_textbook(depth):
     """No more than a turn commits. No less than if every refusal cost a plain step: with no second choice, it may."""
     acceptance = 0.7
-    most = estimates.committed(acceptance, depth)
+    maximum = estimates.committed(acceptance, depth)
     in_a_row = 1 / (1 - acceptance ** (depth + 1))
-    least = (most * in_a_row + 1) / (in_a_row + 1)
+    minimum = (maximum * in_a_row + 1) / (in_a_row + 1)
     found = predictor(acceptance).speedup(A, depth=depth)
-    assert 0.93 * least < found < 1.05 * most, f"between {least:.2f} and {most:.2f}, seed {SEED}"
+    assert 0.93 * minimum < found < 1.05 * maximum, f"between {minimum:.2f} and {maximum:.2f}, seed {SEED}"
 
 
 def test_lookup_alone_needs_no_drafter_and_lives_on_repetition():
@@ -143,9 +143,9 @@ def test_many_sessions_need_more_drafters_than_one():
 
 
 def test_below_some_acceptance_nothing_is_gained():
-    least = predictor(0.5, tokens=80).least_acceptance(A, 1)
-    assert least is not None
-    assert least <= 0.5, "drafts cost nearly nothing here"
+    minimum = predictor(0.5, tokens=80).least_acceptance(A, 1)
+    assert minimum is not None
+    assert minimum <= 0.5, "drafts cost nearly nothing here"
     slow = Costs({1: Curve.straight(VERIFY, 1.0)}, Curve.straight(1.0, 0.0), 0.0, 0.0)
     assert predictor(0.5, slow, tokens=80).least_acceptance(A, 1) is None
 

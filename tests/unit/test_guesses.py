@@ -2,7 +2,7 @@
 
 import pytest
 
-from speculation.guesses import MOST_GUESSES, MOST_TOGETHER, Forward, Guesses
+from speculation.guesses import MAX_GUESSES, MAX_TOGETHER, Forward, Guesses
 from speculation.messages import Source
 
 FLAT, LINEAR = (lambda tokens: 1.0), float
@@ -26,9 +26,9 @@ def test_kept_is_what_the_draft_model_draws_itself():
 
 
 def test_a_chain_has_an_end():
-    guesses = guesses_of(*range(MOST_GUESSES))
+    guesses = guesses_of(*range(MAX_GUESSES))
     assert not guesses.add(50, 0.9, Source.LOOKUP)
-    assert len(guesses.offer.nodes) == MOST_GUESSES
+    assert len(guesses.offer.nodes) == MAX_GUESSES
     guesses.clear()
     assert (guesses.offer.tokens, guesses.odds, guesses.first_odds) == ((), 1.0, 0.0)
 
@@ -59,7 +59,7 @@ def test_guesses_join_a_forward_where_a_row_is_cheap():
     assert Forward(2, 1.5, FLAT).worth(chances) == [2, 1]
     assert Forward(2, 1.5, LINEAR).worth(chances) == [1, 0]  # a row costs half a forward, which is good for 1.5
     assert Forward(2, 2.0, LINEAR).worth(chances) == [0, 0]
-    assert sum(Forward(2, 1.0, FLAT).worth([[0.9] * MOST_GUESSES] * 20)) == MOST_TOGETHER
+    assert sum(Forward(2, 1.0, FLAT).worth([[0.9] * MAX_GUESSES] * 20)) == MAX_TOGETHER
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from router.auth import ApiKeys, KeyFileError
-from router.limits import MOST_WAIT, Account, Allowance, Bucket, Durations, LimitReached
+from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, LimitReached
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
@@ -111,7 +111,7 @@ def test_the_wait_for_a_place_follows_how_long_requests_take() -> None:
         durations.add(40.0)
     assert durations.wait(8) == pytest.approx(5.0)
     assert durations.wait(8, ahead=3) == pytest.approx(20.0)
-    assert durations.wait(0, ahead=100) == MOST_WAIT
+    assert durations.wait(0, ahead=100) == MAX_WAIT
 
 
 # The file

@@ -32,15 +32,15 @@ def test_the_likeliest_paths_are_drafted(seed: int) -> None:
     for depth in range(rng.randint(1, 4)):
         said = sorted((rng.uniform(0.01, 0.5) for _ in range(rng.randint(1, 3))), reverse=True)
         places.append([Candidate(10 * depth + rank, sure) for rank, sure in enumerate(said)])
-    most = rng.randint(1, 30)
+    max_tokens = rng.randint(1, 30)
     chances = {}
     for depth in range(1, len(places) + 1):
         for path in itertools.product(*places[:depth]):
             chances[tuple(guess.token for guess in path)] = math.prod(guess.confidence for guess in path)
-    tree = likeliest(places, most)
-    expected = sorted(chances.values(), reverse=True)[:most]
+    tree = likeliest(places, max_tokens)
+    expected = sorted(chances.values(), reverse=True)[:max_tokens]
     assert [chances[path] for path in paths(tree)] == pytest.approx(expected), f"seed {seed}"
-    assert len(set(paths(tree))) == len(tree.tokens) == min(most, len(chances)), f"seed {seed}"
+    assert len(set(paths(tree))) == len(tree.tokens) == min(max_tokens, len(chances)), f"seed {seed}"
     said_of = {guess.token: guess.confidence for place in places for guess in place}
     assert tree.confidence == tuple(said_of[token] for token in tree.tokens)
 

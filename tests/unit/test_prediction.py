@@ -120,8 +120,8 @@ def test_every_token_costs_a_bounded_number_of_steps_however_long_the_prediction
     seed = 5
     rng = random.Random(seed)
     source = Prediction(HARD[kind](rng, 4000), 0)
-    most = max(lines_run(lambda: source.extend([rng.choice((0, 1, 7))])) for _ in range(400))
-    assert 0 < most < 800, f"seed {seed}"
+    max_lines = max(lines_run(lambda: source.extend([rng.choice((0, 1, 7))])) for _ in range(400))
+    assert 0 < max_lines < 800, f"seed {seed}"
     assert lines_run(lambda: source.propose(16)) < 10
 
 

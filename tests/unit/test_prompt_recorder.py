@@ -124,7 +124,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning(tmp_path: Path, caplog:
 def test_what_a_slow_disk_does_not_take_is_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prompt_recorder, "MOST_QUEUED", 4)
+    monkeypatch.setattr(prompt_recorder, "MAX_QUEUED", 4)
     writing, go_on = threading.Event(), threading.Event()
     append = prompt_recorder._Files.append
 
@@ -147,7 +147,7 @@ def test_what_a_slow_disk_does_not_take_is_dropped_and_counted(
 
 
 def test_bodies_that_wait_have_a_bound_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_recorder, "MOST_QUEUED_BYTES", 10)
+    monkeypatch.setattr(prompt_recorder, "MAX_QUEUED_BYTES", 10)
     recorder = PromptRecorder(RecordSettings(tmp_path, MEGABYTE))
     recorder.take(asked("longer than ten bytes"))
     recorder.close()

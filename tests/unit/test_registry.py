@@ -16,7 +16,7 @@ from router.speculation_fields import speculation_of
 from speculation.messages import AllBut, Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
 from speculation.origin import Own
 from speculation.sources import registry
-from speculation.sources.registry import MOST_SOURCES, SourceError, register, registered, unregister
+from speculation.sources.registry import MAX_SOURCES, SourceError, register, registered, unregister
 from speculation.target_session import TargetSession
 from target_service.named_sources import load_sources
 from transport.codec import decode_from_worker, decode_to_worker, encode_from_worker, encode_to_worker
@@ -71,9 +71,9 @@ def test_a_name_is_for_one_maker_and_there_are_few() -> None:
     register("one", Says)
     with pytest.raises(SourceError, match="taken"):
         register("one", lambda _: None)
-    for number in range(MOST_SOURCES - len(registered())):
+    for number in range(MAX_SOURCES - len(registered())):
         register(f"more-{number}", Says)
-    with pytest.raises(SourceError, match=f"there are {MOST_SOURCES} already"):
+    with pytest.raises(SourceError, match=f"there are {MAX_SOURCES} already"):
         register("too-many", Says)
 
 

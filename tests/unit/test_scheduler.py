@@ -9,7 +9,7 @@ import pytest
 from target_service.scheduler import (
     HEAD_START,
     HEADROOM,
-    LEAST_PREFILL,
+    MIN_PREFILL,
     Budget,
     Demand,
     Rank,
@@ -70,7 +70,7 @@ def test_beside_running_text_prompts_get_what_time_allows_and_at_least_a_little(
 
     assert shares([DECODES, Demand(300), DECODES], beside=beside) == [Share(1, 8), Share(30), Share(1, 8)]
     assert asked == [2]
-    assert shares([DECODES, Demand(300)], beside=lambda _: 0)[1] == Share(LEAST_PREFILL)
+    assert shares([DECODES, Demand(300)], beside=lambda _: 0)[1] == Share(MIN_PREFILL)
 
 
 def test_all_together_keep_to_the_budget():
@@ -186,8 +186,8 @@ class Job:
         self.cached = 0
 
 
-def scheduler(blocks: list[int], most: int = 8) -> Scheduler[Job]:
-    return Scheduler(most, Budget(), lambda: blocks[0])
+def scheduler(blocks: list[int], max_running: int = 8) -> Scheduler[Job]:
+    return Scheduler(max_running, Budget(), lambda: blocks[0])
 
 
 def names(jobs: list[Job]) -> str:
@@ -196,7 +196,7 @@ def names(jobs: list[Job]) -> str:
 
 def test_who_comes_first_starts_first_and_priority_is_worth_a_head_start():
     blocks = [100]
-    made = scheduler(blocks, most=3)
+    made = scheduler(blocks, max_running=3)
     level = HEAD_START
     for name, arrived, priority in (("a", 0.0, 0), ("b", 1.0, 1), ("c", level - 1, 0), ("d", level + 2, 0)):
         made.add(Job(name, 10, blocks, arrived, priority))
@@ -258,7 +258,7 @@ def test_a_lone_session_never_gives_way():
 
 def test_starting_and_going_leave_nothing_behind():
     blocks = [100]
-    made = scheduler(blocks, most=1)
+    made = scheduler(blocks, max_running=1)
     running, waiting = Job("a", 10, blocks), Job("b", 10, blocks, 1.0)
     made.add(running)
     made.add(waiting)

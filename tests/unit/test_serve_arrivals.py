@@ -68,19 +68,19 @@ async def test_nothing_is_due_after_the_end_and_too_many_are_not_sent(monkeypatc
 
 
 async def test_so_many_at_once_and_no_more() -> None:
-    running, most, order = 0, 0, []
+    running, max_running, order = 0, 0, []
 
     async def ask(number: int, due: float) -> float:
-        nonlocal running, most
+        nonlocal running, max_running
         running += 1
-        most = max(most, running)
+        max_running = max(max_running, running)
         order.append(number)
         await asyncio.sleep(0.001)
         running -= 1
         return 0.0
 
     await at_once(iter(range(11)), 3, ask)
-    assert (most, running) == (3, 0)
+    assert (max_running, running) == (3, 0)
     assert sorted(order) == list(range(11))
 
 

@@ -533,19 +533,19 @@ def test_full_targets_refuse_what_was_not_begun_and_nothing_else(begun, code):
     assert failed == ([code] if code else [])
 
 
-@pytest.mark.parametrize(("begun", "least"), [(False, 30.0), (True, 120.0)])
-def test_no_session_waits_for_ever_for_targets_that_were_full_and_are_gone(begun, least):
+@pytest.mark.parametrize(("begun", "min_wait"), [(False, 30.0), (True, 120.0)])
+def test_no_session_waits_for_ever_for_targets_that_were_full_and_are_gone(begun, min_wait):
     session, now = running(), 0.2
     if begun:
         session.handle(0.1, Received(T0, verified(session, 4)))
     session.handle(now, Received(T0, Refused(ID, 1, RefusalCode.OVERLOADED)))
     while session.phase is Phase.PLACING:
-        assert now < least + 10.0
+        assert now < min_wait + 10.0
         *effects, last = session.handle(now, Placed(Role.TARGET, None))
         if isinstance(last, Wake):
             now = last.at
             session.handle(now, Tick())
-    assert now > least
+    assert now > min_wait
     assert [effect.code for effect in [*effects, last]] == [
         FailureCode.UNAVAILABLE if begun else FailureCode.OVERLOADED
     ]

@@ -1,6 +1,6 @@
 """What is kept of the proposals that pass through a router."""
 
-from router.witness import MOST_NUMBERS, MOST_TOKENS, Witness
+from router.witness import MAX_NUMBERS, MAX_TOKENS, Witness
 from speculation import digest as digests
 from speculation.events import PeerId
 from speculation.messages import ANCHOR, Proposal, SessionId
@@ -26,7 +26,7 @@ def test_no_more_is_kept_than_a_client_could_want() -> None:
     witness = Witness(began=0.0)
     for _ in range(100):
         witness.proposed(1.0, proposal(100))
-    assert len(witness.committed(2.0, TARGET, DRAFT, 0).passed) == MOST_TOKENS // 100
+    assert len(witness.committed(2.0, TARGET, DRAFT, 0).passed) == MAX_TOKENS // 100
     witness.proposed(3.0, proposal(100))
     assert len(witness.committed(4.0, TARGET, DRAFT, 0).passed) == 1
 
@@ -53,7 +53,7 @@ def test_a_proposal_names_the_draft_token_that_it_continues() -> None:
 
 def test_only_the_newest_places_keep_their_numbers() -> None:
     witness = Witness(began=0.0)
-    for i in range(MOST_NUMBERS + 10):
+    for i in range(MAX_NUMBERS + 10):
         witness.proposed(0.1, Proposal(SessionId(1), 1, 3, i, (1,), (ANCHOR,)))
         witness.committed(0.2, TARGET, DRAFT, 0)
     witness.proposed(0.3, Proposal(SessionId(1), 1, 4, digests.extend(0, 1), (1,), (ANCHOR,)))

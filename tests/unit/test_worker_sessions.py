@@ -10,7 +10,7 @@ from speculation.draft_session import (
     FIRST_CREDIT,
     IGNORED_BEFORE_REPUSH,
     LARGEST_SHARE,
-    MOST_CREDIT,
+    MAX_CREDIT,
     Candidate,
     DraftLimits,
     DraftSession,
@@ -365,7 +365,7 @@ def test_a_target_that_has_drafts_is_not_sent_more_for_every_verification():
 
 @pytest.mark.parametrize(("starved", "share"), [(True, 1.0), (False, LARGEST_SHARE)])
 def test_a_push_leaves_half_of_the_savings_for_later_unless_the_target_has_nothing(starved, share):
-    limits = DraftLimits(children=8, width=8, least=0.0, hold=1)
+    limits = DraftLimits(children=8, width=8, min_weight=0.0, hold=1)
     session = DraftSession(opened(), vocabulary=10**6, limits=limits)
     savings = FIRST_CREDIT * limits.bytes_a_token
     if not starved:
@@ -379,7 +379,7 @@ def test_a_push_leaves_half_of_the_savings_for_later_unless_the_target_has_nothi
 
 
 def test_no_more_is_saved_up_than_the_most():
-    limits = DraftLimits(children=8, width=8, least=0.0, hold=1, bytes_a_token=2.0)
+    limits = DraftLimits(children=8, width=8, min_weight=0.0, hold=1, bytes_a_token=2.0)
     session = DraftSession(opened(end=10**4), vocabulary=10**6, limits=limits)
     for position in range(len(PROMPT), 1000):
         digest = digests.of((*PROMPT, *[9] * (position - len(PROMPT) + 1)))
@@ -388,12 +388,12 @@ def test_no_more_is_saved_up_than_the_most():
         for node in frontier:
             session.expand(node, [Candidate(token, 0.12) for token in range(10**5, 10**5 + 8)])
     size = sum(map(wire_bytes, session.pushes()))
-    assert 0.9 * 2 * MOST_CREDIT < size <= 2 * MOST_CREDIT
+    assert 0.9 * 2 * MAX_CREDIT < size <= 2 * MAX_CREDIT
 
 
 def test_pushes_keep_to_the_bytes_that_committed_tokens_earn_and_the_likeliest_go_first():
     session = DraftSession(
-        opened(end=1000), vocabulary=10**6, limits=DraftLimits(nodes=10**4, lead=10**3, hold=1, least=0.0, width=8)
+        opened(end=1000), vocabulary=10**6, limits=DraftLimits(nodes=10**4, lead=10**3, hold=1, min_weight=0.0, width=8)
     )
     sent, position, rounds = 0, len(PROMPT), 60
     for _ in range(rounds):
