@@ -114,9 +114,9 @@ class Alone:
 
     def get_ahead(self) -> None:
         """Draft until it is far enough ahead, or has nothing more to say."""
-        (held,) = self.worker._held.values()
+        (sequence,) = self.worker._sequences.values()
         before, began = self.worker.counters.steps, time.thread_time()
-        while held.session.trie.lead < AHEAD and held.session.frontier():
+        while sequence.session.trie.lead < AHEAD and sequence.session.frontier():
             self.worker.step()
         self.spent.append(Spent(self.worker.counters.steps - before, time.thread_time() - began))
 

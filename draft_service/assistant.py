@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from draft_service.drafted import Drafted
 from draft_service.second_level import Ask
+from draft_service.sequence import DraftSequence
 from engine.kv_cache import CachedSequence, CacheFull
 from engine.sampling import Draw, candidates
 from engine.shaping import Shape, shaped
@@ -71,7 +71,7 @@ class Assistant:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._read: dict[Drafted, _Read | None] = {}
+        self._read: dict[DraftSequence, _Read | None] = {}
         """None: there was no room for it."""
         self._cost = StepCost()
 
@@ -79,7 +79,7 @@ class Assistant:
         """Draft a level at a time for all sessions together, as long as it pays."""
         going: list[tuple[Ask, _Read]] = []
         for ask in asked:
-            read = self._reading(ask.held)
+            read = self._reading(ask.sequence)
             if read is not None and ask.guesses.first_odds < read.odds and ask.place.end < self._engine.model.context:
                 read.rested += 1
                 going.append((ask, read))
@@ -95,16 +95,16 @@ class Assistant:
             gained, spent, made = gained + gain, spent + seconds, made + len(going)
             going = [(ask, read) for ask, read in going if self._may_go_on(ask)]
 
-    def drop(self, held: Drafted) -> None:
+    def drop(self, sequence: DraftSequence) -> None:
         """Forget a session."""
-        read = self._read.pop(held, None)
+        read = self._read.pop(sequence, None)
         if read is not None:
             read.cached.free()
 
-    def _reading(self, held: Drafted) -> _Read | None:
-        if held not in self._read:
-            self._read[held] = _Read(self._engine.cache.sequence(held.session.tokens))
-        return self._read[held]
+    def _reading(self, sequence: DraftSequence) -> _Read | None:
+        if sequence not in self._read:
+            self._read[sequence] = _Read(self._engine.cache.sequence(sequence.session.tokens))
+        return self._read[sequence]
 
     def _may_go_on(self, ask: Ask) -> bool:
         made = len(ask.guesses.offer.nodes)
@@ -122,7 +122,7 @@ class Assistant:
         except CacheFull:
             ask, read = going[-1]
             read.cached.free()
-            self._read[ask.held] = None
+            self._read[ask.sequence] = None
             return False
         for (_, read), chunk in zip(going, chunks, strict=True):
             read.chain += chunk.tokens
@@ -137,7 +137,7 @@ def _chunks(going: Sequence[tuple[Ask, _Read]]) -> tuple[list[Chunk], list[tuple
     chunks: list[Chunk] = []
     drawing: list[tuple[Ask, _Read]] = []
     for ask, read in going:
-        unread = read.unread(ask.held.session.tokens, ask.text)
+        unread = read.unread(ask.sequence.session.tokens, ask.text)
         complete = len(unread) <= PREFILL
         chunks.append(Chunk(read.cached, unread[:PREFILL], rows=[len(unread) - 1] if complete else []))
         if complete:
@@ -150,7 +150,7 @@ def _drawn(drawing: Sequence[tuple[Ask, _Read]], logits_NV: Tensor) -> Sequence[
     draws: list[Draw] = []
     shapes: list[Shape | None] = []
     for ask, _ in drawing:
-        session, shaping = ask.held.session, ask.held.shaping
+        session, shaping = ask.sequence.session, ask.sequence.shaping
         draws.append(Draw(session.opened.sampling, len(session.tokens) + len(ask.text)))
         shapes.append(None if shaping is None else shaping.after(ask.text))
     return candidates(shaped(logits_NV, shapes), draws, k=1)

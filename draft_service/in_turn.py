@@ -18,9 +18,9 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from draft_service.drafted import Drafted
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.piece import Piece
+from draft_service.sequence import DraftSequence
 from speculation.draft_session import DraftLimits
 from speculation.messages import SessionId
 from speculation.trie import Node
@@ -51,7 +51,7 @@ class _Place:
     gain: float
     chance: float
     """That a draft token of its session is right."""
-    held: Drafted
+    sequence: DraftSequence
     node: Node
     tokens: int
     """How many are computed for it."""
@@ -72,7 +72,7 @@ class InTurn(Lookahead):
         parts. ``rate``: tokens a second that the target makes. ``row_seconds``: what one more draft costs its step.
         """
         self._constrain(time.perf_counter())
-        outgoing = self._read([self._held[key] for key in running if key in self._held])
+        outgoing = self._read([self._sequences[key] for key in running if key in self._sequences])
         drafted, probe = 0, self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
@@ -86,27 +86,27 @@ class InTurn(Lookahead):
             outgoing += self._expand(pieces, started)
         self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
         for key in wanted:
-            if (held := self._held.get(key)) is not None:
-                outgoing += held.pushes()
+            if (sequence := self._sequences.get(key)) is not None:
+                outgoing += sequence.pushes()
         return outgoing
 
     def close(self) -> None:
         """Let go of the engine. The last call."""
         self._engine.close()
 
-    def _read(self, running: Iterable[Drafted]) -> Outgoing:
+    def _read(self, running: Iterable[DraftSequence]) -> Outgoing:
         """Get on with texts of which much is not in the cache, by so many tokens together as the limits say."""
         started, pieces, tokens = time.perf_counter(), list[Piece](), 0
-        for held in running:
-            if tokens < self._limits.prefill and self._is_behind(held):
-                pieces.append(self._root_piece(held, held.frontier(self._engine.model.context)))
+        for sequence in running:
+            if tokens < self._limits.prefill and self._is_behind(sequence):
+                pieces.append(self._root_piece(sequence, sequence.frontier(self._engine.model.context)))
                 tokens += len(pieces[-1].tokens)
         return self._expand(pieces, started)
 
-    def _is_behind(self, held: Drafted) -> bool:
+    def _is_behind(self, sequence: DraftSequence) -> bool:
         """Whether it has more to read than a level reads on the way."""
-        readable = len(held.text.tokens) <= self._engine.model.context and held not in self._compiling
-        return readable and held.uncached >= self._limits.warm
+        readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
+        return readable and sequence.uncached >= self._limits.warm
 
     def _level(self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool) -> list[_Place]:
         """The places that the next level expands; none if no number of them is worth its time."""
@@ -117,22 +117,24 @@ class InTurn(Lookahead):
         return places[: self._worth(places, rate, row_seconds)] if known else places
 
     def _pieces(self, places: Sequence[_Place]) -> list[Piece]:
-        chosen: dict[Drafted, list[Node]] = {}
+        chosen: dict[DraftSequence, list[Node]] = {}
         for place in places:
-            chosen.setdefault(place.held, []).append(place.node)
+            chosen.setdefault(place.sequence, []).append(place.node)
         return [
-            self._root_piece(held, nodes) if nodes[0] is held.session.trie.root else self._piece(held, nodes)
-            for held, nodes in chosen.items()
+            self._root_piece(sequence, nodes)
+            if nodes[0] is sequence.session.trie.root
+            else self._piece(sequence, nodes)
+            for sequence, nodes in chosen.items()
         ]
 
     def _places(self, key: Key, chance: float) -> list[_Place]:
-        held = self._held.get(key)
-        if held is None or held in self._compiling or self._is_behind(held):
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence in self._compiling or self._is_behind(sequence):
             return []
-        root = held.session.trie.root
+        root = sequence.session.trie.root
         return [
-            _Place(node.weight * chance, chance, held, node, max(held.uncached, 1) if node is root else 1)
-            for node in held.frontier(self._engine.model.context)
+            _Place(node.weight * chance, chance, sequence, node, max(sequence.uncached, 1) if node is root else 1)
+            for node in sequence.frontier(self._engine.model.context)
         ]
 
     def _further(self, places: Sequence[_Place], rate: float, row_seconds: float) -> int:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_service.drafted import Drafted
 from draft_service.piece import Piece
+from draft_service.sequence import DraftSequence
 from engine.cuda.levels import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, Levels, Place
 from engine.kv_cache import ROOT, CacheFull
 from speculation.calibration import Calibration
@@ -84,11 +84,11 @@ class DraftLevels:
         self._launched: list[Piece] = []
         self._found_KNWX = torch.empty(0)
 
-    def verified(self, held: Drafted, now: float) -> None:
+    def verified(self, sequence: DraftSequence, now: float) -> None:
         """A verification of a session was heard ``now``."""
-        if held.verified_at is not None:
-            self.time.verified(now - held.verified_at)
-        held.verified_at = now
+        if sequence.verified_at is not None:
+            self.time.verified(now - sequence.verified_at)
+        sequence.verified_at = now
 
     def plan(self, pieces: Sequence[Piece], context: int, max_levels: int | None = None) -> int:
         """Decide how many levels each piece of a step has; return how many that are at most.
@@ -99,7 +99,7 @@ class DraftLevels:
         if self._levels is None or not 0 < len(able) <= self._levels.max_sessions:
             return 1
         levels = self.time.levels() if max_levels is None else max_levels
-        levels = min(levels, max(piece.drafted.session.levels_below(node) for piece in able for node in piece.expands))
+        levels = min(levels, max(piece.sequence.session.levels_below(node) for piece in able for node in piece.expands))
         for piece in able:
             piece.levels = levels
         return levels
@@ -129,12 +129,12 @@ class DraftLevels:
         assert self._levels is not None
         try:
             for piece in deep:
-                cached = piece.drafted.cached
+                cached = piece.sequence.cached
                 count = (piece.levels - 1) * self._levels.width
                 piece.reserved = cached.append([cached.pending - 1] * count)
         except CacheFull:
             for piece in deep:
-                piece.drafted.cached.retract(len(piece.reserved))
+                piece.sequence.cached.retract(len(piece.reserved))
                 piece.discarded()
             withdraw(deep)
             return False
@@ -165,13 +165,13 @@ def grow(piece: Piece) -> None:
 
     All of it does, if a logit is no number: the next step will see whether its session is to blame.
     """
-    held, session, found = piece.drafted, piece.drafted.session, piece.found
+    sequence, session, found = piece.sequence, piece.sequence.session, piece.found
     count = len(piece.reserved)
     if not all(expanded.sound for level in found for expanded in level if expanded is not None):
-        held.cached.discard(count)
+        sequence.cached.discard(count)
         piece.discarded()
         return
-    first, width = held.cached.pending - count, len(found[0])
+    first, width = sequence.cached.pending - count, len(found[0])
     kept: list[int] = []
     parents: list[int] = []
     levels: list[list[Node | None]] = [[*piece.expands, *[None] * (width - len(piece.expands))]]
@@ -185,8 +185,8 @@ def grow(piece: Piece) -> None:
             session.expand(node, _candidates(expanded))
             kept.append(number * width + place)
             parents.append(_above(piece, node))
-            held.pending[node] = first + len(kept) - 1
-    held.cached.regraft(count, kept, parents)
+            sequence.pending[node] = first + len(kept) - 1
+    sequence.cached.regraft(count, kept, parents)
     piece.reserved = [piece.reserved[at] for at in kept]
 
 
@@ -197,11 +197,11 @@ def _node(piece: Piece, expanded: Expanded | None, levels: Sequence[Sequence[Nod
     if expanded.leaf is not None:
         leaf = piece.leaves[expanded.leaf]
         assert leaf.parent is not None
-        return piece.drafted.session.draft_below(leaf.parent, leaf.token)
+        return piece.sequence.session.draft_below(leaf.parent, leaf.token)
     assert expanded.above is not None, "the first level is expanded already"
     level, place = expanded.above
     above = levels[level][place]
-    return None if above is None else piece.drafted.session.draft_below(above, expanded.token)
+    return None if above is None else piece.sequence.session.draft_below(above, expanded.token)
 
 
 def _candidates(expanded: Expanded | None) -> list[Candidate]:
@@ -210,25 +210,27 @@ def _candidates(expanded: Expanded | None) -> list[Candidate]:
 
 def _is_able(piece: Piece, context: int) -> bool:
     """Whether a launch may expand further levels below its places."""
-    held, opened = piece.drafted, piece.drafted.session.opened
-    if not piece.expands or piece.guesses.nodes or held.shaping is not None:
+    sequence, opened = piece.sequence, piece.sequence.session.opened
+    if not piece.expands or piece.guesses.nodes or sequence.shaping is not None:
         return False
     sampling = opened.sampling
     filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
     if opened.speculation.rule is not Rule.COUPLED or (filtered and not sampling.greedy):
         return False
-    if len(opened.limits.stop_tokens) > MAX_STOPS or len(held.text.tokens) + MAX_LEVELS > context:
+    if len(opened.limits.stop_tokens) > MAX_STOPS or len(sequence.text.tokens) + MAX_LEVELS > context:
         return False
-    at_home = held.cached.length + (len(piece.tokens) if piece.feeds_committed and not held.cached.pending else 0)
+    at_home = sequence.cached.length + (
+        len(piece.tokens) if piece.feeds_committed and not sequence.cached.pending else 0
+    )
     return max(node.end for node in piece.expands) - at_home + MAX_LEVELS <= MAX_BRANCH
 
 
 def _growth(piece: Piece, row: int, context: int) -> Growth:
     """``row``: where the logits of its places begin in the step's."""
-    held, session = piece.drafted, piece.drafted.session
-    first = held.cached.pending - len(piece.reserved) - len(piece.expands)
+    sequence, session = piece.sequence, piece.sequence.session
+    first = sequence.cached.pending - len(piece.reserved) - len(piece.expands)
     position = session.trie.position
-    room = min(session.levels_below(session.trie.root) - 1, context - len(held.text.tokens))
+    room = min(session.levels_below(session.trie.root) - 1, context - len(sequence.text.tokens))
     return Growth(
         sampling=session.opened.sampling,
         stops=tuple(session.opened.limits.stop_tokens),
@@ -238,12 +240,12 @@ def _growth(piece: Piece, row: int, context: int) -> Growth:
         width=session.width,
         children=session.children,
         factors=session.calibration.factors(Source.DRAFT),
-        blocks=held.cached.blocks,
+        blocks=sequence.cached.blocks,
         rows=range(row, row + len(piece.expands)),
-        places=[Place(node.end, *held.cached.lineage(first + i)) for i, node in enumerate(piece.expands)],
+        places=[Place(node.end, *sequence.cached.lineage(first + i)) for i, node in enumerate(piece.expands)],
         weights=[node.weight for node in piece.expands],
         leaves=[
-            Leaf(node.token, node.weight, Place(node.end - 1, *held.cached.lineage(_above(piece, node))))
+            Leaf(node.token, node.weight, Place(node.end - 1, *sequence.cached.lineage(_above(piece, node))))
             for node in piece.leaves
         ],
         slots=piece.reserved,
@@ -254,15 +256,15 @@ def _leaves(piece: Piece, max_leaves: int) -> list[Node]:
     """The best drafts from before the launch that it may expand besides."""
     if piece.feeds_committed:
         return []  # there is none yet
-    expands, deepest = set(piece.expands), piece.drafted.cached.length + MAX_BRANCH - MAX_LEVELS
-    places = piece.drafted.session.places()[: len(expands) + max_leaves]
+    expands, deepest = set(piece.expands), piece.sequence.cached.length + MAX_BRANCH - MAX_LEVELS
+    places = piece.sequence.session.places()[: len(expands) + max_leaves]
     return [node for node in places if node not in expands and node.end <= deepest][:max_leaves]
 
 
 def _above(piece: Piece, node: Node) -> int:
     """The pending node that a draft hangs from, or ROOT."""
     assert node.parent is not None
-    return ROOT if node.parent is piece.drafted.session.trie.root else piece.drafted.pending[node.parent]
+    return ROOT if node.parent is piece.sequence.session.trie.root else piece.sequence.pending[node.parent]
 
 
 def _smoothed(known: float | None, measured: float) -> float:

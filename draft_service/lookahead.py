@@ -17,11 +17,11 @@ from itertools import islice
 from torch import Tensor
 
 from draft_service.counters import Counters
-from draft_service.drafted import Drafted
 from draft_service.levels import DraftLevels, first_level, grow, withdraw
 from draft_service.piece import Piece
 from draft_service.reading import Reader, SameVocabulary
 from draft_service.second_level import SecondLevel
+from draft_service.sequence import DraftSequence
 from engine.compiling import Compiling
 from engine.grammar import Constraint, Grammars
 from engine.interface import FATAL
@@ -100,8 +100,8 @@ class Lookahead:
         assert reader is None or levels is None, "drafts of a launch are in the draft model's own vocabulary"
         self._engine, self._welcome, self._limits = engine, welcome, limits
         self._reader = reader or SameVocabulary(engine.model)
-        self._held: dict[tuple[Hashable, SessionId], Drafted] = {}
-        self._compiling: Compiling[Drafted] = Compiling(lambda: Grammars(self._reader.model))
+        self._sequences: dict[tuple[Hashable, SessionId], DraftSequence] = {}
+        self._compiling: Compiling[DraftSequence] = Compiling(lambda: Grammars(self._reader.model))
         self._calibration = Calibration()
         self._cost = StepCost()
         self._resting = False
@@ -119,7 +119,7 @@ class Lookahead:
     def load(self) -> Load:
         """How busy it is."""
         return Load(
-            sessions=len(self._held),
+            sessions=len(self._sequences),
             free_tokens=self._engine.cache.free_tokens,
             capacity_tokens=self._engine.cache.capacity,
             counters=asdict(self.counters),
@@ -138,28 +138,28 @@ class Lookahead:
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
         """Take one message of a router."""
-        held = self._held.get((link, message.session))
+        sequence = self._sequences.get((link, message.session))
         match message:
             case Open():
-                return self._open(link, message, held, at)
+                return self._open(link, message, sequence, at)
             case Verification():
-                return self._verified(link, message, held)
+                return self._verified(link, message, sequence)
             case Close():
-                if held is not None and held.session.opened.epoch <= message.epoch:
-                    self._drop(held, "closed")
+                if sequence is not None and sequence.session.opened.epoch <= message.epoch:
+                    self._drop(sequence, "closed")
             case Proposal():
                 log.warning("a router sent a proposal to a drafter; ignored")
         return []
 
-    def _open(self, link: Hashable, opened: Open, held: Drafted | None, at: float) -> Outgoing:
-        if held is not None:
-            if held.session.opened.epoch >= opened.epoch:
+    def _open(self, link: Hashable, opened: Open, sequence: DraftSequence | None, at: float) -> Outgoing:
+        if sequence is not None:
+            if sequence.session.opened.epoch >= opened.epoch:
                 return []
-            self._drop(held, "opened again")
+            self._drop(sequence, "opened again")
         if why := self._objection(opened.tokens):
             return [_refused(link, opened, RefusalCode.INVALID, why)]
         no_room = [_refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")]
-        if len(self._held) >= self._limits.sessions:
+        if len(self._sequences) >= self._limits.sessions:
             return no_room
         session = DraftSession(
             opened,
@@ -176,61 +176,61 @@ class Lookahead:
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         cached = self._engine.cache.sequence(text.tokens)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
-        drafted = Drafted(link, session, text, cached, session_log, Course(at), shaping)
-        self._held[link, opened.session] = drafted
+        sequence = DraftSequence(link, session, text, cached, session_log, Course(at), shaping)
+        self._sequences[link, opened.session] = sequence
         if opened.extras.grammar:
-            self._compiling.add(drafted, opened, time.perf_counter())
+            self._compiling.add(sequence, opened, time.perf_counter())
         return []
 
     def _constrain(self, now: float) -> None:
         """Go on with the sessions whose grammar is compiled; without it where that fails: drafts are only hints."""
-        for held, constraint in self._compiling.ready(now):
+        for sequence, constraint in self._compiling.ready(now):
             if isinstance(constraint, Constraint):
-                session = held.session
-                held.shaping = Shaping(session.opened, session.tokens, self._welcome.vocabulary, constraint)
+                session = sequence.session
+                sequence.shaping = Shaping(session.opened, session.tokens, self._welcome.vocabulary, constraint)
             else:
-                held.log.warning("drafting without a grammar: %s", constraint)
+                sequence.log.warning("drafting without a grammar: %s", constraint)
 
-    def _verified(self, link: Hashable, verification: Verification, held: Drafted | None) -> Outgoing:
-        if held is None:
+    def _verified(self, link: Hashable, verification: Verification, sequence: DraftSequence | None) -> Outgoing:
+        if sequence is None:
             why = "not opened here"
             return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, why)]
         self._resting = verification.lead == 0
-        old_root = held.session.trie.root
-        pending = held.pending
-        lead = held.session.lead
-        sync = held.session.verified(verification)
+        old_root = sequence.session.trie.root
+        pending = sequence.pending
+        lead = sequence.session.lead
+        sync = sequence.session.verified(verification)
         if sync is not Sync.IGNORED:
-            held.course.counts(verification)
-        self._note(held.session)
+            sequence.course.counts(verification)
+        self._note(sequence.session)
         match sync:
             case Sync.IGNORED:
                 return []
             case Sync.LOST:
                 self.counters.lost += 1
-                self._drop(held, "lost its place")
+                self._drop(sequence, "lost its place")
                 return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, "does not connect to what is known")]
             case Sync.FINISHED:
                 self._count(verification, lead)
-                self._drop(held, "finished")
+                self._drop(sequence, "finished")
                 return []
             case Sync.ADVANCED:
                 self._count(verification, lead)
-                self._levels.verified(held, time.perf_counter())
+                self._levels.verified(sequence, time.perf_counter())
         if why := self._objection(verification.tokens):
-            return self._give_back(held, RefusalCode.INVALID, why)
-        kept = _fed_path(old_root, verification, held.session.tokens, pending)
-        held.text.follow(len(kept))
-        renumbered = held.cached.advance([pending[node] for node in kept])
-        if len(kept) < held.session.trie.position - old_root.end or not len(held.session.trie):
+            return self._give_back(sequence, RefusalCode.INVALID, why)
+        kept = _fed_path(old_root, verification, sequence.session.tokens, pending)
+        sequence.text.follow(len(kept))
+        renumbered = sequence.cached.advance([pending[node] for node in kept])
+        if len(kept) < sequence.session.trie.position - old_root.end or not len(sequence.session.trie):
             # The target went another way, or further than was fed: nothing fed beyond the path can be used.
-            held.cached.rollback()
-            held.pending = {}
-            held.cached.truncate(min(held.cached.length, held.text.settle()))
+            sequence.cached.rollback()
+            sequence.pending = {}
+            sequence.cached.truncate(min(sequence.cached.length, sequence.text.settle()))
         else:
-            held.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
+            sequence.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
         # A target that ran out of drafts may need what was drafted but not sent; the next step would hold it up.
-        return held.pushes()
+        return sequence.pushes()
 
     def _objection(self, tokens: Sequence[Token]) -> str:
         """Why a text with these tokens cannot be drafted for, if so: a target may have more than the draft model."""
@@ -252,17 +252,17 @@ class Lookahead:
 
     def forget(self, link: Hashable) -> None:
         """Drop all sessions of a link."""
-        for held in [held for (owner, _), held in self._held.items() if owner is link]:
-            self._drop(held, "the router went")
+        for sequence in [sequence for (owner, _), sequence in self._sequences.items() if owner is link]:
+            self._drop(sequence, "the router went")
 
-    def _drop(self, held: Drafted, why: str) -> None:
-        held.log.info("ended (%s) after %d steps", why, held.course.steps)
+    def _drop(self, sequence: DraftSequence, why: str) -> None:
+        sequence.log.info("ended (%s) after %d steps", why, sequence.course.steps)
         if self._tracing is not None:
-            self._tracing.session("draft", held.session.opened, held.course, why)
-        held.cached.free()
-        self._second.drop(held)
-        self._compiling.remove(held)
-        del self._held[held.link, held.session.opened.session]
+            self._tracing.session("draft", sequence.session.opened, sequence.course, why)
+        sequence.cached.free()
+        self._second.drop(sequence)
+        self._compiling.remove(sequence)
+        del self._sequences[sequence.link, sequence.session.opened.session]
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -274,8 +274,8 @@ class Lookahead:
         self._second.hang(pieces, self._cost, self._engine.model.context)
         self._levels.plan(pieces, self._engine.model.context)
         outgoing = self._expand(pieces, started)
-        for held in self._held.values():
-            outgoing += held.pushes()
+        for sequence in self._sequences.values():
+            outgoing += sequence.pushes()
         if not pieces and self._recorder:
             self._recorder.flush()
         return outgoing if pieces or outgoing else None
@@ -285,11 +285,11 @@ class Lookahead:
         if not pieces:
             return []
         for piece in pieces:
-            piece.drafted.course.begins(started)
+            piece.sequence.course.begins(started)
         outgoing = self._compute(pieces)
         took = time.perf_counter() - started
         for piece in pieces:
-            piece.drafted.drafted_for += took if piece.expands else 0.0
+            piece.sequence.drafting_seconds += took if piece.expands else 0.0
         self._account(pieces, started)
         return outgoing
 
@@ -313,7 +313,7 @@ class Lookahead:
                 forward=self._engine.forward_seconds,
                 tokens=tokens,
                 levels=levels,
-                sessions=[piece.drafted.session.opened.session for piece in pieces],
+                sessions=[piece.sequence.session.opened.session for piece in pieces],
                 learned=self._outcomes,
             )
             self._outcomes = []
@@ -321,45 +321,45 @@ class Lookahead:
     def _plan(self) -> list[Piece]:
         """Missing committed tokens are fed first; of the draft places, as many as pay are expanded."""
         pieces: list[Piece] = []
-        frontiers: list[tuple[Drafted, Sequence[Node]]] = []
+        frontiers: list[tuple[DraftSequence, Sequence[Node]]] = []
         context = self._engine.model.context
-        for held in self._held.values():
-            if held in self._compiling:
+        for sequence in self._sequences.values():
+            if sequence in self._compiling:
                 continue
-            frontier = held.frontier(context)
-            if frontier and frontier[0] is held.session.trie.root:
-                pieces.append(self._root_piece(held, frontier))
+            frontier = sequence.frontier(context)
+            if frontier and frontier[0] is sequence.session.trie.root:
+                pieces.append(self._root_piece(sequence, frontier))
             elif frontier:
-                frontiers.append((held, frontier))
-            elif held.uncached >= self._limits.warm and len(held.text.tokens) <= context:
-                pieces.append(self._root_piece(held, ()))
+                frontiers.append((sequence, frontier))
+            elif sequence.uncached >= self._limits.warm and len(sequence.text.tokens) <= context:
+                pieces.append(self._root_piece(sequence, ()))
         fed = sum(len(piece.tokens) for piece in pieces)
-        chosen: dict[Drafted, list[Node]] = {}
-        for held, node in best_places(frontiers, self._limits.batch, fed, len(pieces), self._cost):
-            chosen.setdefault(held, []).append(node)
-        return pieces + [self._piece(held, nodes) for held, nodes in chosen.items()]
+        chosen: dict[DraftSequence, list[Node]] = {}
+        for sequence, node in best_places(frontiers, self._limits.batch, fed, len(pieces), self._cost):
+            chosen.setdefault(sequence, []).append(node)
+        return pieces + [self._piece(sequence, nodes) for sequence, nodes in chosen.items()]
 
-    def _root_piece(self, held: Drafted, frontier: Sequence[Node]) -> Piece:
+    def _root_piece(self, sequence: DraftSequence, frontier: Sequence[Node]) -> Piece:
         """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
-        if held.uncached == 0:
+        if sequence.uncached == 0:
             # The root's own logits are gone: feed its token again.
-            held.cached.truncate(held.cached.length - 1)
-        elif held.uncached > 1:
-            self.counters.reused += held.cached.reuse()
-        start = held.cached.length
-        tokens = held.text.tokens[start : start + self._limits.prefill]
-        complete = start + len(tokens) == len(held.text.tokens)
-        pending = held.cached.pending
+            sequence.cached.truncate(sequence.cached.length - 1)
+        elif sequence.uncached > 1:
+            self.counters.reused += sequence.cached.reuse()
+        start = sequence.cached.length
+        tokens = sequence.text.tokens[start : start + self._limits.prefill]
+        complete = start + len(tokens) == len(sequence.text.tokens)
+        pending = sequence.cached.pending
         parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
-        return Piece(held, tokens, parents, frontier if complete else ())
+        return Piece(sequence, tokens, parents, frontier if complete else ())
 
     @staticmethod
-    def _piece(held: Drafted, nodes: Sequence[Node]) -> Piece:
-        root = held.session.trie.root
+    def _piece(sequence: DraftSequence, nodes: Sequence[Node]) -> Piece:
+        root = sequence.session.trie.root
         parents = [
-            ANCHOR if node.parent is root or node.parent is None else held.pending[node.parent] for node in nodes
+            ANCHOR if node.parent is root or node.parent is None else sequence.pending[node.parent] for node in nodes
         ]
-        return Piece(held, [held.text.own(node.token) for node in nodes], parents, nodes)
+        return Piece(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
 
     def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
         """Run the pieces in one forward; a session that the cache has no room for is given back to its router.
@@ -372,14 +372,14 @@ class Lookahead:
         except CacheFull:
             if _withdraw(pieces):
                 return self._compute(pieces)
-            refused = self._give_back(pieces[-1].drafted, RefusalCode.OVERLOADED, "no room in the draft cache")
+            refused = self._give_back(pieces[-1].sequence, RefusalCode.OVERLOADED, "no room in the draft cache")
             return refused + (self._compute(pieces[:-1]) if len(pieces) > 1 else [])
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
             if not _withdraw(pieces) and len(pieces) == 1:
-                pieces[0].drafted.log.exception("a step failed")
-                return self._give_back(pieces[0].drafted, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
+                pieces[0].sequence.log.exception("a step failed")
+                return self._give_back(pieces[0].sequence, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
             return [message for piece in pieces for message in self._compute([piece])]
         now = time.perf_counter()
         outgoing: Outgoing = []
@@ -388,14 +388,14 @@ class Lookahead:
             if rows is not None:
                 self._settle(piece, rows, now)
                 continue
-            piece.drafted.cached.discard(piece.size)
+            piece.sequence.cached.discard(piece.size)
             piece.discarded()
             if _withdraw([piece]) or len(pieces) > 1:
                 again.append(piece)
             else:
-                why = NOT_FINITE.format(len(piece.drafted.session.tokens))
-                piece.drafted.log.error("given up: %s", why)
-                outgoing += self._give_back(piece.drafted, RefusalCode.INTERNAL, why)
+                why = NOT_FINITE.format(len(piece.sequence.session.tokens))
+                piece.sequence.log.error("given up: %s", why)
+                outgoing += self._give_back(piece.sequence, RefusalCode.INTERNAL, why)
         return outgoing + [message for piece in again for message in self._compute([piece])]
 
     def _found(self, pieces: Sequence[Piece]) -> list[Sequence[Sequence[Candidate]] | None]:
@@ -414,7 +414,7 @@ class Lookahead:
             self._levels.fetch()
         except Exception:
             for piece in pieces:
-                piece.drafted.cached.retract(piece.size)
+                piece.sequence.cached.retract(piece.size)
                 piece.discarded()
             raise
         rows = [first_level(piece) if piece.found else list(islice(found, piece.drawn)) for piece in pieces]
@@ -422,26 +422,26 @@ class Lookahead:
             each if all(list(islice(sound, piece.rows))) else None for piece, each in zip(pieces, rows, strict=True)
         ]
 
-    def _give_back(self, held: Drafted, code: RefusalCode, why: str) -> Outgoing:
+    def _give_back(self, sequence: DraftSequence, code: RefusalCode, why: str) -> Outgoing:
         """Draft no more for a session; its router may ask another drafter."""
-        self._drop(held, why)
-        return [_refused(held.link, held.session.opened, code, why)]
+        self._drop(sequence, why)
+        return [_refused(sequence.link, sequence.session.opened, code, why)]
 
     def _settle(self, piece: Piece, found: Sequence[Sequence[Candidate]], now: float) -> None:
         """Note where in the cache a piece is, and go on from its places with what may follow them."""
-        held = piece.drafted
-        first = held.cached.pending - piece.size
+        sequence = piece.sequence
+        first = sequence.cached.pending - piece.size
         if piece.feeds_committed:
-            held.cached.advance(range(first, first + len(piece.tokens)))
+            sequence.cached.advance(range(first, first + len(piece.tokens)))
         else:
-            held.pending.update((node, first + i) for i, node in enumerate(piece.expands))
+            sequence.pending.update((node, first + i) for i, node in enumerate(piece.expands))
         if piece.expands:
-            held.course.draws(now)
+            sequence.course.draws(now)
         self._grow(piece, found)
 
     def _grow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> None:
         """Expand the places of a piece, and what was guessed behind them, with what may follow at each row."""
-        session = piece.drafted.session
+        session = piece.sequence.session
         before = len(session.trie)
         for node, candidates_there in zip(piece.expands, found, strict=False):
             session.expand(node, candidates_there)
@@ -459,11 +459,11 @@ class Lookahead:
         if not draws:
             return []
         logits_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
-        max_children = max((piece.drafted.session.children for piece in pieces), default=1)
+        max_children = max((piece.sequence.session.children for piece in pieces), default=1)
         found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=max_children))
         drawn_from_q = [
             row
-            for row, session in enumerate(piece.drafted.session for piece in pieces for _ in range(piece.drawn))
+            for row, session in enumerate(piece.sequence.session for piece in pieces for _ in range(piece.drawn))
             if session.opened.speculation.rule is Rule.REJECTION and found[row]
         ]
         if drawn_from_q:

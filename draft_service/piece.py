@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafted import Drafted
+from draft_service.sequence import DraftSequence
 from engine.cuda.levels import Expanded
 from engine.sampling import Draw
 from engine.shaping import Shape
@@ -18,7 +18,7 @@ from speculation.trie import Node, Offer
 class Piece:
     """One session's part of a step: feed committed tokens, or draft nodes; ``expands`` are the places to go on from."""
 
-    drafted: Drafted
+    sequence: DraftSequence
     tokens: Sequence[int]
     parents: Sequence[int]
     expands: Sequence[Node]
@@ -55,7 +55,7 @@ class Piece:
     @property
     def feeds_committed(self) -> bool:
         """Whether the tokens are committed ones."""
-        return not self.expands or self.expands[0] is self.drafted.session.trie.root
+        return not self.expands or self.expands[0] is self.sequence.session.trie.root
 
     def discarded(self) -> None:
         """Nothing of it is pending any more."""
@@ -64,21 +64,21 @@ class Piece:
     def chunk(self) -> Chunk:
         """What the engine computes."""
         own = len(self.tokens)
-        first = self.drafted.cached.pending + own
+        first = self.sequence.cached.pending + own
         place = first - len(self.expands)
         parents = [place if parent == ANCHOR else first + parent for parent in self.guesses.parents]
         rows = range(self.size - self.rows, self.size)
-        return Chunk(self.drafted.cached, [*self.tokens, *self.guesses.tokens], [*self.parents, *parents], rows)
+        return Chunk(self.sequence.cached, [*self.tokens, *self.guesses.tokens], [*self.parents, *parents], rows)
 
     def draws(self) -> list[Draw]:
         """How the token of each place is drawn."""
-        sampling = self.drafted.session.opened.sampling
+        sampling = self.sequence.session.opened.sampling
         draws = [Draw(sampling, node.end, node.digest) for node in self.expands]
         return draws + [Draw(sampling, draws[0].position + guess.end) for guess in self.guesses.nodes]
 
     def shapes(self) -> list[Shape | None]:
         """How the logits of each place are shaped; None: not at all."""
-        shaping, root = self.drafted.shaping, self.drafted.session.trie.root
+        shaping, root = self.sequence.shaping, self.sequence.session.trie.root
         if shaping is None:
             return [None] * self.drawn
         paths = [[above.token for above in node.path_from(root)] for node in self.expands]

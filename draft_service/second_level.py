@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from draft_service.drafted import Drafted
 from draft_service.piece import Piece
+from draft_service.sequence import DraftSequence
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.draft_session import Candidate
@@ -34,7 +34,7 @@ NOTHING = -1
 class Ask:
     """A place behind which guesses may hang in the next forward, and those that hang there so far."""
 
-    held: Drafted
+    sequence: DraftSequence
     place: Node
     path: tuple[Token, ...]
     """Drafts from the end of the text to the place, its own token included."""
@@ -55,7 +55,7 @@ class Guesser(Protocol):
         """Hang guesses from those places for which it has better ones than hang there, as many as it can afford."""
         ...
 
-    def drop(self, held: Drafted) -> None:
+    def drop(self, sequence: DraftSequence) -> None:
         """Forget a session."""
         ...
 
@@ -64,13 +64,13 @@ class Lookup:
     """Guesses copied from the session's own text and drafts; see :mod:`speculation.sources.lookup`."""
 
     def __init__(self) -> None:
-        self._known: dict[Drafted, PromptLookup] = {}
+        self._known: dict[DraftSequence, PromptLookup] = {}
 
     def guess(self, asked: Sequence[Ask], _forward: Forward) -> None:
         """Ask every session's own text, once all of it is read."""
         for ask in asked:
-            known = self._known.setdefault(ask.held, PromptLookup())
-            tokens = ask.held.session.tokens
+            known = self._known.setdefault(ask.sequence, PromptLookup())
+            tokens = ask.sequence.session.tokens
             known.extend(tokens[len(known) : len(known) + INDEXED])
             if len(known) < len(tokens):
                 continue
@@ -78,9 +78,9 @@ class Lookup:
             for token, sure in zip(found.tokens, found.confidence, strict=True):
                 ask.guesses.add(token, sure, Source.LOOKUP)
 
-    def drop(self, held: Drafted) -> None:
+    def drop(self, sequence: DraftSequence) -> None:
         """Forget a session's text."""
-        self._known.pop(held, None)
+        self._known.pop(sequence, None)
 
 
 class SecondLevel:
@@ -90,8 +90,8 @@ class SecondLevel:
         """Each of the ``guessers`` sees what those before it have guessed. ``vocabulary``: the draft model's."""
         self._vocabulary, self._guessers = vocabulary, guessers
         self._calibration = Calibration()
-        self._guesses: dict[Drafted, Guesses] = {}
-        self._asked: dict[Drafted, Ask] = {}
+        self._guesses: dict[DraftSequence, Guesses] = {}
+        self._asked: dict[DraftSequence, Ask] = {}
         """In the step at hand."""
         self.seconds = 0.0
         """How long it took to find the guesses for the step at hand."""
@@ -104,11 +104,11 @@ class SecondLevel:
         if not self._guessers:
             return
         started = time.perf_counter()
-        depths = {piece.drafted: _depth(piece, context) for piece in pieces}
-        open_pieces = [piece for piece in pieces if depths[piece.drafted] > 0]
+        depths = {piece.sequence: _depth(piece, context) for piece in pieces}
+        open_pieces = [piece for piece in pieces if depths[piece.sequence] > 0]
         guessed = sorted(open_pieces, key=lambda piece: -piece.expands[0].weight)[:MAX_SESSIONS]
-        asked = [self._ask(piece, depths[piece.drafted]) for piece in guessed]
-        self._asked = {ask.held: ask for ask in asked}
+        asked = [self._ask(piece, depths[piece.sequence]) for piece in guessed]
+        self._asked = {ask.sequence: ask for ask in asked}
         gain = sum(node.weight for piece in pieces for node in piece.expands)
         forward = Forward(sum(len(piece.tokens) for piece in pieces), gain, cost)
         for guesser in self._guessers:
@@ -121,13 +121,13 @@ class SecondLevel:
 
     def _ask(self, piece: Piece, depth: int) -> Ask:
         """The place of a piece behind which guesses hang: the one that is worth most."""
-        held, place = piece.drafted, piece.expands[0]
-        if held not in self._guesses:
-            self._guesses[held] = Guesses(self._vocabulary, self._calibration)
-        guesses = self._guesses[held]
+        sequence, place = piece.sequence, piece.expands[0]
+        if sequence not in self._guesses:
+            self._guesses[sequence] = Guesses(self._vocabulary, self._calibration)
+        guesses = self._guesses[sequence]
         guesses.clear()
-        path = tuple(node.token for node in place.path_from(held.session.trie.root))
-        return Ask(held, place, path, depth, guesses)
+        path = tuple(node.token for node in place.path_from(sequence.session.trie.root))
+        return Ask(sequence, place, path, depth, guesses)
 
     def follow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> list[Node]:
         """The guesses that the draft model drew itself, as the drafts that they are; the others are forgotten.
@@ -135,24 +135,24 @@ class SecondLevel:
         ``found``: what may follow at each row of the piece, whose places have been expanded. The drafts returned have
         been expanded too.
         """
-        ask = self._asked.get(piece.drafted)
+        ask = self._asked.get(piece.sequence)
         if ask is None:
             return []
-        held, tokens = ask.held, piece.guesses.tokens
+        sequence, tokens = ask.sequence, piece.guesses.tokens
         rows = [found[0], *found[len(piece.expands) :]]
         kept = ask.guesses.settle(len(tokens), [row[0].token if row else NOTHING for row in rows])
-        first = held.cached.pending - len(tokens)
-        followed = draft_along(held.session, ask.place, tokens[:kept], rows[1:])
-        held.pending.update((node, first + i) for i, node in enumerate(followed))
-        held.cached.retract(len(tokens) - len(followed))
+        first = sequence.cached.pending - len(tokens)
+        followed = draft_along(sequence.session, ask.place, tokens[:kept], rows[1:])
+        sequence.pending.update((node, first + i) for i, node in enumerate(followed))
+        sequence.cached.retract(len(tokens) - len(followed))
         return followed
 
-    def drop(self, held: Drafted) -> None:
+    def drop(self, sequence: DraftSequence) -> None:
         """Forget a session."""
-        self._guesses.pop(held, None)
-        self._asked.pop(held, None)
+        self._guesses.pop(sequence, None)
+        self._asked.pop(sequence, None)
         for guesser in self._guessers:
-            guesser.drop(held)
+            guesser.drop(sequence)
 
 
 def _depth(piece: Piece, context: int) -> int:
@@ -161,9 +161,9 @@ def _depth(piece: Piece, context: int) -> int:
     They are made where drafts are what the draft model draws, however often it does. The last level is drafted, never
     expanded: computing it is of no use.
     """
-    session = piece.drafted.session
+    session = piece.sequence.session
     if not piece.expands or session.opened.speculation.rule is not Rule.COUPLED:
         return 0
     place = piece.expands[0]
-    room = context - len(piece.drafted.text.tokens) - (place.end - session.trie.position)
+    room = context - len(piece.sequence.text.tokens) - (place.end - session.trie.position)
     return min(session.levels_below(place) - 1, room, MAX_GUESSES)

@@ -392,12 +392,12 @@ def _outcome(candidates: Sequence[Candidate], token: Token) -> Outcome:
     return Outcome(tuple(candidate.confidence for candidate in candidates), right)
 
 
-Held = TypeVar("Held")
+Owner = TypeVar("Owner")
 
 
 def best_places(
-    frontiers: Iterable[tuple[Held, Sequence[Node]]], max_places: int, fed: int, certain: int, cost: StepCost
-) -> list[tuple[Held, Node]]:
+    frontiers: Iterable[tuple[Owner, Sequence[Node]]], max_places: int, fed: int, certain: int, cost: StepCost
+) -> list[tuple[Owner, Node]]:
     """What a draft step expands of all sessions' frontiers.
 
     The likeliest places, as many as pay, ``max_places`` at most.
@@ -405,7 +405,7 @@ def best_places(
     The step feeds ``fed`` tokens of ``certain`` other sessions besides.
     """
     places = sorted(
-        ((held, node) for held, frontier in frontiers for node in frontier), key=lambda place: -place[1].weight
+        ((owner, node) for owner, frontier in frontiers for node in frontier), key=lambda place: -place[1].weight
     )[:max_places]
     return places[: worth_drafting([node.weight for _, node in places], fed, certain, cost)]
 

@@ -34,7 +34,7 @@ from speculation.messages import (
 from speculation.planner import Planner
 from speculation.tempo import Tempo
 from target_service.counters import Counters
-from target_service.held import Held
+from target_service.sequence import TargetSequence
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class DraftModel:
     def __init__(self, drafter: Drafter, planner: Planner, counters: Counters) -> None:
         """``planner``: knows what steps of the target take."""
         self._drafter, self._planner, self._counters = drafter, planner, counters
-        self._open: dict[Key, Held] = {}
+        self._open: dict[Key, TargetSequence] = {}
         self._again: dict[Key, int] = {}
         """The turn from which on a session that was refused is tried again; never, if it failed."""
         self._turn = 0
@@ -107,7 +107,9 @@ class DraftModel:
         self.seconds = 0.0
         """What drafting took before the step at hand."""
 
-    def draft(self, running: Sequence[Held], part: Sequence[Held], drawing: Sequence[Held]) -> bool:
+    def draft(
+        self, running: Sequence[TargetSequence], part: Sequence[TargetSequence], drawing: Sequence[TargetSequence]
+    ) -> bool:
         """Let it draft for those of ``drawing`` that may verify drafts in this step; False: none is to be verified.
 
         ``running``: all that are not preempted; ``part``: those that take part in the step. They are read meanwhile.
@@ -116,13 +118,15 @@ class DraftModel:
         self._turn += 1
         try:
             self._follow(running, part)
-            wanted = {key: held.session.pace.agreement for held in drawing if (key := _key(held)) in self._open}
+            wanted = {
+                key: sequence.session.pace.agreement for sequence in drawing if (key := _key(sequence)) in self._open
+            }
             is_plain = len(part) == len(drawing) and self._is_plain_due(len(drawing))
             if is_plain:
                 wanted = {}
             if self._open:
                 rate, row_seconds = self._worth(len(drawing))
-                self._take(self._drafter.draft([_key(held) for held in part], wanted, rate, row_seconds))
+                self._take(self._drafter.draft([_key(sequence) for sequence in part], wanted, rate, row_seconds))
         except FATAL:
             raise
         except Exception:  # whatever a model may raise: the text does not need it
@@ -132,22 +136,22 @@ class DraftModel:
         self._counters.draft_microseconds += round(self.seconds * 1e6)
         return not is_plain
 
-    def verified(self, held: Held, verification: Verification) -> None:
+    def verified(self, sequence: TargetSequence, verification: Verification) -> None:
         """A step has committed tokens of a session."""
-        if _key(held) not in self._open:
+        if _key(sequence) not in self._open:
             return
         try:
-            self._take(self._drafter.receive(held.link, verification))
+            self._take(self._drafter.receive(sequence.link, verification))
         except FATAL:
             raise
         except Exception:
-            held.log.exception("the draft model failed; the session goes on without it")
+            sequence.log.exception("the draft model failed; the session goes on without it")
             self._give_up()
 
-    def drop(self, held: Held) -> None:
+    def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""
-        self._again.pop(_key(held), None)
-        self._close(held)
+        self._again.pop(_key(sequence), None)
+        self._close(sequence)
 
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
@@ -171,30 +175,30 @@ class DraftModel:
         row_seconds = (cost(sessions + drafts) - plain) / drafts
         return max(self._tempos[sessions.bit_length()].rate, sessions / plain), row_seconds
 
-    def _follow(self, running: Sequence[Held], part: Sequence[Held]) -> None:
+    def _follow(self, running: Sequence[TargetSequence], part: Sequence[TargetSequence]) -> None:
         """Have those open that take part, and no preempted one."""
-        for key in self._open.keys() - {_key(held) for held in running}:
+        for key in self._open.keys() - {_key(sequence) for sequence in running}:
             self._close(self._open[key])
-        for held in part:
-            key = _key(held)
-            if key not in self._open and self._again.get(key, 0) <= self._turn and _allowed(held.session.opened):
-                opened, tokens = held.session.opened, tuple(held.session.tokens)
-                self._open[key] = held
+        for sequence in part:
+            key = _key(sequence)
+            if key not in self._open and self._again.get(key, 0) <= self._turn and _allowed(sequence.session.opened):
+                opened, tokens = sequence.session.opened, tuple(sequence.session.tokens)
+                self._open[key] = sequence
                 again = replace(opened, tokens=tokens, prompt=opened.prompt or len(opened.tokens))
-                self._take(self._drafter.receive(held.link, again))
+                self._take(self._drafter.receive(sequence.link, again))
 
     def _take(self, outgoing: Outgoing) -> None:
         for link, message in outgoing:
-            held = self._open.get((link, message.session)) if isinstance(message, Proposal | Refused) else None
-            if held is None:
+            sequence = self._open.get((link, message.session)) if isinstance(message, Proposal | Refused) else None
+            if sequence is None:
                 continue
             if isinstance(message, Proposal):
-                self._counters.proposals[held.session.propose(message).fate] += 1
+                self._counters.proposals[sequence.session.propose(message).fate] += 1
             elif isinstance(message, Refused):
-                self._refused(held, message)
+                self._refused(sequence, message)
 
-    def _refused(self, held: Held, refused: Refused) -> None:
-        key = _key(held)
+    def _refused(self, sequence: TargetSequence, refused: Refused) -> None:
+        key = _key(sequence)
         del self._open[key]
         match refused.code:
             case RefusalCode.UNKNOWN_SESSION:
@@ -208,25 +212,25 @@ class DraftModel:
             case _:
                 self._counters.draft_faults += 1
         self._again[key] = _NEVER
-        held.log.warning("goes on without the draft model: %s", refused.message)
+        sequence.log.warning("goes on without the draft model: %s", refused.message)
 
     def _give_up(self) -> None:
         """Something is wrong beyond one session: drop all that it has."""
-        for key, held in list(self._open.items()):
+        for key, sequence in list(self._open.items()):
             self._counters.draft_faults += 1
-            self._close(held)
+            self._close(sequence)
             self._again[key] = _NEVER
 
-    def _close(self, held: Held) -> None:
-        if self._open.pop(_key(held), None) is not None:
-            self._drafter.receive(held.link, Close(held.session.opened.session, held.session.opened.epoch))
+    def _close(self, sequence: TargetSequence) -> None:
+        if self._open.pop(_key(sequence), None) is not None:
+            self._drafter.receive(sequence.link, Close(sequence.session.opened.session, sequence.session.opened.epoch))
 
 
 _NEVER = 1 << 62
 
 
-def _key(held: Held) -> Key:
-    return held.link, held.session.opened.session
+def _key(sequence: TargetSequence) -> Key:
+    return sequence.link, sequence.session.opened.session
 
 
 def _allowed(opened: Open) -> bool:

@@ -25,8 +25,8 @@ from speculation.acceptance import Walk
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
 from speculation.sources.medusa import HeadGuesses, MedusaDrafts
 from speculation.trie import Offer
-from target_service.held import Held
 from target_service.piece import Piece
+from target_service.sequence import TargetSequence
 from target_service.verdicts import Verdict
 
 log = logging.getLogger(__name__)
@@ -56,65 +56,67 @@ class HeadDrafter:
         assert hidden_RD is not None
         ends = accumulate(len(chunk.rows) for chunk in chunks)
         for piece, verdict, end in zip(pieces, decided, ends, strict=True):
-            if piece.held.medusa is not None and isinstance(verdict, Walk):
+            if piece.sequence.medusa is not None and isinstance(verdict, Walk):
                 last = verdict.kept[-1] + 1 if verdict.kept else 0
-                piece.held.hidden_D = hidden_RD[end - piece.rows + last]
+                piece.sequence.hidden_D = hidden_RD[end - piece.rows + last]
 
-    def settled(self, held: Held, offer: Offer) -> None:
+    def settled(self, sequence: TargetSequence, offer: Offer) -> None:
         """A step of a session is over, in which ``offer`` was verified."""
-        if held.medusa is not None:
-            held.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in offer.nodes))
+        if sequence.medusa is not None:
+            sequence.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in offer.nodes))
 
-    def draft(self, sessions: Sequence[Held]) -> None:
+    def draft(self, sessions: Sequence[TargetSequence]) -> None:
         """Let the heads guess for all of these that have something to read, unless theirs rest."""
-        ready: list[tuple[Held, MedusaDrafts, Tensor]] = []
-        for held in sessions:
-            if held.medusa is not None and held.hidden_D is not None and not held.medusa.rests:
-                ready.append((held, held.medusa, held.hidden_D))
-            held.hidden_D = None
+        ready: list[tuple[TargetSequence, MedusaDrafts, Tensor]] = []
+        for sequence in sessions:
+            if sequence.medusa is not None and sequence.hidden_D is not None and not sequence.medusa.rests:
+                ready.append((sequence, sequence.medusa, sequence.hidden_D))
+            sequence.hidden_D = None
         if not ready or self._failed:
             return
         try:
-            guesses = self._guesses([held for held, _, _ in ready], torch.stack([row_D for _, _, row_D in ready]))
+            guesses = self._guesses(
+                [sequence for sequence, _, _ in ready], torch.stack([row_D for _, _, row_D in ready])
+            )
         except Exception:  # such as memory that a device lacks; the text does not need them
             log.exception("Medusa heads failed; drafting goes on without them")
             self._failed = True
             return
-        for (held, drafts, _), places in zip(ready, guesses, strict=True):
-            drafts.guess(held.session.trie.position, places)
+        for (sequence, drafts, _), places in zip(ready, guesses, strict=True):
+            drafts.guess(sequence.session.trie.position, places)
 
     @torch.inference_mode()
-    def _guesses(self, sessions: Sequence[Held], hidden_ND: Tensor) -> list[HeadGuesses]:
+    def _guesses(self, sessions: Sequence[TargetSequence], hidden_ND: Tensor) -> list[HeadGuesses]:
         """For each session what the heads say of the next places."""
         logits_HNV = self._heads(hidden_ND)[..., : self._vocabulary].float()
         places = len(self._heads)
-        draws = [_draw(held, place) for place in range(places) for held in sessions]
-        shapes = [_shape(held, place) for place in range(places) for held in sessions]
+        draws = [_draw(sequence, place) for place in range(places) for sequence in sessions]
+        shapes = [_shape(sequence, place) for place in range(places) for sequence in sessions]
         found = candidates(shaped(logits_HNV.flatten(0, 1), shapes), draws, WIDTH)
         return [
-            [_kept(held, found[place * len(sessions) + number]) for place in range(places)]
-            for number, held in enumerate(sessions)
+            [_kept(sequence, found[place * len(sessions) + number]) for place in range(places)]
+            for number, sequence in enumerate(sessions)
         ]
 
 
-def _draw(held: Held, place: int) -> Draw:
+def _draw(sequence: TargetSequence, place: int) -> Draw:
     """With the noise that the target will draw with there; under the rejection rule drafts must not know it."""
-    opened = held.session.opened
+    opened = sequence.session.opened
     by_rejection = opened.speculation.rule is Rule.REJECTION
     sampling = Sampling(temperature=0.0) if by_rejection else opened.sampling
-    return Draw(sampling, held.session.trie.position + place)
+    return Draw(sampling, sequence.session.trie.position + place)
 
 
-def _shape(held: Held, place: int) -> Shape | None:
+def _shape(sequence: TargetSequence, place: int) -> Shape | None:
     """The first place is shaped as the target will. What comes before the others is not known.
 
     So they take what does not depend on it, or hardly: bias and penalties, but no grammar.
     """
-    shaping = held.shaping
+    shaping = sequence.shaping
     if shaping is None or (place and shaping.mask is not None):
         return None
     return shaping.after(())
 
 
-def _kept(held: Held, found: list[Candidate]) -> list[Candidate]:
-    return found[:1] if held.session.opened.speculation.chains else found
+def _kept(sequence: TargetSequence, found: list[Candidate]) -> list[Candidate]:
+    return found[:1] if sequence.session.opened.speculation.chains else found

@@ -12,15 +12,15 @@ from speculation.acceptance import Chosen, Draft, Sampled
 from speculation.messages import ANCHOR, Rule, Sampling, Token
 from speculation.target_session import Commit
 from speculation.trie import Offer
-from target_service.held import Held
 from target_service.scheduler import Share
+from target_service.sequence import TargetSequence
 
 
 @dataclass(slots=True)
 class Piece:
     """Tokens to feed, then the drafts offered behind them."""
 
-    held: Held
+    sequence: TargetSequence
     feed: int
     drafts: int | None
     """Room for drafts; None while the prompt is not complete: then nothing is drawn."""
@@ -29,9 +29,9 @@ class Piece:
     """For the record."""
 
     @classmethod
-    def of(cls, held: Held, share: Share) -> Piece:
+    def of(cls, sequence: TargetSequence, share: Share) -> Piece:
         """What a session does with its share of a step."""
-        return cls(held, share.feed, share.drafts if share.feed == held.uncached else None)
+        return cls(sequence, share.feed, share.drafts if share.feed == sequence.uncached else None)
 
     @property
     def tokens(self) -> int:
@@ -44,12 +44,12 @@ class Piece:
 
         Of a part of a prompt it is the last one, which sees all others, if others might read across them.
         """
-        return int(self.held.cached.among_others) if self.offer is None else len(self.offer.nodes) + 1
+        return int(self.sequence.cached.among_others) if self.offer is None else len(self.offer.nodes) + 1
 
     @property
     def told(self) -> range:
         """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
-        untold, start = self.held.untold, self.held.cached.length
+        untold, start = self.sequence.untold, self.sequence.cached.length
         return range(max(untold.start - 1 - start, 0), min(untold.stop - 1 - start, self.feed))
 
     @property
@@ -60,13 +60,13 @@ class Piece:
     @property
     def by_rejection(self) -> bool:
         """Whether drafts are accepted by the rejection rule. Without randomness both rules come to the same."""
-        opened = self.held.session.opened
+        opened = self.sequence.session.opened
         return opened.speculation.rule is Rule.REJECTION and not opened.sampling.greedy
 
     @property
     def is_plain(self) -> bool:
         """Whether all its rows are drawn by nothing but a temperature and noise, and none tells of the prompt."""
-        plain = self.held.shaping is None and is_plain(self.held.session.opened.sampling)
+        plain = self.sequence.shaping is None and is_plain(self.sequence.session.opened.sampling)
         return plain and not self.by_rejection and not self.told
 
     def chunk(self, *, draws: bool = False) -> Chunk:
@@ -75,35 +75,35 @@ class Piece:
         The rows that tell of the prompt come first. ``draws``: let the step draw; the piece has to be plain. A row that
         is computed only to be judged is drawn as if greedy.
         """
-        start = self.held.cached.length
-        fed = self.held.session.tokens[start : start + self.feed]
+        start = self.sequence.cached.length
+        fed = self.sequence.session.tokens[start : start + self.feed]
         last = self.feed - 1
         chain = range(ANCHOR, last)
         if self.offer is None:
             judged = [Draw(Sampling(temperature=0.0), 0)] * self.rows if draws else []
-            return Chunk(self.held.cached, fed, list(chain), [*self.told, *[last] * self.rows], judged)
+            return Chunk(self.sequence.cached, fed, list(chain), [*self.told, *[last] * self.rows], judged)
         parents = [*chain, *(last if parent == ANCHOR else self.feed + parent for parent in self.offer.parents)]
         rows = [*self.told, *range(last, self.feed + len(self.offer.nodes))]
-        return Chunk(self.held.cached, [*fed, *self.offer.tokens], parents, rows, self.draws() if draws else ())
+        return Chunk(self.sequence.cached, [*fed, *self.offer.tokens], parents, rows, self.draws() if draws else ())
 
     def withdraw(self) -> bool:
         """Verify no drafts after all; whether there were any."""
         if self.offer is None or not self.offer.nodes:
             return False
-        self.offer = self.held.session.withdraw()
+        self.offer = self.sequence.session.withdraw()
         return True
 
     def draws(self) -> list[Draw]:
         """How each wanted row is drawn: after the last fed token, then after each draft."""
         if self.offer is None:
             return []
-        session = self.held.session
+        session = self.sequence.session
         positions = [session.trie.position, *(node.end for node in self.offer.nodes)]
         return [Draw(session.opened.sampling, position) for position in positions]
 
     def shapes(self) -> list[Shape | None]:
         """How each wanted row is shaped before it is drawn from; None: not at all."""
-        shaping = self.held.shaping
+        shaping = self.sequence.shaping
         if self.offer is None or shaping is None:
             return [None] * self.rows
         paths: list[tuple[Token, ...]] = [()]
@@ -111,7 +111,7 @@ class Piece:
             paths.append((*paths[parent + 1], token))
         return [shaping.after(path) for path in paths]
 
-    def drafted(self) -> list[Draft]:
+    def drafts_with_q(self) -> list[Draft]:
         """The offer, a chain, as the rejection rule takes it."""
         assert self.offer is not None
         return [Chosen(node.token) if node.q is None else Sampled(node.token, node.q) for node in self.offer.nodes]

@@ -41,7 +41,7 @@ def of_committed(
     counts = [0] * len(pieces)
     starts = accumulate((piece.rows for piece in pieces), initial=0)
     for i, (piece, verdict, start) in enumerate(zip(pieces, decided, starts, strict=False)):
-        asked = piece.held.session.opened.extras.logprobs
+        asked = piece.sequence.session.opened.extras.logprobs
         if asked is None or piece.offer is None or not isinstance(verdict, Walk):
             continue
         rows += (start, *(start + 1 + draft for draft in verdict.kept))

@@ -94,7 +94,7 @@ def _drawn_here(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
         for i, kept in zip(rejecting, walks, strict=True):
             answer[i] = kept
     for i, piece in enumerate(pieces):
-        position, outcome = piece.held.session.trie.position, answer[i]
+        position, outcome = piece.sequence.session.trie.position, answer[i]
         if not sound[i]:
             answer[i] = _not_finite(piece)
         elif isinstance(outcome, Walk) and piece.offer is not None and not all(opens[i]):
@@ -104,7 +104,7 @@ def _drawn_here(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
 
 
 def _not_finite(piece: Piece) -> Fault:
-    return Fault(NOT_FINITE.format(piece.held.session.trie.position), not_finite=True)
+    return Fault(NOT_FINITE.format(piece.sequence.session.trie.position), not_finite=True)
 
 
 def _to_dead_end(outcome: Walk, opens: Sequence[int], tokens: Sequence[Token]) -> Walk | None:
@@ -130,4 +130,4 @@ def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -
 def _by_rejection(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Walk]:
     """What p and q make of the offers."""
     draws = [draw for piece in pieces for draw in piece.draws()]
-    return verify_chains(logits_RV, draws, [piece.drafted() for piece in pieces])
+    return verify_chains(logits_RV, draws, [piece.drafts_with_q() for piece in pieces])

@@ -39,12 +39,12 @@ from speculation.sources.local_sources import LookupBounds
 from speculation.sources.registry import registered
 from target_service.counters import Counters
 from target_service.draft_model import Drafter, DraftModel
-from target_service.held import Held
 from target_service.medusa import HeadDrafter
 from target_service.objections import objection
 from target_service.outputs import IN_PAUSE, IN_STEP, Outputs, SuffixSettings
 from target_service.piece import Piece
 from target_service.scheduler import Budget, Scheduler
+from target_service.sequence import TargetSequence
 from target_service.step_time import StepTime
 from target_service.thoughts import apart, of_committed
 from target_service.verdicts import Fault, Verdict, verdicts
@@ -85,11 +85,13 @@ class VerifyLoop:
         """Nothing is open. The loop owns ``engine`` and its cache. ``drafter``: a draft model in this process."""
         self._engine, self._limits = engine, limits
         self._welcome = replace(welcome, sources=registered())
-        self._held: dict[tuple[Hashable, SessionId], Held] = {}
+        self._sequences: dict[tuple[Hashable, SessionId], TargetSequence] = {}
         verify = max((limits.budget.verify, *engine.row_classes))
         budget = replace(limits.budget, row_classes=engine.row_classes, verify=verify)
-        self._scheduler: Scheduler[Held] = Scheduler(limits.running, budget, free=lambda: engine.cache.ledger.free)
-        self._compiling: Compiling[Held] = Compiling(lambda: Grammars(engine.model))
+        self._scheduler: Scheduler[TargetSequence] = Scheduler(
+            limits.running, budget, free=lambda: engine.cache.ledger.free
+        )
+        self._compiling: Compiling[TargetSequence] = Compiling(lambda: Grammars(engine.model))
         self._numbers = itertools.count()
         self.counters = Counters()
         self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
@@ -122,8 +124,8 @@ class VerifyLoop:
         cache, max_tokens = self._engine.cache, self._limits.budget.tokens
         seconds = self._step_time(max_tokens)
         return TargetDemand(
-            queued_tokens=sum(held.uncached - 1 for held in running)
-            + sum(len(held.session.tokens) for held in waiting),
+            queued_tokens=sum(sequence.uncached - 1 for sequence in running)
+            + sum(len(sequence.session.tokens) for sequence in waiting),
             running_tokens=cache.capacity - cache.free_tokens,
             capacity_tokens=cache.capacity,
             sessions=len(running) + len(waiting),
@@ -141,27 +143,27 @@ class VerifyLoop:
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
         """Take one message of a router."""
-        held = self._held.get((link, message.session))
+        sequence = self._sequences.get((link, message.session))
         match message:
             case Open():
-                return self._open(link, message, held, at)
+                return self._open(link, message, sequence, at)
             case Proposal():
-                if held is not None:
-                    self.counters.proposals[held.session.propose(message, at).fate] += 1
+                if sequence is not None:
+                    self.counters.proposals[sequence.session.propose(message, at).fate] += 1
             case Close():
-                if held is not None and held.session.opened.epoch <= message.epoch:
-                    self._outputs.keep(held.session)
-                    self._drop(held, "closed")
+                if sequence is not None and sequence.session.opened.epoch <= message.epoch:
+                    self._outputs.keep(sequence.session)
+                    self._drop(sequence, "closed")
             case Verification():
                 log.warning("a router sent a verification to a target; ignored")
         return []
 
-    def _open(self, link: Hashable, opened: Open, held: Held | None, at: float) -> Outgoing:
-        if held is not None and held.session.opened.epoch >= opened.epoch:
+    def _open(self, link: Hashable, opened: Open, sequence: TargetSequence | None, at: float) -> Outgoing:
+        if sequence is not None and sequence.session.opened.epoch >= opened.epoch:
             return []
-        refusal = self._objection(opened, replaces=held is not None)
-        if held is not None:
-            self._drop(held, "opened again")
+        refusal = self._objection(opened, replaces=sequence is not None)
+        if sequence is not None:
+            self._drop(sequence, "opened again")
         if refusal is not None:
             self.counters.refused += 1
             return [(link, refusal)]
@@ -171,13 +173,15 @@ class VerifyLoop:
         sources = [*self._outputs.sources(opened), *([medusa] if medusa else [])]
         session = self._planner.session(opened, self._welcome.vocabulary, sources)
         # A session that is opened again keeps its place.
-        arrived = (at - opened.age_ms / 1000, next(self._numbers)) if held is None else held.arrived
+        arrived = (at - opened.age_ms / 1000, next(self._numbers)) if sequence is None else sequence.arrived
         session_log = SessionLog(log, opened.session, opened.extras.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
-        taken = Held(link, session, self._engine.cache, arrived, self.counters, session_log, Course(at), shaping)
+        taken = TargetSequence(
+            link, session, self._engine.cache, arrived, self.counters, session_log, Course(at), shaping
+        )
         taken.medusa = medusa
-        self._held[link, opened.session] = taken
+        self._sequences[link, opened.session] = taken
         if opened.extras.grammar:
             self._compiling.add(taken, opened, time.perf_counter())
         else:
@@ -187,14 +191,14 @@ class VerifyLoop:
     def _constrain(self, now: float) -> Outgoing:
         """Start the sessions whose grammar is compiled; refuse those whose grammar, or text, is none."""
         outgoing: Outgoing = []
-        for held, constraint in self._compiling.ready(now):
-            self._scheduler.add(held)
+        for sequence, constraint in self._compiling.ready(now):
+            self._scheduler.add(sequence)
             if isinstance(constraint, Constraint):
-                why = held.constrain(constraint, self._welcome.vocabulary)
+                why = sequence.constrain(constraint, self._welcome.vocabulary)
             else:
                 why = str(constraint)
             if why:
-                outgoing += self._give_up(held, why, RefusalCode.INVALID)
+                outgoing += self._give_up(sequence, why, RefusalCode.INVALID)
         return outgoing
 
     def _objection(self, opened: Open, *, replaces: bool) -> Refused | None:
@@ -207,29 +211,31 @@ class VerifyLoop:
         why = objection(opened, welcome.vocabulary, welcome.context, self._engine.cache.capacity)
         if why is not None:
             return refuse(RefusalCode.INVALID, why)
-        if not replaces and len(self._held) >= self._limits.running + self._limits.waiting:
+        if not replaces and len(self._sequences) >= self._limits.running + self._limits.waiting:
             limits = f"{self._limits.running} running and {self._limits.waiting} waiting"
             return refuse(RefusalCode.OVERLOADED, f"all places are taken: {limits} sessions")
         return None
 
     def forget(self, link: Hashable) -> None:
         """Drop all sessions of a link."""
-        for held in [held for (owner, _), held in self._held.items() if owner is link]:
-            self._drop(held, "the router went")
+        for sequence in [sequence for (owner, _), sequence in self._sequences.items() if owner is link]:
+            self._drop(sequence, "the router went")
 
-    def _drop(self, held: Held, why: str) -> None:
-        held.log.info("ended (%s) after %d tokens in %d steps", why, held.course.committed, held.course.steps)
-        for source, fault in held.session.faults.items():
+    def _drop(self, sequence: TargetSequence, why: str) -> None:
+        sequence.log.info(
+            "ended (%s) after %d tokens in %d steps", why, sequence.course.committed, sequence.course.steps
+        )
+        for source, fault in sequence.session.faults.items():
             self.counters.source_faults += 1
-            held.log.warning("draft source %s failed and was left out: %s", source, fault)
+            sequence.log.warning("draft source %s failed and was left out: %s", source, fault)
         if self._tracing is not None:
-            self._tracing.session("target", held.session.opened, held.course, why)
-        held.cached.free()
+            self._tracing.session("target", sequence.session.opened, sequence.course, why)
+        sequence.cached.free()
         if self._draft_model is not None:
-            self._draft_model.drop(held)
-        del self._held[held.link, held.session.opened.session]
-        if not self._compiling.remove(held):
-            self._scheduler.remove(held)
+            self._draft_model.drop(sequence)
+        del self._sequences[sequence.link, sequence.session.opened.session]
+        if not self._compiling.remove(sequence):
+            self._scheduler.remove(sequence)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -245,7 +251,7 @@ class VerifyLoop:
             return outgoing or None
         self._resume(started)
         for piece in pieces:
-            piece.held.course.begins(started)
+            piece.sequence.course.begins(started)
         committed = self.counters.committed
         outgoing += self._compute(pieces, started)
         self._last_committed = self.counters.committed - committed
@@ -255,22 +261,25 @@ class VerifyLoop:
     def _plan(self, now: float) -> list[Piece]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
         step = self._scheduler.step(self._beside)
-        pieces = [Piece.of(held, share) for held, share in step.parts]
+        pieces = [Piece.of(sequence, share) for sequence, share in step.parts]
         drawing = [piece for piece in pieces if piece.drafts is not None]
         if self._medusa is not None:
-            self._medusa.draft([piece.held for piece in drawing if piece.drafts])
+            self._medusa.draft([piece.sequence for piece in drawing if piece.drafts])
         if self._draft_model is not None:
-            part, open_for_drafts = [piece.held for piece in pieces], [piece.held for piece in drawing if piece.drafts]
+            part, open_for_drafts = (
+                [piece.sequence for piece in pieces],
+                [piece.sequence for piece in drawing if piece.drafts],
+            )
             if not self._draft_model.draft(self._scheduler.running, part, open_for_drafts):
                 for piece in drawing:
                     piece.drafts = 0
-        asked = [Asked(piece.held.session, piece.drafts or 0) for piece in drawing]
+        asked = [Asked(piece.sequence.session, piece.drafts or 0) for piece in drawing]
         prefilled = sum(piece.feed for piece in pieces) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
         for piece, offer in zip(drawing, plan.offers, strict=True):
             piece.offer = offer
-            if offer is None and piece.held.waits_since is None:
-                piece.held.waits_since = now
+            if offer is None and piece.sequence.waits_since is None:
+                piece.sequence.waits_since = now
         self._due = plan.wake
         return [piece for piece in pieces if piece.drafts is None or piece.offer is not None]
 
@@ -344,7 +353,7 @@ class VerifyLoop:
             broken = [isinstance(verdict, Fault) and verdict.not_finite for verdict in decided]
             for piece, told_PV, is_broken in zip(pieces, told, broken, strict=True):
                 if not is_broken:
-                    piece.held.note_prompt(told_PV)
+                    piece.sequence.note_prompt(told_PV)
             if self._medusa is not None:
                 self._medusa.note(self._engine.hidden, chunks, pieces, decided)
             thoughts = of_committed(logits_RV, pieces, decided)
@@ -352,65 +361,65 @@ class VerifyLoop:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
             if len(pieces) == 1 and not pieces[0].withdraw():
-                pieces[0].held.log.exception("a step failed")
-                return self._give_up(pieces[0].held, f"{type(error).__name__}: {error}")
+                pieces[0].sequence.log.exception("a step failed")
+                return self._give_up(pieces[0].sequence, f"{type(error).__name__}: {error}")
             for piece in pieces:
-                piece.held.cached.rollback()
+                piece.sequence.cached.rollback()
             return [message for piece in pieces for message in self._compute([piece], started)]
         ended = time.perf_counter()
         outgoing: Outgoing = []
         again: list[Piece] = []
         for piece, is_broken, verdict, thought in zip(pieces, broken, decided, thoughts, strict=True):
             if is_broken:
-                piece.held.cached.discard(piece.tokens)
+                piece.sequence.cached.discard(piece.tokens)
             if is_broken and (piece.withdraw() or len(pieces) > 1):
                 again.append(piece)
             else:
                 outgoing += self._settle(piece, verdict, thought, (started, ended))
         return outgoing + [message for piece in again for message in self._compute([piece], started)]
 
-    def _give_up(self, held: Held, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
-        self._drop(held, why)
+    def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
+        self._drop(sequence, why)
         self.counters.refused += 1
-        return [held.refused(code, why)]
+        return [sequence.refused(code, why)]
 
     def _settle(
         self, piece: Piece, verdict: Verdict, thought: Sequence[TokenLogprobs], times: tuple[float, float]
     ) -> Outgoing:
         """Commit what a session decides, in its tokens and in its cache; ``thought``: what the model thinks of it."""
         started, ended = times
-        held, cached = piece.held, piece.held.cached
-        held.computed += piece.feed
+        sequence, cached = piece.sequence, piece.sequence.cached
+        sequence.computed += piece.feed
         match verdict:
             case Fault(why, code):
-                held.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
-                return self._give_up(held, why, code)
+                sequence.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
+                return self._give_up(sequence, why, code)
             case Walk():
                 assert piece.offer is not None
-                commit = held.session.settle(verdict, ended)
+                commit = sequence.session.settle(verdict, ended)
                 cached.advance([*range(piece.feed), *(piece.feed + i for i in commit.kept)])
                 cached.rollback()
                 self.counters.count(piece.offer, commit)
                 if self._medusa is not None:
-                    self._medusa.settled(held, piece.offer)
+                    self._medusa.settled(sequence, piece.offer)
                 if self._draft_model is not None:
-                    self._draft_model.verified(held, commit.verification)
-                held.course.draws(ended)
-                held.course.counts(commit.verification)
+                    self._draft_model.verified(sequence, commit.verification)
+                sequence.course.draws(ended)
+                sequence.course.counts(commit.verification)
                 self.counters.prefilled += piece.feed - 1
                 if self._recorder:
                     piece.record(commit)
                 if commit.verification.finish:
-                    self._outputs.keep(held.session)
-                    self._drop(held, commit.verification.finish.value)
-                elif why := held.follow():
-                    return self._give_up(held, why, RefusalCode.INVALID)
+                    self._outputs.keep(sequence.session)
+                    self._drop(sequence, commit.verification.finish.value)
+                elif why := sequence.follow():
+                    return self._give_up(sequence, why, RefusalCode.INVALID)
                 verification = commit.verification
                 if thought:
                     verification = replace(verification, logprobs=tuple(thought[: len(verification.tokens)]))
-                return [(held.link, held.said(verification, started, ended))]
+                return [(sequence.link, sequence.said(verification, started, ended))]
             case None:
                 cached.advance(range(piece.feed))
-                held.session.index(cached.length)
+                sequence.session.index(cached.length)
                 self.counters.prefilled += piece.feed
                 return []

@@ -101,7 +101,7 @@ class Drafter:
     def __init__(self, world: World) -> None:
         """Nothing is open."""
         self._world = world
-        self._held: dict[SessionId, SimulatedDraft] = {}
+        self._sequences: dict[SessionId, SimulatedDraft] = {}
         self._inbox: list[Verification] = []
         self._calibration, self._guess_calibration = Calibration(), Calibration()
         self._cost = StepCost()
@@ -117,7 +117,7 @@ class Drafter:
             calibration=self._calibration,
             resting=self._resting,
         )
-        self._held[opened.session] = SimulatedDraft(session, text, target, self._guess_calibration)
+        self._sequences[opened.session] = SimulatedDraft(session, text, target, self._guess_calibration)
         self._wake()
 
     def hear(self, verification: Verification) -> None:
@@ -137,7 +137,7 @@ class Drafter:
         places = self._places()
         if places:
             world = self._world
-            tokens = sum(held.computed(nodes) for held, nodes in places.items())
+            tokens = sum(sequence.computed(nodes) for sequence, nodes in places.items())
             guesses = self._guess(places, tokens) if world.setting.guesses else {}
             beside = world.costs.draft_contention if world.verifying else 1.0
             seconds = world.varied(beside * world.costs.draft(tokens + sum(guesses.values())))
@@ -145,41 +145,41 @@ class Drafter:
             world.after(seconds, lambda: self._expand(places, tokens, guesses, seconds))
         else:
             self._idle = True
-            self._push(self._held.values())
+            self._push(self._sequences.values())
 
     def _follow(self, verification: Verification) -> None:
         """Take a verification, and answer with what is drafted already."""
-        held, totals = self._held[verification.session], self._world.totals
-        lead = held.session.lead
+        sequence, totals = self._sequences[verification.session], self._world.totals
+        lead = sequence.session.lead
         self._resting = verification.lead == 0
         totals.asked, totals.delivered = totals.asked + lead.asked, totals.delivered + lead.reached
-        sync = held.verified(verification)
+        sync = sequence.verified(verification)
         assert sync in (Sync.ADVANCED, Sync.FINISHED), f"the drafter lost its place: {sync}"
         if sync is Sync.FINISHED:
-            del self._held[verification.session]
+            del self._sequences[verification.session]
         else:
-            self._push([held])
+            self._push([sequence])
 
     def _places(self) -> dict[SimulatedDraft, list[Node]]:
         """What to expand, by the rule of :mod:`draft_service.lookahead`: ends of texts first, then what pays."""
         found: dict[SimulatedDraft, list[Node]] = {}
         further: list[tuple[SimulatedDraft, Sequence[Node]]] = []
-        for held in self._held.values():
-            frontier = held.session.frontier()
-            if frontier and frontier[0] is held.session.trie.root:
-                found[held] = [frontier[0]]
+        for sequence in self._sequences.values():
+            frontier = sequence.session.frontier()
+            if frontier and frontier[0] is sequence.session.trie.root:
+                found[sequence] = [frontier[0]]
             else:
-                further.append((held, frontier))
-        fed = sum(held.uncached for held in found)
-        for held, node in best_places(further, self._world.bounds.places, fed, len(found), self._cost):
-            found.setdefault(held, []).append(node)
+                further.append((sequence, frontier))
+        fed = sum(sequence.uncached for sequence in found)
+        for sequence, node in best_places(further, self._world.bounds.places, fed, len(found), self._cost):
+            found.setdefault(sequence, []).append(node)
         return found
 
     def _guess(self, places: Mapping[SimulatedDraft, Sequence[Node]], tokens: int) -> dict[SimulatedDraft, int]:
         """How many guesses of each session join a forward of ``tokens``, by the rule of the second level."""
-        guessed = sorted(places, key=lambda held: -places[held][0].weight)[:MAX_SESSIONS]
+        guessed = sorted(places, key=lambda sequence: -places[sequence][0].weight)[:MAX_SESSIONS]
         gain = sum(node.weight for nodes in places.values() for node in nodes)
-        chances = [held.guess(places[held][0]) for held in guessed]
+        chances = [sequence.guess(places[sequence][0]) for sequence in guessed]
         return dict(zip(guessed, Forward(tokens, gain, self._cost).worth(chances), strict=True))
 
     def _expand(
@@ -193,19 +193,19 @@ class Drafter:
         if tokens == sum(len(nodes) for nodes in places.values()):
             self._cost.observe(tokens + sum(guesses.values()), seconds)
         world.totals.drafting += seconds
-        for held, nodes in places.items():
+        for sequence, nodes in places.items():
             for node in nodes:
-                held.expand(node)
-            if held in guesses:
-                held.follow(nodes[0], guesses[held])
-        self._push(self._held.values())
+                sequence.expand(node)
+            if sequence in guesses:
+                sequence.follow(nodes[0], guesses[sequence])
+        self._push(self._sequences.values())
         world.after(world.costs.draft_pause, self._step)
 
     def _push(self, sessions: Iterable[SimulatedDraft]) -> None:
         world = self._world
-        for held in sessions:
-            for proposal in held.session.pushes():
-                world.after(world.costs.to_target + world.setting.rtt / 2, _delivery(held.target, proposal))
+        for sequence in sessions:
+            for proposal in sequence.session.pushes():
+                world.after(world.costs.to_target + world.setting.rtt / 2, _delivery(sequence.target, proposal))
 
 
 def _delivery(target: Target, proposal: Proposal) -> Callable[[], None]:

@@ -57,16 +57,16 @@ class TargetWorker:
 
     def receive(self, message: ToWorker) -> list[FromWorker]:
         """Take one message."""
-        held = self.sessions.get(message.session)
+        session = self.sessions.get(message.session)
         match message:
-            case Open() if held is None and len(self.sessions) >= self.capacity:
+            case Open() if session is None and len(self.sessions) >= self.capacity:
                 return [Refused(message.session, message.epoch, RefusalCode.OVERLOADED)]
             case Open():
-                if held is None or held.opened.epoch < message.epoch:
+                if session is None or session.opened.epoch < message.epoch:
                     self.sessions[message.session] = TargetSession(message, vocabulary=VOCABULARY)
-            case Proposal() if held is not None:
-                held.propose(message)
-            case Close() if held is not None and held.opened.epoch <= message.epoch:
+            case Proposal() if session is not None:
+                session.propose(message)
+            case Close() if session is not None and session.opened.epoch <= message.epoch:
                 del self.sessions[message.session]
         return []
 
@@ -105,23 +105,23 @@ class DraftWorker:
 
     def receive(self, message: ToWorker) -> list[FromWorker]:
         """Take one message."""
-        held = self.sessions.get(message.session)
+        session = self.sessions.get(message.session)
         match message:
             case Open():
-                if held is None or held.opened.epoch < message.epoch:
+                if session is None or session.opened.epoch < message.epoch:
                     self.sessions[message.session] = DraftSession(
                         message, vocabulary=VOCABULARY, limits=DraftLimits(lead=8)
                     )
-            case Verification() if held is not None:
-                return self._verified(held, message)
+            case Verification() if session is not None:
+                return self._verified(session, message)
             case Verification():
                 return [Refused(message.session, message.epoch, RefusalCode.UNKNOWN_SESSION)]
-            case Close() if held is not None and held.opened.epoch <= message.epoch:
+            case Close() if session is not None and session.opened.epoch <= message.epoch:
                 del self.sessions[message.session]
         return []
 
-    def _verified(self, held: DraftSession, message: Verification) -> list[FromWorker]:
-        match held.verified(message):
+    def _verified(self, session: DraftSession, message: Verification) -> list[FromWorker]:
+        match session.verified(message):
             case Sync.LOST:
                 del self.sessions[message.session]
                 return [Refused(message.session, message.epoch, RefusalCode.UNKNOWN_SESSION)]

@@ -108,7 +108,7 @@ def texts(loop: VerifyLoop, openings: Sequence[Open]) -> dict[int, list[Token]]:
 
 
 def assert_empty(drafter: InTurn) -> None:
-    assert not drafter._held
+    assert not drafter._sequences
     drafter._engine.cache.check()
     assert drafter._engine.cache.free_tokens == drafter._engine.cache.capacity
 
@@ -266,9 +266,9 @@ def test_a_closed_session_is_forgotten(model: Model, likeness: Model) -> None:
         loop.receive(LINK, one)
     for _ in range(3):
         loop.step()
-    assert drafter._held
+    assert drafter._sequences
     loop.receive(LINK, Close(SessionId(0), 1))
-    assert (LINK, SessionId(0)) not in drafter._held
+    assert (LINK, SessionId(0)) not in drafter._sequences
     loop.forget(LINK)
     assert_empty(drafter)
 
@@ -339,8 +339,8 @@ def test_the_rejection_rule_gets_drafts_with_their_q(model: Model, likeness: Mod
     loop.receive(LINK, opening(7, WARM, speculation))
     offered = 0
     while loop.step() is not None:
-        for held in loop._held.values():
-            assert all(node.q is not None for node in held.session.trie)
+        for sequence in loop._sequences.values():
+            assert all(node.q is not None for node in sequence.session.trie)
         offered = loop.counters.offered_from[Source.DRAFT]
     assert offered and loop.counters.proposals["missing_q"] == 0
 
@@ -398,7 +398,7 @@ def test_a_grammar_holds_for_drafts(tmp_path: Path) -> None:
         extras = Extras(grammar=regex("[a-z]{40,60}"))
         loop.receive(LINK, Open(SessionId(1), 1, prompt, WARM, limits, speculation=speculation, extras=extras))
         said: list[Token] = []
-        while loop._held:
+        while loop._sequences:
             for _, message in loop.step() or ():
                 assert isinstance(message, Verification), message
                 said += message.tokens

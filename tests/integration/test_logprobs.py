@@ -230,9 +230,9 @@ def test_a_preempted_prompt_is_told_of_once(engine: Engine, stock: Stock, monkey
         said += [message for _, message in sent if message.session == 1]
         steps += 1
         if steps == 3:
-            held = loop._held[LINK, SessionId(1)]
-            assert 0 < held.cached.length < len(prompt)
-            held.give_way()
+            sequence = loop._sequences[LINK, SessionId(1)]
+            assert 0 < sequence.cached.length < len(prompt)
+            sequence.give_way()
     check(said[0].prompt_logprobs, thought(stock, prompt, 1), prompt[1:], 1)
 
 

@@ -129,8 +129,8 @@ def test_requests_shape_what_heads_propose(model: Model) -> None:
     said: list[Token] = []
     drafted: set[Token] = set()
     while (sent := loop.step()) is not None:
-        for held in loop._held.values():
-            drafted |= {node.token for node in held.session.trie}
+        for sequence in loop._sequences.values():
+            drafted |= {node.token for node in sequence.session.trie}
         said += sent[0][1].tokens if isinstance(sent[0][1], Verification) else ()
     assert said == expected[1]
     assert drafted <= set(shaped.allowed)
@@ -253,9 +253,9 @@ def test_under_the_rejection_rule_guesses_do_not_know_the_seed(model: Model) -> 
         opened = opening(1, Sampling(temperature=0.9, seed=seed), speculation)
         loop.receive(LINK, opened)
         loop.step()
-        (held,) = loop._held.values()
-        loop._medusa.draft([held])  # type: ignore[union-attr]
-        drafted.append(held.session.candidates(8).tokens)
+        (sequence,) = loop._sequences.values()
+        loop._medusa.draft([sequence])  # type: ignore[union-attr]
+        drafted.append(sequence.session.candidates(8).tokens)
     assert drafted[0] == drafted[1] and len(drafted[0]) == 3
 
 

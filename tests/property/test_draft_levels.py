@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_service.drafted import Drafted
 from draft_service.levels import DraftLevels, LaunchTime
 from draft_service.lookahead import Lookahead, LookaheadLimits
+from draft_service.sequence import DraftSequence
 from engine.build import EngineSettings, welcome
 from engine.cuda.attention import RowAttention
 from engine.cuda.levels import Levels
@@ -122,16 +122,16 @@ class Drafter:
         limits = how.pop("limits", Limits(len(prompt) + 200, stop_tokens=frozenset({0, 17})))
         assert self.worker.receive(ROUTER, Open(SessionId(number), 1, tuple(prompt), seeded, limits, **how)) == []
 
-    def held(self, number: int) -> Drafted:
-        return self.worker._held[ROUTER, SessionId(number)]
+    def sequence(self, number: int) -> DraftSequence:
+        return self.worker._sequences[ROUTER, SessionId(number)]
 
     def step(self) -> int:
         """How many levels it expanded."""
         self.worker.step()
         self.engine.cache.check()
-        for held in self.worker._held.values():
-            assert held.cached.pending == len(held.pending), "a row of what was no draft is left"
-            assert sorted(held.pending.values()) == list(range(held.cached.pending))
+        for sequence in self.worker._sequences.values():
+            assert sequence.cached.pending == len(sequence.pending), "a row of what was no draft is left"
+            assert sorted(sequence.pending.values()) == list(range(sequence.cached.pending))
         return self.launches.expanded
 
     def commit(self, number: int, tokens: Sequence[Token]) -> None:
@@ -143,7 +143,7 @@ class Drafter:
         self.engine.cache.check()
 
     def tree(self, number: int) -> dict[tuple[Token, ...], Node]:
-        trie = self.held(number).session.trie
+        trie = self.sequence(number).session.trie
         return {tuple(each.token for each in node.path_from(trie.root)): node for node in trie}
 
     def close(self) -> None:
@@ -171,8 +171,8 @@ def assert_same(one: Drafter, other: Drafter) -> None:
         for path, node in ours.items():
             assert node.confidence == pytest.approx(theirs[path].confidence, rel=1e-5, abs=1e-6)
             assert node.weight == pytest.approx(theirs[path].weight, rel=1e-5)
-            assert (node in one.held(number).pending) == (theirs[path] in other.held(number).pending)
-        assert one.held(number).cached.length == other.held(number).cached.length
+            assert (node in one.sequence(number).pending) == (theirs[path] in other.sequence(number).pending)
+        assert one.sequence(number).cached.length == other.sequence(number).cached.length
 
 
 def assert_same_cache(one: Drafter, other: Drafter) -> None:
@@ -181,12 +181,12 @@ def assert_same_cache(one: Drafter, other: Drafter) -> None:
         for layer in range(one.engine.model.layers):
             stored = []
             for each in (one, other):
-                held, store = each.held(number), each.engine.cache.store
+                sequence, store = each.sequence(number), each.engine.cache.store
                 in_order = sorted(
-                    held.pending, key=lambda node: [a.token for a in node.path_from(held.session.trie.root)]
+                    sequence.pending, key=lambda node: [a.token for a in node.path_from(sequence.session.trie.root)]
                 )
-                slots = held.cached.committed_slots(0)
-                slots += [held.cached.pending_slots[held.pending[node]] for node in in_order]
+                slots = sequence.cached.committed_slots(0)
+                slots += [sequence.cached.pending_slots[sequence.pending[node]] for node in in_order]
                 keys_SHD, values_SHE = store._keys[layer], store._values[layer]
                 assert keys_SHD is not None and values_SHE is not None
                 stored.append(torch.cat((keys_SHD[slots].flatten(1), values_SHE[slots].flatten(1)), 1))
@@ -293,7 +293,7 @@ def test_a_cache_without_room_for_levels_drafts_one(llama: Model) -> None:
     assert other.step() == 1
     one.step()
     assert_same(one, other)
-    assert not other.worker.counters.lost and len(other.worker._held) == 2
+    assert not other.worker.counters.lost and len(other.worker._sequences) == 2
     one.close()
     other.close()
 
@@ -317,7 +317,7 @@ def test_a_full_tree_takes_no_more(llama: Model) -> None:
     for _ in range(3):
         other.step()
     assert len(other.tree(0)) == 20
-    assert all(node.children or node.end for node in other.held(0).pending)
+    assert all(node.children or node.end for node in other.sequence(0).pending)
     other.close()
 
 
@@ -365,7 +365,7 @@ def test_a_launch_that_fails_is_made_up_for_by_single_levels(llama: Model) -> No
         other.step()
         one.step()
         assert_same(one, other)
-    assert len(other.worker._held) == 2
+    assert len(other.worker._sequences) == 2
     one.close()
     other.close()
 
@@ -390,7 +390,7 @@ def test_what_is_no_number_deep_below_ends_its_own_session_only(tmp_path: Path) 
         other.open(number, random_tokens(9 + number, seed=number), GREEDY)
     for _ in range(4):
         other.step()
-    assert list(other.worker._held) == [(ROUTER, SessionId(1))], "the other one was given up"
+    assert list(other.worker._sequences) == [(ROUTER, SessionId(1))], "the other one was given up"
     del sound.texts[0], other.texts[0]
     theirs, ours = sound.tree(1), other.tree(1)
     assert theirs.keys() <= ours.keys()

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.assistant import Assistant
-from draft_service.drafted import Drafted
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.second_level import Lookup, SecondLevel
+from draft_service.sequence import DraftSequence
 from engine.build import EngineSettings, build, welcome
 from engine.kv_cache import KVCache
 from engine.step import Engine
@@ -79,7 +79,7 @@ class Fickle:
             for token in self.rng.sample(self.likely, self.rng.randint(0, min(6, len(self.likely)))):
                 ask.guesses.add(token, self.rng.random(), Source.LOOKUP)
 
-    def drop(self, held):
+    def drop(self, sequence):
         pass
 
 
@@ -92,8 +92,8 @@ class Eager:
     def guess(self, asked, forward):
         self.assistant.guess(asked, Paying(forward.tokens, forward.gain, forward.cost))
 
-    def drop(self, held):
-        self.assistant.drop(held)
+    def drop(self, sequence):
+        self.assistant.drop(sequence)
 
 
 class Paying(Forward):
@@ -112,24 +112,24 @@ class Drafter:
             assert self.worker.receive(ROUTER, one) == []
 
     @property
-    def held(self) -> list[Drafted]:
-        return list(self.worker._held.values())
+    def sequences(self) -> list[DraftSequence]:
+        return list(self.worker._sequences.values())
 
     def settle(self) -> None:
         """Draft until there is nothing left to draft."""
-        while any(held.session.frontier() for held in self.held):
+        while any(sequence.session.frontier() for sequence in self.sequences):
             self.worker.step()
             self.engine.cache.check()
-            for held in self.held:
-                assert held.cached.pending == len(held.pending), "a row of a refused guess is left"
+            for sequence in self.sequences:
+                assert sequence.cached.pending == len(sequence.pending), "a row of a refused guess is left"
 
     def trees(self) -> list[dict[tuple[Token, ...], float]]:
         return [
             {
-                tuple(above.token for above in node.path_from(held.session.trie.root)): node.confidence
-                for node in held.session.trie
+                tuple(above.token for above in node.path_from(sequence.session.trie.root)): node.confidence
+                for node in sequence.session.trie
             }
-            for held in self.held
+            for sequence in self.sequences
         ]
 
     def commit(self, number: int, tokens: list[Token]) -> None:
@@ -222,7 +222,7 @@ def test_guesses_are_sought_for_those_sessions_that_gain_most(model):
 
     class Noted(Fickle):
         def guess(self, now, forward):
-            asked.append([(ask.place.weight, ask.held.session.opened.session) for ask in now])
+            asked.append([(ask.place.weight, ask.sequence.session.opened.session) for ask in now])
 
     sessions = [opened(number, SAMPLINGS[0]) for number in range(MAX_SESSIONS + 2)]
     drafter = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Noted(Random(0), [])]), sessions)
@@ -243,7 +243,7 @@ def test_guesses_cost_no_session_its_place_in_a_full_cache(model):
     for _ in range(3):
         assert not any(isinstance(message, Refused) for _, message in drafter.worker.step() or [])
         tight.cache.check()
-    assert len(drafter.held) == 1
+    assert len(drafter.sequences) == 1
     drafter.close()
 
 

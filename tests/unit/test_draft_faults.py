@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from draft_service.drafted import Drafted
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.second_level import Ask, Guesser, Lookup, SecondLevel
+from draft_service.sequence import DraftSequence
 from engine.kv_cache import KVCache
 from engine.model import Model
 from engine.parallel.group import RankError
@@ -87,7 +87,7 @@ def settle(worker: Lookahead) -> Outgoing:
 
 def drafts(worker: Lookahead, number: int) -> set[tuple[Token, ...]]:
     """What is drafted behind the text of a session."""
-    trie = worker._held[ROUTER, SessionId(number)].session.trie
+    trie = worker._sequences[ROUTER, SessionId(number)].session.trie
     return {tuple(above.token for above in node.path_from(trie.root)) for node in trie}
 
 
@@ -268,7 +268,7 @@ class Poisonous:
         for ask in asked:
             ask.guesses.add(POISON, 0.99, Source.LOOKUP)
 
-    def drop(self, held: Drafted) -> None:
+    def drop(self, sequence: DraftSequence) -> None:
         pass
 
 

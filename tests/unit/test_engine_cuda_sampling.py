@@ -77,7 +77,7 @@ def piece(tokens: list[int], at: int, *, draws: bool = True) -> Any:
         by_rejection=False,
         shapes=lambda: [None] * (len(tokens) + 1) if draws else [],
         draws=lambda: [Draw(Sampling(temperature=0.0), at + i) for i in range(len(tokens) + 1)],
-        held=SimpleNamespace(session=SimpleNamespace(trie=SimpleNamespace(position=at))),
+        sequence=SimpleNamespace(session=SimpleNamespace(trie=SimpleNamespace(position=at))),
     )
 
 

@@ -21,7 +21,7 @@ from transport.tracing import Course
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class TargetSequence:
     """Implements :class:`target_service.scheduler.Job`. Nothing of it is cached while it waits."""
 
     link: Hashable

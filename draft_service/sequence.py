@@ -16,7 +16,7 @@ from transport.worker import Outgoing
 
 
 @dataclass(eq=False, slots=True)
-class Drafted:
+class DraftSequence:
     """A session that this worker drafts for, and where its nodes are in the cache."""
 
     link: Hashable
@@ -32,7 +32,7 @@ class Drafted:
     """Nodes that were fed, by their index among the cache's pending nodes."""
     verified_at: float | None = None
     """When it was verified last; None: it was not yet."""
-    drafted_for: float = 0.0
+    drafting_seconds: float = 0.0
     """Seconds that the steps took which drafted for it since its last push."""
 
     @property
@@ -53,5 +53,5 @@ class Drafted:
         proposals = self.session.pushes()
         if not proposals:
             return []
-        took, self.drafted_for = round(self.drafted_for * 1e6), 0.0
+        took, self.drafting_seconds = round(self.drafting_seconds * 1e6), 0.0
         return [(self.link, replace(proposal, took_us=took)) for proposal in proposals]
