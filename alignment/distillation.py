@@ -23,7 +23,7 @@ from alignment.acceptance import measure
 from alignment.batches import Batches, InTurn, joined
 from alignment.checkpoints import write_whole
 from alignment.data import Data
-from alignment.encoding import Encoder, Gathered, Piece, gather, tokenizer_of
+from alignment.encoding import EncodedText, Encoder, Gathered, gather, tokenizer_of
 from alignment.errors import Interrupted
 from alignment.losses import OBJECTIVES, distillation_loss
 from alignment.pair import Pair
@@ -208,7 +208,7 @@ class Distillation:
         texts = [Row(piece.ids[: options.sequence], 0, 1.0) for piece in pieces.held_out if len(piece.ids) > 1]
         return found | {DATA: texts}
 
-    def _written(self, pieces: Sequence[Piece], rounds: int, batch: int, title: str) -> list[Row]:
+    def _written(self, pieces: Sequence[EncodedText], rounds: int, batch: int, title: str) -> list[Row]:
         """What the target writes behind prompts of these pieces, at the temperatures in turn."""
         options = self._options
         longest = min(options.sequence, self._pair.context - options.new_tokens)

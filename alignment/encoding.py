@@ -17,7 +17,7 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class EncodedText:
     """A passage as token ids."""
 
     ids: tuple[int, ...]
@@ -39,7 +39,7 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         return None if self._lead or not isinstance(end, int) else end
 
-    def piece(self, passage: Passage) -> Piece:
+    def piece(self, passage: Passage) -> EncodedText:
         """Its ids. Raises :class:`alignment.errors.DataError` for a conversation that the model has no template for."""
         match passage.start:
             case Conversation(messages, tools):
@@ -48,9 +48,9 @@ class Encoder:
                 lead = () if self.tokenizer.bos_token and text.startswith(str(self.tokenizer.bos_token)) else self._lead
                 begin = (*lead, *self._plain(text)) if text else ()
         rest = self._plain(passage.rest)
-        return Piece((*begin, *rest), len(begin)) if begin else Piece((*self._lead, *rest), 0)
+        return EncodedText((*begin, *rest), len(begin)) if begin else EncodedText((*self._lead, *rest), 0)
 
-    def prompt(self, piece: Piece, draw: np.random.Generator, longest: int) -> tuple[int, ...]:
+    def prompt(self, piece: EncodedText, draw: np.random.Generator, longest: int) -> tuple[int, ...]:
         """At most ``longest`` tokens to go on from: all of its start, or a stretch of the text."""
         if piece.start:
             return piece.ids[: piece.start][-longest:]
@@ -83,8 +83,8 @@ def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
 class Gathered:
     """What is taken from the data."""
 
-    train: tuple[Piece, ...]
-    held_out: tuple[Piece, ...]
+    train: tuple[EncodedText, ...]
+    held_out: tuple[EncodedText, ...]
 
 
 def gather(data: Data, encoder: Encoder, tokens: int, held_out: int, seed: int) -> Gathered:

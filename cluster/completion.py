@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Text that belongs together: drafted and accepted, or the target's own."""
 
     text: str
@@ -98,7 +98,7 @@ def is_local(url: str) -> bool:
         raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
 
 
-def stream(url: str, request: Request, tally: Tally, *, speculate: bool = True) -> Iterator[Piece]:
+def stream(url: str, request: Request, tally: Tally, *, speculate: bool = True) -> Iterator[TextPiece]:
     """Pieces as they arrive, counted in ``tally``. Raises :class:`cluster.console.CommandError`."""
     path = "/v1/chat/completions" if request.chat else "/v1/completions"
     body = request.body(speculate=speculate)
@@ -134,14 +134,14 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def _pieces(event: dict[str, Any], tally: Tally) -> Iterator[Piece]:
+def _pieces(event: dict[str, Any], tally: Tally) -> Iterator[TextPiece]:
     speculation = event.get("speculation")
     if speculation is None:
         return
     tally.add(speculation, time.perf_counter())
     for piece in speculation["pieces"]:
         tally.parts.append(piece["text"])
-        yield Piece(piece["text"], piece["drafted"])
+        yield TextPiece(piece["text"], piece["drafted"])
 
 
 def _refusal(response: httpx.Response) -> CommandError:

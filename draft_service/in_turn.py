@@ -18,8 +18,8 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from draft_service.batch_entry import DraftBatchEntry
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.piece import Piece
 from draft_service.sequence import DraftSequence
 from speculation.draft_session import DraftLimits
 from speculation.messages import SessionId
@@ -79,11 +79,11 @@ class InTurn(Lookahead):
             places = self._level(wanted, rate, row_seconds, probe=probe)
             if not places:
                 break
-            pieces = self._pieces(places)
+            entries = self._entries(places)
             max_levels = MAX_LEVELS if probe else self._further(places, rate, row_seconds)
             max_levels = min(max_levels, MAX_LEVELS - drafted)
-            drafted += self._levels.plan(pieces, self._engine.model.context, max_levels)
-            outgoing += self._expand(pieces, started)
+            drafted += self._levels.plan(entries, self._engine.model.context, max_levels)
+            outgoing += self._expand(entries, started)
         self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
         for key in wanted:
             if (sequence := self._sequences.get(key)) is not None:
@@ -96,12 +96,12 @@ class InTurn(Lookahead):
 
     def _read(self, running: Iterable[DraftSequence]) -> Outgoing:
         """Get on with texts of which much is not in the cache, by so many tokens together as the limits say."""
-        started, pieces, tokens = time.perf_counter(), list[Piece](), 0
+        started, entries, tokens = time.perf_counter(), list[DraftBatchEntry](), 0
         for sequence in running:
             if tokens < self._limits.prefill and self._is_behind(sequence):
-                pieces.append(self._root_piece(sequence, sequence.frontier(self._engine.model.context)))
-                tokens += len(pieces[-1].tokens)
-        return self._expand(pieces, started)
+                entries.append(self._root_entry(sequence, sequence.frontier(self._engine.model.context)))
+                tokens += len(entries[-1].tokens)
+        return self._expand(entries, started)
 
     def _is_behind(self, sequence: DraftSequence) -> bool:
         """Whether it has more to read than a level reads on the way."""
@@ -116,14 +116,14 @@ class InTurn(Lookahead):
         known = self.counters.steps >= FIRST_LEVELS and not probe
         return places[: self._worth(places, rate, row_seconds)] if known else places
 
-    def _pieces(self, places: Sequence[_Place]) -> list[Piece]:
+    def _entries(self, places: Sequence[_Place]) -> list[DraftBatchEntry]:
         chosen: dict[DraftSequence, list[Node]] = {}
         for place in places:
             chosen.setdefault(place.sequence, []).append(place.node)
         return [
-            self._root_piece(sequence, nodes)
+            self._root_entry(sequence, nodes)
             if nodes[0] is sequence.session.trie.root
-            else self._piece(sequence, nodes)
+            else self._entry(sequence, nodes)
             for sequence, nodes in chosen.items()
         ]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_service.piece import Piece
+from draft_service.batch_entry import DraftBatchEntry
 from draft_service.sequence import DraftSequence
 from engine.cuda.levels import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, Levels, Place
 from engine.kv_cache import ROOT, CacheFull
@@ -81,7 +81,7 @@ class DraftLevels:
         """Nothing is under way."""
         self.time = LaunchTime()
         self._levels = levels
-        self._launched: list[Piece] = []
+        self._launched: list[DraftBatchEntry] = []
         self._found_KNWX = torch.empty(0)
 
     def verified(self, sequence: DraftSequence, now: float) -> None:
@@ -90,128 +90,130 @@ class DraftLevels:
             self.time.verified(now - sequence.verified_at)
         sequence.verified_at = now
 
-    def plan(self, pieces: Sequence[Piece], context: int, max_levels: int | None = None) -> int:
-        """Decide how many levels each piece of a step has; return how many that are at most.
+    def plan(self, entries: Sequence[DraftBatchEntry], context: int, max_levels: int | None = None) -> int:
+        """Decide how many levels each entry of a step has; return how many that are at most.
 
         ``context``: the draft model's. ``max_levels``: how many are wanted; None: as many as there is time for.
         """
-        able = [piece for piece in pieces if _is_able(piece, context)] if self._levels is not None else []
+        able = [entry for entry in entries if _is_able(entry, context)] if self._levels is not None else []
         if self._levels is None or not 0 < len(able) <= self._levels.max_sessions:
             return 1
         levels = self.time.levels() if max_levels is None else max_levels
-        levels = min(levels, max(piece.sequence.session.levels_below(node) for piece in able for node in piece.expands))
-        for piece in able:
-            piece.levels = levels
+        levels = min(levels, max(entry.sequence.session.levels_below(node) for entry in able for node in entry.expands))
+        for entry in able:
+            entry.levels = levels
         return levels
 
-    def launch(self, pieces: Sequence[Piece], logits_RV: Tensor, calibration: Calibration, context: int) -> None:
-        """Expand the further levels of a step whose pieces are pending; the device may still be at it.
+    def launch(
+        self, entries: Sequence[DraftBatchEntry], logits_RV: Tensor, calibration: Calibration, context: int
+    ) -> None:
+        """Expand the further levels of a step whose entries are pending; the device may still be at it.
 
         Where the cache has no room for them, or a text nearly fills the model's context, there are none.
         """
         self._launched = []  # of a step that failed
-        deep = [piece for piece in pieces if piece.levels > 1]
+        deep = [entry for entry in entries if entry.levels > 1]
         if self._levels is None or not deep or not self._reserve(deep):
             return
         growths: list[Growth] = []
         row = 0
-        for piece in pieces:
-            if piece.levels > 1:
-                piece.leaves = _leaves(piece, self._levels.leaves)
-                growths.append(_growth(piece, row, context))
-            row += piece.rows
+        for entry in entries:
+            if entry.levels > 1:
+                entry.leaves = _leaves(entry, self._levels.leaves)
+                growths.append(_growth(entry, row, context))
+            row += entry.rows
         self._launched = deep
         odds = calibration.table(Source.DRAFT)
         self._found_KNWX = self._levels.launch(logits_RV, growths, odds, deep[0].levels)
 
-    def _reserve(self, deep: Sequence[Piece]) -> bool:
+    def _reserve(self, deep: Sequence[DraftBatchEntry]) -> bool:
         """Slots for all that the levels of a launch may expand; False: there is no room."""
         assert self._levels is not None
         try:
-            for piece in deep:
-                cached = piece.sequence.cached
-                count = (piece.levels - 1) * self._levels.width
-                piece.reserved = cached.append([cached.pending - 1] * count)
+            for entry in deep:
+                cached = entry.sequence.cached
+                count = (entry.levels - 1) * self._levels.width
+                entry.reserved = cached.append([cached.pending - 1] * count)
         except CacheFull:
-            for piece in deep:
-                piece.sequence.cached.retract(len(piece.reserved))
-                piece.discarded()
+            for entry in deep:
+                entry.sequence.cached.retract(len(entry.reserved))
+                entry.discarded()
             withdraw(deep)
             return False
         return True
 
     def fetch(self) -> None:
-        """Tell the pieces of the launch what it found; waits for the device."""
+        """Tell the entries of the launch what it found; waits for the device."""
         if self._levels is not None and self._launched:
-            for piece, found in zip(self._launched, self._levels.read(self._found_KNWX), strict=True):
-                piece.found = found
+            for entry, found in zip(self._launched, self._levels.read(self._found_KNWX), strict=True):
+                entry.found = found
 
 
-def withdraw(pieces: Sequence[Piece]) -> bool:
-    """Have pieces of which nothing is pending expand one level after all; whether any was to expand more."""
-    any_there = any(piece.levels > 1 for piece in pieces)
-    for piece in pieces:
-        piece.levels = 1
+def withdraw(entries: Sequence[DraftBatchEntry]) -> bool:
+    """Have entries of which nothing is pending expand one level after all; whether any was to expand more."""
+    any_there = any(entry.levels > 1 for entry in entries)
+    for entry in entries:
+        entry.levels = 1
     return any_there
 
 
-def first_level(piece: Piece) -> list[Sequence[Candidate]]:
+def first_level(entry: DraftBatchEntry) -> list[Sequence[Candidate]]:
     """What may follow each place that a launch began with."""
-    return [_candidates(expanded) for expanded in piece.found[0][: len(piece.expands)]]
+    return [_candidates(expanded) for expanded in entry.found[0][: len(entry.expands)]]
 
 
-def grow(piece: Piece) -> None:
-    """Expand the further levels of a piece whose first is expanded; what was computed for nothing leaves the cache.
+def grow(entry: DraftBatchEntry) -> None:
+    """Expand the further levels of an entry whose first is expanded; what was computed for nothing leaves the cache.
 
     All of it does, if a logit is no number: the next step will see whether its session is to blame.
     """
-    sequence, session, found = piece.sequence, piece.sequence.session, piece.found
-    count = len(piece.reserved)
+    sequence, session, found = entry.sequence, entry.sequence.session, entry.found
+    count = len(entry.reserved)
     if not all(expanded.sound for level in found for expanded in level if expanded is not None):
         sequence.cached.discard(count)
-        piece.discarded()
+        entry.discarded()
         return
     first, width = sequence.cached.pending - count, len(found[0])
     kept: list[int] = []
     parents: list[int] = []
-    levels: list[list[Node | None]] = [[*piece.expands, *[None] * (width - len(piece.expands))]]
+    levels: list[list[Node | None]] = [[*entry.expands, *[None] * (width - len(entry.expands))]]
     for number, level in enumerate(found[1:]):
         levels.append([])
         for place, expanded in enumerate(level):
-            node = _node(piece, expanded, levels)
+            node = _node(entry, expanded, levels)
             levels[-1].append(node)
             if node is None:
                 continue
             session.expand(node, _candidates(expanded))
             kept.append(number * width + place)
-            parents.append(_above(piece, node))
+            parents.append(_above(entry, node))
             sequence.pending[node] = first + len(kept) - 1
     sequence.cached.regraft(count, kept, parents)
-    piece.reserved = [piece.reserved[at] for at in kept]
+    entry.reserved = [entry.reserved[at] for at in kept]
 
 
-def _node(piece: Piece, expanded: Expanded | None, levels: Sequence[Sequence[Node | None]]) -> Node | None:
+def _node(entry: DraftBatchEntry, expanded: Expanded | None, levels: Sequence[Sequence[Node | None]]) -> Node | None:
     """The draft that a place of a further level is; None if it is none after all, or not worth expanding."""
     if expanded is None:
         return None
     if expanded.leaf is not None:
-        leaf = piece.leaves[expanded.leaf]
+        leaf = entry.leaves[expanded.leaf]
         assert leaf.parent is not None
-        return piece.sequence.session.draft_below(leaf.parent, leaf.token)
+        return entry.sequence.session.draft_below(leaf.parent, leaf.token)
     assert expanded.above is not None, "the first level is expanded already"
     level, place = expanded.above
     above = levels[level][place]
-    return None if above is None else piece.sequence.session.draft_below(above, expanded.token)
+    return None if above is None else entry.sequence.session.draft_below(above, expanded.token)
 
 
 def _candidates(expanded: Expanded | None) -> list[Candidate]:
     return [] if expanded is None else [Candidate(token, confidence) for token, confidence in expanded.draws]
 
 
-def _is_able(piece: Piece, context: int) -> bool:
+def _is_able(entry: DraftBatchEntry, context: int) -> bool:
     """Whether a launch may expand further levels below its places."""
-    sequence, opened = piece.sequence, piece.sequence.session.opened
-    if not piece.expands or piece.guesses.nodes or sequence.shaping is not None:
+    sequence, opened = entry.sequence, entry.sequence.session.opened
+    if not entry.expands or entry.guesses.nodes or sequence.shaping is not None:
         return False
     sampling = opened.sampling
     filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
@@ -220,15 +222,15 @@ def _is_able(piece: Piece, context: int) -> bool:
     if len(opened.limits.stop_tokens) > MAX_STOPS or len(sequence.text.tokens) + MAX_LEVELS > context:
         return False
     at_home = sequence.cached.length + (
-        len(piece.tokens) if piece.feeds_committed and not sequence.cached.pending else 0
+        len(entry.tokens) if entry.feeds_committed and not sequence.cached.pending else 0
     )
-    return max(node.end for node in piece.expands) - at_home + MAX_LEVELS <= MAX_BRANCH
+    return max(node.end for node in entry.expands) - at_home + MAX_LEVELS <= MAX_BRANCH
 
 
-def _growth(piece: Piece, row: int, context: int) -> Growth:
+def _growth(entry: DraftBatchEntry, row: int, context: int) -> Growth:
     """``row``: where the logits of its places begin in the step's."""
-    sequence, session = piece.sequence, piece.sequence.session
-    first = sequence.cached.pending - len(piece.reserved) - len(piece.expands)
+    sequence, session = entry.sequence, entry.sequence.session
+    first = sequence.cached.pending - len(entry.reserved) - len(entry.expands)
     position = session.trie.position
     room = min(session.levels_below(session.trie.root) - 1, context - len(sequence.text.tokens))
     return Growth(
@@ -241,30 +243,30 @@ def _growth(piece: Piece, row: int, context: int) -> Growth:
         children=session.children,
         factors=session.calibration.factors(Source.DRAFT),
         blocks=sequence.cached.blocks,
-        rows=range(row, row + len(piece.expands)),
-        places=[Place(node.end, *sequence.cached.lineage(first + i)) for i, node in enumerate(piece.expands)],
-        weights=[node.weight for node in piece.expands],
+        rows=range(row, row + len(entry.expands)),
+        places=[Place(node.end, *sequence.cached.lineage(first + i)) for i, node in enumerate(entry.expands)],
+        weights=[node.weight for node in entry.expands],
         leaves=[
-            Leaf(node.token, node.weight, Place(node.end - 1, *sequence.cached.lineage(_above(piece, node))))
-            for node in piece.leaves
+            Leaf(node.token, node.weight, Place(node.end - 1, *sequence.cached.lineage(_above(entry, node))))
+            for node in entry.leaves
         ],
-        slots=piece.reserved,
+        slots=entry.reserved,
     )
 
 
-def _leaves(piece: Piece, max_leaves: int) -> list[Node]:
+def _leaves(entry: DraftBatchEntry, max_leaves: int) -> list[Node]:
     """The best drafts from before the launch that it may expand besides."""
-    if piece.feeds_committed:
+    if entry.feeds_committed:
         return []  # there is none yet
-    expands, deepest = set(piece.expands), piece.sequence.cached.length + MAX_BRANCH - MAX_LEVELS
-    places = piece.sequence.session.places()[: len(expands) + max_leaves]
+    expands, deepest = set(entry.expands), entry.sequence.cached.length + MAX_BRANCH - MAX_LEVELS
+    places = entry.sequence.session.places()[: len(expands) + max_leaves]
     return [node for node in places if node not in expands and node.end <= deepest][:max_leaves]
 
 
-def _above(piece: Piece, node: Node) -> int:
+def _above(entry: DraftBatchEntry, node: Node) -> int:
     """The pending node that a draft hangs from, or ROOT."""
     assert node.parent is not None
-    return ROOT if node.parent is piece.sequence.session.trie.root else piece.sequence.pending[node.parent]
+    return ROOT if node.parent is entry.sequence.session.trie.root else entry.sequence.pending[node.parent]
 
 
 def _smoothed(known: float | None, measured: float) -> float:

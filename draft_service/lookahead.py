@@ -16,9 +16,9 @@ from itertools import islice
 
 from torch import Tensor
 
+from draft_service.batch_entry import DraftBatchEntry
 from draft_service.counters import Counters
 from draft_service.levels import DraftLevels, first_level, grow, withdraw
-from draft_service.piece import Piece
 from draft_service.reading import Reader, SameVocabulary
 from draft_service.second_level import SecondLevel
 from draft_service.sequence import DraftSequence
@@ -270,37 +270,37 @@ class Lookahead:
         """Expand what is worth most, and push what has come together."""
         started = time.perf_counter()
         self._constrain(started)
-        pieces = self._plan()
-        self._second.hang(pieces, self._cost, self._engine.model.context)
-        self._levels.plan(pieces, self._engine.model.context)
-        outgoing = self._expand(pieces, started)
+        entries = self._plan()
+        self._second.hang(entries, self._cost, self._engine.model.context)
+        self._levels.plan(entries, self._engine.model.context)
+        outgoing = self._expand(entries, started)
         for sequence in self._sequences.values():
             outgoing += sequence.pushes()
-        if not pieces and self._recorder:
+        if not entries and self._recorder:
             self._recorder.flush()
-        return outgoing if pieces or outgoing else None
+        return outgoing if entries or outgoing else None
 
-    def _expand(self, pieces: Sequence[Piece], started: float) -> Outgoing:
+    def _expand(self, entries: Sequence[DraftBatchEntry], started: float) -> Outgoing:
         """Compute a planned step, which began at ``started``; nothing is pushed yet."""
-        if not pieces:
+        if not entries:
             return []
-        for piece in pieces:
-            piece.sequence.course.begins(started)
-        outgoing = self._compute(pieces)
+        for entry in entries:
+            entry.sequence.course.begins(started)
+        outgoing = self._compute(entries)
         took = time.perf_counter() - started
-        for piece in pieces:
-            piece.sequence.drafting_seconds += took if piece.expands else 0.0
-        self._account(pieces, started)
+        for entry in entries:
+            entry.sequence.drafting_seconds += took if entry.expands else 0.0
+        self._account(entries, started)
         return outgoing
 
-    def _account(self, pieces: Sequence[Piece], started: float) -> None:
+    def _account(self, entries: Sequence[DraftBatchEntry], started: float) -> None:
         ended = time.perf_counter()
-        tokens = sum(piece.size for piece in pieces)
+        tokens = sum(entry.size for entry in entries)
         self.counters.steps += 1
         self.counters.step_microseconds += round((ended - started) * 1e6)
         self.counters.computed += tokens
-        levels = max(piece.levels for piece in pieces)
-        if all(len(piece.tokens) == len(piece.expands) for piece in pieces):
+        levels = max(entry.levels for entry in entries)
+        if all(len(entry.tokens) == len(entry.expands) for entry in entries):
             took = ended - started - self._second.seconds
             self._levels.time.observe(levels, took)
             if levels == 1:
@@ -313,14 +313,14 @@ class Lookahead:
                 forward=self._engine.forward_seconds,
                 tokens=tokens,
                 levels=levels,
-                sessions=[piece.sequence.session.opened.session for piece in pieces],
+                sessions=[entry.sequence.session.opened.session for entry in entries],
                 learned=self._outcomes,
             )
             self._outcomes = []
 
-    def _plan(self) -> list[Piece]:
+    def _plan(self) -> list[DraftBatchEntry]:
         """Missing committed tokens are fed first; of the draft places, as many as pay are expanded."""
-        pieces: list[Piece] = []
+        entries: list[DraftBatchEntry] = []
         frontiers: list[tuple[DraftSequence, Sequence[Node]]] = []
         context = self._engine.model.context
         for sequence in self._sequences.values():
@@ -328,18 +328,18 @@ class Lookahead:
                 continue
             frontier = sequence.frontier(context)
             if frontier and frontier[0] is sequence.session.trie.root:
-                pieces.append(self._root_piece(sequence, frontier))
+                entries.append(self._root_entry(sequence, frontier))
             elif frontier:
                 frontiers.append((sequence, frontier))
             elif sequence.uncached >= self._limits.warm and len(sequence.text.tokens) <= context:
-                pieces.append(self._root_piece(sequence, ()))
-        fed = sum(len(piece.tokens) for piece in pieces)
+                entries.append(self._root_entry(sequence, ()))
+        fed = sum(len(entry.tokens) for entry in entries)
         chosen: dict[DraftSequence, list[Node]] = {}
-        for sequence, node in best_places(frontiers, self._limits.batch, fed, len(pieces), self._cost):
+        for sequence, node in best_places(frontiers, self._limits.batch, fed, len(entries), self._cost):
             chosen.setdefault(sequence, []).append(node)
-        return pieces + [self._piece(sequence, nodes) for sequence, nodes in chosen.items()]
+        return entries + [self._entry(sequence, nodes) for sequence, nodes in chosen.items()]
 
-    def _root_piece(self, sequence: DraftSequence, frontier: Sequence[Node]) -> Piece:
+    def _root_entry(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:
         """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
         if sequence.uncached == 0:
             # The root's own logits are gone: feed its token again.
@@ -351,75 +351,75 @@ class Lookahead:
         complete = start + len(tokens) == len(sequence.text.tokens)
         pending = sequence.cached.pending
         parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
-        return Piece(sequence, tokens, parents, frontier if complete else ())
+        return DraftBatchEntry(sequence, tokens, parents, frontier if complete else ())
 
     @staticmethod
-    def _piece(sequence: DraftSequence, nodes: Sequence[Node]) -> Piece:
+    def _entry(sequence: DraftSequence, nodes: Sequence[Node]) -> DraftBatchEntry:
         root = sequence.session.trie.root
         parents = [
             ANCHOR if node.parent is root or node.parent is None else sequence.pending[node.parent] for node in nodes
         ]
-        return Piece(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
+        return DraftBatchEntry(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
 
-    def _compute(self, pieces: Sequence[Piece]) -> Outgoing:
-        """Run the pieces in one forward; a session that the cache has no room for is given back to its router.
+    def _compute(self, entries: Sequence[DraftBatchEntry]) -> Outgoing:
+        """Run the entries in one forward; a session that the cache has no room for is given back to its router.
 
         If it fails otherwise, each alone and without guesses, so that a fault hits only its own session. The same goes
         for those whose logits are no numbers: they may have read across what another one wrote.
         """
         try:
-            found = self._found(pieces)
+            found = self._found(entries)
         except CacheFull:
-            if _withdraw(pieces):
-                return self._compute(pieces)
-            refused = self._give_back(pieces[-1].sequence, RefusalCode.OVERLOADED, "no room in the draft cache")
-            return refused + (self._compute(pieces[:-1]) if len(pieces) > 1 else [])
+            if _withdraw(entries):
+                return self._compute(entries)
+            refused = self._give_back(entries[-1].sequence, RefusalCode.OVERLOADED, "no room in the draft cache")
+            return refused + (self._compute(entries[:-1]) if len(entries) > 1 else [])
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
-            if not _withdraw(pieces) and len(pieces) == 1:
-                pieces[0].sequence.log.exception("a step failed")
-                return self._give_back(pieces[0].sequence, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
-            return [message for piece in pieces for message in self._compute([piece])]
+            if not _withdraw(entries) and len(entries) == 1:
+                entries[0].sequence.log.exception("a step failed")
+                return self._give_back(entries[0].sequence, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
+            return [message for entry in entries for message in self._compute([entry])]
         now = time.perf_counter()
         outgoing: Outgoing = []
-        again: list[Piece] = []
-        for piece, rows in zip(pieces, found, strict=True):
+        again: list[DraftBatchEntry] = []
+        for entry, rows in zip(entries, found, strict=True):
             if rows is not None:
-                self._settle(piece, rows, now)
+                self._settle(entry, rows, now)
                 continue
-            piece.sequence.cached.discard(piece.size)
-            piece.discarded()
-            if _withdraw([piece]) or len(pieces) > 1:
-                again.append(piece)
+            entry.sequence.cached.discard(entry.size)
+            entry.discarded()
+            if _withdraw([entry]) or len(entries) > 1:
+                again.append(entry)
             else:
-                why = NOT_FINITE.format(len(piece.sequence.session.tokens))
-                piece.sequence.log.error("given up: %s", why)
-                outgoing += self._give_back(piece.sequence, RefusalCode.INTERNAL, why)
-        return outgoing + [message for piece in again for message in self._compute([piece])]
+                why = NOT_FINITE.format(len(entry.sequence.session.tokens))
+                entry.sequence.log.error("given up: %s", why)
+                outgoing += self._give_back(entry.sequence, RefusalCode.INTERNAL, why)
+        return outgoing + [message for entry in again for message in self._compute([entry])]
 
-    def _found(self, pieces: Sequence[Piece]) -> list[Sequence[Sequence[Candidate]] | None]:
-        """For each piece, what may follow its places; None if its logits are no numbers.
+    def _found(self, entries: Sequence[DraftBatchEntry]) -> list[Sequence[Sequence[Candidate]] | None]:
+        """For each entry, what may follow its places; None if its logits are no numbers.
 
-        The tokens of all pieces are pending then; after any exception they are not.
+        The tokens of all entries are pending then; after any exception they are not.
         """
-        logits_RV = self._engine.run([piece.chunk() for piece in pieces])
+        logits_RV = self._engine.run([entry.chunk() for entry in entries])
         try:
-            self._levels.launch(pieces, logits_RV, self._calibration, self._engine.model.context)
-            alone = [piece for piece in pieces if piece.levels == 1]
+            self._levels.launch(entries, logits_RV, self._calibration, self._engine.model.context)
+            alone = [entry for entry in entries if entry.levels == 1]
             # The largest logit of a row is NaN if any is. Fetched after the draws, so that a device is waited for once.
             sound_R = logits_RV.amax(-1).isfinite()
-            found = iter(self._candidates(alone, self._reader.read(_drawn_from(logits_RV, pieces))))
+            found = iter(self._candidates(alone, self._reader.read(_drawn_from(logits_RV, entries))))
             sound = iter(sound_R.tolist())
             self._levels.fetch()
         except Exception:
-            for piece in pieces:
-                piece.sequence.cached.retract(piece.size)
-                piece.discarded()
+            for entry in entries:
+                entry.sequence.cached.retract(entry.size)
+                entry.discarded()
             raise
-        rows = [first_level(piece) if piece.found else list(islice(found, piece.drawn)) for piece in pieces]
+        rows = [first_level(entry) if entry.found else list(islice(found, entry.drawn)) for entry in entries]
         return [
-            each if all(list(islice(sound, piece.rows))) else None for piece, each in zip(pieces, rows, strict=True)
+            each if all(list(islice(sound, entry.rows))) else None for entry, each in zip(entries, rows, strict=True)
         ]
 
     def _give_back(self, sequence: DraftSequence, code: RefusalCode, why: str) -> Outgoing:
@@ -427,43 +427,43 @@ class Lookahead:
         self._drop(sequence, why)
         return [_refused(sequence.link, sequence.session.opened, code, why)]
 
-    def _settle(self, piece: Piece, found: Sequence[Sequence[Candidate]], now: float) -> None:
-        """Note where in the cache a piece is, and go on from its places with what may follow them."""
-        sequence = piece.sequence
-        first = sequence.cached.pending - piece.size
-        if piece.feeds_committed:
-            sequence.cached.advance(range(first, first + len(piece.tokens)))
+    def _settle(self, entry: DraftBatchEntry, found: Sequence[Sequence[Candidate]], now: float) -> None:
+        """Note where in the cache an entry is, and go on from its places with what may follow them."""
+        sequence = entry.sequence
+        first = sequence.cached.pending - entry.size
+        if entry.feeds_committed:
+            sequence.cached.advance(range(first, first + len(entry.tokens)))
         else:
-            sequence.pending.update((node, first + i) for i, node in enumerate(piece.expands))
-        if piece.expands:
+            sequence.pending.update((node, first + i) for i, node in enumerate(entry.expands))
+        if entry.expands:
             sequence.course.draws(now)
-        self._grow(piece, found)
+        self._grow(entry, found)
 
-    def _grow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> None:
-        """Expand the places of a piece, and what was guessed behind them, with what may follow at each row."""
-        session = piece.sequence.session
+    def _grow(self, entry: DraftBatchEntry, found: Sequence[Sequence[Candidate]]) -> None:
+        """Expand the places of an entry, and what was guessed behind them, with what may follow at each row."""
+        session = entry.sequence.session
         before = len(session.trie)
-        for node, candidates_there in zip(piece.expands, found, strict=False):
+        for node, candidates_there in zip(entry.expands, found, strict=False):
             session.expand(node, candidates_there)
-        followed = self._second.follow(piece, found)
-        if piece.found:
-            grow(piece)
-        self.counters.guessed += len(piece.guesses.nodes)
+        followed = self._second.follow(entry, found)
+        if entry.found:
+            grow(entry)
+        self.counters.guessed += len(entry.guesses.nodes)
         self.counters.followed += len(followed)
         self.counters.proposed += len(session.trie) - before
 
     @staticmethod
-    def _candidates(pieces: Sequence[Piece], logits_RV: Tensor) -> list[Sequence[Candidate]]:
+    def _candidates(entries: Sequence[DraftBatchEntry], logits_RV: Tensor) -> list[Sequence[Candidate]]:
         """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
-        draws = [draw for piece in pieces for draw in piece.draws()]
+        draws = [draw for entry in entries for draw in entry.draws()]
         if not draws:
             return []
-        logits_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
-        max_children = max((piece.sequence.session.children for piece in pieces), default=1)
+        logits_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
+        max_children = max((entry.sequence.session.children for entry in entries), default=1)
         found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=max_children))
         drawn_from_q = [
             row
-            for row, session in enumerate(piece.sequence.session for piece in pieces for _ in range(piece.drawn))
+            for row, session in enumerate(entry.sequence.session for entry in entries for _ in range(entry.drawn))
             if session.opened.speculation.rule is Rule.REJECTION and found[row]
         ]
         if drawn_from_q:
@@ -485,20 +485,20 @@ def _fed_path(root: Node, verification: Verification, tokens: Sequence[int], pen
     return path
 
 
-def _drawn_from(logits_RV: Tensor, pieces: Sequence[Piece]) -> Tensor:
+def _drawn_from(logits_RV: Tensor, entries: Sequence[DraftBatchEntry]) -> Tensor:
     """The rows of the places drawn at here, without a copy if these are all."""
-    drawn = [piece.drawn > 0 and piece.levels == 1 for piece in pieces for _ in range(piece.rows)]
+    drawn = [entry.drawn > 0 and entry.levels == 1 for entry in entries for _ in range(entry.rows)]
     if all(drawn):
         return logits_RV
     return logits_RV[upload([row for row, wanted in enumerate(drawn) if wanted], logits_RV.device)]
 
 
-def _withdraw(pieces: Sequence[Piece]) -> bool:
+def _withdraw(entries: Sequence[DraftBatchEntry]) -> bool:
     """Compute no guesses and no further levels after all; whether there were any."""
-    guessed = any(piece.guesses.nodes for piece in pieces)
-    for piece in pieces:
-        piece.guesses = Offer()
-    return withdraw(pieces) or guessed
+    guessed = any(entry.guesses.nodes for entry in entries)
+    for entry in entries:
+        entry.guesses = Offer()
+    return withdraw(entries) or guessed
 
 
 def _refused(

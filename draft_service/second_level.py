@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from draft_service.piece import Piece
+from draft_service.batch_entry import DraftBatchEntry
 from draft_service.sequence import DraftSequence
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
@@ -96,32 +96,32 @@ class SecondLevel:
         self.seconds = 0.0
         """How long it took to find the guesses for the step at hand."""
 
-    def hang(self, pieces: Sequence[Piece], cost: StepCost, context: int) -> None:
-        """Add to the pieces of the next forward the guesses that pay, by what such forwards take: ``cost``.
+    def hang(self, entries: Sequence[DraftBatchEntry], cost: StepCost, context: int) -> None:
+        """Add to the entries of the next forward the guesses that pay, by what such forwards take: ``cost``.
 
         ``context``: the draft model's; no guess lies beyond it.
         """
         if not self._guessers:
             return
         started = time.perf_counter()
-        depths = {piece.sequence: _depth(piece, context) for piece in pieces}
-        open_pieces = [piece for piece in pieces if depths[piece.sequence] > 0]
-        guessed = sorted(open_pieces, key=lambda piece: -piece.expands[0].weight)[:MAX_SESSIONS]
-        asked = [self._ask(piece, depths[piece.sequence]) for piece in guessed]
+        depths = {entry.sequence: _depth(entry, context) for entry in entries}
+        open_entries = [entry for entry in entries if depths[entry.sequence] > 0]
+        guessed = sorted(open_entries, key=lambda entry: -entry.expands[0].weight)[:MAX_SESSIONS]
+        asked = [self._ask(entry, depths[entry.sequence]) for entry in guessed]
         self._asked = {ask.sequence: ask for ask in asked}
-        gain = sum(node.weight for piece in pieces for node in piece.expands)
-        forward = Forward(sum(len(piece.tokens) for piece in pieces), gain, cost)
+        gain = sum(node.weight for entry in entries for node in entry.expands)
+        forward = Forward(sum(len(entry.tokens) for entry in entries), gain, cost)
         for guesser in self._guessers:
             guesser.guess(asked, forward)
         offers = [ask.guesses.offer for ask in asked]
         chances = [[ask.place.weight * odds for odds in offer.odds] for ask, offer in zip(asked, offers, strict=True)]
-        for piece, offer, count in zip(guessed, offers, forward.worth(chances), strict=True):
-            piece.guesses = offer.first(count)
+        for entry, offer, count in zip(guessed, offers, forward.worth(chances), strict=True):
+            entry.guesses = offer.first(count)
         self.seconds = time.perf_counter() - started
 
-    def _ask(self, piece: Piece, depth: int) -> Ask:
-        """The place of a piece behind which guesses hang: the one that is worth most."""
-        sequence, place = piece.sequence, piece.expands[0]
+    def _ask(self, entry: DraftBatchEntry, depth: int) -> Ask:
+        """The place of an entry behind which guesses hang: the one that is worth most."""
+        sequence, place = entry.sequence, entry.expands[0]
         if sequence not in self._guesses:
             self._guesses[sequence] = Guesses(self._vocabulary, self._calibration)
         guesses = self._guesses[sequence]
@@ -129,17 +129,17 @@ class SecondLevel:
         path = tuple(node.token for node in place.path_from(sequence.session.trie.root))
         return Ask(sequence, place, path, depth, guesses)
 
-    def follow(self, piece: Piece, found: Sequence[Sequence[Candidate]]) -> list[Node]:
+    def follow(self, entry: DraftBatchEntry, found: Sequence[Sequence[Candidate]]) -> list[Node]:
         """The guesses that the draft model drew itself, as the drafts that they are; the others are forgotten.
 
-        ``found``: what may follow at each row of the piece, whose places have been expanded. The drafts returned have
+        ``found``: what may follow at each row of the entry, whose places have been expanded. The drafts returned have
         been expanded too.
         """
-        ask = self._asked.get(piece.sequence)
+        ask = self._asked.get(entry.sequence)
         if ask is None:
             return []
-        sequence, tokens = ask.sequence, piece.guesses.tokens
-        rows = [found[0], *found[len(piece.expands) :]]
+        sequence, tokens = ask.sequence, entry.guesses.tokens
+        rows = [found[0], *found[len(entry.expands) :]]
         kept = ask.guesses.settle(len(tokens), [row[0].token if row else NOTHING for row in rows])
         first = sequence.cached.pending - len(tokens)
         followed = draft_along(sequence.session, ask.place, tokens[:kept], rows[1:])
@@ -155,15 +155,15 @@ class SecondLevel:
             guesser.drop(sequence)
 
 
-def _depth(piece: Piece, context: int) -> int:
-    """How many guesses may follow each other behind the first place of a piece; at most 0: none may be made.
+def _depth(entry: DraftBatchEntry, context: int) -> int:
+    """How many guesses may follow each other behind the first place of an entry; at most 0: none may be made.
 
     They are made where drafts are what the draft model draws, however often it does. The last level is drafted, never
     expanded: computing it is of no use.
     """
-    session = piece.sequence.session
-    if not piece.expands or session.opened.speculation.rule is not Rule.COUPLED:
+    session = entry.sequence.session
+    if not entry.expands or session.opened.speculation.rule is not Rule.COUPLED:
         return 0
-    place = piece.expands[0]
-    room = context - len(piece.sequence.text.tokens) - (place.end - session.trie.position)
+    place = entry.expands[0]
+    room = context - len(entry.sequence.text.tokens) - (place.end - session.trie.position)
     return min(session.levels_below(place) - 1, room, MAX_GUESSES)

@@ -25,7 +25,7 @@ from speculation.acceptance import Walk
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
 from speculation.sources.medusa import HeadGuesses, MedusaDrafts
 from speculation.trie import Offer
-from target_service.piece import Piece
+from target_service.batch_entry import BatchEntry
 from target_service.sequence import TargetSequence
 from target_service.verdicts import Verdict
 
@@ -50,15 +50,19 @@ class HeadDrafter:
         return MedusaDrafts(len(self._heads)) if speculation.enabled and allowed else None
 
     def note(
-        self, hidden_RD: Tensor | None, chunks: Sequence[Chunk], pieces: Sequence[Piece], decided: Sequence[Verdict]
+        self,
+        hidden_RD: Tensor | None,
+        chunks: Sequence[Chunk],
+        entries: Sequence[BatchEntry],
+        decided: Sequence[Verdict],
     ) -> None:
         """Keep, for each session that goes on, what its own token was drawn from in the step just computed."""
         assert hidden_RD is not None
         ends = accumulate(len(chunk.rows) for chunk in chunks)
-        for piece, verdict, end in zip(pieces, decided, ends, strict=True):
-            if piece.sequence.medusa is not None and isinstance(verdict, Walk):
+        for entry, verdict, end in zip(entries, decided, ends, strict=True):
+            if entry.sequence.medusa is not None and isinstance(verdict, Walk):
                 last = verdict.kept[-1] + 1 if verdict.kept else 0
-                piece.sequence.hidden_D = hidden_RD[end - piece.rows + last]
+                entry.sequence.hidden_D = hidden_RD[end - entry.rows + last]
 
     def settled(self, sequence: TargetSequence, offer: Offer) -> None:
         """A step of a session is over, in which ``offer`` was verified."""

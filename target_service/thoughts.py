@@ -19,36 +19,36 @@ from engine.logprobs import token_logprobs
 from engine.upload import upload
 from speculation.acceptance import Walk
 from speculation.messages import Token, TokenLogprobs
-from target_service.piece import Piece
+from target_service.batch_entry import BatchEntry
 from target_service.verdicts import Verdict
 
 
-def apart(logits_RV: Tensor, pieces: Sequence[Piece]) -> tuple[Sequence[Tensor], Tensor]:
-    """The rows that tell of each piece's prompt, and the rows of all pieces that are judged."""
-    if not any(piece.told for piece in pieces):
-        return [logits_RV[:0]] * len(pieces), logits_RV
-    parts = torch.split(logits_RV, [size for piece in pieces for size in (len(piece.told), piece.rows)])
+def apart(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> tuple[Sequence[Tensor], Tensor]:
+    """The rows that tell of each entry's prompt, and the rows of all entries that are judged."""
+    if not any(entry.told for entry in entries):
+        return [logits_RV[:0]] * len(entries), logits_RV
+    parts = torch.split(logits_RV, [size for entry in entries for size in (len(entry.told), entry.rows)])
     return parts[::2], torch.cat(parts[1::2])
 
 
 def of_committed(
-    logits_RV: Tensor, pieces: Sequence[Piece], decided: Sequence[Verdict]
+    logits_RV: Tensor, entries: Sequence[BatchEntry], decided: Sequence[Verdict]
 ) -> list[tuple[TokenLogprobs, ...]]:
-    """For each piece what the model thought of the tokens its verdict comes to; nothing for those that do not ask."""
+    """For each entry what the model thought of the tokens its verdict comes to; nothing for those that do not ask."""
     rows: list[int] = []
     tokens: list[Token] = []
     top_logprobs: list[int] = []
-    counts = [0] * len(pieces)
-    starts = accumulate((piece.rows for piece in pieces), initial=0)
-    for i, (piece, verdict, start) in enumerate(zip(pieces, decided, starts, strict=False)):
-        asked = piece.sequence.session.opened.extras.logprobs
-        if asked is None or piece.offer is None or not isinstance(verdict, Walk):
+    counts = [0] * len(entries)
+    starts = accumulate((entry.rows for entry in entries), initial=0)
+    for i, (entry, verdict, start) in enumerate(zip(entries, decided, starts, strict=False)):
+        asked = entry.sequence.session.opened.extras.logprobs
+        if asked is None or entry.offer is None or not isinstance(verdict, Walk):
             continue
         rows += (start, *(start + 1 + draft for draft in verdict.kept))
-        tokens += (*(piece.offer.tokens[draft] for draft in verdict.kept), verdict.own)
+        tokens += (*(entry.offer.tokens[draft] for draft in verdict.kept), verdict.own)
         counts[i] = len(verdict.kept) + 1
         top_logprobs += [asked] * counts[i]
     if not rows:
-        return [()] * len(pieces)
+        return [()] * len(entries)
     told = iter(token_logprobs(logits_RV[upload(rows, logits_RV.device)], tokens, top_logprobs))
     return [tuple(islice(told, count)) for count in counts]

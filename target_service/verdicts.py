@@ -22,7 +22,7 @@ from engine.sampling import drawn
 from engine.shaping import shaped
 from speculation.acceptance import Walk, walk
 from speculation.messages import RefusalCode, Token
-from target_service.piece import Piece
+from target_service.batch_entry import BatchEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Fault:
 
 
 Verdict = Walk | Fault | None
-"""None for a piece that draws nothing."""
+"""None for an entry that draws nothing."""
 
 NOT_FINITE = (
     "the model's logits are not finite (NaN or infinite) after {} tokens; its weights or its kernels are broken"
@@ -48,63 +48,63 @@ DEAD_END = (
 )
 
 
-def verdicts(logits_RV: Tensor, pieces: Sequence[Piece], drawn_R2: Tensor | None = None) -> list[Verdict]:
-    """What the rows of each piece, in order, make of its offer.
+def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor | None = None) -> list[Verdict]:
+    """What the rows of each entry, in order, make of its offer.
 
     ``drawn_R2``: what the step has drawn itself (:attr:`engine.step.Engine.drawn`), if it has.
     """
     if not len(logits_RV):
-        return [None] * len(pieces)
+        return [None] * len(entries)
     if drawn_R2 is None:
-        return _drawn_here(logits_RV, pieces)
+        return _drawn_here(logits_RV, entries)
     answer: list[Verdict] = []
     rows = iter(drawn_R2.tolist())
-    for piece in pieces:
-        own = list(itertools.islice(rows, piece.rows))
+    for entry in entries:
+        own = list(itertools.islice(rows, entry.rows))
         if not all(sound for _, sound in own):
-            answer.append(_not_finite(piece))
-        elif piece.offer is None:
+            answer.append(_not_finite(entry))
+        elif entry.offer is None:
             answer.append(None)
         else:
-            answer.append(walk(piece.offer.tokens, piece.offer.parents, [token for token, _ in own]))
+            answer.append(walk(entry.offer.tokens, entry.offer.parents, [token for token, _ in own]))
     return answer
 
 
-def _drawn_here(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Verdict]:
+def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdict]:
     """Whatever the requests ask for."""
-    answer: list[Verdict] = [None] * len(pieces)
-    coupled = [i for i, piece in enumerate(pieces) if piece.offer is not None and not piece.by_rejection]
-    shaped_RV = shaped(logits_RV, [shape for piece in pieces for shape in piece.shapes()])
-    parts = torch.split(shaped_RV, [piece.rows for piece in pieces])
-    drawn_C = drawn(_joined(parts, coupled, shaped_RV), [draw for i in coupled for draw in pieces[i].draws()])
+    answer: list[Verdict] = [None] * len(entries)
+    coupled = [i for i, entry in enumerate(entries) if entry.offer is not None and not entry.by_rejection]
+    shaped_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
+    parts = torch.split(shaped_RV, [entry.rows for entry in entries])
+    drawn_C = drawn(_joined(parts, coupled, shaped_RV), [draw for i in coupled for draw in entries[i].draws()])
     # The largest logit of a row is NaN if any is, and infinite if the row cannot be drawn from. Fetched together with
     # the draws, so that a device is waited for once.
     sound_R = logits_RV.amax(-1).isfinite()
     open_R = sound_R if shaped_RV is logits_RV else shaped_RV.amax(-1).isfinite()
     fetched = iter(torch.cat((sound_R.long(), open_R.long(), drawn_C)).tolist())
-    sound = [all(list(itertools.islice(fetched, piece.rows))) for piece in pieces]
-    opens = [list(itertools.islice(fetched, piece.rows)) for piece in pieces]
+    sound = [all(list(itertools.islice(fetched, entry.rows))) for entry in entries]
+    opens = [list(itertools.islice(fetched, entry.rows)) for entry in entries]
     for i in coupled:
-        offer = pieces[i].offer
+        offer = entries[i].offer
         assert offer is not None
-        answer[i] = walk(offer.tokens, offer.parents, list(itertools.islice(fetched, pieces[i].rows)))
-    rejecting = [i for i, piece in enumerate(pieces) if piece.by_rejection and piece.offer is not None and sound[i]]
+        answer[i] = walk(offer.tokens, offer.parents, list(itertools.islice(fetched, entries[i].rows)))
+    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.offer is not None and sound[i]]
     if rejecting:
-        walks = _by_rejection(_joined(parts, rejecting, shaped_RV), [pieces[i] for i in rejecting])
+        walks = _by_rejection(_joined(parts, rejecting, shaped_RV), [entries[i] for i in rejecting])
         for i, kept in zip(rejecting, walks, strict=True):
             answer[i] = kept
-    for i, piece in enumerate(pieces):
-        position, outcome = piece.sequence.session.trie.position, answer[i]
+    for i, entry in enumerate(entries):
+        position, outcome = entry.sequence.session.trie.position, answer[i]
         if not sound[i]:
-            answer[i] = _not_finite(piece)
-        elif isinstance(outcome, Walk) and piece.offer is not None and not all(opens[i]):
+            answer[i] = _not_finite(entry)
+        elif isinstance(outcome, Walk) and entry.offer is not None and not all(opens[i]):
             dead_end = Fault(DEAD_END.format(position), RefusalCode.INVALID)
-            answer[i] = _to_dead_end(outcome, opens[i], piece.offer.tokens) or dead_end
+            answer[i] = _to_dead_end(outcome, opens[i], entry.offer.tokens) or dead_end
     return answer
 
 
-def _not_finite(piece: Piece) -> Fault:
-    return Fault(NOT_FINITE.format(piece.sequence.session.trie.position), not_finite=True)
+def _not_finite(entry: BatchEntry) -> Fault:
+    return Fault(NOT_FINITE.format(entry.sequence.session.trie.position), not_finite=True)
 
 
 def _to_dead_end(outcome: Walk, opens: Sequence[int], tokens: Sequence[Token]) -> Walk | None:
@@ -127,7 +127,7 @@ def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -
     return logits_RV[:rows] if rows in (0, len(logits_RV)) else torch.cat([parts[i] for i in chosen])
 
 
-def _by_rejection(logits_RV: Tensor, pieces: Sequence[Piece]) -> list[Walk]:
+def _by_rejection(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Walk]:
     """What p and q make of the offers."""
-    draws = [draw for piece in pieces for draw in piece.draws()]
-    return verify_chains(logits_RV, draws, [piece.drafts_with_q() for piece in pieces])
+    draws = [draw for entry in entries for draw in entry.draws()]
+    return verify_chains(logits_RV, draws, [entry.drafts_with_q() for entry in entries])

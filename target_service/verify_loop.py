@@ -37,12 +37,12 @@ from speculation.messages import (
 from speculation.planner import Asked, Planner
 from speculation.sources.local_sources import LookupBounds
 from speculation.sources.registry import registered
+from target_service.batch_entry import BatchEntry
 from target_service.counters import Counters
 from target_service.draft_model import Drafter, DraftModel
 from target_service.medusa import HeadDrafter
 from target_service.objections import objection
 from target_service.outputs import IN_PAUSE, IN_STEP, Outputs, SuffixSettings
-from target_service.piece import Piece
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import TargetSequence
 from target_service.step_time import StepTime
@@ -244,44 +244,44 @@ class VerifyLoop:
         started = time.perf_counter()
         self._due = None
         outgoing = self._constrain(started)
-        pieces = self._plan(started)
+        entries = self._plan(started)
         self.counters.preempted = self._scheduler.preempted
-        if not pieces:
+        if not entries:
             self._pause(started)
             return outgoing or None
         self._resume(started)
-        for piece in pieces:
-            piece.sequence.course.begins(started)
+        for entry in entries:
+            entry.sequence.course.begins(started)
         committed = self.counters.committed
-        outgoing += self._compute(pieces, started)
+        outgoing += self._compute(entries, started)
         self._last_committed = self.counters.committed - committed
-        self._account(pieces, started, time.perf_counter(), self._last_committed)
+        self._account(entries, started, time.perf_counter(), self._last_committed)
         return outgoing
 
-    def _plan(self, now: float) -> list[Piece]:
+    def _plan(self, now: float) -> list[BatchEntry]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
         step = self._scheduler.step(self._beside)
-        pieces = [Piece.of(sequence, share) for sequence, share in step.parts]
-        drawing = [piece for piece in pieces if piece.drafts is not None]
+        entries = [BatchEntry.of(sequence, share) for sequence, share in step.parts]
+        drawing = [entry for entry in entries if entry.drafts is not None]
         if self._medusa is not None:
-            self._medusa.draft([piece.sequence for piece in drawing if piece.drafts])
+            self._medusa.draft([entry.sequence for entry in drawing if entry.drafts])
         if self._draft_model is not None:
             part, open_for_drafts = (
-                [piece.sequence for piece in pieces],
-                [piece.sequence for piece in drawing if piece.drafts],
+                [entry.sequence for entry in entries],
+                [entry.sequence for entry in drawing if entry.drafts],
             )
             if not self._draft_model.draft(self._scheduler.running, part, open_for_drafts):
-                for piece in drawing:
-                    piece.drafts = 0
-        asked = [Asked(piece.sequence.session, piece.drafts or 0) for piece in drawing]
-        prefilled = sum(piece.feed for piece in pieces) - len(drawing)
+                for entry in drawing:
+                    entry.drafts = 0
+        asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
+        prefilled = sum(entry.feed for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
-        for piece, offer in zip(drawing, plan.offers, strict=True):
-            piece.offer = offer
-            if offer is None and piece.sequence.waits_since is None:
-                piece.sequence.waits_since = now
+        for entry, offer in zip(drawing, plan.offers, strict=True):
+            entry.offer = offer
+            if offer is None and entry.sequence.waits_since is None:
+                entry.sequence.waits_since = now
         self._due = plan.wake
-        return [piece for piece in pieces if piece.drafts is None or piece.offer is not None]
+        return [entry for entry in entries if entry.drafts is None or entry.offer is not None]
 
     def _beside(self, decoding: int) -> int:
         """How many prompt tokens a step may compute beside so many sessions that decode."""
@@ -313,19 +313,19 @@ class VerifyLoop:
             self._recorder.write(role="target", wait=[self._waiting_since, now])
         self._waiting_since = None
 
-    def _account(self, pieces: Sequence[Piece], started: float, ended: float, committed: int) -> None:
+    def _account(self, entries: Sequence[BatchEntry], started: float, ended: float, committed: int) -> None:
         """Learn and tell what the step took, which ``committed`` so many tokens."""
         self.counters.steps += 1
         self.counters.step_microseconds += round((ended - started) * 1e6)
         self.counters.forward_microseconds += round(self._engine.forward_seconds * 1e6)
-        tokens = sum(piece.tokens for piece in pieces)
+        tokens = sum(entry.tokens for entry in entries)
         computing = ended - started
         if self._draft_model is not None:
             computing -= self._draft_model.seconds
-            if all(piece.decodes for piece in pieces):
-                self._draft_model.observe(len(pieces), committed, ended - started)
-        if all(piece.decodes for piece in pieces):
-            self._planner.observe(len(pieces), tokens, computing, committed)
+            if all(entry.decodes for entry in entries):
+                self._draft_model.observe(len(entries), committed, ended - started)
+        if all(entry.decodes for entry in entries):
+            self._planner.observe(len(entries), tokens, computing, committed)
         self._step_time.observe(tokens, computing)
         if self._recorder:
             self._recorder.write(
@@ -334,49 +334,49 @@ class VerifyLoop:
                 end=ended,
                 forward=self._engine.forward_seconds,
                 tokens=tokens,
-                sessions=[piece.outcome for piece in pieces if piece.outcome],
+                sessions=[entry.outcome for entry in entries if entry.outcome],
             )
 
-    def _compute(self, pieces: Sequence[Piece], started: float) -> Outgoing:
-        """Run the pieces in one forward. If that fails, each alone, so that a fault hits only its own session.
+    def _compute(self, entries: Sequence[BatchEntry], started: float) -> Outgoing:
+        """Run the entries in one forward. If that fails, each alone, so that a fault hits only its own session.
 
         The same goes for those whose logits are no numbers: they may have read across what another one wrote. No draft
         ends what plain decoding would have served: before a session is given up, it is computed without. What does not
         depend on the draws is done before they are asked for, while a device still computes.
         """
         try:
-            plain = all(piece.is_plain for piece in pieces)
-            chunks = [piece.chunk(draws=plain) for piece in pieces]
-            told, logits_RV = apart(self._engine.run(chunks), pieces)
+            plain = all(entry.is_plain for entry in entries)
+            chunks = [entry.chunk(draws=plain) for entry in entries]
+            told, logits_RV = apart(self._engine.run(chunks), entries)
             self._tidy(IN_STEP + 2 * self._last_committed)
-            decided = verdicts(logits_RV, pieces, self._engine.drawn if plain else None)
+            decided = verdicts(logits_RV, entries, self._engine.drawn if plain else None)
             broken = [isinstance(verdict, Fault) and verdict.not_finite for verdict in decided]
-            for piece, told_PV, is_broken in zip(pieces, told, broken, strict=True):
+            for entry, told_PV, is_broken in zip(entries, told, broken, strict=True):
                 if not is_broken:
-                    piece.sequence.note_prompt(told_PV)
+                    entry.sequence.note_prompt(told_PV)
             if self._medusa is not None:
-                self._medusa.note(self._engine.hidden, chunks, pieces, decided)
-            thoughts = of_committed(logits_RV, pieces, decided)
+                self._medusa.note(self._engine.hidden, chunks, entries, decided)
+            thoughts = of_committed(logits_RV, entries, decided)
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
-            if len(pieces) == 1 and not pieces[0].withdraw():
-                pieces[0].sequence.log.exception("a step failed")
-                return self._give_up(pieces[0].sequence, f"{type(error).__name__}: {error}")
-            for piece in pieces:
-                piece.sequence.cached.rollback()
-            return [message for piece in pieces for message in self._compute([piece], started)]
+            if len(entries) == 1 and not entries[0].withdraw():
+                entries[0].sequence.log.exception("a step failed")
+                return self._give_up(entries[0].sequence, f"{type(error).__name__}: {error}")
+            for entry in entries:
+                entry.sequence.cached.rollback()
+            return [message for entry in entries for message in self._compute([entry], started)]
         ended = time.perf_counter()
         outgoing: Outgoing = []
-        again: list[Piece] = []
-        for piece, is_broken, verdict, thought in zip(pieces, broken, decided, thoughts, strict=True):
+        again: list[BatchEntry] = []
+        for entry, is_broken, verdict, thought in zip(entries, broken, decided, thoughts, strict=True):
             if is_broken:
-                piece.sequence.cached.discard(piece.tokens)
-            if is_broken and (piece.withdraw() or len(pieces) > 1):
-                again.append(piece)
+                entry.sequence.cached.discard(entry.tokens)
+            if is_broken and (entry.withdraw() or len(entries) > 1):
+                again.append(entry)
             else:
-                outgoing += self._settle(piece, verdict, thought, (started, ended))
-        return outgoing + [message for piece in again for message in self._compute([piece], started)]
+                outgoing += self._settle(entry, verdict, thought, (started, ended))
+        return outgoing + [message for entry in again for message in self._compute([entry], started)]
 
     def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
         self._drop(sequence, why)
@@ -384,31 +384,31 @@ class VerifyLoop:
         return [sequence.refused(code, why)]
 
     def _settle(
-        self, piece: Piece, verdict: Verdict, thought: Sequence[TokenLogprobs], times: tuple[float, float]
+        self, entry: BatchEntry, verdict: Verdict, thought: Sequence[TokenLogprobs], times: tuple[float, float]
     ) -> Outgoing:
         """Commit what a session decides, in its tokens and in its cache; ``thought``: what the model thinks of it."""
         started, ended = times
-        sequence, cached = piece.sequence, piece.sequence.cached
-        sequence.computed += piece.feed
+        sequence, cached = entry.sequence, entry.sequence.cached
+        sequence.computed += entry.feed
         match verdict:
             case Fault(why, code):
                 sequence.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
                 return self._give_up(sequence, why, code)
             case Walk():
-                assert piece.offer is not None
+                assert entry.offer is not None
                 commit = sequence.session.settle(verdict, ended)
-                cached.advance([*range(piece.feed), *(piece.feed + i for i in commit.kept)])
+                cached.advance([*range(entry.feed), *(entry.feed + i for i in commit.kept)])
                 cached.rollback()
-                self.counters.count(piece.offer, commit)
+                self.counters.count(entry.offer, commit)
                 if self._medusa is not None:
-                    self._medusa.settled(sequence, piece.offer)
+                    self._medusa.settled(sequence, entry.offer)
                 if self._draft_model is not None:
                     self._draft_model.verified(sequence, commit.verification)
                 sequence.course.draws(ended)
                 sequence.course.counts(commit.verification)
-                self.counters.prefilled += piece.feed - 1
+                self.counters.prefilled += entry.feed - 1
                 if self._recorder:
-                    piece.record(commit)
+                    entry.record(commit)
                 if commit.verification.finish:
                     self._outputs.keep(sequence.session)
                     self._drop(sequence, commit.verification.finish.value)
@@ -419,7 +419,7 @@ class VerifyLoop:
                     verification = replace(verification, logprobs=tuple(thought[: len(verification.tokens)]))
                 return [(sequence.link, sequence.said(verification, started, ended))]
             case None:
-                cached.advance(range(piece.feed))
+                cached.advance(range(entry.feed))
                 sequence.session.index(cached.length)
-                self.counters.prefilled += piece.feed
+                self.counters.prefilled += entry.feed
                 return []

@@ -97,7 +97,7 @@ class Counted(DraftLevels):
     expanded = 1
 
     def fetch(self) -> None:
-        self.expanded = max((piece.levels for piece in self._launched), default=1)
+        self.expanded = max((entry.levels for entry in self._launched), default=1)
         super().fetch()
 
 

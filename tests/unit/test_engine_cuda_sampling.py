@@ -68,7 +68,7 @@ def test_a_broken_row_draws_some_token_and_leaves_the_others_alone(how: Sampling
     assert [tokens[i] for i in (0, 1, 3, 5)] == [expected[i] for i in (0, 1, 3, 5)]
 
 
-def piece(tokens: list[int], at: int, *, draws: bool = True) -> Any:
+def entry(tokens: list[int], at: int, *, draws: bool = True) -> Any:
     """A session that offers a chain of drafts, as far as verdicts look at it."""
     offer = SimpleNamespace(tokens=tokens, parents=list(range(-1, len(tokens) - 1))) if draws else None
     return SimpleNamespace(
@@ -89,8 +89,8 @@ def test_what_sessions_keep_is_fetched_at_once(monkeypatch: pytest.MonkeyPatch) 
     fetched = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: fetched.append(self.shape) or tolist(self))
-    pieces = [piece([4, 5, 6], 10), piece([1, 2], 20, draws=False), piece([7], 30), piece([], 40)]
-    assert verdicts(logits_RV, pieces) == [
+    entries = [entry([4, 5, 6], 10), entry([1, 2], 20, draws=False), entry([7], 30), entry([], 40)]
+    assert verdicts(logits_RV, entries) == [
         Walk((0, 1), 9),
         None,
         Fault(

@@ -203,8 +203,8 @@ def test_texts_are_those_of_draws_made_behind_the_step(
     monkeypatch.setattr(
         verify_loop,
         "verdicts",
-        lambda logits_RV, pieces, drawn_R2=None: (
-            ways.append((drawn_R2 is not None, len(logits_RV) > len(pieces))) or decided(logits_RV, pieces, drawn_R2)
+        lambda logits_RV, entries, drawn_R2=None: (
+            ways.append((drawn_R2 is not None, len(logits_RV) > len(entries))) or decided(logits_RV, entries, drawn_R2)
         ),
     )
     drawing = by_rows(llama, 1000, PlainRows(2, llama.context), record=Recorder())
@@ -222,15 +222,15 @@ def test_what_was_drawn_is_decided_without_another_launch(llama: Model) -> None:
     engine = by_rows(llama, record=Recorder())
     loop = VerifyLoop(engine, welcome(EngineSettings("tiny"), llama, "target"))
     loop.receive("link", opening(1, Sampling(temperature=0.5)))
-    (piece,) = loop._plan(0.0)
-    assert piece.is_plain
-    logits_RV = engine.run([piece.chunk(draws=True)])
+    (entry,) = loop._plan(0.0)
+    assert entry.is_plain
+    logits_RV = engine.run([entry.chunk(draws=True)])
     assert engine.drawn is not None
     with Launches() as launches:
-        (verdict,) = verdicts(logits_RV, [piece], engine.drawn)
-    assert launches.names == [] and verdict == verdicts(logits_RV, [piece])[0]
+        (verdict,) = verdicts(logits_RV, [entry], engine.drawn)
+    assert launches.names == [] and verdict == verdicts(logits_RV, [entry])[0]
     engine.drawn[0, 1] = 0
-    (fault,) = verdicts(logits_RV, [piece], engine.drawn)
+    (fault,) = verdicts(logits_RV, [entry], engine.drawn)
     assert isinstance(fault, Fault) and fault.not_finite
 
 

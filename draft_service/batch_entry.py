@@ -15,7 +15,7 @@ from speculation.trie import Node, Offer
 
 
 @dataclass(slots=True)
-class Piece:
+class DraftBatchEntry:
     """One session's part of a step: feed committed tokens, or draft nodes; ``expands`` are the places to go on from."""
 
     sequence: DraftSequence

@@ -17,7 +17,7 @@ from target_service.sequence import TargetSequence
 
 
 @dataclass(slots=True)
-class Piece:
+class BatchEntry:
     """Tokens to feed, then the drafts offered behind them."""
 
     sequence: TargetSequence
@@ -29,7 +29,7 @@ class Piece:
     """For the record."""
 
     @classmethod
-    def of(cls, sequence: TargetSequence, share: Share) -> Piece:
+    def of(cls, sequence: TargetSequence, share: Share) -> BatchEntry:
         """What a session does with its share of a step."""
         return cls(sequence, share.feed, share.drafts if share.feed == sequence.uncached else None)
 
@@ -54,7 +54,7 @@ class Piece:
 
     @property
     def decodes(self) -> bool:
-        """Whether the session is past its prompt, so that the piece computes nothing but its next tokens."""
+        """Whether the session is past its prompt, so that the entry computes nothing but its next tokens."""
         return self.feed == 1 and self.offer is not None
 
     @property
@@ -72,7 +72,7 @@ class Piece:
     def chunk(self, *, draws: bool = False) -> Chunk:
         """What the engine computes: a chain of fed tokens, the offered tree hanging from its end.
 
-        The rows that tell of the prompt come first. ``draws``: let the step draw; the piece has to be plain. A row that
+        The rows that tell of the prompt come first. ``draws``: let the step draw; the entry has to be plain. A row that
         is computed only to be judged is drawn as if greedy.
         """
         start = self.sequence.cached.length
