@@ -82,7 +82,7 @@ async def decode(dispatcher: Dispatcher, generation: Generation, tally: Tally | 
         if isinstance(item, Committed):
             commits.append(Commit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
             tokens += item.tokens
-            sources.update(item.told.sources or (Source.DRAFT,) * item.accepted)
+            sources.update(item.metadata.sources or (Source.DRAFT,) * item.accepted)
     if tally is not None:
         tally.tokens += len(tokens)
         tally.steps += len(commits)

@@ -200,7 +200,7 @@ class Constraint:
         self._stop_tokens = stop_tokens
         self._stop_W = self._vocabulary.bits(token for token in stop_tokens if token < self._vocabulary.size)
         self._matcher = compiled.start()
-        self._told: list[Token] = []
+        self._consumed: list[Token] = []
         self._ahead: list[Token] = []
         """What the matcher has taken in beyond what it was told."""
 
@@ -209,7 +209,7 @@ class Constraint:
         if self.error:
             return
         if self._descend(tokens):
-            self._told += tokens
+            self._consumed += tokens
             del self._ahead[: len(tokens)]
         else:
             self.error = "the text so far is none of the grammar's"
@@ -272,7 +272,7 @@ class Constraint:
         """An error has made the matcher useless: take another to the end of the text."""
         self._matcher = self._compiled.start()
         self._ahead = []
-        if self._matcher.try_consume_tokens(self._told) < len(self._told):
+        if self._matcher.try_consume_tokens(self._consumed) < len(self._consumed):
             self.error = "the grammar is too complex for the text so far"
 
 

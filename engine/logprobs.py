@@ -26,7 +26,7 @@ def token_logprobs(logits_NV: Tensor, tokens: Sequence[Token], top_logprobs: Seq
     """
     assert len(logits_NV) == len(tokens) == len(top_logprobs), "one row of logits per token"
     parts = [slice(start, start + PART) for start in range(0, len(tokens), PART)]
-    return [told for part in parts for told in _part(logits_NV[part], tokens[part], top_logprobs[part])]
+    return [one for part in parts for one in _part(logits_NV[part], tokens[part], top_logprobs[part])]
 
 
 def _part(logits_PV: Tensor, tokens: Sequence[Token], top_logprobs: Sequence[int]) -> list[TokenLogprobs]:

@@ -16,7 +16,7 @@ from router.requests import ApiRequest
 from router.text import Delta, Piece, TextRules, TextStream
 from router.tokenizer import Tokenizer
 from router.tool_calls import Found, ToolCall, parser_of
-from speculation.events import Told
+from speculation.events import StepMetadata
 from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
 from speculation.origin import Origin
 
@@ -115,7 +115,7 @@ class ChoiceReader:
         match item:
             case Committed():
                 if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
-                    yield replace(self.prompt(item.told), cached=item.cached if self._prompt_only else 0)
+                    yield replace(self.prompt(item.metadata), cached=item.cached if self._prompt_only else 0)
                 self._begun = True
                 delta, found = self._taken(item)
                 yield self._parsed(self._of_commit(item, delta), found)
@@ -127,25 +127,25 @@ class ChoiceReader:
             case _:
                 assert_never(item)
 
-    def prompt(self, told: Told = Told()) -> Chunk:
+    def prompt(self, metadata: StepMetadata = StepMetadata()) -> Chunk:
         """What is shown of the prompt; the whole choice, if nothing else is asked for."""
         shown = PromptShown(
             text=self._prompt.text(self._tokenizer) if self._form.echo else "",
             ids=self._generation.prompt if self._form.token_ids else (),
-            tokens=() if self._form.of_prompt is None else self._prompt_tokens(told),
+            tokens=() if self._form.of_prompt is None else self._prompt_tokens(metadata),
         )
         return Chunk(self._index, prompt=shown, finish=FinishReason.LENGTH if self._prompt_only else None)
 
-    def _prompt_tokens(self, told: Told) -> tuple[ShownToken, ...]:
+    def _prompt_tokens(self, metadata: StepMetadata) -> tuple[ShownToken, ...]:
         prompt, top_logprobs = self._generation.prompt, self._form.of_prompt or 0
-        if len(told.prompt_logprobs) != len(prompt) - 1:
+        if len(metadata.prompt_logprobs) != len(prompt) - 1:
             raise GenerationError("internal", "the target told no log-probabilities of the prompt")
         starts = self._prompt.starts(self._tokenizer)
-        logprobs = (None, *told.prompt_logprobs)
+        logprobs = (None, *metadata.prompt_logprobs)
         return tuple(self._names.shown(*place, top_logprobs) for place in zip(prompt, starts, logprobs, strict=True))
 
     def _of_commit(self, commit: Committed, delta: Delta) -> Chunk:
-        logprobs: tuple[TokenLogprobs | None, ...] = commit.told.logprobs
+        logprobs: tuple[TokenLogprobs | None, ...] = commit.metadata.logprobs
         if self._form.logprobs is None:
             logprobs = (None,) * len(commit.tokens)
         elif len(logprobs) != len(commit.tokens):
@@ -164,8 +164,8 @@ class ChoiceReader:
             position=position,
             origins=commit.origins[: delta.tokens],
             refused=commit.refused,
-            took=commit.told.took_us / 1e6,
-            waited=commit.told.waited_us / 1e6,
+            took=commit.metadata.took_us / 1e6,
+            waited=commit.metadata.waited_us / 1e6,
             details=commit.details,
             shown=self._out(delta),
         )
@@ -176,7 +176,9 @@ class ChoiceReader:
         if self._form.logprobs is None and not self._form.token_ids:
             return ()
         top_logprobs = self._form.logprobs or 0
-        return tuple(self._names.shown(token, self._before + start, told, top_logprobs) for token, told, start in out)
+        return tuple(
+            self._names.shown(token, self._before + start, logprobs, top_logprobs) for token, logprobs, start in out
+        )
 
     def _taken(self, commit: Committed) -> tuple[Delta, Found]:
         """The text of a commit, and what it turned out to be.

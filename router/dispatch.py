@@ -335,8 +335,8 @@ class Dispatcher:
                 self.pool.relay(peer, message, epoch)
                 if run.witness is not None and isinstance(message, Proposal):
                     run.witness.proposed(now, message)
-            case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, told=told):
-                of_drafter = from_draft_models(accepted, offered, told)
+            case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, metadata=metadata):
+                of_drafter = from_draft_models(accepted, offered, metadata)
                 assert workers.target is not None
                 self._learn(run, workers.target, workers.draft, *of_drafter)
                 self.totals.committed += len(tokens)
@@ -347,7 +347,7 @@ class Dispatcher:
                 details = None
                 if run.witness is not None:
                     details = run.witness.committed(now, workers.target, workers.draft, run.session.reopened)
-                run.items.put_nowait(Committed(tokens, accepted, offered, cached, told, details))
+                run.items.put_nowait(Committed(tokens, accepted, offered, cached, metadata, details))
             case Wake(at=at):
                 self._set_timer(run, at)
             case Finish(reason=reason):

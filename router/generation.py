@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from speculation.events import Told
+from speculation.events import StepMetadata
 from speculation.messages import Extras, FinishReason, Proposal, Sampling, SourceName, Speculation, Token
 from speculation.origin import Origin, origins, refused
 
@@ -72,19 +72,19 @@ class Committed:
     offered: int
     cached: int = 0
     """With the first ones: how many tokens of the prompt were in the target's cache."""
-    told: Told = Told()
+    metadata: StepMetadata = StepMetadata()
     """What else the target said of them."""
     details: Details | None = None
 
     @property
     def origins(self) -> tuple[Origin, ...]:
         """Where each token came from."""
-        return origins(len(self.tokens), self.accepted, self.offered, self.told)
+        return origins(len(self.tokens), self.accepted, self.offered, self.metadata)
 
     @property
     def refused(self) -> tuple[SourceName, ...]:
         """Where the drafts came from that were offered and not kept."""
-        return refused(self.accepted, self.offered, self.told)
+        return refused(self.accepted, self.offered, self.metadata)
 
 
 @dataclass(frozen=True, slots=True)

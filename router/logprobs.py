@@ -50,13 +50,15 @@ class TokenNames:
         """``as_ids``: ``token_id:5`` instead of how it is written."""
         self._tokenizer, self._as_ids = tokenizer, as_ids
 
-    def shown(self, token: Token, start: int, told: TokenLogprobs | None, top_logprobs: int) -> ShownToken:
+    def shown(self, token: Token, start: int, logprobs: TokenLogprobs | None, top_logprobs: int) -> ShownToken:
         """With up to ``top_logprobs`` of the likeliest tokens that were told."""
-        if told is None:
+        if logprobs is None:
             return ShownToken(self._named(token, None), start)
-        likeliest = zip(told.tokens[:top_logprobs], told.logprobs[:top_logprobs], strict=True)
+        likeliest = zip(logprobs.tokens[:top_logprobs], logprobs.logprobs[:top_logprobs], strict=True)
         return ShownToken(
-            self._named(token, told.logprob), start, tuple(self._named(other, logprob) for other, logprob in likeliest)
+            self._named(token, logprobs.logprob),
+            start,
+            tuple(self._named(other, logprob) for other, logprob in likeliest),
         )
 
     def _named(self, token: Token, logprob: float | None) -> NamedToken:

@@ -153,7 +153,7 @@ class Relay:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepMetadata:
     """What a target says of tokens it commits, for those who want to know; see :class:`Verification`."""
 
     sources: tuple[SourceName, ...] = ()
@@ -174,7 +174,7 @@ class Emit:
     offered: int
     cached: int = 0
     """With the first ones: how many tokens of the prompt were in the target's cache."""
-    told: Told = Told()
+    metadata: StepMetadata = StepMetadata()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from speculation.events import Told
+from speculation.events import StepMetadata
 from speculation.messages import Source, SourceName
 
 
@@ -25,19 +25,19 @@ Origin = SourceName | Own
 """No draft source is called like one of :class:`Own`."""
 
 
-def origins(tokens: int, accepted: int, offered: int, told: Told) -> tuple[Origin, ...]:
+def origins(tokens: int, accepted: int, offered: int, metadata: StepMetadata) -> tuple[Origin, ...]:
     """Of each of ``tokens`` committed at once, the first ``accepted`` of them out of ``offered`` drafts."""
-    drafted: tuple[Origin, ...] = told.sources or (Source.DRAFT,) * accepted
-    own = Own.RECOVERED if told.recovered else Own.BONUS if offered else Own.TARGET
+    drafted: tuple[Origin, ...] = metadata.sources or (Source.DRAFT,) * accepted
+    own = Own.RECOVERED if metadata.recovered else Own.BONUS if offered else Own.TARGET
     return drafted + (own,) * (tokens - accepted)
 
 
-def refused(accepted: int, offered: int, told: Told) -> tuple[SourceName, ...]:
+def refused(accepted: int, offered: int, metadata: StepMetadata) -> tuple[SourceName, ...]:
     """Where the drafts came from that were offered and not kept."""
-    return told.refused or (Source.DRAFT,) * (offered - accepted)
+    return metadata.refused or (Source.DRAFT,) * (offered - accepted)
 
 
-def from_draft_models(accepted: int, offered: int, told: Told) -> tuple[int, int]:
+def from_draft_models(accepted: int, offered: int, metadata: StepMetadata) -> tuple[int, int]:
     """Of the drafts accepted and of those offered, how many a draft model had made."""
-    kept = told.sources.count(Source.DRAFT) if told.sources else accepted
-    return kept, kept + refused(accepted, offered, told).count(Source.DRAFT)
+    kept = metadata.sources.count(Source.DRAFT) if metadata.sources else accepted
+    return kept, kept + refused(accepted, offered, metadata).count(Source.DRAFT)

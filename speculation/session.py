@@ -55,9 +55,9 @@ from speculation.events import (
     Send,
     Start,
     Stays,
+    StepMetadata,
     Stop,
     Tick,
-    Told,
     Wake,
 )
 from speculation.messages import (
@@ -314,8 +314,8 @@ class Session:
         self._avoid = frozenset()
         accepted, cached = max(verification.accepted - known, 0), verification.cached if first else 0
         offered = verification.offered - verification.accepted + accepted
-        told = _told(verification, known, first=first)
-        effects: list[Effect] = [Emit(fresh, accepted, offered, cached, told)]
+        metadata = _metadata_of(verification, known, first=first)
+        effects: list[Effect] = [Emit(fresh, accepted, offered, cached, metadata)]
         if verification.finish:
             return effects + self._end(Finish(verification.finish))
         if drafter := self._drafting.opening:
@@ -594,9 +594,9 @@ def _for_drafter(verification: Verification, drafter: Opening) -> Send | Relay:
     return Send(drafter.peer, replace(verification, epoch=drafter.epoch, logprobs=(), prompt_logprobs=()))
 
 
-def _told(verification: Verification, known: int, *, first: bool) -> Told:
+def _metadata_of(verification: Verification, known: int, *, first: bool) -> StepMetadata:
     """What is said of all but the first ``known`` tokens. Only the first one of a session speaks of its prompt."""
-    return Told(
+    return StepMetadata(
         sources=verification.sources[known:],
         refused=verification.refused,
         recovered=verification.recovered,

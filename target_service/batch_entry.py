@@ -47,10 +47,12 @@ class BatchEntry:
         return int(self.sequence.cached.among_others) if self.offer is None else len(self.offer.nodes) + 1
 
     @property
-    def told(self) -> range:
+    def prompt_logprob_rows(self) -> range:
         """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
-        untold, start = self.sequence.untold, self.sequence.cached.length
-        return range(max(untold.start - 1 - start, 0), min(untold.stop - 1 - start, self.feed))
+        missing_prompt_logprobs, start = self.sequence.missing_prompt_logprobs, self.sequence.cached.length
+        return range(
+            max(missing_prompt_logprobs.start - 1 - start, 0), min(missing_prompt_logprobs.stop - 1 - start, self.feed)
+        )
 
     @property
     def decodes(self) -> bool:
@@ -67,7 +69,7 @@ class BatchEntry:
     def is_plain(self) -> bool:
         """Whether all its rows are drawn by nothing but a temperature and noise, and none tells of the prompt."""
         plain = self.sequence.shaping is None and is_plain(self.sequence.session.opened.sampling)
-        return plain and not self.by_rejection and not self.told
+        return plain and not self.by_rejection and not self.prompt_logprob_rows
 
     def chunk(self, *, draws: bool = False) -> Chunk:
         """What the engine computes: a chain of fed tokens, the offered tree hanging from its end.
@@ -81,9 +83,11 @@ class BatchEntry:
         chain = range(ANCHOR, last)
         if self.offer is None:
             judged = [Draw(Sampling(temperature=0.0), 0)] * self.rows if draws else []
-            return Chunk(self.sequence.cached, fed, list(chain), [*self.told, *[last] * self.rows], judged)
+            return Chunk(
+                self.sequence.cached, fed, list(chain), [*self.prompt_logprob_rows, *[last] * self.rows], judged
+            )
         parents = [*chain, *(last if parent == ANCHOR else self.feed + parent for parent in self.offer.parents)]
-        rows = [*self.told, *range(last, self.feed + len(self.offer.nodes))]
+        rows = [*self.prompt_logprob_rows, *range(last, self.feed + len(self.offer.nodes))]
         return Chunk(self.sequence.cached, [*fed, *self.offer.tokens], parents, rows, self.draws() if draws else ())
 
     def withdraw(self) -> bool:

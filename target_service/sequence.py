@@ -88,7 +88,7 @@ class TargetSequence:
 
         A prompt that is to be told about is computed wholly.
         """
-        if self.uncached > 1 and not self.untold:
+        if self.uncached > 1 and not self.missing_prompt_logprobs:
             self.counters.reused += self.cached.reuse()
 
     def give_way(self) -> None:
@@ -97,7 +97,7 @@ class TargetSequence:
         self.cached = self.cache.sequence(self.session.tokens)
 
     @property
-    def untold(self) -> range:
+    def missing_prompt_logprobs(self) -> range:
         """Positions of the prompt's tokens whose log-probabilities are asked for and not known yet.
 
         With a text that was begun elsewhere they were told there.
@@ -109,7 +109,7 @@ class TargetSequence:
 
     def note_prompt(self, logits_PV: Tensor) -> None:
         """Take in the rows that say how likely the next untold tokens were; P of them, V the vocabulary."""
-        opened, first, count = self.session.opened, self.untold.start, len(logits_PV)
+        opened, first, count = self.session.opened, self.missing_prompt_logprobs.start, len(logits_PV)
         if not count:
             return
         top_logprobs = [opened.extras.prompt_logprobs or 0] * count
@@ -123,8 +123,8 @@ class TargetSequence:
         timed = replace(verification, took_us=_microseconds(ended - started), waited_us=_microseconds(waited))
         if verification.position > opened:
             return timed
-        told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return replace(timed, cached=max(opened - self.computed, 0), prompt_logprobs=told)
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return replace(timed, cached=max(opened - self.computed, 0), prompt_logprobs=prompt_logprobs)
 
     def refused(self, code: RefusalCode, message: str) -> tuple[Hashable, Refused]:
         """What tells the router that this session is given up."""

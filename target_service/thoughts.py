@@ -25,9 +25,9 @@ from target_service.verdicts import Verdict
 
 def apart(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> tuple[Sequence[Tensor], Tensor]:
     """The rows that tell of each entry's prompt, and the rows of all entries that are judged."""
-    if not any(entry.told for entry in entries):
+    if not any(entry.prompt_logprob_rows for entry in entries):
         return [logits_RV[:0]] * len(entries), logits_RV
-    parts = torch.split(logits_RV, [size for entry in entries for size in (len(entry.told), entry.rows)])
+    parts = torch.split(logits_RV, [size for entry in entries for size in (len(entry.prompt_logprob_rows), entry.rows)])
     return parts[::2], torch.cat(parts[1::2])
 
 
@@ -50,5 +50,5 @@ def of_committed(
         top_logprobs += [asked] * counts[i]
     if not rows:
         return [()] * len(entries)
-    told = iter(token_logprobs(logits_RV[upload(rows, logits_RV.device)], tokens, top_logprobs))
-    return [tuple(islice(told, count)) for count in counts]
+    found = iter(token_logprobs(logits_RV[upload(rows, logits_RV.device)], tokens, top_logprobs))
+    return [tuple(islice(found, count)) for count in counts]

@@ -347,13 +347,13 @@ class VerifyLoop:
         try:
             plain = all(entry.is_plain for entry in entries)
             chunks = [entry.chunk(draws=plain) for entry in entries]
-            told, logits_RV = apart(self._engine.run(chunks), entries)
+            found, logits_RV = apart(self._engine.run(chunks), entries)
             self._tidy(IN_STEP + 2 * self._last_committed)
             decided = verdicts(logits_RV, entries, self._engine.drawn if plain else None)
             broken = [isinstance(verdict, Fault) and verdict.not_finite for verdict in decided]
-            for entry, told_PV, is_broken in zip(entries, told, broken, strict=True):
+            for entry, prompt_PV, is_broken in zip(entries, found, broken, strict=True):
                 if not is_broken:
-                    entry.sequence.note_prompt(told_PV)
+                    entry.sequence.note_prompt(prompt_PV)
             if self._medusa is not None:
                 self._medusa.note(self._engine.hidden, chunks, entries, decided)
             thoughts = of_committed(logits_RV, entries, decided)

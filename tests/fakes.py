@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.tokenizer import Tokenizer
 from router.tokenizers import Tokenizers
-from speculation.events import Told
+from speculation.events import StepMetadata
 from speculation.messages import FinishReason, Token, TokenLogprobs
 
 Script = Callable[[Generation], Iterable[Committed]]
@@ -56,7 +56,7 @@ class FakeGenerator:
             for commit in self._script(generation):
                 await asyncio.sleep(0)
                 kept, stopped = _cut(commit, left, generation)
-                kept = replace(kept, told=told_of(kept, generation, first=left == generation.max_tokens))
+                kept = replace(kept, metadata=metadata_of(kept, generation, first=left == generation.max_tokens))
                 left -= len(kept.tokens)
                 yield kept
                 if stopped or not left:
@@ -80,12 +80,12 @@ def _cut(commit: Committed, left: int, generation: Generation) -> tuple[Committe
     return replace(commit, tokens=tokens, accepted=accepted, offered=max(commit.offered, accepted)), stop is not None
 
 
-def told_of(commit: Committed, generation: Generation, *, first: bool) -> Told:
+def metadata_of(commit: Committed, generation: Generation, *, first: bool) -> StepMetadata:
     """What a target would tell of a commit: log-probabilities, if they are asked for."""
     extras = generation.extras
     prompt = generation.prompt[1:] if first and extras.prompt_logprobs is not None else ()
     return replace(
-        commit.told,
+        commit.metadata,
         logprobs=tuple(logprobs_of(token, extras.logprobs) for token in commit.tokens if extras.logprobs is not None),
         prompt_logprobs=tuple(logprobs_of(token, extras.prompt_logprobs or 0) for token in prompt),
     )

@@ -384,21 +384,21 @@ class Levels:
     @torch.inference_mode()
     def _first(self, memory: Memory, kind: Kind) -> Tensor:
         """Take in what the launch was told, and what the first level says."""
-        told, tables = memory.fields, kind.sessions * self._basis.pages
+        fields, tables = memory.fields, kind.sessions * self._basis.pages
         memory.level_1.zero_()
         memory.weight_NP.zero_()
-        memory.weight_NP[:, :LEAVES] = told["leaf_weight"]
-        memory.token_NP[:, :LEAVES] = told["leaf_token"]
+        memory.weight_NP[:, :LEAVES] = fields["leaf_weight"]
+        memory.token_NP[:, :LEAVES] = fields["leaf_token"]
         given = slice(0, LEAVES + self.width)
-        memory.end_NL[:, given], memory.home_NL[:, given] = told["end"], told["home"]
-        at_NLB = (told["branch"][..., None] + self._at_B).clamp_(max=len(memory.tail_F) - 1)
+        memory.end_NL[:, given], memory.home_NL[:, given] = fields["end"], fields["home"]
+        at_NLB = (fields["branch"][..., None] + self._at_B).clamp_(max=len(memory.tail_F) - 1)
         memory.branch_NLB[:, given] = memory.tail_F[at_NLB]
         rows = Rows.within(memory.buffer, memory.rows)
         rows.numbers_F[:tables].copy_(memory.tail_F[:tables])
-        rows.pages_T.copy_(self._by_row(told["table"]))
+        rows.pages_T.copy_(self._by_row(fields["table"]))
         rows.branch_T.copy_(tables + MAX_BRANCH * torch.arange(memory.rows, device=self._device))
-        memory.place_weight_NW.copy_(told["weight"])
-        memory.chosen_NW.fill_(GIVEN).masked_fill_(told["weight"] == 0, NO_LEAF)
+        memory.place_weight_NW.copy_(fields["weight"])
+        memory.chosen_NW.fill_(GIVEN).masked_fill_(fields["weight"] == 0, NO_LEAF)
         return self._say(memory, kind, memory.logits_MV)
 
     @torch.inference_mode()
@@ -411,15 +411,15 @@ class Levels:
 
     def _choose(self, memory: Memory) -> None:
         """Make rows of the best leaves of every session."""
-        told, level_1 = memory.fields, memory.level_1
+        fields, level_1 = memory.fields, memory.level_1
         weight_NW, leaf_NW = memory.weight_NP.topk(self.width, dim=1)
-        active_NW = (weight_NW > 0) & (self._at_W < told["width"][:, None])
+        active_NW = (weight_NW > 0) & (self._at_W < fields["width"][:, None])
         memory.weight_NP.scatter_(1, leaf_NW, weight_NW.masked_fill(active_NW, 0.0))
         memory.place_weight_NW.copy_(weight_NW.masked_fill(~active_NW, 0.0))
         memory.chosen_NW.copy_(leaf_NW.masked_fill(~active_NW, NO_LEAF))
         above_NW = self._origin_P[leaf_NW]
         home_NW, end_NW = memory.home_NL.gather(1, above_NW), memory.end_NL.gather(1, above_NW) + 1
-        slot_NW = told["slot"].index_select(1, (level_1 - 1) * self.width + self._at_W)
+        slot_NW = fields["slot"].index_select(1, (level_1 - 1) * self.width + self._at_W)
         branch_NWB = memory.branch_NLB.gather(1, above_NW[..., None].expand(-1, -1, MAX_BRANCH))
         last_NW = (end_NW - 1 - home_NW).clamp(0, MAX_BRANCH - 1)
         branch_NWB.scatter_(2, last_NW[..., None], slot_NW[..., None])
@@ -449,10 +449,10 @@ class Levels:
 
     def _say(self, memory: Memory, kind: Kind, logits_MV: Tensor) -> Tensor:
         """Note what may follow the places of a level, and make leaves of it."""
-        told, shape = memory.fields, (kind.sessions, self.width, self.children)
+        fields, shape = memory.fields, (kind.sessions, self.width, self.children)
         here_W = LEAVES + memory.level_1 * self.width + self._at_W
         end_NW = memory.end_NL.index_select(1, here_W)
-        seed_M, greedy_M, temperature_M = (self._by_row(told[name]) for name in ("seed", "greedy", "temperature"))
+        seed_M, greedy_M, temperature_M = (self._by_row(fields[name]) for name in ("seed", "greedy", "temperature"))
         tokens_MC, confidence_MC, there_MC = best_draws(
             logits_MV,
             greedy_M[:, None].bool(),
@@ -462,7 +462,7 @@ class Levels:
         )
         tokens_NWC, confidence_NWC = tokens_MC.view(shape), confidence_MC.view(shape).double()
         there_NWC = there_MC.view(shape)
-        weight_NWC = self._worth(told, memory.place_weight_NW, end_NW, tokens_NWC, confidence_NWC, there_NWC)
+        weight_NWC = self._worth(fields, memory.place_weight_NW, end_NW, tokens_NWC, confidence_NWC, there_NWC)
         leaves_WC = LEAVES + memory.level_1 * len(self._at_WC) + self._at_WC
         memory.weight_NP.index_copy_(1, leaves_WC, weight_NWC.flatten(1))
         memory.token_NP.index_copy_(1, leaves_WC, tokens_NWC.flatten(1))
@@ -473,7 +473,7 @@ class Levels:
 
     def _worth(
         self,
-        told: dict[str, Tensor],
+        fields: dict[str, Tensor],
         weight_NW: Tensor,
         end_NW: Tensor,
         tokens_NWC: Tensor,
@@ -485,11 +485,11 @@ class Levels:
         0 where it is no draft, or none to be expanded. In double precision, as on the host.
         """
         said_NWC = confidence_NWC.clamp(MIN_CONFIDENCE, 1.0)
-        ahead_NW = end_NW - told["position"][:, None]
+        ahead_NW = end_NW - fields["position"][:, None]
         depth_NW = (ahead_NW[..., None] >= self._depths).sum(-1)
-        min_N1 = told["min_weight"][:, None]
-        may_N1W = end_NW < told["max_end"][:, None]
-        stops_NWC = (tokens_NWC[..., None] == told["stop"][:, None, None, :]).any(-1)
+        min_N1 = fields["min_weight"][:, None]
+        may_N1W = end_NW < fields["max_end"][:, None]
+        stops_NWC = (tokens_NWC[..., None] == fields["stop"][:, None, None, :]).any(-1)
         before_NW, left_NW = torch.zeros_like(weight_NW), torch.ones_like(weight_NW)
         taken_NW = torch.ones_like(may_N1W)
         found: list[Tensor] = []
@@ -498,12 +498,12 @@ class Levels:
             claim_NW = said_NW / torch.maximum(1.0 - before_NW, said_NW)
             tenth_NW = (claim_NW * BINS).nan_to_num().long().clamp_(0, BINS - 1)
             cell_NW = (rank * BINS + tenth_NW) * (len(DEPTHS) + 1) + depth_NW
-            odds_NW = (claim_NW * told["wide_factor"][rank]).clamp(max=1.0)
-            odds_NW = (odds_NW * told["slope"][cell_NW] + told["offset"][cell_NW]).clamp(MIN_ODDS, MAX_ODDS)
-            odds_NW = (odds_NW * told["factor"][:, rank, None]).clamp(MIN_ODDS, MAX_ODDS)
+            odds_NW = (claim_NW * fields["wide_factor"][rank]).clamp(max=1.0)
+            odds_NW = (odds_NW * fields["slope"][cell_NW] + fields["offset"][cell_NW]).clamp(MIN_ODDS, MAX_ODDS)
+            odds_NW = (odds_NW * fields["factor"][:, rank, None]).clamp(MIN_ODDS, MAX_ODDS)
             odds_NW = (left_NW * odds_NW).clamp(min=MIN_CONFIDENCE)
             chance_NW = weight_NW * odds_NW
-            taken_NW = taken_NW & there_NWC[..., number] & (number < told["children"][:, None])
+            taken_NW = taken_NW & there_NWC[..., number] & (number < fields["children"][:, None])
             if number:
                 taken_NW = taken_NW & (chance_NW >= min_N1)
             opened_NW = taken_NW & may_N1W & (chance_NW >= min_N1) & ~stops_NWC[..., number]

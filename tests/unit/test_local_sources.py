@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from speculation import digest as digests
-from speculation.events import Told
+from speculation.events import StepMetadata
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -68,7 +68,7 @@ def verify(to: TargetSession, truth: Sequence[Token], budget: int = 8) -> Verifi
 
 def told(verification: Verification) -> list[str]:
     """Where each of its tokens came from."""
-    about = Told(verification.sources, verification.refused, verification.recovered)
+    about = StepMetadata(verification.sources, verification.refused, verification.recovered)
     return [str(o) for o in origins(len(verification.tokens), verification.accepted, verification.offered, about)]
 
 
@@ -101,7 +101,7 @@ def test_each_draft_is_credited_to_its_source_whether_kept_or_not() -> None:
     verification = verify(one, [30, 31, 50, 0, 0])
     assert told(verification) == ["prediction", "prediction", "recovered"]
     assert Counter(verification.refused) == {Source.DRAFT: 2, Source.PREDICTION: 2}
-    about = Told(verification.sources, verification.refused, verification.recovered)
+    about = StepMetadata(verification.sources, verification.refused, verification.recovered)
     assert from_draft_models(verification.accepted, verification.offered, about) == (0, 2)
 
 
@@ -110,7 +110,7 @@ def test_drafts_of_drafters_alone_need_no_words() -> None:
     one.propose(drafted(one, 11, 12))
     verification = verify(one, [11, 50, 0])
     assert (verification.sources, verification.refused) == ((), ())
-    assert refused(verification.accepted, verification.offered, Told()) == (Source.DRAFT,)
+    assert refused(verification.accepted, verification.offered, StepMetadata()) == (Source.DRAFT,)
 
 
 def test_a_stop_token_among_the_drafts_leaves_no_token_of_the_targets_own() -> None:

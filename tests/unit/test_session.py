@@ -112,9 +112,9 @@ def test_a_drafter_is_not_told_logprobs_which_only_clients_want_to_know():
         waited_us=5,
     )
     emit, relayed = session.handle(0.1, Received(T0, message))
-    told = emit.told
-    assert (told.sources, told.refused, told.recovered) == (message.sources, message.refused, True)
-    assert (told.took_us, told.waited_us, told.logprobs) == (30, 5, message.logprobs)
+    metadata = emit.metadata
+    assert (metadata.sources, metadata.refused, metadata.recovered) == (message.sources, message.refused, True)
+    assert (metadata.took_us, metadata.waited_us, metadata.logprobs) == (30, 5, message.logprobs)
     assert relayed == Send(D0, replace(message, epoch=2, logprobs=()))
 
 
@@ -138,7 +138,7 @@ def test_drafts_that_were_committed_before_count_once():
     late = replace(late, sources=(Source.DRAFT, Source.LOOKUP), refused=(Source.LOOKUP, Source.DRAFT))
     (emit, _) = session.handle(0.2, Received(T0, late))
     assert (emit.tokens, emit.accepted, emit.offered) == ((5, 6), 1, 3)
-    assert (emit.told.sources, emit.told.refused) == ((Source.LOOKUP,), (Source.LOOKUP, Source.DRAFT))
+    assert (emit.metadata.sources, emit.metadata.refused) == ((Source.LOOKUP,), (Source.LOOKUP, Source.DRAFT))
 
 
 def test_what_was_cached_counts_for_the_prompt_only():
