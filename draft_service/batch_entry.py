@@ -53,7 +53,7 @@ class DraftBatchEntry:
         return self.drawn or 1
 
     @property
-    def feeds_committed(self) -> bool:
+    def computes_committed(self) -> bool:
         """Whether the tokens are committed ones."""
         return not self.expands or self.expands[0] is self.sequence.session.trie.root
 

@@ -222,7 +222,7 @@ def _is_able(entry: DraftBatchEntry, context: int) -> bool:
     if len(opened.limits.stop_tokens) > MAX_STOPS or len(sequence.text.tokens) + MAX_LEVELS > context:
         return False
     at_home = sequence.cached.length + (
-        len(entry.tokens) if entry.feeds_committed and not sequence.cached.pending else 0
+        len(entry.tokens) if entry.computes_committed and not sequence.cached.pending else 0
     )
     return max(node.end for node in entry.expands) - at_home + MAX_LEVELS <= MAX_BRANCH
 
@@ -256,7 +256,7 @@ def _growth(entry: DraftBatchEntry, row: int, context: int) -> Growth:
 
 def _leaves(entry: DraftBatchEntry, max_leaves: int) -> list[Node]:
     """The best drafts from before the launch that it may expand besides."""
-    if entry.feeds_committed:
+    if entry.computes_committed:
         return []  # there is none yet
     expands, deepest = set(entry.expands), entry.sequence.cached.length + MAX_BRANCH - MAX_LEVELS
     places = entry.sequence.session.places()[: len(expands) + max_leaves]

@@ -219,7 +219,7 @@ class Lookahead:
                 self._levels.verified(sequence, time.perf_counter())
         if why := self._objection(verification.tokens):
             return self._give_back(sequence, RefusalCode.INVALID, why)
-        kept = _fed_path(old_root, verification, sequence.session.tokens, pending)
+        kept = _computed_path(old_root, verification, sequence.session.tokens, pending)
         sequence.text.follow(len(kept))
         renumbered = sequence.cached.advance([pending[node] for node in kept])
         if len(kept) < sequence.session.trie.position - old_root.end or not len(sequence.session.trie):
@@ -331,20 +331,22 @@ class Lookahead:
                 entries.append(self._root_entry(sequence, frontier))
             elif frontier:
                 frontiers.append((sequence, frontier))
-            elif sequence.uncached >= self._limits.warm and len(sequence.text.tokens) <= context:
+            elif sequence.num_uncomputed_tokens >= self._limits.warm and len(sequence.text.tokens) <= context:
                 entries.append(self._root_entry(sequence, ()))
-        fed = sum(len(entry.tokens) for entry in entries)
+        num_scheduled_tokens = sum(len(entry.tokens) for entry in entries)
         chosen: dict[DraftSequence, list[Node]] = {}
-        for sequence, node in best_places(frontiers, self._limits.batch, fed, len(entries), self._cost):
+        for sequence, node in best_places(
+            frontiers, self._limits.batch, num_scheduled_tokens, len(entries), self._cost
+        ):
             chosen.setdefault(sequence, []).append(node)
         return entries + [self._entry(sequence, nodes) for sequence, nodes in chosen.items()]
 
     def _root_entry(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:
         """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
-        if sequence.uncached == 0:
+        if sequence.num_uncomputed_tokens == 0:
             # The root's own logits are gone: feed its token again.
             sequence.cached.truncate(sequence.cached.length - 1)
-        elif sequence.uncached > 1:
+        elif sequence.num_uncomputed_tokens > 1:
             self.counters.reused += sequence.cached.reuse()
         start = sequence.cached.length
         tokens = sequence.text.tokens[start : start + self._limits.prefill]
@@ -431,7 +433,7 @@ class Lookahead:
         """Note where in the cache an entry is, and go on from its places with what may follow them."""
         sequence = entry.sequence
         first = sequence.cached.pending - entry.size
-        if entry.feeds_committed:
+        if entry.computes_committed:
             sequence.cached.advance(range(first, first + len(entry.tokens)))
         else:
             sequence.pending.update((node, first + i) for i, node in enumerate(entry.expands))
@@ -473,7 +475,9 @@ class Lookahead:
         return found
 
 
-def _fed_path(root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]) -> list[Node]:
+def _computed_path(
+    root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]
+) -> list[Node]:
     """The fed nodes below the old ``root`` that the newly committed tokens follow."""
     path: list[Node] = []
     node: Node | None = root

@@ -36,7 +36,7 @@ class DraftSequence:
     """Seconds that the steps took which drafted for it since its last push."""
 
     @property
-    def uncached(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens of the committed text that the cache does not hold."""
         return len(self.text.tokens) - self.cached.length
 

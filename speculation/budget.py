@@ -212,13 +212,15 @@ CHEAP_PLACES = 8
 """A draft step of so few tokens takes about as long as one of a single token: it is bound by reading the weights."""
 
 
-def worth_drafting(weights: Sequence[float], fed: int, certain: int, cost: Callable[[int], float]) -> int:
-    """How many places, likeliest first, a draft step expands besides feeding ``fed`` tokens of ``certain`` sessions.
+def worth_drafting(
+    weights: Sequence[float], num_scheduled_tokens: int, certain: int, cost: Callable[[int], float]
+) -> int:
+    """How many places, likeliest first, a draft step expands besides ``num_scheduled_tokens`` of ``certain`` sessions.
 
     A few always: deepening the likeliest branch alone would make more of this step, but at the next refusal its
     alternatives must have a continuation, and there is time for them only now.
     """
-    return max(best_prefix(weights, certain, fed, cost), min(len(weights), CHEAP_PLACES))
+    return max(best_prefix(weights, certain, num_scheduled_tokens, cost), min(len(weights), CHEAP_PLACES))
 
 
 def worth_waiting(

@@ -396,18 +396,22 @@ Owner = TypeVar("Owner")
 
 
 def best_places(
-    frontiers: Iterable[tuple[Owner, Sequence[Node]]], max_places: int, fed: int, certain: int, cost: StepCost
+    frontiers: Iterable[tuple[Owner, Sequence[Node]]],
+    max_places: int,
+    num_scheduled_tokens: int,
+    certain: int,
+    cost: StepCost,
 ) -> list[tuple[Owner, Node]]:
     """What a draft step expands of all sessions' frontiers.
 
     The likeliest places, as many as pay, ``max_places`` at most.
 
-    The step feeds ``fed`` tokens of ``certain`` other sessions besides.
+    The step feeds ``num_scheduled_tokens`` tokens of ``certain`` other sessions besides.
     """
     places = sorted(
         ((owner, node) for owner, frontier in frontiers for node in frontier), key=lambda place: -place[1].weight
     )[:max_places]
-    return places[: worth_drafting([node.weight for _, node in places], fed, certain, cost)]
+    return places[: worth_drafting([node.weight for _, node in places], num_scheduled_tokens, certain, cost)]
 
 
 def _bytes(token: Token) -> int:

@@ -21,7 +21,7 @@ class BatchEntry:
     """Tokens to feed, then the drafts offered behind them."""
 
     sequence: TargetSequence
-    feed: int
+    num_scheduled_tokens: int
     drafts: int | None
     """Room for drafts; None while the prompt is not complete: then nothing is drawn."""
     offer: Offer | None = None
@@ -31,12 +31,16 @@ class BatchEntry:
     @classmethod
     def of(cls, sequence: TargetSequence, share: Share) -> BatchEntry:
         """What a session does with its share of a step."""
-        return cls(sequence, share.feed, share.drafts if share.feed == sequence.uncached else None)
+        return cls(
+            sequence,
+            share.num_scheduled_tokens,
+            share.drafts if share.num_scheduled_tokens == sequence.num_uncomputed_tokens else None,
+        )
 
     @property
     def tokens(self) -> int:
         """How many are computed."""
-        return self.feed if self.offer is None else self.feed + len(self.offer.nodes)
+        return self.num_scheduled_tokens if self.offer is None else self.num_scheduled_tokens + len(self.offer.nodes)
 
     @property
     def rows(self) -> int:
@@ -51,13 +55,14 @@ class BatchEntry:
         """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
         missing_prompt_logprobs, start = self.sequence.missing_prompt_logprobs, self.sequence.cached.length
         return range(
-            max(missing_prompt_logprobs.start - 1 - start, 0), min(missing_prompt_logprobs.stop - 1 - start, self.feed)
+            max(missing_prompt_logprobs.start - 1 - start, 0),
+            min(missing_prompt_logprobs.stop - 1 - start, self.num_scheduled_tokens),
         )
 
     @property
     def decodes(self) -> bool:
         """Whether the session is past its prompt, so that the entry computes nothing but its next tokens."""
-        return self.feed == 1 and self.offer is not None
+        return self.num_scheduled_tokens == 1 and self.offer is not None
 
     @property
     def by_rejection(self) -> bool:
@@ -78,17 +83,22 @@ class BatchEntry:
         is computed only to be judged is drawn as if greedy.
         """
         start = self.sequence.cached.length
-        fed = self.sequence.session.tokens[start : start + self.feed]
-        last = self.feed - 1
+        scheduled = self.sequence.session.tokens[start : start + self.num_scheduled_tokens]
+        last = self.num_scheduled_tokens - 1
         chain = range(ANCHOR, last)
         if self.offer is None:
             judged = [Draw(Sampling(temperature=0.0), 0)] * self.rows if draws else []
             return Chunk(
-                self.sequence.cached, fed, list(chain), [*self.prompt_logprob_rows, *[last] * self.rows], judged
+                self.sequence.cached, scheduled, list(chain), [*self.prompt_logprob_rows, *[last] * self.rows], judged
             )
-        parents = [*chain, *(last if parent == ANCHOR else self.feed + parent for parent in self.offer.parents)]
-        rows = [*self.prompt_logprob_rows, *range(last, self.feed + len(self.offer.nodes))]
-        return Chunk(self.sequence.cached, [*fed, *self.offer.tokens], parents, rows, self.draws() if draws else ())
+        parents = [
+            *chain,
+            *(last if parent == ANCHOR else self.num_scheduled_tokens + parent for parent in self.offer.parents),
+        ]
+        rows = [*self.prompt_logprob_rows, *range(last, self.num_scheduled_tokens + len(self.offer.nodes))]
+        return Chunk(
+            self.sequence.cached, [*scheduled, *self.offer.tokens], parents, rows, self.draws() if draws else ()
+        )
 
     def withdraw(self) -> bool:
         """Verify no drafts after all; whether there were any."""
@@ -127,7 +137,7 @@ class BatchEntry:
         self.outcome = {
             "session": verification.session,
             "position": verification.position,
-            "feed": self.feed,
+            "feed": self.num_scheduled_tokens,
             "offered": verification.offered,
             "accepted": verification.accepted,
             "committed": len(verification.tokens),

@@ -78,7 +78,7 @@ class Budget:
 class Demand:
     """One running session."""
 
-    uncached: int
+    num_uncomputed_tokens: int
     """How many of its committed tokens are not in the cache yet (at least 1)."""
     priority: int = 0
     turn: int = 0
@@ -87,14 +87,17 @@ class Demand:
     @property
     def decodes(self) -> bool:
         """Only the last token is missing: the session is past its prompt."""
-        return self.uncached == 1
+        return self.num_uncomputed_tokens == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one session gets in a step: ``feed`` of its uncached tokens and, if that is all of them, room for drafts."""
+    """What one session gets in a step.
 
-    feed: int = 0
+    ``num_scheduled_tokens`` of its uncached tokens and, if that is all of them, room for drafts.
+    """
+
+    num_scheduled_tokens: int = 0
     drafts: int = 0
 
 
@@ -113,7 +116,7 @@ def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int
     """
     decoding = [i for i, demand in enumerate(demands) if demand.decodes]
     prompts = [i for i, demand in enumerate(demands) if not demand.decodes]
-    room = budget.tokens - min(budget.tokens // 2, sum(demands[i].uncached for i in prompts))
+    room = budget.tokens - min(budget.tokens // 2, sum(demands[i].num_uncomputed_tokens for i in prompts))
     served = sorted(decoding, key=lambda i: demands[i].turn)[:room]
     drafts = max(min(budget.verify, room) - len(served), 0)
     each, drafts = room_for_drafts(len(served), budget.drafts_per_session, drafts, budget.row_classes)
@@ -124,21 +127,21 @@ def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int
         left = min(budget.tokens - len(served) - drafts, max(beside(len(served)), MIN_PREFILL))
     else:
         left = max(budget.tokens, budget.alone)
-    for i, feed in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
-        shares[i] = Share(feed)
+    for i, count in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
+        shares[i] = Share(count)
     return Division(shares, drafts)
 
 
 def prefill(prompts: Sequence[Demand], tokens: int) -> list[int]:
     """How many of ``tokens`` each prompt gets, best rank first."""
-    feeds = [0] * len(prompts)
-    shortest = sorted(range(len(prompts)), key=lambda i: (prompts[i].priority, prompts[i].uncached))
+    scheduled = [0] * len(prompts)
+    shortest = sorted(range(len(prompts)), key=lambda i: (prompts[i].priority, prompts[i].num_uncomputed_tokens))
     for order, reserved in ((range(len(prompts)), tokens // 2), (shortest, 0)):
         for i in order:
-            more = min(prompts[i].uncached - feeds[i], tokens - reserved)
-            feeds[i] += more
+            more = min(prompts[i].num_uncomputed_tokens - scheduled[i], tokens - reserved)
+            scheduled[i] += more
             tokens -= more
-    return feeds
+    return scheduled
 
 
 def fit(shares: Sequence[Share], needs: Sequence[Callable[[int], int]], free: int) -> list[Share] | None:
@@ -146,9 +149,9 @@ def fit(shares: Sequence[Share], needs: Sequence[Callable[[int], int]], free: in
 
     ``needs[i](count)``: blocks that session ``i`` must take before ``count`` more tokens fit.
     """
-    if sum(need(one.feed + one.drafts) for one, need in zip(shares, needs, strict=True)) <= free:
+    if sum(need(one.num_scheduled_tokens + one.drafts) for one, need in zip(shares, needs, strict=True)) <= free:
         return list(shares)
-    taken = [need(1) if one.feed else 0 for one, need in zip(shares, needs, strict=True)]
+    taken = [need(1) if one.num_scheduled_tokens else 0 for one, need in zip(shares, needs, strict=True)]
     left = free - sum(taken)
     if left < 0:
         return None
@@ -162,8 +165,14 @@ def fit(shares: Sequence[Share], needs: Sequence[Callable[[int], int]], free: in
         left -= taken[i]
         return count
 
-    cut = [replace(one, feed=fitting(i, one.feed)) if one.feed else one for i, one in enumerate(shares)]
-    return [replace(one, drafts=fitting(i, one.feed + one.drafts) - one.feed) for i, one in enumerate(cut)]
+    cut = [
+        replace(one, num_scheduled_tokens=fitting(i, one.num_scheduled_tokens)) if one.num_scheduled_tokens else one
+        for i, one in enumerate(shares)
+    ]
+    return [
+        replace(one, drafts=fitting(i, one.num_scheduled_tokens + one.drafts) - one.num_scheduled_tokens)
+        for i, one in enumerate(cut)
+    ]
 
 
 class Job(Protocol):
@@ -180,7 +189,7 @@ class Job(Protocol):
         ...
 
     @property
-    def uncached(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """How many of its committed tokens are not in the cache: at least the last one."""
         ...
 
@@ -238,7 +247,7 @@ class Scheduler(Generic[J]):
         for job in self.running:
             job.reuse()
         while self.running:
-            demands = [Demand(job.uncached, job.priority, self._turns[job]) for job in self.running]
+            demands = [Demand(job.num_uncomputed_tokens, job.priority, self._turns[job]) for job in self.running]
             division = share(demands, self._budget, beside)
             shares = fit(division.shares, [job.blocks_needed for job in self.running], self._free())
             if shares is None and len(self.running) == 1:
@@ -250,7 +259,7 @@ class Scheduler(Generic[J]):
         return Step([])
 
     def _take_part(self, shares: Sequence[Share], drafts: int) -> Step[J]:
-        parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.feed]
+        parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.num_scheduled_tokens]
         # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks behind.
         for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
             self._turns[job] = next(self._turn)
@@ -260,7 +269,10 @@ class Scheduler(Generic[J]):
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""
         while self.waiting and len(self.running) < self._max_running:
             ahead = [*self.running, self.waiting[0]]
-            if self.running and sum(job.blocks_needed(job.uncached + HEADROOM) for job in ahead) > self._free():
+            if (
+                self.running
+                and sum(job.blocks_needed(job.num_uncomputed_tokens + HEADROOM) for job in ahead) > self._free()
+            ):
                 return
             job = self.waiting.pop(0)
             insort(self.running, job, key=_rank)

@@ -62,7 +62,7 @@ class TargetSequence:
         return self.session.opened.priority
 
     @property
-    def uncached(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Committed tokens that the cache does not hold: always at least the last one."""
         return len(self.session.tokens) - self.cached.length
 
@@ -88,7 +88,7 @@ class TargetSequence:
 
         A prompt that is to be told about is computed wholly.
         """
-        if self.uncached > 1 and not self.missing_prompt_logprobs:
+        if self.num_uncomputed_tokens > 1 and not self.missing_prompt_logprobs:
             self.counters.reused += self.cached.reuse()
 
     def give_way(self) -> None:

@@ -124,7 +124,7 @@ class VerifyLoop:
         cache, max_tokens = self._engine.cache, self._limits.budget.tokens
         seconds = self._step_time(max_tokens)
         return TargetDemand(
-            queued_tokens=sum(sequence.uncached - 1 for sequence in running)
+            queued_tokens=sum(sequence.num_uncomputed_tokens - 1 for sequence in running)
             + sum(len(sequence.session.tokens) for sequence in waiting),
             running_tokens=cache.capacity - cache.free_tokens,
             capacity_tokens=cache.capacity,
@@ -274,7 +274,7 @@ class VerifyLoop:
                 for entry in drawing:
                     entry.drafts = 0
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
-        prefilled = sum(entry.feed for entry in entries) - len(drawing)
+        prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
         for entry, offer in zip(drawing, plan.offers, strict=True):
             entry.offer = offer
@@ -389,7 +389,7 @@ class VerifyLoop:
         """Commit what a session decides, in its tokens and in its cache; ``thought``: what the model thinks of it."""
         started, ended = times
         sequence, cached = entry.sequence, entry.sequence.cached
-        sequence.computed += entry.feed
+        sequence.computed += entry.num_scheduled_tokens
         match verdict:
             case Fault(why, code):
                 sequence.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
@@ -397,7 +397,9 @@ class VerifyLoop:
             case Walk():
                 assert entry.offer is not None
                 commit = sequence.session.settle(verdict, ended)
-                cached.advance([*range(entry.feed), *(entry.feed + i for i in commit.kept)])
+                cached.advance(
+                    [*range(entry.num_scheduled_tokens), *(entry.num_scheduled_tokens + i for i in commit.kept)]
+                )
                 cached.rollback()
                 self.counters.count(entry.offer, commit)
                 if self._medusa is not None:
@@ -406,7 +408,7 @@ class VerifyLoop:
                     self._draft_model.verified(sequence, commit.verification)
                 sequence.course.draws(ended)
                 sequence.course.counts(commit.verification)
-                self.counters.prefilled += entry.feed - 1
+                self.counters.prefilled += entry.num_scheduled_tokens - 1
                 if self._recorder:
                     entry.record(commit)
                 if commit.verification.finish:
@@ -419,7 +421,7 @@ class VerifyLoop:
                     verification = replace(verification, logprobs=tuple(thought[: len(verification.tokens)]))
                 return [(sequence.link, sequence.said(verification, started, ended))]
             case None:
-                cached.advance(range(entry.feed))
+                cached.advance(range(entry.num_scheduled_tokens))
                 sequence.session.index(cached.length)
-                self.counters.prefilled += entry.feed
+                self.counters.prefilled += entry.num_scheduled_tokens
                 return []

@@ -35,7 +35,7 @@ class SimulatedDraft:
         """``calibration``: what guesses have been worth in other sessions."""
         self.session, self.target = session, target
         self._text = text
-        self._fed: set[Node] = set()
+        self._computed: set[Node] = set()
         """Drafts that the model has read."""
         self._cached = 0
         """Committed tokens that it has read."""
@@ -47,26 +47,26 @@ class SimulatedDraft:
         node: Node | None = self.session.trie.root
         for token in verification.tokens:
             node = node.children.get(token) if node else None
-            self._cached += node in self._fed
+            self._cached += node in self._computed
         sync = self.session.verified(verification)
-        self._fed.intersection_update(self.session.trie)
+        self._computed.intersection_update(self.session.trie)
         return sync
 
     @property
-    def uncached(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens that a step which expands the end of the text computes: at least the last one, for its logits."""
         return max(len(self.session.tokens) - self._cached, 1)
 
     def computed(self, places: Sequence[Node]) -> int:
         """Tokens that a step which expands ``places`` computes, without guesses."""
-        return self.uncached if places[0] is self.session.trie.root else len(places)
+        return self.num_uncomputed_tokens if places[0] is self.session.trie.root else len(places)
 
     def expand(self, node: Node) -> None:
         """The model has read up to ``node`` and says what follows."""
         if node is self.session.trie.root:
             self._cached = len(self.session.tokens)
         else:
-            self._fed.add(node)
+            self._computed.add(node)
         self.session.expand(node, self._text.candidates(node.end, node.digest))
 
     def guess(self, place: Node) -> list[float]:
@@ -92,7 +92,7 @@ class SimulatedDraft:
             end, digest = end + 1, digests.extend(digest, token)
             rows.append(self._text.candidates(end, digest))
         kept = self._guesses.settle(computed, [row[0].token for row in rows])
-        self._fed.update(draft_along(self.session, place, tokens[:kept], rows[1:]))
+        self._computed.update(draft_along(self.session, place, tokens[:kept], rows[1:]))
 
 
 class Drafter:
@@ -170,8 +170,10 @@ class Drafter:
                 found[sequence] = [frontier[0]]
             else:
                 further.append((sequence, frontier))
-        fed = sum(sequence.uncached for sequence in found)
-        for sequence, node in best_places(further, self._world.bounds.places, fed, len(found), self._cost):
+        num_scheduled_tokens = sum(sequence.num_uncomputed_tokens for sequence in found)
+        for sequence, node in best_places(
+            further, self._world.bounds.places, num_scheduled_tokens, len(found), self._cost
+        ):
             found.setdefault(sequence, []).append(node)
         return found
 

@@ -59,7 +59,7 @@ class Session:
         return rank(self.arrived, self.number, self.priority)
 
     @property
-    def uncached(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         return self.prompt + self.made - self.cached
 
     @property
@@ -147,16 +147,16 @@ class World:
             assert not session.cached
             assert not session.evicted or running[-1].rank < session.rank, "gave way to a session that ranks behind"
             session.evicted = False
-        assert sum(one.feed for _, one in step.parts) + step.drafts <= self.budget.tokens
-        needed = sum(session.blocks_needed(one.feed + one.drafts) for session, one in step.parts)
+        assert sum(one.num_scheduled_tokens for _, one in step.parts) + step.drafts <= self.budget.tokens
+        needed = sum(session.blocks_needed(one.num_scheduled_tokens + one.drafts) for session, one in step.parts)
         assert 0 <= needed <= self.free
-        turns = sum(session.uncached == 1 for session in running) > self.budget.tokens // 2
+        turns = sum(session.num_uncomputed_tokens == 1 for session in running) > self.budget.tokens // 2
         assert turns or running[0] is step.parts[0][0], "the first of all does not proceed"
 
     def _pass(self, step: Step[Session]) -> None:
         """Compute it, in no time but the clock's."""
-        decoding = [(session, one) for session, one in step.parts if session.uncached == 1]
-        prompts = sum(one.feed for session, one in step.parts if session.uncached > 1)
+        decoding = [(session, one) for session, one in step.parts if session.num_uncomputed_tokens == 1]
+        prompts = sum(one.num_scheduled_tokens for session, one in step.parts if session.num_uncomputed_tokens > 1)
         offered = self._offers(decoding, step.drafts)
         seconds = self.cost(len(decoding), prompts, sum(offered.values()))
         self.now += seconds
@@ -175,10 +175,10 @@ class World:
         return offered
 
     def _commit(self, session: Session, one: Share, offered: int) -> None:
-        complete = one.feed == session.uncached
-        if complete and one.feed == 1:
+        complete = one.num_scheduled_tokens == session.num_uncomputed_tokens
+        if complete and one.num_scheduled_tokens == 1:
             session.steps.append(len(self.past))
-        session.cached += one.feed
+        session.cached += one.num_scheduled_tokens
         if not complete:
             return
         accepted = min(self._rng.randint(0, offered), session.wanted - session.made - 1)

@@ -77,7 +77,7 @@ def test_all_together_keep_to_the_budget():
     for decoding in (0, 1, 5, 50, 150, 300):
         for prompts in ([], [9], [500, 3, 500]):
             division = share([DECODES] * decoding + [Demand(n) for n in prompts], BUDGET, unbounded)
-            total = sum(one.feed for one in division.shares) + division.drafts
+            total = sum(one.num_scheduled_tokens for one in division.shares) + division.drafts
             assert total <= BUDGET.tokens
             assert total == BUDGET.tokens or decoding + sum(prompts) < 200
 
@@ -85,10 +85,10 @@ def test_all_together_keep_to_the_budget():
 def test_prompts_have_a_budget_of_their_own_where_nothing_decodes():
     budget = replace(BUDGET, alone=700)
     prompts = [Demand(300), Demand(300), Demand(300)]
-    assert sum(one.feed for one in shares(prompts, budget)) == 700
+    assert sum(one.num_scheduled_tokens for one in shares(prompts, budget)) == 700
     beside_text = share([DECODES, *prompts], budget, unbounded)
-    assert sum(one.feed for one in beside_text.shares) + beside_text.drafts == BUDGET.tokens
-    assert sum(one.feed for one in shares(prompts, replace(BUDGET, alone=50))) == BUDGET.tokens
+    assert sum(one.num_scheduled_tokens for one in beside_text.shares) + beside_text.drafts == BUDGET.tokens
+    assert sum(one.num_scheduled_tokens for one in shares(prompts, replace(BUDGET, alone=50))) == BUDGET.tokens
 
 
 def test_more_sessions_than_tokens_take_turns():
@@ -167,7 +167,7 @@ class Job:
         return rank(self.arrived, 0, self.priority)
 
     @property
-    def uncached(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         return self.tokens - self.cached
 
     def blocks_needed(self, count: int) -> int:
@@ -232,7 +232,7 @@ def test_the_last_in_rank_gives_way_and_keeps_its_place():
     for job in jobs:
         made.add(job)
     for job, one in made.step(unbounded).parts:
-        job.feed(one.feed)
+        job.feed(one.num_scheduled_tokens)
     for job in jobs:  # all blocks are full, and all want to go on
         job.tokens, job.cached = 33, 32
     blocks[0] = 1
@@ -240,7 +240,7 @@ def test_the_last_in_rank_gives_way_and_keeps_its_place():
     assert names(made.running) == "ac"
     assert names(made.waiting) == "b"
     assert made.preempted == 1
-    assert [one.feed for _, one in step.parts] == [1, 1]
+    assert [one.num_scheduled_tokens for _, one in step.parts] == [1, 1]
     made.add(Job("d", 17, blocks, 3.0))
     assert names(made.waiting) == "db"  # a level of priority, not a place lost
     made.remove(jobs[1])
@@ -252,7 +252,7 @@ def test_a_lone_session_never_gives_way():
     made = scheduler(blocks)
     made.add(Job("a", 50, blocks))
     step = made.step(unbounded)
-    assert [one.feed for _, one in step.parts] == [1]
+    assert [one.num_scheduled_tokens for _, one in step.parts] == [1]
     assert made.preempted == 0
 
 
