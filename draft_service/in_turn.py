@@ -106,7 +106,7 @@ class InTurn(Lookahead):
     def _is_behind(self, sequence: DraftSequence) -> bool:
         """Whether it has more to read than a level reads on the way."""
         readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
-        return readable and sequence.num_uncomputed_tokens >= self._limits.warm
+        return readable and sequence.num_uncomputed_tokens >= self._limits.prefill_from
 
     def _level(self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool) -> list[_Place]:
         """The places that the next level expands; none if no number of them is worth its time."""

@@ -73,7 +73,7 @@ class LookaheadLimits:
     """Places expanded in one step."""
     prefill: int = 512
     """Most committed tokens fed for one session in one step."""
-    warm: int = 32
+    prefill_from: int = 32
     """Committed tokens missing in the cache of a session that drafts nothing, before they are fed all the same."""
     draft: DraftLimits = DraftLimits()
 
@@ -331,7 +331,7 @@ class Lookahead:
                 entries.append(self._root_entry(sequence, frontier))
             elif frontier:
                 frontiers.append((sequence, frontier))
-            elif sequence.num_uncomputed_tokens >= self._limits.warm and len(sequence.text.tokens) <= context:
+            elif sequence.num_uncomputed_tokens >= self._limits.prefill_from and len(sequence.text.tokens) <= context:
                 entries.append(self._root_entry(sequence, ()))
         num_scheduled_tokens = sum(len(entry.tokens) for entry in entries)
         chosen: dict[DraftSequence, list[Node]] = {}

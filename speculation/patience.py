@@ -31,9 +31,9 @@ class SessionLimits:
     draft_backoff: float = 1.0
     """First pause before drafters that were all full are asked again."""
     longest_draft_backoff: float = 10.0
-    heir_behind: int = 8
+    max_migration_lag: int = 8
     """Tokens that a target may have to compute when a session moves to it from one that drains ..."""
-    warm_ups: int = 5
+    max_prefills: int = 5
     """... unless it has been asked to compute more this often."""
     stall_timeout: float = 90.0
     """Silence after which a running session is opened again (doubles each time in a row) ..."""

@@ -2,8 +2,8 @@
 
     NEW --start--> PLACING --placed--> RUNNING --finish, stop--> ENDED
                       ^                 |   ^
-                      |                 |   +-- draining: an heir is opened elsewhere, and takes over once warm
-                      +---- lost, refused, doubt (epoch + 1)
+                      |                 |   +-- draining: a migration target is opened elsewhere, and takes over once
+                      prefilled +---- lost, refused, doubt (epoch + 1)
 
 ``handle(now, event)`` returns what to do; it never waits, sends or looks at a clock. The rules it keeps, whatever the
 events and their order:
@@ -133,9 +133,9 @@ class Session:
         self._phase = Phase.NEW
         self._epoch = 0
         self._target: Opening | None = None
-        self._heir: Opening | None = None
-        """Opened where the session will move, and not yet warm. What it says is not used."""
-        self._warm_ups = 0
+        self._migration_target: Opening | None = None
+        """Opened where the session will move, and not yet prefilled. What it says is not used."""
+        self._prefills = 0
         self._drafting = Drafting(session, speculation, session_limits)
         self._avoid: frozenset[PeerId] = frozenset()
         """Targets not to be asked now."""
@@ -210,7 +210,11 @@ class Session:
                 self._began = now
                 return self._place_target(now)
             case Placed(role=Role.TARGET, peer=chosen, queued=queued):
-                return self._open_heir(now, chosen) if self._heirless else self._open_target(now, chosen, queued=queued)
+                return (
+                    self._open_migration_target(now, chosen)
+                    if self._needs_migration_target
+                    else self._open_target(now, chosen, queued=queued)
+                )
             case Placed(peer=chosen):
                 return self._open_draft(chosen)
             case Condemned(deaths=deaths):
@@ -277,7 +281,7 @@ class Session:
     def _condemn(self, now: float, deaths: int) -> list[Effect]:
         """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
         if self._phase is not Phase.PLACING:
-            return self._ask_again(now) if self._heirless else []
+            return self._ask_again(now) if self._needs_migration_target else []
         text = f"given up after {deaths} target workers in a row died when they computed it"
         return self._end(Fail(FailureCode.FAULTY, text))
 
@@ -320,75 +324,78 @@ class Session:
             return effects + self._end(Finish(verification.finish))
         if drafter := self._drafting.opening:
             effects.append(_for_drafter(verification, drafter))
-        if first and self._heir is not None:  # chosen for a text that had not begun: perhaps of another revision
-            effects += self._drop_heir() + self._seek_heir()
+        # chosen for a text that had not begun: perhaps of another revision
+        if first and self._migration_target is not None:
+            effects += self._drop_migration_target() + self._seek_migration_target()
         return effects
 
     # -- leaving a target that drains ----------------------------------------------------------------------------------
 
     @property
-    def _heirless(self) -> bool:
+    def _needs_migration_target(self) -> bool:
         """Whether the session runs where it cannot stay, and does not yet know where to go."""
-        return self._target is not None and self._target.peer in self._draining and self._heir is None
+        return self._target is not None and self._target.peer in self._draining and self._migration_target is None
 
     def _prepare_to_leave(self, peer: PeerId) -> list[Effect]:
         self._draining |= {peer}
         effects: list[Effect] = []
-        if self._heir is not None and self._heir.peer == peer:
-            effects = self._drop_heir()
+        if self._migration_target is not None and self._migration_target.peer == peer:
+            effects = self._drop_migration_target()
         if self._drafting.at(peer):
             effects += self._place_draft()
-        return effects + self._seek_heir()
+        return effects + self._seek_migration_target()
 
     def _stay(self, peer: PeerId) -> list[Effect]:
         self._draining -= {peer}
-        return self._drop_heir() if self._target is not None and self._target.peer == peer else []
+        return self._drop_migration_target() if self._target is not None and self._target.peer == peer else []
 
-    def _seek_heir(self) -> list[Effect]:
-        return [Place(Role.TARGET, self._avoid | self._draining)] if self._heirless else []
+    def _seek_migration_target(self) -> list[Effect]:
+        return [Place(Role.TARGET, self._avoid | self._draining)] if self._needs_migration_target else []
 
-    def _open_heir(self, now: float, peer: PeerId | None) -> list[Effect]:
+    def _open_migration_target(self, now: float, peer: PeerId | None) -> list[Effect]:
         """Let another target compute what is committed, while this one goes on."""
         if peer is None or peer in self._draining:
             return self._ask_again(now)
-        self._warm_ups = 0
-        return self._warm(peer)
+        self._prefills = 0
+        return self._prefill(peer)
 
-    def _warm(self, peer: PeerId) -> list[Effect]:
-        self._warm_ups += 1
-        self._heir = Opening(peer, self._next_epoch())
+    def _prefill(self, peer: PeerId) -> list[Effect]:
+        self._prefills += 1
+        self._migration_target = Opening(peer, self._next_epoch())
         # Nobody waits for this: it comes behind those that have moved already, whose clients hear nothing meanwhile.
         behind = min(self._priority + 1, MAX_PRIORITY)
-        return [Send(peer, replace(self._opening(self._heir.epoch), priority=behind))]
+        return [Send(peer, replace(self._opening(self._migration_target.epoch), priority=behind))]
 
-    def _warmed(self, now: float, verification: Verification) -> list[Effect]:
-        """The heir has computed what was committed when it was asked to. If much has been since, it computes that too.
+    def _prefilled(self, now: float, verification: Verification) -> list[Effect]:
+        """The migration target has computed what was committed when it was asked to.
+
+        If much has been since, it computes that too.
 
         Each time there is less, so when the session moves at last, its client waits for a few tokens only.
         """
-        assert self._heir is not None
+        assert self._migration_target is not None
         behind = len(self._tokens) - verification.position
-        if behind > self._bounds.heir_behind and self._warm_ups < self._bounds.warm_ups:
-            return self._warm(self._heir.peer)
-        return self._inherit(now)
+        if behind > self._bounds.max_migration_lag and self._prefills < self._bounds.max_prefills:
+            return self._prefill(self._migration_target.peer)
+        return self._migrate(now)
 
-    def _drop_heir(self) -> list[Effect]:
-        effects = self._close(self._heir)
-        self._heir = None
+    def _drop_migration_target(self) -> list[Effect]:
+        effects = self._close(self._migration_target)
+        self._migration_target = None
         return effects
 
-    def _lose_heir(self, now: float, peer: PeerId) -> list[Effect]:
+    def _lose_migration_target(self, now: float, peer: PeerId) -> list[Effect]:
         """It will not be this one; the next is looked for in a moment."""
-        self._heir = None
+        self._migration_target = None
         self._avoid |= {peer}
         return self._wake(now + self._patience.pause())
 
-    def _inherit(self, now: float) -> list[Effect]:
-        """Go on at the heir, from what is committed by now: nearly all of that is in its cache."""
-        assert self._heir is not None
-        peer = self._heir.peer
+    def _migrate(self, now: float) -> list[Effect]:
+        """Go on at the migration target, from what is committed by now: nearly all of that is in its cache."""
+        assert self._migration_target is not None
+        peer = self._migration_target.peer
         effects = self._close(self._target) + self._close_draft()
-        self._target = self._heir = None
+        self._target = self._migration_target = None
         self.moved += 1
         self._phase = Phase.PLACING
         return effects + self._open_target(now, peer)
@@ -447,8 +454,8 @@ class Session:
         from_target = self._target is not None and self._target.peer == peer
         from_draft = self._drafting.at(peer)
         match message:
-            case Verification() if self._heir == Opening(peer, message.epoch):
-                return self._warmed(now, message)
+            case Verification() if self._migration_target == Opening(peer, message.epoch):
+                return self._prefilled(now, message)
             case Verification() if from_target:
                 return self._verified(now, message)
             case Proposal() if from_draft:
@@ -469,8 +476,8 @@ class Session:
             return self._strike(why)
         if opening == self._target:
             return self._retry_target(now, opening.peer, why)
-        if opening == self._heir:
-            return self._close(opening) + self._lose_heir(now, opening.peer)
+        if opening == self._migration_target:
+            return self._close(opening) + self._lose_migration_target(now, opening.peer)
         return self._too_late()
 
     def _too_late(self) -> list[Effect]:
@@ -481,8 +488,8 @@ class Session:
         opening = Opening(peer, refused.epoch)
         if opening == self._drafting.opening:
             return self._draft_refused(now, refused.code)
-        if opening == self._heir:
-            return self._close(opening) + self._lose_heir(now, peer)
+        if opening == self._migration_target:
+            return self._close(opening) + self._lose_migration_target(now, peer)
         if opening != self._target:
             return self._too_late()
         match refused.code:
@@ -500,16 +507,16 @@ class Session:
     def _lose(self, now: float, peer: PeerId) -> list[Effect]:
         expected = peer in self._draining
         self._draining -= {peer}
-        if self._heir is not None and self._heir.peer == peer:
-            return self._lose_heir(now, peer)
+        if self._migration_target is not None and self._migration_target.peer == peer:
+            return self._lose_migration_target(now, peer)
         if self._drafting.at(peer):
             self._drafting.opening = None
             return self._place_draft()
         if self._target is None or self._target.peer != peer:
             return []
         self._target = None
-        if self._heir is not None:
-            return self._inherit(now)
+        if self._migration_target is not None:
+            return self._migrate(now)
         self._patience.end_search()
         self.moved += expected
         self.reopened += not expected
@@ -518,7 +525,7 @@ class Session:
     def _available(self, role: Role) -> list[Effect]:
         match role:
             case Role.TARGET:
-                return [Place(role, self._avoid)] if self._phase is Phase.PLACING else self._seek_heir()
+                return [Place(role, self._avoid)] if self._phase is Phase.PLACING else self._seek_migration_target()
             case Role.DRAFT:
                 self._drafting.came()
                 return self._place_draft()
@@ -535,7 +542,7 @@ class Session:
             return []
         if now < due:
             effects = self._place_draft() if self._drafting.due(now) else []
-            return self._wake(min(due, self._drafting.again_at or due)) + effects + self._seek_heir()
+            return self._wake(min(due, self._drafting.again_at or due)) + effects + self._seek_migration_target()
         return self._stall(now)
 
     def _stall(self, now: float) -> list[Effect]:
@@ -561,8 +568,8 @@ class Session:
         return [*effects, ending]
 
     def _close_all(self) -> list[Effect]:
-        effects = self._close(self._target) + self._close(self._heir) + self._close_draft()
-        self._target = self._heir = None
+        effects = self._close(self._target) + self._close(self._migration_target) + self._close_draft()
+        self._target = self._migration_target = None
         return effects
 
     def _close(self, opening: Opening | None) -> list[Effect]:

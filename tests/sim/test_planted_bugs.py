@@ -77,18 +77,18 @@ def doubled(patch: pytest.MonkeyPatch) -> None:
 
 def left_open(patch: pytest.MonkeyPatch) -> None:
     """Do not close the old opening when a session moves."""
-    inherit = Session._inherit
+    inherit = Session._migrate
 
     def leaves(self: Session, now: float):
         effects = inherit(self, now)
         return [e for e in effects if not (isinstance(e, Send) and isinstance(e.message, Close))]
 
-    patch.setattr(Session, "_inherit", leaves)
+    patch.setattr(Session, "_migrate", leaves)
 
 
 def heirs_of_any_revision(patch: pytest.MonkeyPatch) -> None:
     """Move to the heir that was chosen before the text began, whatever revision began it."""
-    patch.setattr(Session, "_drop_heir", lambda self: [])
+    patch.setattr(Session, "_drop_migration_target", lambda self: [])
 
 
 def drain_is_a_fault(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def drain_is_a_fault(patch: pytest.MonkeyPatch) -> None:
         return lose(self, now, peer)
 
     patch.setattr(Session, "_lose", counts)
-    patch.setattr(Session, "_seek_heir", lambda self: [])
+    patch.setattr(Session, "_seek_migration_target", lambda self: [])
 
 
 def no_probation(patch: pytest.MonkeyPatch) -> None:

@@ -126,14 +126,16 @@ async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_re
     await asyncio.sleep(0)
     served.up("new", revision=2)
     served.drain("old")
-    heir = served.wires["new"].last
-    assert heir.tokens == PROMPT
+    migration_target = served.wires["new"].last
+    assert migration_target.tokens == PROMPT
     served.verify("old", 11)
     await served.read(1)
-    served.hear("new", Verification(heir.session, heir.epoch, 3, (22,), digests.of((*PROMPT, 22))))
+    served.hear(
+        "new", Verification(migration_target.session, migration_target.epoch, 3, (22,), digests.of((*PROMPT, 22)))
+    )
     served.verify("old", 12)
     await served.read(2)
-    assert served.wires["new"].last is heir  # never opened there with what revision 1 has said
+    assert served.wires["new"].last is migration_target  # never opened there with what revision 1 has said
     served.up("other")
     assert served.wires["other"].last.tokens == (*PROMPT, 11, 12)
     served.verify("old", 13)
@@ -156,9 +158,9 @@ async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_sessio
     await served.read(1)
     served.up("b")
     served.drain("a")
-    heir = served.wires["b"].last
-    served.hear("b", Refused(heir.session, heir.epoch, RefusalCode.OVERLOADED, "full"))
-    assert served.wires["b"].sent[-1] is not heir
+    migration_target = served.wires["b"].last
+    served.hear("b", Refused(migration_target.session, migration_target.epoch, RefusalCode.OVERLOADED, "full"))
+    assert served.wires["b"].sent[-1] is not migration_target
     served.die("b")
     served.verify("a", 12, finish=FinishReason.LENGTH)
     await serving

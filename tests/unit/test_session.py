@@ -397,7 +397,7 @@ def test_a_session_leaves_a_target_that_drains_once_another_is_warm():
     assert (session.moved, session.reopened) == (1, 0)
 
 
-def test_an_heir_that_is_far_behind_computes_more_before_the_session_moves():
+def test_a_migration_target_that_is_far_behind_computes_more_before_the_session_moves():
     session = leaving()
     warm = replace(verified(session, 9), epoch=3)
     session.handle(0.3, Received(T0, verified(session, *range(5, 25))))
@@ -413,7 +413,7 @@ def test_an_heir_that_is_far_behind_computes_more_before_the_session_moves():
 
 
 @pytest.mark.parametrize(("own", "warming"), [(0, 1), (-3, -2), (MAX_PRIORITY, MAX_PRIORITY)])
-def test_an_heir_warms_up_behind_those_whose_clients_wait(own, warming):
+def test_a_migration_target_prefills_behind_those_whose_clients_wait(own, warming):
     """Each time; where it takes over, its client waits as well."""
     session = leaving(own)
     warm = replace(verified(session, 9), epoch=3)
@@ -423,9 +423,9 @@ def test_an_heir_warms_up_behind_those_whose_clients_wait(own, warming):
     assert (again.message.priority, moved.message.priority) == (warming, own)
 
 
-def test_an_heir_that_never_catches_up_takes_over_at_last():
+def test_a_migration_target_that_never_catches_up_takes_over_at_last():
     session = leaving()
-    for epoch in range(3, 3 + SessionLimits().warm_ups):
+    for epoch in range(3, 3 + SessionLimits().max_prefills):
         late = replace(verified(session, 9), epoch=epoch)
         session.handle(epoch, Received(T0, verified(session, *range(50))))
         assert session.moved == 0
@@ -471,9 +471,9 @@ def test_a_target_that_drains_is_used_for_as_long_as_there_is_no_other():
     assert (session.moved, session.reopened) == (1, 0)
 
 
-def test_what_becomes_of_an_heir():
+def test_what_becomes_of_a_migration_target():
     session = leaving()
-    session.handle(0.3, Lost(T0))  # before the heir was warm: it takes over as it is
+    session.handle(0.3, Lost(T0))  # before the migration target was warm: it takes over as it is
     assert session.phase is Phase.RUNNING
     assert session.handle(0.4, Received(T1, verified(session, 5, epoch=4)))[0] == Emit((5,), 0, 0)
     refused = Received(T1, Refused(ID, 3, RefusalCode.OVERLOADED))
