@@ -3,13 +3,13 @@
 Pure decisions over counts; knows nothing of models, tokens or streams. Three questions, one order.
 
 **The order.** Every session has a rank for life: when it began, here or at a target it has left, moved by
-:data:`HEAD_START` for each level of its priority. Who comes first starts first and gives way last. Since ranks never
+:data:`HEAD_START` for each level of its priority. Who comes first starts first and is preempted last. Since ranks never
 change, waiting makes up for any priority, nobody is overtaken for ever, and whoever was preempted stands again where it
 stood.
 
 **Who runs** (:class:`Scheduler`). Sessions start in this order, each once there is room for all it has so far. When the
-cache is short, the last one gives way: it keeps its tokens and is computed again later. Nobody gives way to a session
-that ranks behind, so the first always proceeds, and everything finishes.
+cache is short, the last one is preempted: it keeps its tokens and is computed again later. Nobody is preempted for a
+session that ranks behind, so the first always proceeds, and everything finishes.
 
 **Who gets how much of a step** (:func:`share`), out of one budget of tokens:
 
@@ -201,7 +201,7 @@ class Job(Protocol):
         """Take over from the cache what others have computed of it."""
         ...
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         """It was preempted: all its blocks go back."""
         ...
 
@@ -225,7 +225,7 @@ class Scheduler(Generic[J]):
         self.running: list[J] = []
         self.waiting: list[J] = []
         self.preempted = 0
-        """How often a session gave way."""
+        """How often a session was preempted."""
         self._max_running, self._budget, self._free = max_running, budget, free
         self._turns: dict[J, int] = {}  # of each running session
         self._turn = itertools.count()
@@ -281,7 +281,7 @@ class Scheduler(Generic[J]):
     def _preempt(self) -> None:
         job = self.running.pop()
         del self._turns[job]
-        job.give_way()
+        job.preempt()
         insort(self.waiting, job, key=_rank)
         self.preempted += 1
 

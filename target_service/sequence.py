@@ -91,7 +91,7 @@ class TargetSequence:
         if self.num_uncomputed_tokens > 1 and not self.missing_prompt_logprobs:
             self.counters.reused += self.cached.reuse()
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         """Give all blocks back; what was cached is computed again later."""
         self.cached.free()
         self.cached = self.cache.sequence(self.session.tokens)

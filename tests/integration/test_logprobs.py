@@ -232,7 +232,7 @@ def test_a_preempted_prompt_is_told_of_once(engine: Engine, stock: Stock, monkey
         if steps == 3:
             sequence = loop._sequences[LINK, SessionId(1)]
             assert 0 < sequence.cached.length < len(prompt)
-            sequence.give_way()
+            sequence.preempt()
     check(said[0].prompt_logprobs, thought(stock, prompt, 1), prompt[1:], 1)
 
 

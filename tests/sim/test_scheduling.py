@@ -78,7 +78,7 @@ class Session:
     def reuse(self) -> None:
         """Nothing is shared here."""
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         self.cached, self.evicted = 0, True
 
 

@@ -181,7 +181,7 @@ class Job:
         if self.name not in self.started:
             self.started.append(self.name)
 
-    def give_way(self) -> None:
+    def preempt(self) -> None:
         self.blocks[0] += -(-self.cached // BLOCK)
         self.cached = 0
 
@@ -225,7 +225,7 @@ def test_none_starts_before_there_is_room_for_it_nor_ahead_of_one_that_waits():
         assert names(made.running) == running
 
 
-def test_the_last_in_rank_gives_way_and_keeps_its_place():
+def test_the_last_in_rank_is_preempted_and_keeps_its_place():
     blocks = [100]
     made = scheduler(blocks)
     jobs = [Job("a", 17, blocks, 0.0), Job("b", 17, blocks, 1.0, priority=1), Job("c", 17, blocks, 2.0)]
@@ -247,7 +247,7 @@ def test_the_last_in_rank_gives_way_and_keeps_its_place():
     assert names(made.waiting) == "d"
 
 
-def test_a_lone_session_never_gives_way():
+def test_a_lone_session_is_never_preempted():
     blocks = [0]
     made = scheduler(blocks)
     made.add(Job("a", 50, blocks))
