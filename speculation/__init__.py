@@ -11,7 +11,7 @@ Read in this order:
   :mod:`guesses` is the second level, a draft for the draft model. :mod:`sources` draft without one.
 - How much. :mod:`calibration` (what a source's confidence is worth), :mod:`arrivals` and :mod:`tempo` (whether drafts
   come in time), :mod:`budget` and :mod:`planner` (what a step of the target verifies), :mod:`pace` (how far to draft).
-- The router's side. :mod:`events` and :mod:`session`, with :mod:`drafting` (its drafter) and :mod:`patience` (how long
-  to look for workers); :mod:`reopening` (whose request kills targets).
+- The router's side. :mod:`events` and :mod:`session`, with :mod:`drafting` (its drafter) and :mod:`retry_state` (how
+  long to look for workers); :mod:`reopening` (whose request kills targets).
 - All of it at work, under faults and against the clock: :mod:`simulation`.
 """

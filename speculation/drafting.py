@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from speculation.events import PeerId
 from speculation.messages import Proposal, RefusalCode, Rule, SessionId, Source, Speculation
-from speculation.patience import Pauses, SessionLimits
+from speculation.retry_state import Pauses, SessionLimits
 
 NOBODY: frozenset[PeerId] = frozenset()
 

@@ -78,8 +78,8 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.patience import Patience
-from speculation.patience import SessionLimits as SessionLimits
+from speculation.retry_state import RetryState
+from speculation.retry_state import SessionLimits as SessionLimits
 
 MAX_AGE_MS = (1 << 32) - 1
 
@@ -141,7 +141,7 @@ class Session:
         """Targets not to be asked now."""
         self._lead: int | None = None
         self._draining: frozenset[PeerId] = frozenset()
-        self._patience = Patience(session_limits, session)
+        self._retries = RetryState(session_limits, session)
         self._wake_at: float | None = None
         self._began = self._now = 0.0
 
@@ -243,7 +243,7 @@ class Session:
     def _place_target(self, now: float) -> list[Effect]:
         """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
         effects = self._close_all()
-        self._patience.begin_search(now, begun=self._begun)
+        self._retries.begin_search(now, begun=self._begun)
         self._phase = Phase.PLACING
         return [*effects, Place(Role.TARGET, self._avoid)]
 
@@ -253,21 +253,21 @@ class Session:
         if peer is None:
             return self._await_target(now, queued=queued)
         self._phase = Phase.RUNNING
-        self._patience.opened(now)
+        self._retries.opened(now)
         self._target = Opening(peer, self._next_epoch())
         opening = Send(peer, self._opening(self._target.epoch))
-        return [opening, *self._wake(self._patience.stalled_at), *self._place_draft()]
+        return [opening, *self._wake(self._retries.stalled_at), *self._place_draft()]
 
     def _await_target(self, now: float, *, queued: bool) -> list[Effect]:
         """Nowhere to go at the moment: ask again, but not for ever. What was begun waits while targets are full."""
         if queued:
-            self._patience.restart_search(now, begun=self._begun)
+            self._retries.restart_search(now, begun=self._begun)
             return self._ask_again(now)
-        if self._patience.crowded and self._begun and not self._avoid:
-            self._patience.end_search()  # whoever was full is gone: that is another wait
-            self._patience.begin_search(now, begun=self._begun)
-        if self._patience.search_is_over(now):
-            if not self._patience.crowded:
+        if self._retries.crowded and self._begun and not self._avoid:
+            self._retries.end_search()  # whoever was full is gone: that is another wait
+            self._retries.begin_search(now, begun=self._begun)
+        if self._retries.search_is_over(now):
+            if not self._retries.crowded:
                 return self._end(Fail(FailureCode.UNAVAILABLE, "no target worker is available"))
             if not self._begun:
                 return self._end(Fail(FailureCode.OVERLOADED, "all target workers are full; try again later"))
@@ -276,7 +276,7 @@ class Session:
     def _ask_again(self, now: float) -> list[Effect]:
         """In a moment, for any target."""
         self._avoid = frozenset()
-        return self._wake(now + self._patience.pause())
+        return self._wake(now + self._retries.pause())
 
     def _condemn(self, now: float, deaths: int) -> list[Effect]:
         """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
@@ -287,10 +287,10 @@ class Session:
 
     def _retry_target(self, now: float, peer: PeerId, why: str) -> list[Effect]:
         """The target failed at this session alone."""
-        if openings := self._patience.count_fault():
+        if openings := self._retries.count_fault():
             text = f"given up after {openings} openings in a row that ended without a token; the last: {why}"
             return self._end(Fail(FailureCode.FAULTY, text))
-        self._patience.end_search()
+        self._retries.end_search()
         self.reopened += 1
         return self._move_target(now, peer)
 
@@ -314,7 +314,7 @@ class Session:
         self._tokens.extend(fresh)
         self._digest = digest
         self._lead = verification.lead
-        self._patience.progress(now)
+        self._retries.progress(now)
         self._avoid = frozenset()
         accepted, cached = max(verification.accepted - known, 0), verification.cached if first else 0
         offered = verification.offered - verification.accepted + accepted
@@ -388,7 +388,7 @@ class Session:
         """It will not be this one; the next is looked for in a moment."""
         self._migration_target = None
         self._avoid |= {peer}
-        return self._wake(now + self._patience.pause())
+        return self._wake(now + self._retries.pause())
 
     def _migrate(self, now: float) -> list[Effect]:
         """Go on at the migration target, from what is committed by now: nearly all of that is in its cache."""
@@ -498,7 +498,7 @@ class Session:
             case RefusalCode.INTERNAL | RefusalCode.UNKNOWN_SESSION:
                 return self._retry_target(now, peer, refused.message)
             case RefusalCode.OVERLOADED | RefusalCode.DRAINING:
-                self._patience.crowded = refused.code is RefusalCode.OVERLOADED
+                self._retries.crowded = refused.code is RefusalCode.OVERLOADED
                 self.moved += 1
                 return self._move_target(now, peer)
             case _:
@@ -517,7 +517,7 @@ class Session:
         self._target = None
         if self._migration_target is not None:
             return self._migrate(now)
-        self._patience.end_search()
+        self._retries.end_search()
         self.moved += expected
         self.reopened += not expected
         return self._move_target(now, peer)
@@ -537,7 +537,7 @@ class Session:
             self._wake_at = None
         if self._phase is Phase.PLACING:
             return [Place(Role.TARGET, self._avoid)]
-        due = self._patience.stalled_at
+        due = self._retries.stalled_at
         if self._phase is not Phase.RUNNING:
             return []
         if now < due:
@@ -548,10 +548,10 @@ class Session:
     def _stall(self, now: float) -> list[Effect]:
         """The target has said nothing for too long: perhaps it computes a long prompt, but not twice in a row."""
         assert self._target is not None
-        silences = self._patience.stall()
+        silences = self._retries.stall()
         if silences >= self._bounds.silences:
             return self._end(Fail(FailureCode.FAULTY, f"given up after targets said nothing {silences} times in a row"))
-        self._patience.end_search()
+        self._retries.end_search()
         self.reopened += 1
         return self._place_target(now) if silences == 1 else self._move_target(now, self._target.peer)
 

@@ -10,8 +10,8 @@ import pytest
 from speculation import acceptance, target_session
 from speculation.events import Emit, Send
 from speculation.messages import Close, Sampling, Verification
-from speculation.patience import Patience
 from speculation.reopening import Reopenings, Verdict
+from speculation.retry_state import RetryState
 from speculation.session import Session
 from speculation.simulation.faults import Run, Weather
 
@@ -148,7 +148,7 @@ def forgotten_waiters(patch: pytest.MonkeyPatch) -> None:
 
 def endless_patience(patch: pytest.MonkeyPatch) -> None:
     """Wait for ever for a target that says nothing."""
-    patch.setattr(Patience, "stalled_at", property(lambda self: float("inf")))
+    patch.setattr(RetryState, "stalled_at", property(lambda self: float("inf")))
 
 
 def no_drafter(patch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class Pauses:
         self._pauses = 0
 
 
-class Patience:
+class RetryState:
     """What a session has waited for and tried since it last committed a token."""
 
     def __init__(self, bounds: SessionLimits, seed: int) -> None:
