@@ -28,7 +28,6 @@ from router.witness import Witness
 from speculation.demand import RouterDemand
 from speculation.events import (
     Available,
-    Condemned,
     Draining,
     Effect,
     Emit,
@@ -41,6 +40,7 @@ from speculation.events import (
     PeerId,
     Place,
     Placed,
+    PoisonRequest,
     Received,
     Relay,
     Role,
@@ -65,7 +65,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.origin import from_draft_models
-from speculation.reopening import ReopeningLimits, Reopenings
+from speculation.poison_detector import PoisonDetector, PoisonLimits
 from speculation.session import Phase, Session, SessionLimits, Workers
 from transport.codec import MalformedMessage
 from transport.session_log import SessionLog
@@ -81,7 +81,7 @@ class DispatchLimits:
     sessions: int = 1024
     """Sessions at once; more are refused before anything is accepted."""
     session: SessionLimits = SessionLimits()
-    reopening: ReopeningLimits = ReopeningLimits()
+    poison: PoisonLimits = PoisonLimits()
 
 
 class Dispatcher:
@@ -102,7 +102,7 @@ class Dispatcher:
         self.reading = 0
         """Generations whose sessions run or have more to read."""
         self._ids = itertools.count(1)
-        self._reopenings = Reopenings(limits.reopening)
+        self._poison_detector = PoisonDetector(limits.poison)
         self._asked_again = False
         self._durations = Durations()
         events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
@@ -206,7 +206,7 @@ class Dispatcher:
         run.trace.ended(run.ended)
         self._add_up(run)
         self._durations.add(asyncio.get_running_loop().time() - run.began)
-        self._reopenings.ended(session.session, finished=isinstance(run.ended, FinishReason))
+        self._poison_detector.ended(session.session, finished=isinstance(run.ended, FinishReason))
         self._ask_again_soon()
 
     def _add_up(self, run: Run) -> None:
@@ -253,14 +253,14 @@ class Dispatcher:
 
     def _lost(self, role: Role, peer: PeerId, expected: bool) -> None:
         if role is Role.TARGET:
-            self._reopenings.lost(asyncio.get_running_loop().time(), peer, expected=expected)
+            self._poison_detector.lost(asyncio.get_running_loop().time(), peer, expected=expected)
         for run in list(self._runs.values()):
             run.trace.closed(peer, "lost")
             self._handle(run, Lost(peer))
         self._ask_again_soon()
 
     def _draining(self, peer: PeerId) -> None:
-        self._reopenings.draining(peer)
+        self._poison_detector.draining(peer)
         for run in list(self._runs.values()):
             self._handle(run, Draining(peer))
         self._ask_again_soon()
@@ -286,7 +286,7 @@ class Dispatcher:
         """Note what is to be known of a step whatever the session makes of it."""
         known = self.pool.peers.get(peer)
         if known is not None and known.role is Role.TARGET:
-            self._reopenings.heard(peer, verification)
+            self._poison_detector.heard(peer, verification)
             if verification.lead is not None:
                 run.tally.leads(verification.lead)
             self._ask_again_soon()
@@ -311,13 +311,13 @@ class Dispatcher:
 
     def _ask_again_soon(self) -> None:
         """Let sessions whose turn has come ask for a target again, once what happens now is dealt with."""
-        if self._reopenings.changed and not self._asked_again:
+        if self._poison_detector.changed and not self._asked_again:
             self._asked_again = True
             asyncio.get_running_loop().call_soon(self._ask_again)
 
     def _ask_again(self) -> None:
         self._asked_again = False
-        for number in self._reopenings.due():
+        for number in self._poison_detector.due():
             if number in self._runs:
                 self._handle(self._runs[number], Available(Role.TARGET))
 
@@ -366,7 +366,7 @@ class Dispatcher:
         run.log.warning("failed (%s): %s", error.code, error.message)
         run.items.put_nowait(error)
 
-    def _placed(self, run: Run, role: Role, avoid: frozenset[PeerId]) -> Placed | Condemned:
+    def _placed(self, run: Run, role: Role, avoid: frozenset[PeerId]) -> Placed | PoisonRequest:
         """The choice of a worker, but for targets where it is not this session's turn."""
 
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
@@ -374,8 +374,9 @@ class Dispatcher:
 
         if role is not Role.TARGET:
             return Placed(role, choose(avoid))
-        answer = self._reopenings.place(asyncio.get_running_loop().time(), run.session.session, avoid, choose)
-        if isinstance(answer, Condemned) and run.session.phase is Phase.PLACING:  # else it goes on for the time being
+        answer = self._poison_detector.place(asyncio.get_running_loop().time(), run.session.session, avoid, choose)
+        # else it goes on for the time being
+        if isinstance(answer, PoisonRequest) and run.session.phase is Phase.PLACING:
             self.totals.condemned += 1
             assert run.opened_at is not None
             run.notes.condemned(run.opened_at, answer.deaths)
@@ -393,11 +394,11 @@ class Dispatcher:
                 if known.role is Role.TARGET:
                     run.opened_at = peer
                     run.notes.opened(peer)
-                    self._reopenings.opened(message.session, peer, message.epoch)
+                    self._poison_detector.opened(message.session, peer, message.epoch)
             run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
         elif isinstance(message, Close):
             run.trace.closed(peer, "closed")
-            self._reopenings.closed(message.session, peer)
+            self._poison_detector.closed(message.session, peer)
             self.pool.closed(peer, message.session)
         self.pool.join(run.session.session, *run.session.openings)
 

@@ -12,6 +12,6 @@ Read in this order:
 - How much. :mod:`calibration` (what a source's confidence is worth), :mod:`arrivals` and :mod:`tempo` (whether drafts
   come in time), :mod:`budget` and :mod:`planner` (what a step of the target verifies), :mod:`pace` (how far to draft).
 - The router's side. :mod:`events` and :mod:`session`, with :mod:`drafting` (its drafter) and :mod:`retry_state` (how
-  long to look for workers); :mod:`reopening` (whose request kills targets).
+  long to look for workers); :mod:`poison_detector` (whose request kills targets).
 - All of it at work, under faults and against the clock: :mod:`simulation`.
 """

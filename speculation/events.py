@@ -61,7 +61,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Condemned:
+class PoisonRequest:
     """Other answer to :class:`Place`: so many targets in a row died of this session, and it gets no other now."""
 
     deaths: int
@@ -122,7 +122,7 @@ class Tick:
     """A wake-up asked for with :class:`Wake`, never before its time, or any other time."""
 
 
-Event = Start | Placed | Condemned | Received | Faulted | Lost | Draining | Stays | Available | Stop | Tick
+Event = Start | Placed | PoisonRequest | Received | Faulted | Lost | Draining | Stays | Available | Stop | Tick
 
 # -- effects -----------------------------------------------------------------------------------------------------------
 

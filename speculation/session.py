@@ -19,7 +19,7 @@ events and their order:
   what is committed, and moves there once that has answered. So the text goes on without a pause, and nothing counts as
   a fault. Where there is no other, the session stays for as long as the worker does.
 * A session that targets fail at is not retried for ever: :class:`SessionLimits`. Nor is one that ends them: whether it
-  does is not known here, but across sessions (see :mod:`speculation.reopening`).
+  does is not known here, but across sessions (see :mod:`speculation.poison_detector`).
 
 Each opening, at either side, takes a fresh number from one epoch counter. Messages relayed between the two sides are
 translated from one side's epoch to the other's.
@@ -36,7 +36,6 @@ from speculation import digest as digests
 from speculation.drafting import Drafting, Opening
 from speculation.events import (
     Available,
-    Condemned,
     Draining,
     Effect,
     Emit,
@@ -49,6 +48,7 @@ from speculation.events import (
     PeerId,
     Place,
     Placed,
+    PoisonRequest,
     Received,
     Relay,
     Role,
@@ -217,8 +217,8 @@ class Session:
                 )
             case Placed(peer=chosen):
                 return self._open_draft(chosen)
-            case Condemned(deaths=deaths):
-                return self._condemn(now, deaths)
+            case PoisonRequest(deaths=deaths):
+                return self._fail_as_poison(now, deaths)
             case Received(peer=peer, message=message):
                 return self._receive(now, peer, message)
             case Faulted(peer=peer, epoch=epoch, why=why):
@@ -278,7 +278,7 @@ class Session:
         self._avoid = frozenset()
         return self._wake(now + self._retries.pause())
 
-    def _condemn(self, now: float, deaths: int) -> list[Effect]:
+    def _fail_as_poison(self, now: float, deaths: int) -> list[Effect]:
         """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
         if self._phase is not Phase.PLACING:
             return self._ask_again(now) if self._needs_migration_target else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from speculation.events import FailureCode
 from speculation.messages import SessionId
-from speculation.reopening import ReopeningLimits
+from speculation.poison_detector import PoisonLimits
 from speculation.simulation.fault_world import World
 
 
@@ -33,7 +33,7 @@ def check(world: World, *, quiet: bool, lossless: bool, roomy: bool) -> None:
             if worker.sessions
         }
         assert not held, f"sessions left behind: {held}"
-    known = world.reopenings
+    known = world.poison_detector
     assert not known.waiting and not known.on_probation, "a router remembers sessions that are over"
 
 
@@ -53,7 +53,7 @@ def _check_end(world: World, number: SessionId, *, roomy: bool) -> None:
 
 def _check_poison(world: World, *, quiet: bool) -> None:
     """Poison is failed, after as many tries as it takes to be sure, and no more."""
-    limits = ReopeningLimits()
+    limits = PoisonLimits()
     for number in world.poison:
         code, harmed = world.failed.get(number), world.harmed.get(number, 0)
         assert code in (FailureCode.FAULTY, FailureCode.OVERLOADED) or number in world.stopped, (

@@ -1,7 +1,7 @@
 """The world of the fault simulation: clock, network, workers and the shell of a router.
 
 One heap, one seeded generator, virtual time. The machines are the ones that serve:
-:class:`speculation.session.Session`, :class:`speculation.reopening.Reopenings`,
+:class:`speculation.session.Session`, :class:`speculation.poison_detector.PoisonDetector`,
 :class:`speculation.target_session.TargetSession` and :class:`speculation.draft_session.DraftSession`. Only the models
 are toys (a hash of the context) and the network is a list. The cut is at the stream between router and worker.
 
@@ -19,7 +19,6 @@ from random import Random
 from speculation.drafting import Opening
 from speculation.events import (
     Available,
-    Condemned,
     Draining,
     Effect,
     Emit,
@@ -31,6 +30,7 @@ from speculation.events import (
     PeerId,
     Place,
     Placed,
+    PoisonRequest,
     Received,
     Relay,
     Role,
@@ -56,7 +56,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.reopening import ReopeningLimits, Reopenings
+from speculation.poison_detector import PoisonDetector, PoisonLimits
 from speculation.session import Phase, Session, SessionLimits
 from speculation.simulation.toy_workers import VOCABULARY, DraftWorker, LyingDraftWorker, TargetWorker, target_only
 
@@ -136,8 +136,8 @@ class World:
     ) -> None:
         """Two targets and three drafters, all up, and no sessions.
 
-        ``delay``: mean seconds one way; ``tries``: see :class:`speculation.reopening.ReopeningLimits`; ``upgrades``:
-        whether targets of another revision may come.
+        ``delay``: mean seconds one way; ``tries``: see :class:`speculation.poison_detector.PoisonLimits`;
+        ``upgrades``: whether targets of another revision may come.
         """
         self.rng = rng
         self.now = 0.0
@@ -159,8 +159,8 @@ class World:
             stall_timeout=2.0,
             silences=30 if loss else 5,
         )
-        self._reopening = ReopeningLimits(tries=tries)
-        self.reopenings = Reopenings(self._reopening)
+        self._poison_limits = PoisonLimits(tries=tries)
+        self.poison_detector = PoisonDetector(self._poison_limits)
         self.sessions: dict[SessionId, Session] = {}
         self.truth: dict[SessionId, tuple[Token, ...]] = {}
         """What each must say: with the first token that it says, of the revision that said it."""
@@ -242,8 +242,8 @@ class World:
                 self._learn(number, event.peer)
             self._perform(number, effect)
         if session.phase is Phase.ENDED:
-            self.reopenings.ended(number, finished=number not in self.stopped and number not in self.failed)
-        if self.reopenings.changed:
+            self.poison_detector.ended(number, finished=number not in self.stopped and number not in self.failed)
+        if self.poison_detector.changed:
             self.later(0.0, self._ask_again)
 
     def broadcast(self, event: Event) -> None:
@@ -252,7 +252,7 @@ class World:
             self.deliver(number, event)
 
     def _ask_again(self) -> None:
-        for number in self.reopenings.due():
+        for number in self.poison_detector.due():
             self.deliver(number, Available(Role.TARGET))
 
     def _perform(self, number: SessionId, effect: Effect) -> None:
@@ -281,7 +281,7 @@ class World:
         if self.sessions[number] is session and self._wakes[number] == when:
             self.deliver(number, Tick())
 
-    def _placed(self, number: SessionId, role: Role, avoid: frozenset[PeerId]) -> Placed | Condemned:
+    def _placed(self, number: SessionId, role: Role, avoid: frozenset[PeerId]) -> Placed | PoisonRequest:
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
             usable = [p for p in self.peers.values() if p.known and not p.leaving and p.role is role]
             usable = [peer for peer in usable if peer.name not in avoid]
@@ -291,7 +291,7 @@ class World:
             return self.rng.choice(usable).name if usable else None
 
         if role is Role.TARGET:
-            return self.reopenings.place(self.now, number, avoid, choose)
+            return self.poison_detector.place(self.now, number, avoid, choose)
         return Placed(role, choose(avoid))
 
     def _learn(self, number: SessionId, peer: PeerId) -> None:
@@ -304,9 +304,9 @@ class World:
 
     def _note(self, peer: Peer, message: ToWorker) -> None:
         if peer.role is Role.TARGET and isinstance(message, Open):
-            self.reopenings.opened(message.session, peer.name, message.epoch)
+            self.poison_detector.opened(message.session, peer.name, message.epoch)
         elif peer.role is Role.TARGET and isinstance(message, Close):
-            self.reopenings.closed(message.session, peer.name)
+            self.poison_detector.closed(message.session, peer.name)
 
     def _emit(self, number: SessionId, tokens: tuple[Token, ...]) -> None:
         emitted = self.emitted[number]
@@ -321,7 +321,7 @@ class World:
         """The router is lost; clients send what was not finished to another one, which knows nothing."""
         for peer in self.peers.values():
             self._leave_link(peer, ROUTER_SILENCE)
-        self.reopenings = Reopenings(self._reopening)
+        self.poison_detector = PoisonDetector(self._poison_limits)
         for number, session in self.sessions.items():
             if session.phase is not Phase.ENDED:
                 self._admit(number, tuple(session._tokens[: session.prompt_length]), session._sampling.seed)
@@ -401,7 +401,7 @@ class World:
         if not peer.known or link != peer.link:
             return
         if isinstance(message, Verification) and peer.role is Role.TARGET:
-            self.reopenings.heard(peer.name, message)
+            self.poison_detector.heard(peer.name, message)
         self.deliver(message.session, Received(peer.name, message))
 
     # -- workers -------------------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ class World:
     def _hear_draining(self, peer: Peer, link: int) -> None:
         if peer.known and peer.link == link and not peer.leaving:
             peer.leaving = True
-            self.reopenings.draining(peer.name)
+            self.poison_detector.draining(peer.name)
             self.broadcast(Draining(peer.name))
 
     def _await_drained(self, peer: Peer, until: float, back_in: float | None) -> None:
@@ -547,7 +547,7 @@ class World:
         peer.known, expected, peer.leaving = False, peer.leaving, False
         peer.link += 1
         if peer.role is Role.TARGET:
-            self.reopenings.lost(self.now, peer.name, expected=expected)
+            self.poison_detector.lost(self.now, peer.name, expected=expected)
         self.broadcast(Lost(peer.name))
 
     def come_back(self, peer: Peer) -> None:

@@ -20,13 +20,13 @@ from time import perf_counter
 
 from speculation.events import PeerId, Role
 from speculation.messages import SessionId
-from speculation.reopening import ReopeningLimits
+from speculation.poison_detector import PoisonLimits
 from speculation.simulation.fault_promises import check
 from speculation.simulation.fault_world import HEALED, OUTPUT, Peer, Poison, World
 
 SESSIONS = 6
 ROOMY = 1 << 20
-LIMITS = ReopeningLimits()
+LIMITS = PoisonLimits()
 STORMY_TRIES = 6
 """Where a storm begins with the first request, its first two deaths are as often chance as not."""
 CALMER_AFTER = 8.0

@@ -18,7 +18,7 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Ended, Generation, GenerationError
 from speculation.events import Role
 from speculation.messages import Close, Load, RefusalCode, Refused, Sampling, SessionId, ToWorker, Verification, Welcome
-from speculation.reopening import ReopeningLimits
+from speculation.poison_detector import PoisonLimits
 from speculation.session import SessionLimits
 from speculation.simulation.toy_workers import VOCABULARY, DraftWorker, TargetWorker, target_only
 from tests.integration.test_transport import OPEN, Echo, Heard, connected
@@ -212,7 +212,7 @@ async def test_a_worker_that_drains_waits_no_longer_than_it_may():
 
 
 async def test_a_poison_request_in_a_crowd_is_failed_alone():
-    limits = DispatchLimits(session=SessionLimits(), reopening=ReopeningLimits(watch=0.3))
+    limits = DispatchLimits(session=SessionLimits(), poison=PoisonLimits(watch=0.3))
     workers = [Supervised(), Supervised()]
     async with AsyncExitStack() as stack:
         for worker in workers:

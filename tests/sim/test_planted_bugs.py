@@ -10,7 +10,7 @@ import pytest
 from speculation import acceptance, target_session
 from speculation.events import Emit, Send
 from speculation.messages import Close, Sampling, Verification
-from speculation.reopening import Reopenings, Verdict
+from speculation.poison_detector import PoisonDetector, Verdict
 from speculation.retry_state import RetryState
 from speculation.session import Session
 from speculation.simulation.faults import Run, Weather
@@ -105,14 +105,14 @@ def drain_is_a_fault(patch: pytest.MonkeyPatch) -> None:
 
 def no_probation(patch: pytest.MonkeyPatch) -> None:
     """Open suspects anywhere, at any time, and blame everyone who was there."""
-    patch.setattr(Reopenings, "_blocked", lambda self, session: frozenset())
+    patch.setattr(PoisonDetector, "_blocked", lambda self, session: frozenset())
     patch.setattr(
-        Reopenings,
+        PoisonDetector,
         "_verdict",
         lambda self, now, session: Verdict.CONDEMNED if self._deaths_of(session) >= 2 else Verdict.OPEN,
     )
     patch.setattr(
-        Reopenings,
+        PoisonDetector,
         "_deaths_of",
         lambda self, session: self._suspicions[session].deaths if session in self._suspicions else 0,
         raising=False,
@@ -121,7 +121,7 @@ def no_probation(patch: pytest.MonkeyPatch) -> None:
 
 def no_second_thought(patch: pytest.MonkeyPatch) -> None:
     """Condemn after two deaths, although workers die all the time."""
-    patch.setattr(Reopenings, "_tries", lambda self, now, session: 2)
+    patch.setattr(PoisonDetector, "_tries", lambda self, now, session: 2)
 
 
 def drafters_are_believed(patch: pytest.MonkeyPatch) -> None:
@@ -138,12 +138,12 @@ def drafters_are_believed(patch: pytest.MonkeyPatch) -> None:
 
 def for_ever(patch: pytest.MonkeyPatch) -> None:
     """Retry for ever."""
-    patch.setattr(Reopenings, "_verdict", lambda self, now, session: Verdict.OPEN)
+    patch.setattr(PoisonDetector, "_verdict", lambda self, now, session: Verdict.OPEN)
 
 
 def forgotten_waiters(patch: pytest.MonkeyPatch) -> None:
     """Keep a target reserved for a session that is over."""
-    patch.setattr(Reopenings, "_leave_queue", lambda self, session: None)
+    patch.setattr(PoisonDetector, "_leave_queue", lambda self, session: None)
 
 
 def endless_patience(patch: pytest.MonkeyPatch) -> None:

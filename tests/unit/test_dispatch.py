@@ -12,7 +12,7 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Ended, Generation, GenerationError
 from router.pool import Peer
 from speculation import digest as digests
-from speculation.events import Condemned, PeerId, Role, Tick
+from speculation.events import PeerId, PoisonRequest, Role, Tick
 from speculation.messages import (
     Close,
     FinishReason,
@@ -27,7 +27,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.reopening import WELL_PAST
+from speculation.poison_detector import WELL_PAST
 from speculation.session import SessionLimits
 from transport.client import Route
 
@@ -164,7 +164,7 @@ async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_sessio
     served.die("b")
     served.verify("a", 12, finish=FinishReason.LENGTH)
     await serving
-    assert served.dispatcher._reopenings.on_probation == 0
+    assert served.dispatcher._poison_detector.on_probation == 0
     await served.dispatcher.pool.close()
 
 
@@ -183,7 +183,7 @@ async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody()
     served.verify("b", *range(20, 20 + WELL_PAST))
     await served.read(2)
     served.die("b")  # the text has gone well past the place where the one before died
-    assert served.dispatcher._reopenings.on_probation == 0
+    assert served.dispatcher._poison_detector.on_probation == 0
     served.up("c")
     served.verify("c", 50, finish=FinishReason.STOP)
     await serving
@@ -228,7 +228,7 @@ async def test_who_is_condemned_where_it_still_runs_does_not_count_as_failed(mon
     served.up("a")
     serving = asyncio.create_task(served.serve())
     await asyncio.sleep(0)
-    monkeypatch.setattr(served.dispatcher._reopenings, "place", lambda *_: Condemned(2))
+    monkeypatch.setattr(served.dispatcher._poison_detector, "place", lambda *_: PoisonRequest(2))
     served.drain("a")
     assert served.dispatcher.snapshot().condemned == 0
     served.verify("a", 11, finish=FinishReason.LENGTH)
@@ -268,8 +268,8 @@ async def test_a_text_that_nobody_reads_waits_for_no_target():
     snapshot = served.dispatcher.snapshot()
     assert (snapshot.running, snapshot.placing) == (0, 0)
     served.die("a")
-    assert served.dispatcher._reopenings.on_probation == 0
-    assert not served.dispatcher._reopenings._opened
+    assert served.dispatcher._poison_detector.on_probation == 0
+    assert not served.dispatcher._poison_detector._opened
     served.dispatcher.give_up("this router ends")
     assert served.dispatcher.snapshot().failed == 0
     await reading.aclose()

@@ -7,7 +7,6 @@ import pytest
 from speculation import digest as digests
 from speculation.events import (
     Available,
-    Condemned,
     Draining,
     Emit,
     Fail,
@@ -18,6 +17,7 @@ from speculation.events import (
     PeerId,
     Place,
     Placed,
+    PoisonRequest,
     Received,
     Relay,
     Role,
@@ -365,9 +365,9 @@ def test_losses_alone_never_fail_a_session_but_a_verdict_does():
         session.handle(now, Lost(T0))
         session.handle(now, Placed(Role.TARGET, T0))
     assert session.phase is Phase.RUNNING
-    assert session.handle(40.0, Condemned(2)) == []  # not what it had asked
+    assert session.handle(40.0, PoisonRequest(2)) == []  # not what it had asked
     session.handle(40.0, Lost(T0))
-    effects = session.handle(40.0, Condemned(2))
+    effects = session.handle(40.0, PoisonRequest(2))
     assert isinstance(effects[-1], Fail)
     assert effects[-1].code is FailureCode.FAULTY
     assert "2 target workers" in effects[-1].message
@@ -443,11 +443,11 @@ def test_where_a_session_is_opened_again_it_keeps_its_age():
 def test_who_is_condemned_where_it_still_runs_asks_again():
     session = running()
     session.handle(0.1, Draining(T0))
-    (wake,) = session.handle(0.1, Condemned(2))
+    (wake,) = session.handle(0.1, PoisonRequest(2))
     assert session.phase is Phase.RUNNING
     assert session.handle(wake.at, Tick())[-1] == Place(Role.TARGET, frozenset({T0}))
     session.handle(wake.at, Lost(T0))
-    assert isinstance(session.handle(wake.at, Condemned(2))[-1], Fail)
+    assert isinstance(session.handle(wake.at, PoisonRequest(2))[-1], Fail)
 
 
 def test_a_target_that_stays_after_all_is_not_left():

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from speculation.events import Condemned, PeerId, Placed, Role
+from speculation.events import PeerId, Placed, PoisonRequest, Role
 from speculation.messages import SessionId, Verification
-from speculation.reopening import WELL_PAST, ReopeningLimits, Reopenings
+from speculation.poison_detector import WELL_PAST, PoisonDetector, PoisonLimits
 
 T0, T1 = PeerId("t0"), PeerId("t1")
-WATCH = ReopeningLimits().watch
+WATCH = PoisonLimits().watch
 
 
 class Router:
     """Two targets and the sessions that are opened there, one epoch after another."""
 
-    def __init__(self, limits: ReopeningLimits = ReopeningLimits()) -> None:
-        self.known = Reopenings(limits)
+    def __init__(self, limits: PoisonLimits = PoisonLimits()) -> None:
+        self.known = PoisonDetector(limits)
         self.now = 0.0
         self.up = [T0, T1]
         self.at: dict[int, tuple[PeerId, int]] = {}
         self.end: dict[int, int] = {}
 
-    def ask(self, session: int, avoid: frozenset[PeerId] = frozenset()) -> Placed | Condemned:
+    def ask(self, session: int, avoid: frozenset[PeerId] = frozenset()) -> Placed | PoisonRequest:
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
             return next((peer for peer in self.up if peer not in avoid), None)
 
@@ -162,7 +162,7 @@ def test_who_was_alone_with_two_deaths_is_condemned_after_a_while():
     router.up = [T0, T1]
     assert router.ask(1) == Placed(Role.TARGET, None, queued=True)
     router.now += WATCH
-    assert router.ask(1) == Condemned(2)
+    assert router.ask(1) == PoisonRequest(2)
 
 
 def test_a_drain_is_no_death():
@@ -184,7 +184,7 @@ def test_deaths_that_nobody_is_guilty_of_speak_for_the_suspects():
     router.open(1, T0)  # a third try
     router.die(T0)
     router.now += WATCH
-    assert router.ask(1) == Condemned(3)
+    assert router.ask(1) == PoisonRequest(3)
 
 
 def test_a_death_is_blameless_once_all_who_were_there_are_well_past_it():
@@ -200,7 +200,7 @@ def test_a_death_is_blameless_once_all_who_were_there_are_well_past_it():
         router.open(1, T0)
         router.die(T0)
         router.now += WATCH
-        return isinstance(router.ask(1), Condemned)
+        return isinstance(router.ask(1), PoisonRequest)
 
     assert condemned_after(WELL_PAST - 1)
     assert not condemned_after(WELL_PAST)
@@ -225,7 +225,7 @@ def test_who_is_near_the_place_of_a_death_is_a_suspect_of_the_next():
 
 
 def test_who_shared_the_last_death_is_tried_again():
-    router = Router(ReopeningLimits(share=1))  # both at once
+    router = Router(PoisonLimits(share=1))  # both at once
     for peer in (T0, T1):
         router.open(1, peer)
         router.open(2, peer)
@@ -242,12 +242,12 @@ def test_deaths_of_a_condemned_session_are_explained():
             router.open(session, T0)
             router.die(T0)
         router.now += WATCH
-        assert router.ask(session) == Condemned(2)
+        assert router.ask(session) == PoisonRequest(2)
         router.known.ended(SessionId(session), finished=False)
 
 
 def test_a_crowd_is_opened_again_in_portions():
-    router = Router(ReopeningLimits(per_target=4))
+    router = Router(PoisonLimits(per_target=4))
     for session in range(10):
         router.open(session, T0)
         router.commit(session)

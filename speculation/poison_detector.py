@@ -36,7 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from speculation.events import Condemned, PeerId, Placed, Role
+from speculation.events import PeerId, Placed, PoisonRequest, Role
 from speculation.messages import SessionId, Verification
 
 REMEMBERED_DEATHS = 1024
@@ -57,7 +57,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ReopeningLimits:
+class PoisonLimits:
     """Bounds, in counts and seconds."""
 
     tries: int = 2
@@ -114,10 +114,10 @@ class _Suspicion:
     last: _Death | None = None
 
 
-class Reopenings:
+class PoisonDetector:
     """The sessions of one router that have something to prove. Forgets those that are over."""
 
-    def __init__(self, limits: ReopeningLimits = ReopeningLimits()) -> None:
+    def __init__(self, limits: PoisonLimits = PoisonLimits()) -> None:
         """Nothing is known against anybody."""
         self._limits = limits
         self._open: dict[PeerId, dict[SessionId, _Opening]] = {}
@@ -218,13 +218,13 @@ class Reopenings:
         session: SessionId,
         avoid: frozenset[PeerId],
         choose: Callable[[frozenset[PeerId]], PeerId | None],
-    ) -> Placed | Condemned:
+    ) -> Placed | PoisonRequest:
         """The answer to a session that asks for a target. ``choose``: the best target but for these, if any is left."""
         match self._verdict(now, session):
             case Verdict.CONDEMNED:
                 for death in self._implicated[session].deaths:
                     death.explained = True
-                return Condemned(self._suspicions[session].deaths)
+                return PoisonRequest(self._suspicions[session].deaths)
             case Verdict.WAIT:
                 return Placed(Role.TARGET, None, queued=True)
         chosen = choose(avoid | self._blocked(session))
