@@ -35,7 +35,7 @@ from engine.upload import upload
 from speculation.budget import StepCost
 from speculation.calibration import Calibration
 from speculation.demand import DraftDemand
-from speculation.draft_session import Candidate, DraftLimits, DraftSession, Lead, Sync, best_places
+from speculation.draft_session import Candidate, DraftLimits, DraftSession, LookaheadDemand, Sync, best_places
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -244,7 +244,7 @@ class Lookahead:
             self._outcomes.append({"session": session.opened.session, "outcomes": found})
             session.outcomes.clear()
 
-    def _count(self, verification: Verification, lead: Lead) -> None:
+    def _count(self, verification: Verification, lead: LookaheadDemand) -> None:
         self.counters.asked += lead.asked
         self.counters.delivered += lead.reached
         self.counters.verified += 1

@@ -91,7 +91,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class LookaheadDemand:
     """How far ahead of the text drafting should be, in tokens, and is: no further than it should."""
 
     asked: int
@@ -143,11 +143,11 @@ class DraftSession:
         return self.trie.tokens
 
     @property
-    def lead(self) -> Lead:
+    def lead(self) -> LookaheadDemand:
         """Drafts that a verification coming now would find; none are asked for while it rests."""
         asked = self._depth if self._lead else 0
         reached = max((node.end for node in self.trie), default=self.trie.position) - self.trie.position
-        return Lead(max(asked, 0), min(reached, max(asked, 0)))
+        return LookaheadDemand(max(asked, 0), min(reached, max(asked, 0)))
 
     # -- drafting ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class DraftSession:
 
     def _steps_to_hold(self) -> float:
         """For how many steps drafts are gathered before they go out: the more the target has, the less haste."""
-        limits, lead = self.limits, self._sent_lead
+        limits, lead = self.limits, self._sent_lookahead
         if self.opened.speculation.rule is Rule.REJECTION:
             return 1
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
@@ -267,7 +267,7 @@ class DraftSession:
         return limits.hold if lead < limits.enough else 2 * limits.hold
 
     @property
-    def _sent_lead(self) -> int:
+    def _sent_lookahead(self) -> int:
         """How far the target has drafts, for all that is known here; 0: it has none."""
         return self._sent_end - self.trie.position
 
@@ -275,7 +275,7 @@ class DraftSession:
         """The likeliest of what is unsent that may be sent; a parent is never less likely than its child."""
         if self.opened.speculation.chains:
             return list(self._unsent)
-        left = self._credit * (LARGEST_SHARE if self._sent_lead else 1.0)
+        left = self._credit * (LARGEST_SHARE if self._sent_lookahead else 1.0)
         chosen: dict[Node, None] = {}
         anchors: set[Node] = set()
         for node in sorted(self._unsent, key=lambda node: (-node.weight, node.end)):

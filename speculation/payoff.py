@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 from speculation.budget import StepCost
-from speculation.pace import BREAK_EVEN
+from speculation.lookahead_policy import BREAK_EVEN
 
 SETTLE = 2
 """Steps until drafters that are told to rest do: the message is on its way, a step of theirs under way."""

@@ -15,6 +15,7 @@ from speculation.acceptance import Walk, finish_at, walk
 from speculation.arrivals import Arrivals, Miss
 from speculation.calibration import Calibration
 from speculation.constraint import Constraint
+from speculation.lookahead_policy import BREAK_EVEN, LookaheadPolicy
 from speculation.messages import (
     ANCHOR,
     FinishReason,
@@ -28,14 +29,13 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from speculation.pace import BREAK_EVEN, Pace
 from speculation.sources.local_sources import local_sources
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion
 from speculation.tempo import Tempo
 from speculation.trie import Fate, Node, Offer, Placement, SpeculationTrie, TrieLimits
 
-LONGEST_LEAD = 48
+MAX_LOOKAHEAD = 48
 FORCED_CONFIDENCE = 0.9
 """That forced text is tokenised as proposed, for a start."""
 SURE = confidence(16)
@@ -57,7 +57,7 @@ class Experience:
     """What the sessions of one target worker have learned together: where a new one starts from."""
 
     calibration: Calibration = field(default_factory=Calibration)
-    pace: Pace = field(default_factory=lambda: Pace(LONGEST_LEAD))
+    lookahead_policy: LookaheadPolicy = field(default_factory=lambda: LookaheadPolicy(MAX_LOOKAHEAD))
     arrivals: Arrivals = field(default_factory=Arrivals)
     tempo: Tempo = field(default_factory=Tempo)
     drafting: Drafting = field(default_factory=Drafting)
@@ -94,11 +94,11 @@ class TargetSession:
         experience = experience or Experience()
         self.opened = opened
         self.calibration = Calibration(experience.calibration)
-        self.pace = Pace(LONGEST_LEAD, experience.pace)
+        self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, experience.lookahead_policy)
         self.arrivals = Arrivals(experience.arrivals)
         self.tempo = Tempo(experience.tempo)
         self._drafting = experience.drafting
-        self._told: int | None = None
+        self._sent_lookahead: int | None = None
         """The lead that drafters were told last."""
         if opened.speculation.chains:
             trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
@@ -148,12 +148,12 @@ class TargetSession:
     def expects_drafts(self) -> bool:
         """Whether a draft worker may be at work for it, and is not told to rest."""
         speculation = self.opened.speculation
-        return speculation.enabled and Source.DRAFT in speculation.sources and self._told != 0
+        return speculation.enabled and Source.DRAFT in speculation.sources and self._sent_lookahead != 0
 
     @property
     def agreement(self) -> float:
         """Chance of one draft token to be kept, no higher than what steps with drafts have really committed allows."""
-        return min(self.pace.agreement, 1.0 - 1.0 / max(self.tempo.tokens, 1.0))
+        return min(self.lookahead_policy.agreement, 1.0 - 1.0 / max(self.tempo.tokens, 1.0))
 
     def waits_since(self, now: float) -> float:
         """Since when a session that must have drafts has waited for them: since its last commit, or since ``now``."""
@@ -284,7 +284,7 @@ class TargetSession:
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
         if self.opened.speculation.schedule is Schedule.TRIE:
-            self._told = self.pace.lead if self._drafting.pays else 0
+            self._sent_lookahead = self.lookahead_policy.lead if self._drafting.pays else 0
         if at is not None:
             self._clock(at, count, len(offer.nodes))
         verification = Verification(
@@ -296,7 +296,7 @@ class TargetSession:
             accepted=len(kept),
             offered=len(offer.nodes),
             finish=self.finished,
-            lead=self._told,
+            lead=self._sent_lookahead,
             sources=_unless_drafted(sources),
             refused=_unless_drafted(refused),
             recovered=count > len(outcome.kept) and end in offer.parents,
@@ -313,7 +313,7 @@ class TargetSession:
                 break
             node, matched, diverged = node.children[token], matched + 1, False
         if self._drafting.pays:
-            self.pace.observe(matched, diverged, accepted, self._drafting.break_even)
+            self.lookahead_policy.observe(matched, diverged, accepted, self._drafting.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:
         """Measure the pace of steps with drafts, and note whether this one left some."""

@@ -119,7 +119,9 @@ class DraftModel:
         try:
             self._follow(running, part)
             wanted = {
-                key: sequence.session.pace.agreement for sequence in drawing if (key := _key(sequence)) in self._open
+                key: sequence.session.lookahead_policy.agreement
+                for sequence in drawing
+                if (key := _key(sequence)) in self._open
             }
             is_plain = len(part) == len(drawing) and self._is_plain_due(len(drawing))
             if is_plain:

@@ -3,7 +3,7 @@
 Averages, where :mod:`speculation.simulation.simulate` draws and compares tokens: a draft token is kept with the chance
 ``alpha`` if all before it were. The rules are those that serve, in small: a target verifies as many drafts as make the
 most tokens a second, and asks for no lead when that is none; else for a lead whose last token still has a fair chance
-(:mod:`speculation.pace`).
+(:mod:`speculation.lookahead_policy`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from speculation.pace import FAIR_CHANCE
+from speculation.lookahead_policy import FAIR_CHANCE
 from speculation.simulation.costs import Costs
 
-LONGEST_LEAD = 48
+MAX_LOOKAHEAD = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Drafting:
 class Speculating:
     """The averages of one set-up."""
 
-    def __init__(self, costs: Costs, alpha: float, max_lead: int) -> None:
-        """``max_lead``: draft tokens verified for a session in one step; 0: requests ask for no drafts."""
-        self.allowed = max_lead > 0
-        self._costs, self._alpha, self._max_lead = costs, min(alpha, 0.99), max_lead
+    def __init__(self, costs: Costs, alpha: float, max_lookahead: int) -> None:
+        """``max_lookahead``: draft tokens verified for a session in one step; 0: requests ask for no drafts."""
+        self.allowed = max_lookahead > 0
+        self._costs, self._alpha, self._max_lookahead = costs, min(alpha, 0.99), max_lookahead
         self.wanted = cache(self._wanted)
 
     def committed(self, drafts: float) -> float:
@@ -47,10 +47,10 @@ class Speculating:
         def rate(drafts: int) -> float:
             return self.committed(drafts) / self._costs.verify_seconds(sessions, sessions * (1 + drafts))
 
-        best = max(range(self._max_lead + 1), key=rate)
+        best = max(range(self._max_lookahead + 1), key=rate)
         if not best or not self._alpha:
             return Drafting(0, 0)
-        return Drafting(min(math.ceil(math.log(FAIR_CHANCE) / math.log(self._alpha)), LONGEST_LEAD), best)
+        return Drafting(min(math.ceil(math.log(FAIR_CHANCE) / math.log(self._alpha)), MAX_LOOKAHEAD), best)
 
     def places(self, drafting: Drafting) -> float:
         """Places that a drafter expands for each verification to keep the lead: all of it after a refusal."""

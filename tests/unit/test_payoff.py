@@ -2,7 +2,7 @@
 
 import pytest
 
-from speculation.pace import BREAK_EVEN
+from speculation.lookahead_policy import BREAK_EVEN
 from speculation.payoff import FIRST_PROBE, FIRST_REST, LONGEST_REST, OFTEN, PROBE, SETTLE, Payoff
 
 PLAIN = 0.010

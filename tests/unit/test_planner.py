@@ -325,7 +325,7 @@ def test_drafters_are_told_to_rest_during_a_probe_of_plain_steps():
 def test_all_drafters_rest_where_plain_decoding_is_faster():
     losing, winning = Served(right=False, slower=1.5), Served(right=True, slower=1.5)
     for served in (losing, winning):
-        served.session.pace.observe = lambda *_: None  # type: ignore[method-assign]
+        served.session.lookahead_policy.observe = lambda *_: None  # type: ignore[method-assign]
         served.steps(300)
     assert losing.leads[-1] == 0
     assert winning.leads[-1] != 0
@@ -333,7 +333,7 @@ def test_all_drafters_rest_where_plain_decoding_is_faster():
 
 def test_where_drafters_rest_those_of_new_sessions_are_told_to_as_well():
     losing = Served(right=False, slower=1.5)
-    losing.session.pace.observe = lambda *_: None  # type: ignore[method-assign]
+    losing.session.lookahead_policy.observe = lambda *_: None  # type: ignore[method-assign]
     losing.steps(300)
     other = session(losing.planner)
     losing.planner.plan([Asked(other, 8)], losing.now)
@@ -342,7 +342,7 @@ def test_where_drafters_rest_those_of_new_sessions_are_told_to_as_well():
 
 def test_without_a_budget_by_gain_nothing_is_ever_probed():
     served = Served(right=False, slower=1.5, adaptive=False)
-    served.session.pace.observe = lambda *_: None  # type: ignore[method-assign]
+    served.session.lookahead_policy.observe = lambda *_: None  # type: ignore[method-assign]
     served.steps(300)
     assert 0 not in served.leads
 

@@ -1,17 +1,17 @@
 from random import Random
 
-from speculation.pace import FIRST_REST, LONGEST_REST, Pace
+from speculation.lookahead_policy import FIRST_REST, LONGEST_REST, LookaheadPolicy
 
 
 def lead_at(agreement: float, rounds: int = 400) -> int:
     """The lead after many verifications of a target that agrees this often, every draft in time."""
-    pace, rng = Pace(24), Random(1)
+    policy, rng = LookaheadPolicy(24), Random(1)
     for _ in range(rounds):
         matched = 0
         while matched < 8 and rng.random() < agreement:
             matched += 1
-        pace.observe(matched, matched < 8, max(matched, 1))
-    return pace.lead
+        policy.observe(matched, matched < 8, max(matched, 1))
+    return policy.lead
 
 
 def test_the_lead_follows_the_agreement():
@@ -22,12 +22,12 @@ def test_the_lead_follows_the_agreement():
     assert leads[-1] == 24
 
 
-def rests(pace: Pace, accepted: int, rounds: int) -> list[int]:
+def rests(policy: LookaheadPolicy, accepted: int, rounds: int) -> list[int]:
     """Lengths of the rests while every verification accepts this many."""
     lengths, resting = [], 0
     for _ in range(rounds):
-        pace.observe(accepted, not accepted, accepted)
-        if pace.lead == 0:
+        policy.observe(accepted, not accepted, accepted)
+        if policy.lead == 0:
             resting += 1
         elif resting:
             lengths.append(resting)
@@ -36,21 +36,21 @@ def rests(pace: Pace, accepted: int, rounds: int) -> list[int]:
 
 
 def test_drafts_that_are_never_in_time_make_it_rest_longer_and_longer():
-    lengths = rests(Pace(24), accepted=0, rounds=4000)
+    lengths = rests(LookaheadPolicy(24), accepted=0, rounds=4000)
     assert lengths[:3] == [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST]
     assert max(lengths) == LONGEST_REST
 
 
 def test_drafts_that_do_not_make_up_for_what_drafting_takes_are_not_worth_it():
     for break_even, pays in ((0.1, True), (0.4, False)):
-        pace = Pace(24)
+        policy = LookaheadPolicy(24)
         for round_ in range(400):
-            pace.observe(round_ % 4 == 0, False, round_ % 4 == 0, break_even)  # one in four is kept
-        assert (pace.lead > 0) is pays
+            policy.observe(round_ % 4 == 0, False, round_ % 4 == 0, break_even)  # one in four is kept
+        assert (policy.lead > 0) is pays
 
 
 def test_it_comes_back_for_good_when_drafting_pays_again():
-    pace = Pace(24)
-    rests(pace, accepted=0, rounds=300)
-    assert rests(pace, accepted=2, rounds=1000)[1:] == []
-    assert pace.lead > 0
+    policy = LookaheadPolicy(24)
+    rests(policy, accepted=0, rounds=300)
+    assert rests(policy, accepted=2, rounds=1000)[1:] == []
+    assert policy.lead > 0

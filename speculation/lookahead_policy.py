@@ -25,11 +25,14 @@ LONGEST_REST = 512
 """Verifications to rest for; doubles each time in a row."""
 
 
-class Pace:
-    """The lead that one session deserves."""
+class LookaheadPolicy:
+    """The lookahead that one session deserves."""
 
-    def __init__(self, longest: int, wider: Pace | None = None) -> None:
-        """``longest``: the lead never exceeds it. ``wider``: what all sessions have seen; learns from this one too."""
+    def __init__(self, longest: int, wider: LookaheadPolicy | None = None) -> None:
+        """``longest``.
+
+        The lookahead never exceeds it. ``wider``: what all sessions have seen; learns from this one too.
+        """
         self._longest = longest
         self._wider = wider
         self._agreement: float = wider._agreement if wider else 0.8
