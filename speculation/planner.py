@@ -171,13 +171,13 @@ class Planner:
         miss = session.miss
         if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
             return None
-        if miss is None or offer.nodes or not session.expects_drafts or not session.tempo.rate:
+        if miss is None or offer.nodes or not session.expects_drafts or not session.throughput.rate:
             return None
         cost = self.cost(1)
         behind = session.trie.position - miss.position
         moments = session.arrivals.moments(now - miss.at, behind)
         moments = [moment for moment in moments if moment.seconds <= LONGEST_WAIT * cost(1)]
-        rate = max(session.tempo.rate, 1.0 / cost(1))  # plain decoding is always to be had
+        rate = max(session.throughput.rate, 1.0 / cost(1))  # plain decoding is always to be had
         seconds = worth_waiting(rate, session.agreement, moments, behind, cost)
         return None if seconds is None else now + seconds
 

@@ -32,7 +32,7 @@ from speculation.messages import (
 from speculation.sources.local_sources import local_sources
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion
-from speculation.tempo import Tempo
+from speculation.throughput_estimator import ThroughputEstimator
 from speculation.trie import Fate, Node, Offer, Placement, SpeculationTrie, TrieLimits
 
 MAX_LOOKAHEAD = 48
@@ -59,7 +59,7 @@ class Experience:
     calibration: Calibration = field(default_factory=Calibration)
     lookahead_policy: LookaheadPolicy = field(default_factory=lambda: LookaheadPolicy(MAX_LOOKAHEAD))
     arrivals: Arrivals = field(default_factory=Arrivals)
-    tempo: Tempo = field(default_factory=Tempo)
+    throughput: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     drafting: Drafting = field(default_factory=Drafting)
 
 
@@ -96,7 +96,7 @@ class TargetSession:
         self.calibration = Calibration(experience.calibration)
         self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, experience.lookahead_policy)
         self.arrivals = Arrivals(experience.arrivals)
-        self.tempo = Tempo(experience.tempo)
+        self.throughput = ThroughputEstimator(experience.throughput)
         self._drafting = experience.drafting
         self._sent_lookahead: int | None = None
         """The lead that drafters were told last."""
@@ -153,7 +153,7 @@ class TargetSession:
     @property
     def agreement(self) -> float:
         """Chance of one draft token to be kept, no higher than what steps with drafts have really committed allows."""
-        return min(self.lookahead_policy.agreement, 1.0 - 1.0 / max(self.tempo.tokens, 1.0))
+        return min(self.lookahead_policy.agreement, 1.0 - 1.0 / max(self.throughput.tokens, 1.0))
 
     def waits_since(self, now: float) -> float:
         """Since when a session that must have drafts has waited for them: since its last commit, or since ``now``."""
@@ -319,7 +319,7 @@ class TargetSession:
         """Measure the pace of steps with drafts, and note whether this one left some."""
         previous, self.committed_at = self.committed_at, at
         if offered and previous is not None and self.miss is None:
-            self.tempo.observe(count, at - previous)
+            self.throughput.observe(count, at - previous)
         if self.miss is not None:
             if not offered and not len(self.trie):
                 return  # nothing has come yet

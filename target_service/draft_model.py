@@ -32,7 +32,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.planner import Planner
-from speculation.tempo import Tempo
+from speculation.throughput_estimator import ThroughputEstimator
 from target_service.counters import Counters
 from target_service.sequence import TargetSequence
 from transport.worker import Outgoing
@@ -102,7 +102,8 @@ class DraftModel:
         self._again: dict[Key, int] = {}
         """The turn from which on a session that was refused is tried again; never, if it failed."""
         self._turn = 0
-        self._tempos: defaultdict[int, Tempo] = defaultdict(Tempo)  # by size class of the batch
+        # by size class of the batch
+        self._throughputs: defaultdict[int, ThroughputEstimator] = defaultdict(ThroughputEstimator)
         self._turns: defaultdict[int, int] = defaultdict(int)  # likewise
         self.seconds = 0.0
         """What drafting took before the step at hand."""
@@ -157,7 +158,7 @@ class DraftModel:
 
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
-        self._tempos[sessions.bit_length()].observe(tokens, seconds)
+        self._throughputs[sessions.bit_length()].observe(tokens, seconds)
 
     def _is_plain_due(self, sessions: int) -> bool:
         """Whether this step goes without drafts, so that it is known what such a step takes.
@@ -175,7 +176,7 @@ class DraftModel:
         cost, drafts = self._planner.cost(sessions), USUAL_DRAFTS * sessions
         plain = cost(sessions)
         row_seconds = (cost(sessions + drafts) - plain) / drafts
-        return max(self._tempos[sessions.bit_length()].rate, sessions / plain), row_seconds
+        return max(self._throughputs[sessions.bit_length()].rate, sessions / plain), row_seconds
 
     def _follow(self, running: Sequence[TargetSequence], part: Sequence[TargetSequence]) -> None:
         """Have those open that take part, and no preempted one."""

@@ -78,7 +78,7 @@ def missed(made: Planner, one: TargetSession, delay: float) -> float:
     push(one, *range(10, 20), at=now)
     now = step(made, one, now, list(range(10, 19)))
     now = step(made, one, now, [19])  # with drafts at hand: what its time is worth
-    assert one.tempo.rate > 0
+    assert one.throughput.rate > 0
     for _ in range(12):
         assert one.miss is not None
         assert one.miss.at == now
@@ -206,7 +206,7 @@ def answered(after: float, depth: int = 8) -> tuple[Planner, TargetSession]:
     """A session whose drafts, ``depth`` tokens, always came so many seconds after a miss, at its next miss at 1.0."""
     made = planner(slope=0.0001, step=0.035)
     one = session(made)
-    one.tempo.observe(4, 0.140)  # time is cheap, drafts are worth a wait of any length that is allowed
+    one.throughput.observe(4, 0.140)  # time is cheap, drafts are worth a wait of any length that is allowed
     for _ in range(50):
         one.arrivals.observe(Miss(0.0, 0, [after] * depth))
     one.offer(one.candidates(0))

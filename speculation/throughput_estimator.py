@@ -6,10 +6,10 @@ WEIGHT = 0.1
 """Weight of the latest step."""
 
 
-class Tempo:
+class ThroughputEstimator:
     """Tokens and seconds of a step that found drafts in the trie. Unknown before the first."""
 
-    def __init__(self, wider: Tempo | None = None) -> None:
+    def __init__(self, wider: ThroughputEstimator | None = None) -> None:
         """``wider``: where other sessions have got to; learns from this one too."""
         self._wider = wider
         self.tokens: float = wider.tokens if wider else 1.0
