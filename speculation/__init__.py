@@ -9,9 +9,9 @@ Read in this order:
   :mod:`acceptance` (which of them are kept).
 - One session at a worker. :mod:`target_session` verifies and commits, :mod:`draft_session` runs ahead of it;
   :mod:`guesses` is the second level, a draft for the draft model. :mod:`sources` draft without one.
-- How much. :mod:`calibration` (what a source's confidence is worth), :mod:`arrivals` and :mod:`throughput` (whether
-  drafts come in time), :mod:`budget` and :mod:`planner` (what a step of the target verifies), :mod:`lookahead_policy`
-  (how far to draft).
+- How much. :mod:`calibration` (what a source's confidence is worth), :mod:`draft_latency` and :mod:`throughput`
+  (whether drafts come in time), :mod:`budget` and :mod:`planner` (what a step of the target verifies),
+  :mod:`lookahead_policy` (how far to draft).
 - The router's side. :mod:`events` and :mod:`session`, with :mod:`drafting` (its drafter) and :mod:`retry_state` (how
   long to look for workers); :mod:`poison_detector` (whose request kills targets).
 - All of it at work, under faults and against the clock: :mod:`simulation`.

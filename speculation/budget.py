@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
-from speculation.arrivals import Moment
+from speculation.draft_latency import Moment
 
 
 def rows_for(tokens: int, row_classes: Sequence[int]) -> int:

@@ -175,7 +175,7 @@ class Planner:
             return None
         cost = self.cost(1)
         behind = session.trie.position - miss.position
-        moments = session.arrivals.moments(now - miss.at, behind)
+        moments = session.draft_latency.moments(now - miss.at, behind)
         moments = [moment for moment in moments if moment.seconds <= LONGEST_WAIT * cost(1)]
         rate = max(session.throughput.rate, 1.0 / cost(1))  # plain decoding is always to be had
         seconds = worth_waiting(rate, session.agreement, moments, behind, cost)

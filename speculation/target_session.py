@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from speculation.acceptance import Walk, finish_at, walk
-from speculation.arrivals import Arrivals, Miss
 from speculation.calibration import Calibration
 from speculation.constraint import Constraint
+from speculation.draft_latency import DraftLatencyEstimator, Miss
 from speculation.lookahead_policy import BREAK_EVEN, LookaheadPolicy
 from speculation.messages import (
     ANCHOR,
@@ -58,7 +58,7 @@ class Experience:
 
     calibration: Calibration = field(default_factory=Calibration)
     lookahead_policy: LookaheadPolicy = field(default_factory=lambda: LookaheadPolicy(MAX_LOOKAHEAD))
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    draft_latency: DraftLatencyEstimator = field(default_factory=DraftLatencyEstimator)
     throughput: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     drafting: Drafting = field(default_factory=Drafting)
 
@@ -95,7 +95,7 @@ class TargetSession:
         self.opened = opened
         self.calibration = Calibration(experience.calibration)
         self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, experience.lookahead_policy)
-        self.arrivals = Arrivals(experience.arrivals)
+        self.draft_latency = DraftLatencyEstimator(experience.draft_latency)
         self.throughput = ThroughputEstimator(experience.throughput)
         self._drafting = experience.drafting
         self._sent_lookahead: int | None = None
@@ -326,7 +326,7 @@ class TargetSession:
             # Drafts in the very next step and none from a drafter: a source here had them. Says nothing of drafters.
             filled_here = not self.miss.reached and previous == self.miss.at
             if not filled_here:
-                self.arrivals.observe(self.miss)
+                self.draft_latency.observe(self.miss)
         self.miss = None if len(self.trie) or not self._drafting.pays else Miss(at, self.trie.position)
 
 

@@ -1,6 +1,5 @@
 import pytest
 
-from speculation.arrivals import Moment
 from speculation.budget import (
     CHEAP_PLACES,
     StepCost,
@@ -10,6 +9,7 @@ from speculation.budget import (
     worth_drafting,
     worth_waiting,
 )
+from speculation.draft_latency import Moment
 
 
 def learned(*costs: float) -> StepCost:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from speculation import digest as digests
-from speculation.arrivals import Miss
+from speculation.draft_latency import Miss
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -208,7 +208,7 @@ def answered(after: float, depth: int = 8) -> tuple[Planner, TargetSession]:
     one = session(made)
     one.throughput.observe(4, 0.140)  # time is cheap, drafts are worth a wait of any length that is allowed
     for _ in range(50):
-        one.arrivals.observe(Miss(0.0, 0, [after] * depth))
+        one.draft_latency.observe(Miss(0.0, 0, [after] * depth))
     one.offer(one.candidates(0))
     one.commit([9], 1.0)
     return made, one

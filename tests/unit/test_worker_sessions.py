@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from speculation import digest as digests
-from speculation.arrivals import Arrivals, Miss
+from speculation.draft_latency import DraftLatencyEstimator, Miss
 from speculation.draft_session import (
     FIRST_CREDIT,
     IGNORED_BEFORE_REPUSH,
@@ -192,9 +192,9 @@ def with_drafts(session: TargetSession, *drawn: int, at: float | None = None) ->
     return session.commit(drawn, at).verification
 
 
-def share_by(arrivals: Arrivals, seconds: float, length: int = 1) -> float:
+def share_by(draft_latency: DraftLatencyEstimator, seconds: float, length: int = 1) -> float:
     """Believed chance of a path of this length within so many seconds of a miss."""
-    return [moment.shares[length - 1] for moment in arrivals.moments(0.0) if moment.seconds <= seconds][-1]
+    return [moment.shares[length - 1] for moment in draft_latency.moments(0.0) if moment.seconds <= seconds][-1]
 
 
 def test_a_miss_lasts_over_plain_steps_and_its_drafts_are_timed_from_its_beginning():
@@ -206,10 +206,10 @@ def test_a_miss_lasts_over_plain_steps_and_its_drafts_are_timed_from_its_beginni
     assert session.miss is miss
     session.propose(answer, at=1.005)  # it came during the step, and is looked at after it
     assert miss.reached == pytest.approx([0.005] * 3)
-    assert share_by(session.arrivals, 0.010) == 0.0  # not learned before it is over
+    assert share_by(session.draft_latency, 0.010) == 0.0  # not learned before it is over
     with_drafts(session, 6, 7, 9, at=1.060)
-    assert share_by(session.arrivals, 0.010, length=3) == pytest.approx(0.1)
-    assert share_by(session.arrivals, 0.010, length=4) == share_by(session.arrivals, 0.004) == 0.0
+    assert share_by(session.draft_latency, 0.010, length=3) == pytest.approx(0.1)
+    assert share_by(session.draft_latency, 0.010, length=4) == share_by(session.draft_latency, 0.004) == 0.0
     assert session.miss == Miss(1.060, position=8)
 
 
@@ -230,7 +230,7 @@ def test_a_miss_ends_when_there_are_drafts_even_if_they_do_not_pay():
     session.propose(follow(session, 5, 6), at=1.005)
     without_drafts(session, 5, at=1.030)
     assert session.miss is None
-    assert share_by(session.arrivals, 0.010) == pytest.approx(0.1)
+    assert share_by(session.draft_latency, 0.010) == pytest.approx(0.1)
 
 
 def test_drafts_that_were_here_before_the_commit_were_not_missed():
@@ -247,7 +247,7 @@ def test_drafts_that_were_here_before_the_commit_were_not_missed():
 def test_what_lookup_finds_at_once_says_nothing_of_when_drafts_come():
     for plain_steps, share in ((0, 0.1), (1, 0.09)):
         session = TargetSession(replace(opened(end=50), tokens=(7, 8, 9, 5, 6, 7, 8, 9, 5)), vocabulary=100)
-        session.arrivals.observe(Miss(0.0, 4, [0.002]))
+        session.draft_latency.observe(Miss(0.0, 4, [0.002]))
         now = 1.000
         for token in (6, 7)[: 1 + plain_steps]:
             without_drafts(session, token, at=now)
@@ -255,7 +255,7 @@ def test_what_lookup_finds_at_once_says_nothing_of_when_drafts_come():
         found = session.offer(session.candidates(2))
         assert {node.source for node in found.nodes} == {Source.LOOKUP}
         session.commit([99, 99, 99], now)
-        assert share_by(session.arrivals, 0.010) == pytest.approx(share)
+        assert share_by(session.draft_latency, 0.010) == pytest.approx(share)
 
 
 # -- drafting ----------------------------------------------------------------------------------------------------------

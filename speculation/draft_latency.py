@@ -47,10 +47,10 @@ class Moment:
     """Chance of a path of 1, 2, ... tokens."""
 
 
-class Arrivals:
+class DraftLatencyEstimator:
     """By when how long a path is there. One for a worker, and one for each of its sessions that starts from it."""
 
-    def __init__(self, wider: Arrivals | None = None) -> None:
+    def __init__(self, wider: DraftLatencyEstimator | None = None) -> None:
         """``wider``: what other sessions have seen; learns from this one as well. Unknown, nothing is expected."""
         self._wider = wider
         unknown = [[0.0] * DEEPEST for _ in TIMES]

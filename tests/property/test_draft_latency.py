@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculation.arrivals import DEEPEST, TIMES, Arrivals, Miss
+from speculation.draft_latency import DEEPEST, TIMES, DraftLatencyEstimator, Miss
 
 answers = st.lists(st.floats(0.0, 2 * TIMES[-1]), max_size=DEEPEST).map(sorted)
 """When a path of 1, 2, ... tokens was there."""
@@ -17,10 +17,10 @@ answers = st.lists(st.floats(0.0, 2 * TIMES[-1]), max_size=DEEPEST).map(sorted)
     st.integers(0, DEEPEST + 2),
 )
 def test_longer_paths_are_less_likely_later_moments_more_and_all_are_chances(misses, age, behind):
-    arrivals = Arrivals()
+    draft_latency = DraftLatencyEstimator()
     for reached in misses:
-        arrivals.observe(Miss(0.0, 3, reached))
-    moments = arrivals.moments(age, behind)
+        draft_latency.observe(Miss(0.0, 3, reached))
+    moments = draft_latency.moments(age, behind)
     for moment in moments:
         assert moment.seconds > 0
         assert len(moment.shares) == DEEPEST
