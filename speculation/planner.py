@@ -15,7 +15,7 @@ from speculation.budget import StepCost, choose, worth_waiting
 from speculation.messages import Open, Rule, Schedule, Token
 from speculation.payoff import SETTLE, Payoff
 from speculation.sources.local_sources import LocalSource, LookupBounds, local_sources
-from speculation.target_session import Experience, TargetSession
+from speculation.target_session import SharedEstimators, TargetSession
 from speculation.trie import Offer
 
 LONGEST_WAIT = 1 / 3
@@ -51,7 +51,7 @@ class Planner:
 
         ``row_classes``: numbers of rows that steps are padded to (:class:`~speculation.budget.StepCost`).
         """
-        self.experience = Experience()
+        self.shared_estimators = SharedEstimators()
         self._adaptive, self._lookup = adaptive, lookup
         self._payoffs: defaultdict[int, Payoff] = defaultdict(lambda: Payoff(row_classes))  # by size class of the batch
         self._quiet_for = SETTLE
@@ -70,7 +70,7 @@ class Planner:
     def session(self, opened: Open, vocabulary: int, more: Sequence[LocalSource] = ()) -> TargetSession:
         """Start a session that learns from the others. ``more``: draft sources that the worker has made for it."""
         sources = (*local_sources(opened, self._lookup), *more)
-        return TargetSession(opened, vocabulary=vocabulary, experience=self.experience, sources=sources)
+        return TargetSession(opened, vocabulary=vocabulary, shared_estimators=self.shared_estimators, sources=sources)
 
     def cost(self, sessions: int) -> StepCost:
         """Seconds of a step over this many sessions, by its tokens, as long as drafters work or rest as they do now."""
@@ -137,7 +137,7 @@ class Planner:
             at_work = any(one.session.expects_drafts for one in asked)
             self._quiet_for = 0 if at_work else self._quiet_for + 1
             self._follow = all(_follows(one.session) for one in asked)
-        payoff, drafting = self._payoff(len(asked)), self.experience.drafting
+        payoff, drafting = self._payoff(len(asked)), self.shared_estimators.drafting
         drafting.pays = (payoff.drafting and room != 0) or not self._adaptive
         drafting.break_even = payoff.break_even(len(asked))
         return payoff

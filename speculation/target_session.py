@@ -3,7 +3,7 @@
 Knows nothing of models, caches or scheduling. The worker takes a first part of the candidates as its
 :class:`~speculation.trie.Offer`, runs the model over it, and hands back what the target drew; between the two,
 proposals keep arriving. What the session learns on the way (whom to believe, how far drafters shall run ahead, how long
-drafts take to come) it shares with the other sessions of its worker through :class:`Experience`.
+drafts take to come) it shares with the other sessions of its worker through :class:`SharedEstimators`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True)
-class Experience:
+class SharedEstimators:
     """What the sessions of one target worker have learned together: where a new one starts from."""
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -83,7 +83,7 @@ class TargetSession:
         *,
         vocabulary: int,
         trie_limits: TrieLimits = TrieLimits(),
-        experience: Experience | None = None,
+        shared_estimators: SharedEstimators | None = None,
         sources: Sequence[LocalSource] | None = None,
     ) -> None:
         """Take over a session as the router opened it. ``vocabulary`` bounds what drafts may contain.
@@ -91,13 +91,13 @@ class TargetSession:
         ``sources``: those at this worker, of which the session uses what it allows; None: all that need nothing but it.
         """
         assert opened.tokens, "a session has at least one token"
-        experience = experience or Experience()
+        shared_estimators = shared_estimators or SharedEstimators()
         self.opened = opened
-        self.calibration = Calibration(experience.calibration)
-        self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, experience.lookahead_policy)
-        self.draft_latency = DraftLatencyEstimator(experience.draft_latency)
-        self.throughput = ThroughputEstimator(experience.throughput)
-        self._drafting = experience.drafting
+        self.calibration = Calibration(shared_estimators.calibration)
+        self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, shared_estimators.lookahead_policy)
+        self.draft_latency = DraftLatencyEstimator(shared_estimators.draft_latency)
+        self.throughput = ThroughputEstimator(shared_estimators.throughput)
+        self._drafting = shared_estimators.drafting
         self._sent_lookahead: int | None = None
         """The lead that drafters were told last."""
         if opened.speculation.chains:
