@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.noise import gumbel
 from engine.sampling import Draw, drawn, filtered_log_probs
 from engine.upload import upload
-from speculation.acceptance import Draft, Sampled, Walk, keep_chain
+from speculation.acceptance import AcceptanceResult, Draft, Sampled, keep_chain
 from speculation.messages import SUPPORT_TOTAL, Support, Token
 from speculation.noise import Key, Stream, bits, key, uniform
 
@@ -48,7 +48,9 @@ def draw_sparse(logits_NV: Tensor, draws: Sequence[Draw], size: int = SUPPORT_SI
     return [_draw_from(_support(tokens, weights), draw) for draw, tokens, weights in rows]
 
 
-def verify_chains(logits_RV: Tensor, draws: Sequence[Draw], chains: Sequence[Sequence[Draft]]) -> list[Walk]:
+def verify_chains(
+    logits_RV: Tensor, draws: Sequence[Draw], chains: Sequence[Sequence[Draft]]
+) -> list[AcceptanceResult]:
     """Decide which drafts of every session's chain are kept, and draw the target's own token after them.
 
     Each chain has one row more than drafts, chain after chain: row i of a chain is the target's after i of its drafts,
@@ -76,7 +78,9 @@ def verify_chains(logits_RV: Tensor, draws: Sequence[Draw], chains: Sequence[Seq
     decided = [row for row, _ in refusals] + bonuses
     tokens_M = torch.cat((_replacements(p_RV, draws, refusals), _samples(logits_RV, draws, bonuses)))
     own: dict[int, Token] = dict(zip(decided, tokens_M.tolist(), strict=True))
-    return [Walk(tuple(range(count)), own[start + count]) for start, count in zip(starts, kept, strict=True)]
+    return [
+        AcceptanceResult(tuple(range(count)), own[start + count]) for start, count in zip(starts, kept, strict=True)
+    ]
 
 
 def _probabilities(logits_NV: Tensor, draws: Sequence[Draw]) -> Tensor:

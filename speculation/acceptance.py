@@ -51,14 +51,14 @@ Number = TypeVar("Number", Fraction, float)
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class AcceptanceResult:
     """The outcome of one verification: the offer indices kept, root first, and the target's token after them."""
 
     kept: tuple[int, ...]
     own: Token
 
 
-def walk(tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> Walk:
+def walk(tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> AcceptanceResult:
     """The coupled rule: follow the target's draws through an offered tree.
 
     ``tokens[i]`` hangs from ``parents[i]`` (:data:`ANCHOR`: the committed prefix). ``drawn[0]`` is the target's token
@@ -71,7 +71,7 @@ def walk(tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]
     while (at, drawn[at + 1]) in child:
         at = child[at, drawn[at + 1]]
         kept.append(at)
-    return Walk(tuple(kept), drawn[at + 1])
+    return AcceptanceResult(tuple(kept), drawn[at + 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from speculation.acceptance import Walk, finish_at, walk
+from speculation.acceptance import AcceptanceResult, finish_at, walk
 from speculation.calibration import Calibration
 from speculation.constraint import Constraint
 from speculation.draft_latency import DraftLatencyEstimator, Miss
@@ -268,7 +268,7 @@ class TargetSession:
         assert self._offer is not None, "commit without offer"
         return self.settle(walk(self._offer.tokens, self._offer.parents, drawn), at)
 
-    def settle(self, outcome: Walk, at: float | None = None) -> Commit:
+    def settle(self, outcome: AcceptanceResult, at: float | None = None) -> Commit:
         """Decide the step by an outcome that a rule has come to."""
         offer, self._offer = self._offer, None
         assert offer is not None, "settle without offer"

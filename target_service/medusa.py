@@ -21,7 +21,7 @@ from engine.medusa import MedusaHeads
 from engine.sampling import Candidate, Draw, candidates
 from engine.shaping import Shape, shaped
 from engine.step import Chunk
-from speculation.acceptance import Walk
+from speculation.acceptance import AcceptanceResult
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
 from speculation.sources.medusa import HeadGuesses, MedusaDrafts
 from speculation.trie import Offer
@@ -60,7 +60,7 @@ class HeadDrafter:
         assert hidden_RD is not None
         ends = accumulate(len(chunk.rows) for chunk in chunks)
         for entry, verdict, end in zip(entries, decided, ends, strict=True):
-            if entry.sequence.medusa is not None and isinstance(verdict, Walk):
+            if entry.sequence.medusa is not None and isinstance(verdict, AcceptanceResult):
                 last = verdict.kept[-1] + 1 if verdict.kept else 0
                 entry.sequence.hidden_D = hidden_RD[end - entry.rows + last]
 

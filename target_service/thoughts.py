@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.logprobs import token_logprobs
 from engine.upload import upload
-from speculation.acceptance import Walk
+from speculation.acceptance import AcceptanceResult
 from speculation.messages import Token, TokenLogprobs
 from target_service.batch_entry import BatchEntry
 from target_service.verdicts import Verdict
@@ -42,7 +42,7 @@ def of_committed(
     starts = accumulate((entry.rows for entry in entries), initial=0)
     for i, (entry, verdict, start) in enumerate(zip(entries, decided, starts, strict=False)):
         asked = entry.sequence.session.opened.extras.logprobs
-        if asked is None or entry.offer is None or not isinstance(verdict, Walk):
+        if asked is None or entry.offer is None or not isinstance(verdict, AcceptanceResult):
             continue
         rows += (start, *(start + 1 + draft for draft in verdict.kept))
         tokens += (*(entry.offer.tokens[draft] for draft in verdict.kept), verdict.own)

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.rejection import verify_chains
 from engine.sampling import drawn
 from engine.shaping import shaped
-from speculation.acceptance import Walk, walk
+from speculation.acceptance import AcceptanceResult, walk
 from speculation.messages import RefusalCode, Token
 from target_service.batch_entry import BatchEntry
 
@@ -35,7 +35,7 @@ class Fault:
     """Whether its logits are no numbers; what another session computed in the same step may be to blame."""
 
 
-Verdict = Walk | Fault | None
+Verdict = AcceptanceResult | Fault | None
 """None for an entry that draws nothing."""
 
 NOT_FINITE = (
@@ -90,14 +90,14 @@ def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdic
         answer[i] = walk(offer.tokens, offer.parents, list(itertools.islice(fetched, entries[i].rows)))
     rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.offer is not None and sound[i]]
     if rejecting:
-        walks = _by_rejection(_joined(parts, rejecting, shaped_RV), [entries[i] for i in rejecting])
-        for i, kept in zip(rejecting, walks, strict=True):
+        results = _by_rejection(_joined(parts, rejecting, shaped_RV), [entries[i] for i in rejecting])
+        for i, kept in zip(rejecting, results, strict=True):
             answer[i] = kept
     for i, entry in enumerate(entries):
         position, outcome = entry.sequence.session.trie.position, answer[i]
         if not sound[i]:
             answer[i] = _not_finite(entry)
-        elif isinstance(outcome, Walk) and entry.offer is not None and not all(opens[i]):
+        elif isinstance(outcome, AcceptanceResult) and entry.offer is not None and not all(opens[i]):
             dead_end = Fault(DEAD_END.format(position), RefusalCode.INVALID)
             answer[i] = _to_dead_end(outcome, opens[i], entry.offer.tokens) or dead_end
     return answer
@@ -107,7 +107,7 @@ def _not_finite(entry: BatchEntry) -> Fault:
     return Fault(NOT_FINITE.format(entry.sequence.session.trie.position), not_finite=True)
 
 
-def _to_dead_end(outcome: Walk, opens: Sequence[int], tokens: Sequence[Token]) -> Walk | None:
+def _to_dead_end(outcome: AcceptanceResult, opens: Sequence[int], tokens: Sequence[Token]) -> AcceptanceResult | None:
     """``outcome`` as far as there is anything to draw; None if there is nothing right after the text.
 
     Where it is cut short, the last draft before the dead end counts as the target's own token. ``opens``: which rows
@@ -118,7 +118,7 @@ def _to_dead_end(outcome: Walk, opens: Sequence[int], tokens: Sequence[Token]) -
     if end is None:
         return outcome
     kept = outcome.kept[:end]
-    return Walk(kept[:-1], tokens[kept[-1]]) if kept else None
+    return AcceptanceResult(kept[:-1], tokens[kept[-1]]) if kept else None
 
 
 def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -
     return logits_RV[:rows] if rows in (0, len(logits_RV)) else torch.cat([parts[i] for i in chosen])
 
 
-def _by_rejection(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Walk]:
+def _by_rejection(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[AcceptanceResult]:
     """What p and q make of the offers."""
     draws = [draw for entry in entries for draw in entry.draws()]
     return verify_chains(logits_RV, draws, [entry.drafts_with_q() for entry in entries])

@@ -19,7 +19,7 @@ from engine.grammar import Constraint, Grammars
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
 from engine.shaping import Shaping
-from speculation.acceptance import Walk
+from speculation.acceptance import AcceptanceResult
 from speculation.demand import TargetDemand
 from speculation.messages import (
     Close,
@@ -394,7 +394,7 @@ class VerifyLoop:
             case Fault(why, code):
                 sequence.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
                 return self._give_up(sequence, why, code)
-            case Walk():
+            case AcceptanceResult():
                 assert entry.offer is not None
                 commit = sequence.session.settle(verdict, ended)
                 cached.advance(

@@ -19,7 +19,7 @@ import pytest
 
 from speculation import acceptance
 from speculation import digest as digests
-from speculation.acceptance import Chosen, Draft, Sampled, Walk, keep_chain, residual, walk
+from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled, keep_chain, residual, walk
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Support, Token
 from speculation.noise import Stream
 from speculation.sources.prediction import Prediction
@@ -477,7 +477,7 @@ class Coupled:
     def draw(self, prefix: Text, noise: Noise) -> Token:
         return pick(self.target(prefix), noise, Stream.SAMPLE, len(prefix))
 
-    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> Walk:
+    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> AcceptanceResult:
         return walk(tokens, parents, drawn)
 
 
@@ -514,22 +514,22 @@ def test_coupled_commits_exactly_the_targets_text(program: type[Coupled], seed: 
 
 
 class KeepsAnyFirstDraft(Coupled):
-    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> Walk:
+    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> AcceptanceResult:
         outcome = walk(tokens, parents, drawn)
-        return outcome if outcome.kept or not tokens else Walk((0,), drawn[1])
+        return outcome if outcome.kept or not tokens else AcceptanceResult((0,), drawn[1])
 
 
 class RefusesSomeLeaves(Coupled):
     """A leaf that the target drew is not kept, and its row's token committed in its place."""
 
-    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> Walk:
+    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> AcceptanceResult:
         outcome = walk(tokens, parents, drawn)
-        return Walk((), drawn[-1]) if len(outcome.kept) == 1 and drawn[0] == 0 else outcome
+        return AcceptanceResult((), drawn[-1]) if len(outcome.kept) == 1 and drawn[0] == 0 else outcome
 
 
 class RecoversFromTheWrongRow(Coupled):
-    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> Walk:
-        return Walk(walk(tokens, parents, drawn).kept, drawn[-1])
+    def verdict(self, tokens: Sequence[Token], parents: Sequence[int], drawn: Sequence[Token]) -> AcceptanceResult:
+        return AcceptanceResult(walk(tokens, parents, drawn).kept, drawn[-1])
 
 
 class DrawsAgainAfterARefusal(Coupled):

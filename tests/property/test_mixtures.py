@@ -34,7 +34,7 @@ from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.step import Engine
 from speculation import planner
-from speculation.acceptance import Walk
+from speculation.acceptance import AcceptanceResult
 from speculation.budget import StepCost
 from speculation.guesses import Forward
 from speculation.messages import (
@@ -425,14 +425,14 @@ def test_a_draft_that_was_not_drawn_would_be_found(bench: Bench, who: str, monke
     """Where a target commits what a source proposed and the target refused, some mixture shows it."""
     settle = TargetSession.settle
 
-    def credulous(self: TargetSession, outcome: Walk, at: float | None = None) -> Any:
+    def credulous(self: TargetSession, outcome: AcceptanceResult, at: float | None = None) -> Any:
         assert self._offer is not None
         nodes, parents = self._offer.nodes, self._offer.parents
         refused = (i for i, node in enumerate(nodes) if node.source == WHO[who] and i not in outcome.kept)
         path = [next(refused, ANCHOR)]
         while path[0] != ANCHOR:
             path.insert(0, parents[path[0]])
-        return settle(self, Walk(tuple(path[1:]), outcome.own) if path[1:] else outcome, at)
+        return settle(self, AcceptanceResult(tuple(path[1:]), outcome.own) if path[1:] else outcome, at)
 
     refused_some = [mixture for mixture in MIXTURES if bench.serve(mixture).wrong[who]]
     monkeypatch.setattr(TargetSession, "settle", credulous)

@@ -27,7 +27,7 @@ from engine import rejection
 from engine.rejection import draw_sparse, verify_chains
 from engine.sampling import Draw, filtered_log_probs, sample
 from speculation import noise as reference
-from speculation.acceptance import Chosen, Draft, Sampled, Walk, keep_chain, residual
+from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled, keep_chain, residual
 from speculation.messages import SUPPORT_TOTAL, Sampling, Support
 from speculation.noise import Stream
 
@@ -101,15 +101,15 @@ def gumbel_draw(probabilities: Sequence[Fraction], draw: Draw, stream: Stream) -
     return scores.index(max(scores))
 
 
-def verdict(logits_RV: Tensor, draws: Sequence[Draw], drafts: Sequence[Draft]) -> Walk:
+def verdict(logits_RV: Tensor, draws: Sequence[Draw], drafts: Sequence[Draft]) -> AcceptanceResult:
     """What the law says, in exact arithmetic but for logarithms."""
     laws = [[Fraction(p) for p in law_of(row, draw)] for row, draw in zip(logits_RV, draws, strict=True)]
     p = [law[draft.token] for law, draft in zip(laws, drafts, strict=False)]
     kept = keep_chain(drafts, p, map(coin, draws[: len(drafts)]))
     if kept == len(drafts):
-        return Walk(tuple(range(kept)), gumbel_draw(laws[kept], draws[kept], Stream.SAMPLE))
+        return AcceptanceResult(tuple(range(kept)), gumbel_draw(laws[kept], draws[kept], Stream.SAMPLE))
     own = gumbel_draw(residual(laws[kept], drafts[kept].q), draws[kept], Stream.RESIDUAL)
-    return Walk(tuple(range(kept)), own)
+    return AcceptanceResult(tuple(range(kept)), own)
 
 
 @settings(max_examples=300, derandomize=True)

@@ -170,7 +170,7 @@ def test_it_notices_a_target_that_keeps_what_it_did_not_draw(monkeypatch):
 
     def generous(tokens, parents, drawn):
         outcome = acceptance.walk(tokens, parents, drawn)
-        return outcome if outcome.kept or not tokens else acceptance.Walk((0,), drawn[1])
+        return outcome if outcome.kept or not tokens else acceptance.AcceptanceResult((0,), drawn[1])
 
     monkeypatch.setattr(target_session, "walk", generous)
     with pytest.raises(AssertionError, match="differs from that of the target alone"):

@@ -173,7 +173,7 @@ def generous(patch: pytest.MonkeyPatch) -> None:
 
     def walk(tokens, parents, drawn):
         outcome = acceptance.walk(tokens, parents, drawn)
-        return outcome if outcome.kept or not tokens else acceptance.Walk((0,), drawn[1])
+        return outcome if outcome.kept or not tokens else acceptance.AcceptanceResult((0,), drawn[1])
 
     patch.setattr(target_session, "walk", walk)
 

@@ -13,7 +13,7 @@ import torch
 
 from engine import sampling
 from engine.sampling import Draw, drawn, sample
-from speculation.acceptance import Walk
+from speculation.acceptance import AcceptanceResult
 from speculation.messages import Sampling
 from target_service.verdicts import Fault, verdicts
 
@@ -91,13 +91,13 @@ def test_what_sessions_keep_is_fetched_at_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: fetched.append(self.shape) or tolist(self))
     entries = [entry([4, 5, 6], 10), entry([1, 2], 20, draws=False), entry([7], 30), entry([], 40)]
     assert verdicts(logits_RV, entries) == [
-        Walk((0, 1), 9),
+        AcceptanceResult((0, 1), 9),
         None,
         Fault(
             "the model's logits are not finite (NaN or infinite) after 30 tokens; "
             "its weights or its kernels are broken",
             not_finite=True,
         ),
-        Walk((), 3),
+        AcceptanceResult((), 3),
     ]
     assert len(fetched) == 1

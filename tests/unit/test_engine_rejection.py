@@ -11,7 +11,7 @@ import torch
 from engine import rejection
 from engine.rejection import draw_sparse, verify_chains
 from engine.sampling import Draw, filtered_log_probs, sample
-from speculation.acceptance import Chosen, Draft, Sampled, Walk, walk
+from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled, walk
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Sampling, Support
 from speculation.noise import Stream, key
 
@@ -41,7 +41,7 @@ def certain(*tokens: int) -> torch.Tensor:
     return torch.full((len(tokens), VOCABULARY), -50.0).scatter(1, torch.tensor(tokens)[:, None], 50.0)
 
 
-def verify_alone(rows: torch.Tensor, how: Sequence[Draw], drafts: Sequence[Draft]) -> Walk:
+def verify_alone(rows: torch.Tensor, how: Sequence[Draw], drafts: Sequence[Draft]) -> AcceptanceResult:
     """The verdict on a single chain."""
     (outcome,) = verify_chains(rows, how, [drafts])
     return outcome
@@ -142,7 +142,7 @@ def test_no_two_uses_of_the_seed_share_noise(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_drafts_it_is_plain_decoding() -> None:
     for position in range(20):
         how = draws(1, position=position)
-        assert verify_alone(logits(1), how, []) == Walk((), sample(logits(1), how)[0])
+        assert verify_alone(logits(1), how, []) == AcceptanceResult((), sample(logits(1), how)[0])
 
 
 def test_a_drafter_that_is_the_target_is_kept_whole_and_the_bonus_token_is_the_plain_draw() -> None:
@@ -150,12 +150,12 @@ def test_a_drafter_that_is_the_target_is_kept_whole_and_the_bonus_token_is_the_p
     for position in range(10):
         how = draws(5, position=position)
         outcome = verify_alone(logits(5), how, draw_sparse(logits(4), how[:4], size=VOCABULARY))
-        assert outcome == Walk((0, 1, 2, 3), sample(logits(5)[4:], how[4:])[0]), f"position {position}"
+        assert outcome == AcceptanceResult((0, 1, 2, 3), sample(logits(5)[4:], how[4:])[0]), f"position {position}"
 
 
 def test_a_target_without_doubt_replaces_the_first_other_token() -> None:
     drafted: list[Draft] = [Chosen(3), Sampled(4, Support((4, 5), (SUPPORT_TOTAL - 1, 1))), Chosen(9), Chosen(6)]
-    assert verify_alone(certain(3, 4, 5, 6, 7), draws(5), drafted) == Walk((0, 1), 5)
+    assert verify_alone(certain(3, 4, 5, 6, 7), draws(5), drafted) == AcceptanceResult((0, 1), 5)
 
 
 def test_greedy_is_the_coupled_rule() -> None:
@@ -204,7 +204,7 @@ def test_verdicts_leave_the_logits_alone() -> None:
 
 def test_q_may_name_tokens_the_target_does_not_have() -> None:
     q = Support((3, VOCABULARY + 5), (1, SUPPORT_TOTAL - 1))
-    assert verify_alone(certain(4, 5), draws(2), [Sampled(3, q)]) == Walk((), 4)
+    assert verify_alone(certain(4, 5), draws(2), [Sampled(3, q)]) == AcceptanceResult((), 4)
 
 
 def test_where_rounding_leaves_nothing_of_p_the_replacement_is_drawn_from_p() -> None:
