@@ -107,7 +107,7 @@ class Assistant:
         return self._read[sequence]
 
     def _may_go_on(self, ask: Ask) -> bool:
-        made = len(ask.guesses.offer.nodes)
+        made = len(ask.guesses.tree.nodes)
         return 0 < made < ask.depth and ask.place.end + made < self._engine.model.context
 
     def _lengthen(self, going: Sequence[tuple[Ask, _Read]], *, begin: bool) -> bool:

@@ -11,7 +11,7 @@ from engine.sampling import Draw
 from engine.shaping import Shape
 from engine.step import Chunk
 from speculation.messages import ANCHOR
-from speculation.trie import Node, Offer
+from speculation.trie import Node, VerificationTree
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class DraftBatchEntry:
     parents: Sequence[int]
     expands: Sequence[Node]
     """The nodes whose tokens come last."""
-    guesses: Offer = Offer()
+    guesses: VerificationTree = VerificationTree()
     """What the draft model may draw behind the first of ``expands``, computed after all else."""
     levels: int = 1
     """How many levels are expanded in one launch, the places first; see :mod:`draft_service.levels`."""

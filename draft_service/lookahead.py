@@ -52,7 +52,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.trie import Node, Offer
+from speculation.trie import Node, VerificationTree
 from transport.session_log import SessionLog
 from transport.tracing import Course, Tracing
 from transport.worker import Outgoing
@@ -501,7 +501,7 @@ def _withdraw(entries: Sequence[DraftBatchEntry]) -> bool:
     """Compute no guesses and no further levels after all; whether there were any."""
     guessed = any(entry.guesses.nodes for entry in entries)
     for entry in entries:
-        entry.guesses = Offer()
+        entry.guesses = VerificationTree()
     return withdraw(entries) or guessed
 
 

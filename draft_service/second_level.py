@@ -45,7 +45,7 @@ class Ask:
     @property
     def text(self) -> tuple[Token, ...]:
         """The path and the guesses behind it."""
-        return (*self.path, *self.guesses.offer.tokens)
+        return (*self.path, *self.guesses.tree.tokens)
 
 
 class Guesser(Protocol):
@@ -113,10 +113,10 @@ class SecondLevel:
         forward = Forward(sum(len(entry.tokens) for entry in entries), gain, cost)
         for guesser in self._guessers:
             guesser.guess(asked, forward)
-        offers = [ask.guesses.offer for ask in asked]
-        chances = [[ask.place.weight * odds for odds in offer.odds] for ask, offer in zip(asked, offers, strict=True)]
-        for entry, offer, count in zip(guessed, offers, forward.worth(chances), strict=True):
-            entry.guesses = offer.first(count)
+        trees = [ask.guesses.tree for ask in asked]
+        chances = [[ask.place.weight * odds for odds in tree.odds] for ask, tree in zip(asked, trees, strict=True)]
+        for entry, tree, count in zip(guessed, trees, forward.worth(chances), strict=True):
+            entry.guesses = tree.first(count)
         self.seconds = time.perf_counter() - started
 
     def _ask(self, entry: DraftBatchEntry, depth: int) -> Ask:

@@ -38,7 +38,7 @@ from router.metrics import RouterMetrics, own_version
 from router.prompt_recorder import Asked, PromptRecorder
 from router.request_reader import RequestReader
 from router.request_schema import Kind
-from router.requests import Offer, no_such_model
+from router.requests import ModelEntry, no_such_model
 from router.responses import Choice, Envelope, Json, Usage
 from router.snapshot import Snapshot
 from router.tally import Tally
@@ -146,7 +146,7 @@ class _Api:
     ) -> None:
         self._generator = generator
         offered = partial(
-            Offer,
+            ModelEntry,
             max_choices=settings.max_choices,
             speculation=settings.speculation,
             records=recorder is not None,

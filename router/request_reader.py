@@ -15,7 +15,7 @@ from functools import partial
 from router.errors import ApiError
 from router.generation import GenerationError, Generator, ServedModel
 from router.request_schema import Body, Kind
-from router.requests import ApiRequest, Offer, model_asked, read_body, request_of
+from router.requests import ApiRequest, ModelEntry, model_asked, read_body, request_of
 from router.structured import demands_structure
 from router.tokenizer import Tokenizer, TokenizerError
 from router.tokenizers import Tokenizers
@@ -37,7 +37,7 @@ class RequestReader:
         self,
         generator: Generator,
         tokenizers: Tokenizers,
-        offered: Callable[[str, ServedModel, Tokenizer], Offer],
+        offered: Callable[[str, ServedModel, Tokenizer], ModelEntry],
         model_name: str | None = None,
     ) -> None:
         """``offered`` adds the bounds of this server to a model. ``model_name``: its public one, if there is one."""
@@ -58,31 +58,31 @@ class RequestReader:
         if not self._generator.models:
             raise GenerationError("unavailable", "no target worker is connected; try again soon")
 
-    async def read(self, kind: Kind, body: bytes, request_id: str) -> tuple[ApiRequest, Offer]:
+    async def read(self, kind: Kind, body: bytes, request_id: str) -> tuple[ApiRequest, ModelEntry]:
         """The request, and what it is for. Raises :class:`ApiError`, :class:`GenerationError`."""
         self.check_served()
         small = len(body) <= PARSED_INLINE_BYTES
         read = read_body(body, kind) if small else await asyncio.to_thread(read_body, body, kind)
         models = self.models()
         name = model_asked(read, models)
-        offer = await self._offer(name, models[name])
-        arguments = (read, offer, request_id)
+        model_entry = await self._model_entry(name, models[name])
+        arguments = (read, model_entry, request_id)
         if demands_structure(read):
-            return await self._in_turn(*arguments), offer
-        return request_of(*arguments) if small else await asyncio.to_thread(request_of, *arguments), offer
+            return await self._in_turn(*arguments), model_entry
+        return request_of(*arguments) if small else await asyncio.to_thread(request_of, *arguments), model_entry
 
-    async def _in_turn(self, body: Body, offer: Offer, request_id: str) -> ApiRequest:
+    async def _in_turn(self, body: Body, model_entry: ModelEntry, request_id: str) -> ApiRequest:
         """Where its grammar can be tried. One that is given up while it waits is never tried."""
         if self._waiting >= MAX_WAITING:
             raise ApiError("overloaded", f"{MAX_WAITING} requests wait for their grammars to be tried; try again later")
         self._waiting += 1
         try:
-            trying = partial(request_of, body, offer, request_id)
+            trying = partial(request_of, body, model_entry, request_id)
             return await asyncio.get_running_loop().run_in_executor(self._threads, trying)
         finally:
             self._waiting -= 1
 
-    async def _offer(self, name: str, model: ServedModel) -> Offer:
+    async def _model_entry(self, name: str, model: ServedModel) -> ModelEntry:
         try:
             return self._offered(name, model, await self._tokenizers.of(model))
         except TokenizerError as error:

@@ -35,7 +35,7 @@ _PLAIN_STREAM = StreamOptions.read({})
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ModelEntry:
     """What requests are checked against: the served model, its public name, and the bounds of this server."""
 
     name: str
@@ -86,21 +86,25 @@ class ApiRequest:
         return replace(self, generations=tuple(generations))
 
 
-def request_of(body: Body, offer: Offer, request_id: str) -> ApiRequest:
+def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiRequest:
     """A request for the model that it asks for. Raises :class:`ApiError`."""
-    check_sizes(body, offer.model.context * offer.tokenizer.longest)
-    n = _choices(body, offer)
+    check_sizes(body, model_entry.model.context * model_entry.tokenizer.longest)
+    n = _choices(body, model_entry)
     prompts: Sequence[Prompt]
     match body:
         case ChatBody():
-            tools = tools_of(body, offer.tokenizer)
-            prompts = (chat_prompt(body, offer.tokenizer, offer.model.vocabulary, tools),)
-            return _request("chat", body, prompts, n, offer, request_id, tools)
+            tools = tools_of(body, model_entry.tokenizer)
+            prompts = (chat_prompt(body, model_entry.tokenizer, model_entry.model.vocabulary, tools),)
+            return _request("chat", body, prompts, n, model_entry, request_id, tools)
         case CompletionBody():
-            prompts = completion_prompts(body, offer.tokenizer, offer.model.vocabulary, offer.max_choices)
-            if len(prompts) * n > offer.max_choices:
-                raise wrong_value("n", f"at most {offer.max_choices // len(prompts)} with {len(prompts)} prompts", n)
-            return _request("completion", body, prompts, n, offer, request_id)
+            prompts = completion_prompts(
+                body, model_entry.tokenizer, model_entry.model.vocabulary, model_entry.max_choices
+            )
+            if len(prompts) * n > model_entry.max_choices:
+                raise wrong_value(
+                    "n", f"at most {model_entry.max_choices // len(prompts)} with {len(prompts)} prompts", n
+                )
+            return _request("completion", body, prompts, n, model_entry, request_id)
     raise TypeError(f"no endpoint takes {type(body)}")
 
 
@@ -133,11 +137,11 @@ def read_body(body: bytes, kind: Kind) -> Body:
     return BODIES[kind].read(parse_object(body))
 
 
-def _choices(body: Body, offer: Offer) -> int:
+def _choices(body: Body, model_entry: ModelEntry) -> int:
     """``n``. ``best_of`` would have more texts written than returned, by the likeliest; here all are returned."""
     n = body.n
-    if not 1 <= n <= offer.max_choices:
-        raise wrong_value("n", f"an integer from 1 to {offer.max_choices}", n)
+    if not 1 <= n <= model_entry.max_choices:
+        raise wrong_value("n", f"an integer from 1 to {model_entry.max_choices}", n)
     if body.best_of not in (None, n):
         expected = f"left out or what n is ({n}): no more texts are written than returned"
         raise wrong_value("best_of", expected, body.best_of)
@@ -154,17 +158,17 @@ def model_asked(body: Body, served: Collection[str]) -> str:
     return name
 
 
-def no_such_model(name: str, offers: Iterable[str]) -> ApiError:
+def no_such_model(name: str, models: Iterable[str]) -> ApiError:
     """The refusal of a model that is not served; it names those that are."""
-    served = list(offers)
+    served = list(models)
     hint = nearest(name, served) if len(served) > MAX_MODELS_NAMED else ""  # else it stands among those named
     message = f"there is no model {show(name[:MAX_MODEL_CHARACTERS])}{hint}; this server has {known_models(served)}"
     return ApiError("model_not_found", message, "model")
 
 
-def known_models(offers: Iterable[str]) -> str:
+def known_models(models: Iterable[str]) -> str:
     """Their names, for messages."""
-    names = [repr(name) for name in offers]
+    names = [repr(name) for name in models]
     more = f" and {len(names) - MAX_MODELS_NAMED} more" if len(names) > MAX_MODELS_NAMED else ""
     return ", ".join(names[:MAX_MODELS_NAMED]) + more
 
@@ -174,30 +178,30 @@ def _request(
     body: Body,
     prompts: Sequence[Prompt],
     n: int,
-    offer: Offer,
+    model_entry: ModelEntry,
     request_id: str,
     tools: Tools = Tools(),
 ) -> ApiRequest:
-    vocabulary, context = offer.model.vocabulary, offer.model.context
+    vocabulary, context = model_entry.model.vocabulary, model_entry.model.context
     options = _stream_options(body)
     form = answer_form_of(body)
     length = length_of(body, minimum=0 if form.echo else 1)
     prompts = truncated(body, prompts, context, max(length.asked, 1))
     limits = [length.within(len(prompt.tokens), context) for prompt in prompts]
     prompt_only = length.field is not None and length.asked == 0
-    sampling = sampling_of(body, vocabulary, offer.tokenizer)
-    stop_tokens = stop_tokens_of(body, vocabulary, offer.tokenizer)
-    speculation = speculation_of(body, offer.speculation, offer.model.sources)
+    sampling = sampling_of(body, vocabulary, model_entry.tokenizer)
+    stop_tokens = stop_tokens_of(body, vocabulary, model_entry.tokenizer)
+    speculation = speculation_of(body, model_entry.speculation, model_entry.model.sources)
     extras = Extras(
-        grammar=grammar_of(tools, text_grammar(body), offer.tokenizer),
-        prediction=prediction_of(body, offer.tokenizer, offer.model),
+        grammar=grammar_of(tools, text_grammar(body), model_entry.tokenizer),
+        prediction=prediction_of(body, model_entry.tokenizer, model_entry.model),
         logprobs=form.logprobs,
         prompt_logprobs=form.of_prompt,
     )
     details = wants_details(body)
     return ApiRequest(
         kind=kind,
-        model=offer.name,
+        model=model_entry.name,
         generations=tuple(
             Generation(
                 prompt=prompts[choice // n].tokens,
@@ -209,7 +213,7 @@ def _request(
                 speculation=speculation,
                 request_id=request_id,
                 priority=body.priority,
-                model=offer.model,
+                model=model_entry.model,
                 details=details,
             )
             for choice in range(len(prompts) * n)
@@ -228,15 +232,15 @@ def _request(
         prompt_only=prompt_only,
         continues=not isinstance(body, ChatBody) or body.continue_final_message,
         timeout=body.timeout,
-        store=_store(body, offer),
+        store=_store(body, model_entry),
     )
 
 
-def _store(body: Body, offer: Offer) -> bool:
+def _store(body: Body, model_entry: ModelEntry) -> bool:
     """``store``. Nobody can have kept what no router keeps."""
-    if body.store and not offer.records:
+    if body.store and not model_entry.records:
         raise wrong_value("store", "false or left out: this server does not record prompts", body.store)
-    return offer.records if body.store is None else body.store
+    return model_entry.records if body.store is None else body.store
 
 
 def _stream_options(body: Body) -> StreamOptions:

@@ -19,7 +19,7 @@ from speculation.budget import best_prefix, choose
 from speculation.calibration import Calibration
 from speculation.draft_session import Candidate, DraftSession
 from speculation.messages import Source, Token
-from speculation.trie import Node, Offer, SpeculationTrie, TrieLimits
+from speculation.trie import Node, SpeculationTrie, TrieLimits, VerificationTree
 
 MAX_GUESSES = 8
 """Longest chain of guesses in a forward."""
@@ -40,7 +40,7 @@ class Guesses:
         self._last = self._trie.root
 
     @property
-    def offer(self) -> Offer:
+    def tree(self) -> VerificationTree:
         """The whole chain. An end of 1 is that of a guess which hangs from the place itself."""
         return self._trie.select(MAX_GUESSES)
 
@@ -77,8 +77,8 @@ class Guesses:
             if token not in node.children:
                 break
             node = node.children[token]
-        offer = self.offer.first(computed)
-        return len(walk(offer.tokens, offer.parents, drawn).kept)
+        tree = self.tree.first(computed)
+        return len(walk(tree.tokens, tree.parents, drawn).kept)
 
 
 def draft_along(

@@ -16,7 +16,7 @@ from speculation.messages import Open, Rule, Schedule, Token
 from speculation.payoff import SETTLE, Payoff
 from speculation.sources.local_sources import LocalSource, LookupBounds, local_sources
 from speculation.target_session import SharedEstimators, TargetSession
-from speculation.trie import Offer
+from speculation.trie import VerificationTree
 
 LONGEST_WAIT = 1 / 3
 """Share of a plain step beyond which drafts are not waited for: until then drafting goes on during that step."""
@@ -36,7 +36,7 @@ class Asked:
 class Plan:
     """``offers[i]`` is what the i-th session asked about verifies; None: it sits this step out, until ``wake``."""
 
-    offers: tuple[Offer | None, ...]
+    trees: tuple[VerificationTree | None, ...]
     wake: float | None = None
     """When to decide again if no message comes before; None if nobody waits."""
 
@@ -112,20 +112,20 @@ class Planner:
         if room is not None:
             asked = [replace(one, drafts=min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
         candidates = [one.session.candidates(one.drafts) for one in asked]
-        waits = [self._baseline_wait(one, offer, now) for one, offer in zip(asked, candidates, strict=True)]
+        waits = [self._baseline_wait(one, tree, now) for one, tree in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]
         chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         if len(asked) == 1 and going and not prefilled:
             waits[0] = self._wait(asked[0].session, candidates[0], now)
-        offers: list[Offer | None] = [None] * len(asked)
-        for i, offer in zip(going, chosen, strict=True):
+        trees: list[VerificationTree | None] = [None] * len(asked)
+        for i, tree in zip(going, chosen, strict=True):
             if waits[i] is None:
-                offers[i] = asked[i].session.offer(offer)
-        self._branched = any(offer.branched for offer in offers if offer is not None)
+                trees[i] = asked[i].session.begin_verification(tree)
+        self._branched = any(tree.branched for tree in trees if tree is not None)
         wakes = [until for until in waits if until is not None]
         if len(wakes) < len(asked):
             self._began = now
-        return Plan(tuple(offers), min(wakes) if wakes else None)
+        return Plan(tuple(trees), min(wakes) if wakes else None)
 
     def _note(self, asked: Sequence[Asked], now: float, room: int | None) -> Payoff:
         """Note when a step is asked for and who is at work beside it; tell sessions whether drafters shall be."""
@@ -147,8 +147,8 @@ class Planner:
         return room if self._adaptive and _by_marginal_gain(one.session) else room // sessions
 
     def _chosen(
-        self, asked: Sequence[Asked], candidates: Sequence[Offer], prefilled: int, room: int | None
-    ) -> list[Offer]:
+        self, asked: Sequence[Asked], candidates: Sequence[VerificationTree], prefilled: int, room: int | None
+    ) -> list[VerificationTree]:
         """What of its candidates each session verifies."""
         chosen = list(candidates)
         if not self._adaptive:
@@ -162,16 +162,16 @@ class Planner:
                 chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, max_drafts, cost)))
                 base += len(chosen[i].nodes)
         left = None if room is None else room - sum(len(chosen[i].nodes) for i in range(len(asked)) if i not in by_gain)
-        for i, offer in zip(by_gain, _best([candidates[i] for i in by_gain], base, cost, left), strict=True):
-            chosen[i] = offer
+        for i, tree in zip(by_gain, _best([candidates[i] for i in by_gain], base, cost, left), strict=True):
+            chosen[i] = tree
         return chosen
 
-    def _wait(self, session: TargetSession, offer: Offer, now: float) -> float | None:
+    def _wait(self, session: TargetSession, tree: VerificationTree, now: float) -> float | None:
         """Until when a session that computes alone does better to wait for drafts than to go on."""
         miss = session.miss
         if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
             return None
-        if miss is None or offer.nodes or not session.expects_drafts or not session.throughput.rate:
+        if miss is None or tree.nodes or not session.expects_drafts or not session.throughput.rate:
             return None
         cost = self.cost(1)
         behind = session.trie.position - miss.position
@@ -182,14 +182,14 @@ class Planner:
         return None if seconds is None else now + seconds
 
     @staticmethod
-    def _baseline_wait(asked: Asked, offer: Offer, now: float) -> float | None:
+    def _baseline_wait(asked: Asked, tree: VerificationTree, now: float) -> float | None:
         """The baseline schedules verify a whole draft or nothing, and wait for it."""
         session = asked.session
         speculation = session.opened.speculation
         wanted = min(session.deepest, asked.drafts)
         if speculation.schedule is Schedule.TRIE or not speculation.enabled or session.in_vain or wanted <= 0:
             return None
-        if len(offer.nodes) >= wanted or _ends(offer, session.opened.limits.stop_tokens):
+        if len(tree.nodes) >= wanted or _ends(tree, session.opened.limits.stop_tokens):
             return None
         deaf_at = session.waits_since(now) + DEAF_AFTER
         if now < deaf_at:
@@ -198,9 +198,9 @@ class Planner:
         return None
 
 
-def _ends(offer: Offer, stop_tokens: frozenset[Token]) -> bool:
+def _ends(tree: VerificationTree, stop_tokens: frozenset[Token]) -> bool:
     """Whether the draft ends with a token after which there is nothing to draft."""
-    return bool(offer.nodes) and offer.nodes[-1].token in stop_tokens
+    return bool(tree.nodes) and tree.nodes[-1].token in stop_tokens
 
 
 def _follows(session: TargetSession) -> bool:
@@ -213,21 +213,23 @@ def _by_marginal_gain(session: TargetSession) -> bool:
     return speculation.rule is Rule.COUPLED and speculation.schedule is Schedule.TRIE
 
 
-def _best(candidates: Sequence[Offer], base: int, cost: StepCost, max_drafts: int | None) -> list[Offer]:
+def _best(
+    candidates: Sequence[VerificationTree], base: int, cost: StepCost, max_drafts: int | None
+) -> list[VerificationTree]:
     """The first part of each session's candidates, or of the chain among them, that makes the most of a second."""
 
-    def part(offers: Sequence[Offer], shape: Callable[[int], float]) -> list[Offer]:
-        counts = choose([offer.odds for offer in offers], base, shape, max_drafts)
-        return [offer.first(count) for offer, count in zip(offers, counts, strict=True)]
+    def part(trees: Sequence[VerificationTree], shape: Callable[[int], float]) -> list[VerificationTree]:
+        counts = choose([tree.odds for tree in trees], base, shape, max_drafts)
+        return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def rate(offers: Sequence[Offer]) -> float:
-        tokens = base + sum(len(offer.nodes) for offer in offers)
-        branched = any(offer.branched for offer in offers)
-        return (len(offers) + sum(sum(offer.odds) for offer in offers)) / cost(tokens, branched=branched)
+    def rate(trees: Sequence[VerificationTree]) -> float:
+        tokens = base + sum(len(tree.nodes) for tree in trees)
+        branched = any(tree.branched for tree in trees)
+        return (len(trees) + sum(sum(tree.odds) for tree in trees)) / cost(tokens, branched=branched)
 
-    if not (cost.knows_branched and any(offer.branched for offer in candidates)):
+    if not (cost.knows_branched and any(tree.branched for tree in candidates)):
         return part(candidates, cost)
-    chains = part([offer.chain() for offer in candidates], cost)
+    chains = part([tree.chain() for tree in candidates], cost)
     if not cost.knows_chains:
         return chains  # which shows what these take
     return max(chains, part(candidates, partial(cost, branched=True)), key=rate)

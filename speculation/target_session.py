@@ -1,9 +1,9 @@
 """One session at a target worker: its committed tokens, its drafts, and the rules that turn one into the other.
 
 Knows nothing of models, caches or scheduling. The worker takes a first part of the candidates as its
-:class:`~speculation.trie.Offer`, runs the model over it, and hands back what the target drew; between the two,
-proposals keep arriving. What the session learns on the way (whom to believe, how far drafters shall run ahead, how long
-drafts take to come) it shares with the other sessions of its worker through :class:`SharedEstimators`.
+:class:`~speculation.trie.VerificationTree`, runs the model over it, and hands back what the target drew; between the
+two, proposals keep arriving. What the session learns on the way (whom to believe, how far drafters shall run ahead, how
+long drafts take to come) it shares with the other sessions of its worker through :class:`SharedEstimators`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from speculation.sources.local_sources import local_sources
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion
 from speculation.throughput_estimator import ThroughputEstimator
-from speculation.trie import Fate, Node, Offer, Placement, SpeculationTrie, TrieLimits
+from speculation.trie import Fate, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
 
 MAX_LOOKAHEAD = 48
 FORCED_CONFIDENCE = 0.9
@@ -112,7 +112,7 @@ class TargetSession:
         some."""
         self.constraint: Constraint | None = None
         """What its text is held to. The worker draws accordingly."""
-        self._offer: Offer | None = None
+        self._tree: VerificationTree | None = None
         speculation = opened.speculation
         self._drafted_chain = speculation.chains and Source.DRAFT in speculation.sources
         drafts_here = speculation.enabled and speculation.schedule is Schedule.TRIE
@@ -192,28 +192,28 @@ class TargetSession:
             reached = proposal.anchor_position + max(proposal.depths) - self.miss.position
             self.miss.arrived(reached, at)
 
-    def candidates(self, budget: int) -> Offer:
+    def candidates(self, budget: int) -> VerificationTree:
         """The at most ``budget`` draft tokens most likely to be kept, best first.
 
         Drafts past the last position the session may reach are never among them.
         """
         if not self.opened.speculation.enabled or budget <= 0:
-            return Offer()
+            return VerificationTree()
         self._suggest()
         self._force()
         return self.trie.select(budget, self.deepest)
 
-    def offer(self, chosen: Offer) -> Offer:
+    def begin_verification(self, chosen: VerificationTree) -> VerificationTree:
         """Verify ``chosen`` in the step that ``commit`` ends; returns it in the order to compute it in."""
-        assert self._offer is None and self.finished is None
-        self._offer = chosen.depth_first()
-        return self._offer
+        assert self._tree is None and self.finished is None
+        self._tree = chosen.depth_first()
+        return self._tree
 
-    def withdraw(self) -> Offer:
+    def withdraw(self) -> VerificationTree:
         """Verify no drafts in the step that ``commit`` ends, whatever was offered; they stay at hand."""
-        assert self._offer is not None, "withdraw without offer"
-        self._offer = Offer()
-        return self._offer
+        assert self._tree is not None, "withdraw without a tree"
+        self._tree = VerificationTree()
+        return self._tree
 
     def index(self, end: int) -> None:
         """Let the sources here see the tokens before ``end``: a long prompt is read as it is prefilled."""
@@ -265,28 +265,28 @@ class TargetSession:
 
         ``drawn[0]`` is the target's token after the prefix, ``drawn[i + 1]`` its token after offer ``i``; ``at``: now.
         """
-        assert self._offer is not None, "commit without offer"
-        return self.settle(walk(self._offer.tokens, self._offer.parents, drawn), at)
+        assert self._tree is not None, "commit without a tree"
+        return self.settle(walk(self._tree.tokens, self._tree.parents, drawn), at)
 
     def settle(self, outcome: AcceptanceResult, at: float | None = None) -> Commit:
         """Decide the step by an outcome that a rule has come to."""
-        offer, self._offer = self._offer, None
-        assert offer is not None, "settle without offer"
-        tokens = (*(offer.nodes[i].token for i in outcome.kept), outcome.own)
+        tree, self._tree = self._tree, None
+        assert tree is not None, "settle without a tree"
+        tokens = (*(tree.nodes[i].token for i in outcome.kept), outcome.own)
         position = self.trie.position
         count, self.finished = finish_at(position, tokens, self.opened.limits)
         if self.constraint is not None and (end := self.constraint.ending(tokens[:count])) is not None:
             count, self.finished = end, FinishReason.STOP
         tokens, kept = tokens[:count], outcome.kept[:count]
-        sources = tuple(offer.nodes[i].source for i in kept)
-        refused = tuple(node.source for i, node in enumerate(offer.nodes) if i not in kept)
+        sources = tuple(tree.nodes[i].source for i in kept)
+        refused = tuple(node.source for i, node in enumerate(tree.nodes) if i not in kept)
         end = outcome.kept[-1] if outcome.kept else ANCHOR
         self._learn(tokens, len(kept))
         self.trie.advance(tokens)
         if self.opened.speculation.schedule is Schedule.TRIE:
             self._sent_lookahead = self.lookahead_policy.lead if self._drafting.pays else 0
         if at is not None:
-            self._clock(at, count, len(offer.nodes))
+            self._clock(at, count, len(tree.nodes))
         verification = Verification(
             session=self.opened.session,
             epoch=self.opened.epoch,
@@ -294,12 +294,12 @@ class TargetSession:
             tokens=tokens,
             digest=self.trie.digest,
             accepted=len(kept),
-            offered=len(offer.nodes),
+            offered=len(tree.nodes),
             finish=self.finished,
             lead=self._sent_lookahead,
             sources=_unless_drafted(sources),
             refused=_unless_drafted(refused),
-            recovered=count > len(outcome.kept) and end in offer.parents,
+            recovered=count > len(outcome.kept) and end in tree.parents,
         )
         return Commit(verification, kept)
 

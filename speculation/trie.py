@@ -108,7 +108,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class VerificationTree:
     """Draft tokens chosen for one verification, parents first. ``parents[i]`` indexes this offer; -1 is the root."""
 
     nodes: tuple[Node, ...] = ()
@@ -124,16 +124,16 @@ class Offer:
         """Probability of each token to be kept together with all above it; falls along the offer if best first."""
         return [node.weight for node in self.nodes]
 
-    def first(self, count: int) -> Offer:
+    def first(self, count: int) -> VerificationTree:
         """The part that was chosen first; a parent always comes before its children."""
-        return Offer(self.nodes[:count], self.parents[:count])
+        return VerificationTree(self.nodes[:count], self.parents[:count])
 
     @property
     def branched(self) -> bool:
         """Whether any token has a sibling here."""
         return len(set(self.parents)) < len(self.parents)
 
-    def chain(self) -> Offer:
+    def chain(self) -> VerificationTree:
         """The best of it that does not branch: of each token the child that was chosen first."""
         nodes: list[Node] = []
         end = ANCHOR
@@ -141,9 +141,9 @@ class Offer:
             if parent == end:
                 nodes.append(node)
                 end = i
-        return Offer(tuple(nodes), tuple(range(-1, len(nodes) - 1)))
+        return VerificationTree(tuple(nodes), tuple(range(-1, len(nodes) - 1)))
 
-    def depth_first(self) -> Offer:
+    def depth_first(self) -> VerificationTree:
         """The same tokens branch by branch, the likeliest branch first, so that runs of parent and child are long."""
         below: list[list[int]] = [[] for _ in range(len(self.nodes) + 1)]  # the root's come last
         for i, parent in enumerate(self.parents):
@@ -156,7 +156,7 @@ class Offer:
             nodes.append(self.nodes[i])
             parents.append(parent)
             stack.extend((child, len(nodes) - 1) for child in reversed(below[i]))
-        return Offer(tuple(nodes), tuple(parents))
+        return VerificationTree(tuple(nodes), tuple(parents))
 
 
 Odds = Callable[[Node], float]
@@ -312,7 +312,7 @@ class SpeculationTrie:
 
     # -- selection and re-rooting --------------------------------------------------------------------------------
 
-    def select(self, budget: int, depth: int | None = None) -> Offer:
+    def select(self, budget: int, depth: int | None = None) -> VerificationTree:
         """The subtree of at most ``budget`` tokens that is most likely to be kept, at most ``depth`` deep.
 
         Best first by path probability. A child is never likelier than its parent, so every prefix of the result is
@@ -337,7 +337,7 @@ class SpeculationTrie:
             nodes.append(node)
             parents.append(parent)
             consider(node.children, len(nodes) - 1)
-        return Offer(tuple(nodes), tuple(parents))
+        return VerificationTree(tuple(nodes), tuple(parents))
 
     def advance(self, tokens: Sequence[Token]) -> Node | None:
         """Commit ``tokens`` and re-root below them.

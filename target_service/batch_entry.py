@@ -11,7 +11,7 @@ from engine.step import Chunk
 from speculation.acceptance import Chosen, Draft, Sampled
 from speculation.messages import ANCHOR, Rule, Sampling, Token
 from speculation.target_session import Commit
-from speculation.trie import Offer
+from speculation.trie import VerificationTree
 from target_service.scheduler import Share
 from target_service.sequence import TargetSequence
 
@@ -24,7 +24,7 @@ class BatchEntry:
     num_scheduled_tokens: int
     drafts: int | None
     """Room for drafts; None while the prompt is not complete: then nothing is drawn."""
-    offer: Offer | None = None
+    tree: VerificationTree | None = None
     outcome: dict[str, object] | None = None
     """For the record."""
 
@@ -40,7 +40,7 @@ class BatchEntry:
     @property
     def tokens(self) -> int:
         """How many are computed."""
-        return self.num_scheduled_tokens if self.offer is None else self.num_scheduled_tokens + len(self.offer.nodes)
+        return self.num_scheduled_tokens if self.tree is None else self.num_scheduled_tokens + len(self.tree.nodes)
 
     @property
     def rows(self) -> int:
@@ -48,7 +48,7 @@ class BatchEntry:
 
         Of a part of a prompt it is the last one, which sees all others, if others might read across them.
         """
-        return int(self.sequence.cached.among_others) if self.offer is None else len(self.offer.nodes) + 1
+        return int(self.sequence.cached.among_others) if self.tree is None else len(self.tree.nodes) + 1
 
     @property
     def prompt_logprob_rows(self) -> range:
@@ -62,7 +62,7 @@ class BatchEntry:
     @property
     def decodes(self) -> bool:
         """Whether the session is past its prompt, so that the entry computes nothing but its next tokens."""
-        return self.num_scheduled_tokens == 1 and self.offer is not None
+        return self.num_scheduled_tokens == 1 and self.tree is not None
 
     @property
     def by_rejection(self) -> bool:
@@ -86,53 +86,53 @@ class BatchEntry:
         scheduled = self.sequence.session.tokens[start : start + self.num_scheduled_tokens]
         last = self.num_scheduled_tokens - 1
         chain = range(ANCHOR, last)
-        if self.offer is None:
+        if self.tree is None:
             judged = [Draw(Sampling(temperature=0.0), 0)] * self.rows if draws else []
             return Chunk(
                 self.sequence.cached, scheduled, list(chain), [*self.prompt_logprob_rows, *[last] * self.rows], judged
             )
         parents = [
             *chain,
-            *(last if parent == ANCHOR else self.num_scheduled_tokens + parent for parent in self.offer.parents),
+            *(last if parent == ANCHOR else self.num_scheduled_tokens + parent for parent in self.tree.parents),
         ]
-        rows = [*self.prompt_logprob_rows, *range(last, self.num_scheduled_tokens + len(self.offer.nodes))]
+        rows = [*self.prompt_logprob_rows, *range(last, self.num_scheduled_tokens + len(self.tree.nodes))]
         return Chunk(
-            self.sequence.cached, [*scheduled, *self.offer.tokens], parents, rows, self.draws() if draws else ()
+            self.sequence.cached, [*scheduled, *self.tree.tokens], parents, rows, self.draws() if draws else ()
         )
 
     def withdraw(self) -> bool:
         """Verify no drafts after all; whether there were any."""
-        if self.offer is None or not self.offer.nodes:
+        if self.tree is None or not self.tree.nodes:
             return False
-        self.offer = self.sequence.session.withdraw()
+        self.tree = self.sequence.session.withdraw()
         return True
 
     def draws(self) -> list[Draw]:
         """How each wanted row is drawn: after the last fed token, then after each draft."""
-        if self.offer is None:
+        if self.tree is None:
             return []
         session = self.sequence.session
-        positions = [session.trie.position, *(node.end for node in self.offer.nodes)]
+        positions = [session.trie.position, *(node.end for node in self.tree.nodes)]
         return [Draw(session.opened.sampling, position) for position in positions]
 
     def shapes(self) -> list[Shape | None]:
         """How each wanted row is shaped before it is drawn from; None: not at all."""
         shaping = self.sequence.shaping
-        if self.offer is None or shaping is None:
+        if self.tree is None or shaping is None:
             return [None] * self.rows
         paths: list[tuple[Token, ...]] = [()]
-        for token, parent in zip(self.offer.tokens, self.offer.parents, strict=True):
+        for token, parent in zip(self.tree.tokens, self.tree.parents, strict=True):
             paths.append((*paths[parent + 1], token))
         return [shaping.after(path) for path in paths]
 
     def drafts_with_q(self) -> list[Draft]:
-        """The offer, a chain, as the rejection rule takes it."""
-        assert self.offer is not None
-        return [Chosen(node.token) if node.q is None else Sampled(node.token, node.q) for node in self.offer.nodes]
+        """The tree, a chain, as the rejection rule takes it."""
+        assert self.tree is not None
+        return [Chosen(node.token) if node.q is None else Sampled(node.token, node.q) for node in self.tree.nodes]
 
     def record(self, commit: Commit) -> None:
         """Note for the recorder what came of it."""
-        assert self.offer is not None
+        assert self.tree is not None
         verification = commit.verification
         self.outcome = {
             "session": verification.session,
@@ -141,8 +141,8 @@ class BatchEntry:
             "offered": verification.offered,
             "accepted": verification.accepted,
             "committed": len(verification.tokens),
-            "depths": [node.end - verification.position for node in self.offer.nodes],
-            "parents": list(self.offer.parents),
-            "odds": [round(node.weight, 4) for node in self.offer.nodes],
+            "depths": [node.end - verification.position for node in self.tree.nodes],
+            "parents": list(self.tree.parents),
+            "odds": [round(node.weight, 4) for node in self.tree.nodes],
             "kept": list(commit.kept),
         }

@@ -8,7 +8,7 @@ from speculation.messages import Source, SourceName
 from speculation.sources.registry import registered
 from speculation.sources.suffix import SuffixStore
 from speculation.target_session import Commit
-from speculation.trie import Fate, Offer
+from speculation.trie import Fate, VerificationTree
 
 
 def _by_source() -> dict[SourceName, int]:
@@ -53,15 +53,15 @@ class Counters:
     offered_from: dict[SourceName, int] = field(default_factory=_by_source)
     accepted_from: dict[SourceName, int] = field(default_factory=_by_source)
 
-    def count(self, offer: Offer, commit: Commit) -> None:
+    def count(self, tree: VerificationTree, commit: Commit) -> None:
         """Add what a session's step came to; each draft source gets its own credit."""
         self.committed += len(commit.verification.tokens)
-        self.offered += len(offer.nodes)
+        self.offered += len(tree.nodes)
         self.accepted += len(commit.kept)
-        for node in offer.nodes:
+        for node in tree.nodes:
             self.offered_from[node.source] += 1
         for i in commit.kept:
-            self.accepted_from[offer.nodes[i].source] += 1
+            self.accepted_from[tree.nodes[i].source] += 1
 
     def take(self, store: SuffixStore) -> None:
         """Take over what is counted there."""

@@ -24,7 +24,7 @@ from engine.step import Chunk
 from speculation.acceptance import AcceptanceResult
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
 from speculation.sources.medusa import HeadGuesses, MedusaDrafts
-from speculation.trie import Offer
+from speculation.trie import VerificationTree
 from target_service.batch_entry import BatchEntry
 from target_service.sequence import TargetSequence
 from target_service.verdicts import Verdict
@@ -64,10 +64,10 @@ class HeadDrafter:
                 last = verdict.kept[-1] + 1 if verdict.kept else 0
                 entry.sequence.hidden_D = hidden_RD[end - entry.rows + last]
 
-    def settled(self, sequence: TargetSequence, offer: Offer) -> None:
-        """A step of a session is over, in which ``offer`` was verified."""
+    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+        """A step of a session is over, in which ``begin_verification`` was verified."""
         if sequence.medusa is not None:
-            sequence.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in offer.nodes))
+            sequence.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in tree.nodes))
 
     def draft(self, sessions: Sequence[TargetSequence]) -> None:
         """Let the heads guess for all of these that have something to read, unless theirs rest."""

@@ -42,10 +42,10 @@ def of_committed(
     starts = accumulate((entry.rows for entry in entries), initial=0)
     for i, (entry, verdict, start) in enumerate(zip(entries, decided, starts, strict=False)):
         asked = entry.sequence.session.opened.extras.logprobs
-        if asked is None or entry.offer is None or not isinstance(verdict, AcceptanceResult):
+        if asked is None or entry.tree is None or not isinstance(verdict, AcceptanceResult):
             continue
         rows += (start, *(start + 1 + draft for draft in verdict.kept))
-        tokens += (*(entry.offer.tokens[draft] for draft in verdict.kept), verdict.own)
+        tokens += (*(entry.tree.tokens[draft] for draft in verdict.kept), verdict.own)
         counts[i] = len(verdict.kept) + 1
         top_logprobs += [asked] * counts[i]
     if not rows:

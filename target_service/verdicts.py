@@ -49,7 +49,7 @@ DEAD_END = (
 
 
 def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor | None = None) -> list[Verdict]:
-    """What the rows of each entry, in order, make of its offer.
+    """What the rows of each entry, in order, make of its tree.
 
     ``drawn_R2``: what the step has drawn itself (:attr:`engine.step.Engine.drawn`), if it has.
     """
@@ -63,17 +63,17 @@ def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor 
         own = list(itertools.islice(rows, entry.rows))
         if not all(sound for _, sound in own):
             answer.append(_not_finite(entry))
-        elif entry.offer is None:
+        elif entry.tree is None:
             answer.append(None)
         else:
-            answer.append(walk(entry.offer.tokens, entry.offer.parents, [token for token, _ in own]))
+            answer.append(walk(entry.tree.tokens, entry.tree.parents, [token for token, _ in own]))
     return answer
 
 
 def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdict]:
     """Whatever the requests ask for."""
     answer: list[Verdict] = [None] * len(entries)
-    coupled = [i for i, entry in enumerate(entries) if entry.offer is not None and not entry.by_rejection]
+    coupled = [i for i, entry in enumerate(entries) if entry.tree is not None and not entry.by_rejection]
     shaped_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
     parts = torch.split(shaped_RV, [entry.rows for entry in entries])
     drawn_C = drawn(_joined(parts, coupled, shaped_RV), [draw for i in coupled for draw in entries[i].draws()])
@@ -85,10 +85,10 @@ def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdic
     sound = [all(list(itertools.islice(fetched, entry.rows))) for entry in entries]
     opens = [list(itertools.islice(fetched, entry.rows)) for entry in entries]
     for i in coupled:
-        offer = entries[i].offer
-        assert offer is not None
-        answer[i] = walk(offer.tokens, offer.parents, list(itertools.islice(fetched, entries[i].rows)))
-    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.offer is not None and sound[i]]
+        tree = entries[i].tree
+        assert tree is not None
+        answer[i] = walk(tree.tokens, tree.parents, list(itertools.islice(fetched, entries[i].rows)))
+    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
     if rejecting:
         results = _by_rejection(_joined(parts, rejecting, shaped_RV), [entries[i] for i in rejecting])
         for i, kept in zip(rejecting, results, strict=True):
@@ -97,9 +97,9 @@ def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdic
         position, outcome = entry.sequence.session.trie.position, answer[i]
         if not sound[i]:
             answer[i] = _not_finite(entry)
-        elif isinstance(outcome, AcceptanceResult) and entry.offer is not None and not all(opens[i]):
+        elif isinstance(outcome, AcceptanceResult) and entry.tree is not None and not all(opens[i]):
             dead_end = Fault(DEAD_END.format(position), RefusalCode.INVALID)
-            answer[i] = _to_dead_end(outcome, opens[i], entry.offer.tokens) or dead_end
+            answer[i] = _to_dead_end(outcome, opens[i], entry.tree.tokens) or dead_end
     return answer
 
 
@@ -128,6 +128,6 @@ def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -
 
 
 def _by_rejection(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[AcceptanceResult]:
-    """What p and q make of the offers."""
+    """What p and q make of the trees."""
     draws = [draw for entry in entries for draw in entry.draws()]
     return verify_chains(logits_RV, draws, [entry.drafts_with_q() for entry in entries])

@@ -276,12 +276,12 @@ class VerifyLoop:
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
-        for entry, offer in zip(drawing, plan.offers, strict=True):
-            entry.offer = offer
-            if offer is None and entry.sequence.waits_since is None:
+        for entry, tree in zip(drawing, plan.trees, strict=True):
+            entry.tree = tree
+            if tree is None and entry.sequence.waits_since is None:
                 entry.sequence.waits_since = now
         self._due = plan.wake
-        return [entry for entry in entries if entry.drafts is None or entry.offer is not None]
+        return [entry for entry in entries if entry.drafts is None or entry.tree is not None]
 
     def _beside(self, decoding: int) -> int:
         """How many prompt tokens a step may compute beside so many sessions that decode."""
@@ -395,15 +395,15 @@ class VerifyLoop:
                 sequence.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
                 return self._give_up(sequence, why, code)
             case AcceptanceResult():
-                assert entry.offer is not None
+                assert entry.tree is not None
                 commit = sequence.session.settle(verdict, ended)
                 cached.advance(
                     [*range(entry.num_scheduled_tokens), *(entry.num_scheduled_tokens + i for i in commit.kept)]
                 )
                 cached.rollback()
-                self.counters.count(entry.offer, commit)
+                self.counters.count(entry.tree, commit)
                 if self._medusa is not None:
-                    self._medusa.settled(sequence, entry.offer)
+                    self._medusa.settled(sequence, entry.tree)
                 if self._draft_model is not None:
                     self._draft_model.verified(sequence, commit.verification)
                 sequence.course.draws(ended)

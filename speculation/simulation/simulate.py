@@ -32,7 +32,7 @@ from speculation.simulation.simulated_world import Bounds as Bounds
 from speculation.simulation.simulated_world import Setting as Setting
 from speculation.simulation.simulated_world import World
 from speculation.target_session import TargetSession
-from speculation.trie import Offer
+from speculation.trie import VerificationTree
 
 WITHIN = 0.03
 """Throughput this close to the best is as good as the best."""
@@ -220,16 +220,16 @@ class _Target:
         each, room = self._world.bounds.room(len(held), self._world.costs.row_classes)
         asked = [Asked(one.session, 0 if one.session.committed_at is None else each) for one in held]
         plan = self._planner.plan(asked, self._world.now, room=room)
-        going = [(one, offer) for one, offer in zip(held, plan.offers, strict=True) if offer is not None]
+        going = [(one, tree) for one, tree in zip(held, plan.trees, strict=True) if tree is not None]
         if not going:
             self._rest(plan.wake)
             return
-        tokens = sum(1 + len(offer.nodes) for _, offer in going)
+        tokens = sum(1 + len(tree.nodes) for _, tree in going)
         world = self._world
         world.verifying += 1
         heads = any(one.heads is not None and one.heads.guessing for one, _ in going)
         seconds = world.varied(world.costs.verify_seconds(len(going), tokens, heads=heads))
-        if any(offer.branched for _, offer in going):
+        if any(tree.branched for _, tree in going):
             seconds *= world.costs.branching
         world.after(seconds, lambda: self._end(going, tokens, seconds))
 
@@ -241,24 +241,24 @@ class _Target:
             # A wait that a message has ended meanwhile must not end the next one.
             self._world.after(wake - self._world.now, lambda: self._wake() if self._woken == woken else None)
 
-    def _end(self, going: Sequence[tuple[_Verified, Offer]], tokens: int, seconds: float) -> None:
+    def _end(self, going: Sequence[tuple[_Verified, VerificationTree]], tokens: int, seconds: float) -> None:
         """Commit what would be computed by now, or as much later as a drafter has held it up."""
         world = self._world
         held_up = (world.costs.contention - 1.0) * seconds if world.drafted_until > world.now - seconds else 0.0
         world.after(held_up, lambda: self._commit(going, tokens, seconds + held_up))
 
-    def _commit(self, going: Sequence[tuple[_Verified, Offer]], tokens: int, seconds: float) -> None:
+    def _commit(self, going: Sequence[tuple[_Verified, VerificationTree]], tokens: int, seconds: float) -> None:
         world = self._world
         world.verifying -= 1
         world.totals.verifying += seconds
         committed = 0
-        for one, offer in going:
+        for one, tree in going:
             root = one.session.trie.root
-            drawn = [one.request.text.drawn(node.end, node.digest) for node in (root, *offer.nodes)]
+            drawn = [one.request.text.drawn(node.end, node.digest) for node in (root, *tree.nodes)]
             before = one.session.committed_at
             verification = one.session.commit(drawn, world.now).verification
             if one.heads is not None:
-                one.heads.stepped(verified=any(node.source is Source.MEDUSA for node in offer.nodes))
+                one.heads.stepped(verified=any(node.source is Source.MEDUSA for node in tree.nodes))
             if before is not None:
                 world.totals.count(verification, world.now - before)
             committed += len(verification.tokens)

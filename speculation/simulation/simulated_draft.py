@@ -79,11 +79,11 @@ class SimulatedDraft:
             found = self._known.propose_after(path, levels)
             for token, sure in zip(found.tokens, found.confidence, strict=True):
                 self._guesses.add(token, sure, Source.LOOKUP)
-        return [place.weight * odds for odds in self._guesses.offer.odds]
+        return [place.weight * odds for odds in self._guesses.tree.odds]
 
     def follow(self, place: Node, computed: int) -> None:
         """The forward has verified the first ``computed`` guesses: those that the model says itself become drafts."""
-        tokens = self._guesses.offer.tokens
+        tokens = self._guesses.tree.tokens
         if not tokens:
             return
         end, digest = place.end, place.digest

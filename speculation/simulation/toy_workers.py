@@ -81,9 +81,9 @@ class TargetWorker:
             return None
         sent: list[FromWorker] = []
         for session in list(self.sessions.values()):
-            offer = session.offer(session.candidates(8))
+            tree = session.begin_verification(session.candidates(8))
             contexts = [list(session.tokens)]
-            for node in offer.nodes:
+            for node in tree.nodes:
                 path = [above.token for above in node.path_from(session.trie.root)]
                 contexts.append([*session.tokens, *path])
             seed = session.opened.sampling.seed

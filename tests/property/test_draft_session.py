@@ -105,7 +105,7 @@ class Pair:
         self.sent += size
 
     def verify(self, one: Round) -> None:
-        chosen = self.target.offer(self.target.candidates(one.offered))
+        chosen = self.target.begin_verification(self.target.candidates(one.offered))
         commit = self.target.commit([self.answer(node, one) for node in (None, *chosen.nodes)])
         tokens = commit.verification.tokens
         self.ignored = 0 if chosen.nodes else self.ignored + 1

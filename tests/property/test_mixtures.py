@@ -426,8 +426,8 @@ def test_a_draft_that_was_not_drawn_would_be_found(bench: Bench, who: str, monke
     settle = TargetSession.settle
 
     def credulous(self: TargetSession, outcome: AcceptanceResult, at: float | None = None) -> Any:
-        assert self._offer is not None
-        nodes, parents = self._offer.nodes, self._offer.parents
+        assert self._tree is not None
+        nodes, parents = self._tree.nodes, self._tree.parents
         refused = (i for i, node in enumerate(nodes) if node.source == WHO[who] and i not in outcome.kept)
         path = [next(refused, ANCHOR)]
         while path[0] != ANCHOR:

@@ -40,7 +40,7 @@ def test_the_output_does_not_depend_on_the_proposals(script):
     emitted: list[Token] = []
 
     def step(budget: int) -> None:
-        offer = session.offer(session.candidates(budget))
+        offer = session.begin_verification(session.candidates(budget))
         assert len(offer.nodes) <= budget
         contexts = [tuple(session.tokens)]
         for node in offer.nodes:
@@ -91,7 +91,7 @@ def test_the_output_does_not_depend_on_the_prediction(prompt, changes, right, bu
         if data.draw(st.booleans()):
             opened = replace(opened, epoch=opened.epoch + 1, tokens=tuple(session.tokens))
             session = TargetSession(opened, vocabulary=VOCABULARY, trie_limits=limits)
-        offer = session.offer(session.candidates(budgets[step] if step < len(budgets) else 4))
+        offer = session.begin_verification(session.candidates(budgets[step] if step < len(budgets) else 4))
         contexts = [tuple(session.tokens)]
         for node in offer.nodes:
             contexts.append((*session.tokens, *(above.token for above in node.path_from(session.trie.root))))

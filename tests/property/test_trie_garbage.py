@@ -24,7 +24,7 @@ from speculation.messages import (
 )
 from speculation.simulation.toy_workers import VOCABULARY, target_only, toy_model
 from speculation.target_session import TargetSession
-from speculation.trie import Fate, Offer, TrieLimits
+from speculation.trie import Fate, TrieLimits, VerificationTree
 
 PROMPT = (3, 1, 4, 1, 5)
 END = len(PROMPT) + 30
@@ -221,11 +221,11 @@ def anchor_prefix(session: TargetSession, anchor: Anchor) -> tuple[Token, ...]:
 def run(session: TargetSession, step: Step) -> int:
     """One target step; returns how many drafts were accepted."""
     candidates = session.candidates(step.budget)
-    offer = session.offer(candidates.first(len(candidates.nodes) * step.share // 100))
-    check_offer(session, offer, step.budget)
+    tree = session.begin_verification(candidates.first(len(candidates.nodes) * step.share // 100))
+    check_tree(session, tree, step.budget)
     position = len(session.tokens)
     contexts = [tuple(session.tokens)]
-    contexts += [(*contexts[0], *(n.token for n in node.path_from(session.trie.root))) for node in offer.nodes]
+    contexts += [(*contexts[0], *(n.token for n in node.path_from(session.trie.root))) for node in tree.nodes]
     for draft in step.meanwhile:
         deliver(session, draft)
     commit = session.commit([draw_after(session, context) for context in contexts])
@@ -233,20 +233,20 @@ def run(session: TargetSession, step: Step) -> int:
     assert verification.position == position
     assert verification.tokens == tuple(session.tokens[position:])
     assert verification.digest == digests.of(session.tokens)
-    accepted = tuple(offer.nodes[i].token for i in commit.kept)
+    accepted = tuple(tree.nodes[i].token for i in commit.kept)
     assert accepted == verification.tokens[: verification.accepted]
-    assert verification.offered == len(offer.nodes)
+    assert verification.offered == len(tree.nodes)
     check_limits(session)
     return verification.accepted
 
 
-def check_offer(session: TargetSession, offer: Offer, budget: int) -> None:
+def check_tree(session: TargetSession, tree: VerificationTree, budget: int) -> None:
     speculation = session.opened.speculation
-    assert len(offer.nodes) <= (budget if speculation.enabled else 0)
-    assert all(ANCHOR <= parent < i for i, parent in enumerate(offer.parents))
-    assert all(0 <= token < VOCABULARY for token in offer.tokens)
-    for node, parent in zip(offer.nodes, offer.parents, strict=True):
-        assert node.parent is (session.trie.root if parent == ANCHOR else offer.nodes[parent])
+    assert len(tree.nodes) <= (budget if speculation.enabled else 0)
+    assert all(ANCHOR <= parent < i for i, parent in enumerate(tree.parents))
+    assert all(0 <= token < VOCABULARY for token in tree.tokens)
+    for node, parent in zip(tree.nodes, tree.parents, strict=True):
+        assert node.parent is (session.trie.root if parent == ANCHOR else tree.nodes[parent])
         assert node.end - len(session.tokens) <= speculation.max_depth
         assert node.end < END
 

@@ -70,10 +70,10 @@ def test_a_broken_row_draws_some_token_and_leaves_the_others_alone(how: Sampling
 
 def entry(tokens: list[int], at: int, *, draws: bool = True) -> Any:
     """A session that offers a chain of drafts, as far as verdicts look at it."""
-    offer = SimpleNamespace(tokens=tokens, parents=list(range(-1, len(tokens) - 1))) if draws else None
+    tree = SimpleNamespace(tokens=tokens, parents=list(range(-1, len(tokens) - 1))) if draws else None
     return SimpleNamespace(
         rows=len(tokens) + 1 if draws else 0,
-        offer=offer,
+        tree=tree,
         by_rejection=False,
         shapes=lambda: [None] * (len(tokens) + 1) if draws else [],
         draws=lambda: [Draw(Sampling(temperature=0.0), at + i) for i in range(len(tokens) + 1)],

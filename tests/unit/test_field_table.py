@@ -16,7 +16,7 @@ from router.field_table import ROWS, Row, Support
 from router.generation import ServedModel
 from router.openapi import description
 from router.request_schema import Kind
-from router.requests import ApiRequest, Offer
+from router.requests import ApiRequest, ModelEntry
 from speculation.messages import Sampling
 from tests.fakes import tiny_tokenizer
 from tests.parsing import parse_chat, parse_completion
@@ -31,14 +31,14 @@ ANYTHING: list[Any] = [3.5, -1, 10**400, "", "x", True, [], [None], ["x"], [-1],
 
 
 @cache
-def offer() -> Offer:
+def model_entry() -> ModelEntry:
     tokenizer = tiny_tokenizer()
-    return Offer("tiny", ServedModel("tiny", tokenizer.size, CONTEXT, 0), tokenizer, max_choices=4)
+    return ModelEntry("tiny", ServedModel("tiny", tokenizer.size, CONTEXT, 0), tokenizer, max_choices=4)
 
 
 def parse(kind: Kind, **fields: Any) -> ApiRequest:
     body = json.dumps(BASES[kind] | fields).encode()
-    return (parse_completion if kind == "completion" else parse_chat)(body, {"tiny": offer()}, "r1")
+    return (parse_completion if kind == "completion" else parse_chat)(body, {"tiny": model_entry()}, "r1")
 
 
 def refused(kind: Kind, row: Row, value: Any) -> ApiError:
@@ -147,7 +147,7 @@ def test_sampling_fields_arrive() -> None:
 
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
-    tokenizer = offer().tokenizer
+    tokenizer = model_entry().tokenizer
     (generation,) = parse("completion", bad_words=["hello", " hello", "world", "z"]).generations
     written = [tokenizer.encode(space + word, special=False) for word in ("hello", "world", "z") for space in ("", " ")]
     assert len({len(tokens) for tokens in written[2:4]}) == 2
@@ -210,7 +210,7 @@ def test_special_tokens_around_a_text_are_a_choice() -> None:
 
 
 def test_the_last_message_can_be_continued() -> None:
-    tokenizer = offer().tokenizer
+    tokenizer = model_entry().tokenizer
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello wor"}]
     (opened,) = parse("chat", messages=messages).generations
     (closed,) = parse("chat", messages=messages, add_generation_prompt=False).generations
@@ -233,7 +233,7 @@ def test_what_is_continued_is_the_last_message_and_not_what_the_template_puts_af
     tokenizer = tiny_tokenizer(template)
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
     body = json.dumps({"messages": messages, "continue_final_message": True}).encode()
-    request = parse_chat(body, {"tiny": Offer("tiny", offer().model, tokenizer, max_choices=4)}, "r1")
+    request = parse_chat(body, {"tiny": ModelEntry("tiny", model_entry().model, tokenizer, max_choices=4)}, "r1")
     written = content.strip() if template == TRIMMING else content
     prompt = tokenizer.decode(request.generations[0].prompt)
     assert prompt == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{written}"
@@ -246,7 +246,9 @@ def test_a_message_that_is_not_written_as_it_is_cannot_be_continued(template: st
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
     body = json.dumps({"messages": messages, "continue_final_message": True}).encode()
     with pytest.raises(ApiError, match="does not write the last message") as caught:
-        parse_chat(body, {"tiny": Offer("tiny", offer().model, tiny_tokenizer(template), max_choices=4)}, "r1")
+        parse_chat(
+            body, {"tiny": ModelEntry("tiny", model_entry().model, tiny_tokenizer(template), max_choices=4)}, "r1"
+        )
     assert caught.value.param == "continue_final_message"
 
 

@@ -18,8 +18,8 @@ def guesses_of(*tokens: int, sure: float = 0.5, known: Guesses | None = None) ->
 
 def test_kept_is_what_the_draft_model_draws_itself():
     guesses = guesses_of(5, 6, 7)
-    assert guesses.offer.tokens == (5, 6, 7)
-    assert [node.end for node in guesses.offer.nodes] == [1, 2, 3]
+    assert guesses.tree.tokens == (5, 6, 7)
+    assert [node.end for node in guesses.tree.nodes] == [1, 2, 3]
     assert guesses.settle(3, [5, 6, 9, 9]) == 2
     assert guesses.settle(3, [8, 6, 7, 9]) == 0
     assert guesses.settle(3, [5, 6, 7, 9]) == 3
@@ -28,9 +28,9 @@ def test_kept_is_what_the_draft_model_draws_itself():
 def test_a_chain_has_an_end():
     guesses = guesses_of(*range(MAX_GUESSES))
     assert not guesses.add(50, 0.9, Source.LOOKUP)
-    assert len(guesses.offer.nodes) == MAX_GUESSES
+    assert len(guesses.tree.nodes) == MAX_GUESSES
     guesses.clear()
-    assert (guesses.offer.tokens, guesses.odds, guesses.first_odds) == ((), 1.0, 0.0)
+    assert (guesses.tree.tokens, guesses.odds, guesses.first_odds) == ((), 1.0, 0.0)
 
 
 def test_guesses_that_are_not_computed_are_put_to_the_test_too():
@@ -51,7 +51,7 @@ def test_what_follows_a_wrong_guess_says_nothing_of_those_below_it():
     told.settle(2, [7, 6, 6])
     for guesses in (fresh, told):
         guesses_of(5, 6, known=guesses)
-    assert fresh.offer.odds == told.offer.odds
+    assert fresh.tree.odds == told.tree.odds
 
 
 def test_guesses_join_a_forward_where_a_row_is_cheap():

@@ -31,7 +31,7 @@ from speculation.messages import (
 from speculation.origin import from_draft_models, origins, refused
 from speculation.planner import Asked, Planner
 from speculation.target_session import TargetSession
-from speculation.trie import Offer
+from speculation.trie import VerificationTree
 
 PROMPT = (1, 2, 3)
 VOCABULARY = 100
@@ -61,8 +61,8 @@ def drafted(to: TargetSession, *tokens: Token, q: bool = False) -> Proposal:
 
 def verify(to: TargetSession, truth: Sequence[Token], budget: int = 8) -> Verification:
     """A step in which the target says ``truth`` from the end of the text on, whatever it is offered."""
-    offer = to.offer(to.candidates(budget))
-    ends = [0, *(node.end - to.trie.position for node in offer.nodes)]
+    tree = to.begin_verification(to.candidates(budget))
+    ends = [0, *(node.end - to.trie.position for node in tree.nodes)]
     return to.commit([truth[end] for end in ends]).verification
 
 
@@ -167,7 +167,7 @@ def test_a_request_has_the_sources_it_allows() -> None:
 
 def test_a_chain_that_drafters_serve_is_left_to_them_unless_a_source_is_sure() -> None:
     chain = Speculation(rule=Rule.REJECTION)
-    assert session(speculation=chain, sources=[Says((7,), (0.8,))]).candidates(8) == Offer()
+    assert session(speculation=chain, sources=[Says((7,), (0.8,))]).candidates(8) == VerificationTree()
     sure = session(speculation=chain, sources=[Says((7, 8), (0.9, 0.9))])
     assert sure.candidates(8).tokens == (7, 8)
     late = session(speculation=chain, sources=[Says((7, 8), (0.9, 0.9))])
@@ -195,9 +195,9 @@ def steps(one: TargetSession, truth: Sequence[Token]) -> Counter[str]:
     counts: Counter[str] = Counter()
     while (done := len(one.tokens) - len(PROMPT)) < len(truth):
         plan = planner.plan([Asked(one, 8)], now=0.0)
-        offer = plan.offers[0]
-        assert offer is not None
-        ends = [done, *(done + node.end - one.trie.position for node in offer.nodes)]
+        tree = plan.trees[0]
+        assert tree is not None
+        ends = [done, *(done + node.end - one.trie.position for node in tree.nodes)]
         verification = one.commit([truth[end] if end < len(truth) else 0 for end in ends]).verification
         expected = list(truth[done : done + len(verification.tokens)])
         assert list(verification.tokens)[: len(expected)] == expected

@@ -57,7 +57,7 @@ def test_a_tree_hangs_from_the_text_and_each_guess_is_credited() -> None:
     drafts = MedusaDrafts(2)
     one = TargetSession(opened(Speculation()), vocabulary=50, sources=[drafts])
     drafts.guess(len(PROMPT), [[Candidate(7, 0.6), Candidate(8, 0.3)], [Candidate(9, 0.5), Candidate(7, 0.4)]])
-    offer = one.offer(one.candidates(12))
+    offer = one.begin_verification(one.candidates(12))
     assert sorted(paths(GuessTree(offer.tokens, offer.parents))) == [(7,), (7, 7), (7, 9), (8,), (8, 7), (8, 9)]
     assert {node.source for node in offer.nodes} == {Source.MEDUSA}
     drawn = [8, *(9 if node.token == 8 else 4 for node in offer.nodes)]
@@ -71,7 +71,7 @@ def test_guesses_are_good_for_one_place_only() -> None:
     one = TargetSession(opened(Speculation()), vocabulary=50, sources=[drafts])
     drafts.guess(len(PROMPT), [[Candidate(7, 0.9)]])
     assert one.candidates(4).tokens == (7,)
-    one.offer(one.candidates(0))
+    one.begin_verification(one.candidates(0))
     one.commit([5])
     assert one.candidates(4).tokens == ()
     drafts.guess(len(PROMPT) + 1, [[Candidate(6, 0.9)]])

@@ -48,10 +48,10 @@ def planner(slope: float = 0.001, step: float = 0.03) -> Planner:
 
 def step(made: Planner, one: TargetSession, now: float, drawn: list[int] | None = None) -> float:
     """Plan, verify and commit as the target drew; return when the step ended."""
-    (offer,) = made.plan([Asked(one, 8)], now).offers
-    assert offer is not None
-    now += made.cost(1)(1 + len(offer.nodes))
-    one.commit((drawn or []) + [9] * (1 + len(offer.nodes) - len(drawn or [])), now)
+    (tree,) = made.plan([Asked(one, 8)], now).trees
+    assert tree is not None
+    now += made.cost(1)(1 + len(tree.nodes))
+    one.commit((drawn or []) + [9] * (1 + len(tree.nodes) - len(drawn or [])), now)
     return now
 
 
@@ -60,16 +60,16 @@ def test_what_pays_is_verified_and_nothing_where_nothing_pays():
     for made, count in ((cheap, 3), (dear, 0)):
         one = session(made)
         push(one, 4, 5, 6)
-        (offer,) = made.plan([Asked(one, 8)], 0.0).offers
-        assert offer is not None
-        assert len(offer.nodes) == count
+        (tree,) = made.plan([Asked(one, 8)], 0.0).trees
+        assert tree is not None
+        assert len(tree.nodes) == count
 
 
 def test_a_session_without_drafts_goes_on_at_once_when_nothing_is_known_of_arrivals():
     made = planner()
     plan = made.plan([Asked(session(made), 8)], 0.0)
     assert plan.wake is None
-    assert plan.offers[0] is not None
+    assert plan.trees[0] is not None
 
 
 def missed(made: Planner, one: TargetSession, delay: float) -> float:
@@ -94,7 +94,7 @@ def test_a_lone_session_waits_for_drafts_that_come_soon_and_not_for_late_ones():
         now = missed(made, one, delay)
         plan = made.plan([Asked(one, 8)], now)
         assert (plan.wake is not None) is waits
-        assert (plan.offers[0] is None) is waits
+        assert (plan.trees[0] is None) is waits
         if plan.wake is not None:
             assert now < plan.wake < now + 0.01
 
@@ -112,7 +112,7 @@ def test_a_wait_ends_with_the_drafts_or_in_vain_and_is_not_repeated_for_ever():
             waits += 1
             plan = made.plan([Asked(one, 8)], plan.wake)
             now = plan.wake or now
-        assert plan.offers[0] is not None
+        assert plan.trees[0] is not None
         now += 0.03
         one.commit([9], now)
     assert waits == 1
@@ -124,22 +124,22 @@ def test_nobody_waits_when_others_compute():
     now = missed(made, one, 0.002)
     plan = made.plan([Asked(one, 8), Asked(session(made), 8)], now)
     assert plan.wake is None
-    assert None not in plan.offers
+    assert None not in plan.trees
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SEQUENTIAL, Schedule.PARALLEL])
 def test_the_baselines_verify_a_whole_draft_or_nothing(schedule):
     made = planner(slope=0.06)  # where the rule would verify none
     one = session(made, replace(DRAFT, schedule=schedule, max_depth=3))
-    assert made.plan([Asked(one, 8)], 1.0).offers == (None,)
+    assert made.plan([Asked(one, 8)], 1.0).trees == (None,)
     push(one, 4, 5)
     plan = made.plan([Asked(one, 8)], 1.1)
-    assert plan.offers == (None,)
+    assert plan.trees == (None,)
     assert plan.wake == 1.0 + DEAF_AFTER
     push(one, 4, 5, 6)
-    (offer,) = made.plan([Asked(one, 8)], 1.2).offers
-    assert offer is not None
-    assert offer.tokens == (4, 5, 6)
+    (tree,) = made.plan([Asked(one, 8)], 1.2).trees
+    assert tree is not None
+    assert tree.tokens == (4, 5, 6)
 
 
 def test_a_baseline_without_a_drafter_goes_on_alone():
@@ -147,12 +147,12 @@ def test_a_baseline_without_a_drafter_goes_on_alone():
     one = session(made, replace(DRAFT, schedule=Schedule.SEQUENTIAL, max_depth=3))
     other = session(made)
     plan = made.plan([Asked(one, 8), Asked(other, 8)], 0.0)
-    assert plan.offers[0] is None  # and the other is not held up
-    assert plan.offers[1] is not None
-    (offer,) = made.plan([Asked(one, 8)], DEAF_AFTER).offers
-    assert offer is not None
+    assert plan.trees[0] is None  # and the other is not held up
+    assert plan.trees[1] is not None
+    (tree,) = made.plan([Asked(one, 8)], DEAF_AFTER).trees
+    assert tree is not None
     one.commit([9], DEAF_AFTER)
-    assert made.plan([Asked(one, 8)], DEAF_AFTER).offers != (None,)
+    assert made.plan([Asked(one, 8)], DEAF_AFTER).trees != (None,)
 
 
 def test_under_the_rejection_rule_a_token_is_not_left_out_because_of_what_follows():
@@ -169,9 +169,9 @@ def test_under_the_rejection_rule_a_token_is_not_left_out_because_of_what_follow
                 SessionId(1), 1, 3, one.trie.digest, (4,) * 4, (ANCHOR, 0, 1, 2), (0.15, *[follows] * 3)
             )
             one.propose(replace(proposal, q=(q,) * 4) if rule is Rule.REJECTION else proposal)
-            (offer,) = made.plan([Asked(one, 4)], 0.0).offers
-            assert offer is not None
-            counts[rule].append(len(offer.nodes))
+            (tree,) = made.plan([Asked(one, 4)], 0.0).trees
+            assert tree is not None
+            counts[rule].append(len(tree.nodes))
     assert counts[Rule.COUPLED] == [4, 0]
     assert min(counts[Rule.REJECTION]) >= 1
 
@@ -196,9 +196,9 @@ def test_under_the_rejection_rule_a_token_is_not_left_out_because_of_how_many_fo
             asked = [Asked(session(made, replace(DRAFT, rule=Rule.REJECTION)), 8) for _ in range(2 - alone)]
             for one in asked:
                 drawn(one.session, *drafts)
-            offer = made.plan(asked, 0.0).offers[-1]
-            assert offer is not None
-            offered.add(bool(offer.nodes))
+            tree = made.plan(asked, 0.0).trees[-1]
+            assert tree is not None
+            offered.add(bool(tree.nodes))
         assert len(offered) == 1
 
 
@@ -209,7 +209,7 @@ def answered(after: float, depth: int = 8) -> tuple[Planner, TargetSession]:
     one.throughput.observe(4, 0.140)  # time is cheap, drafts are worth a wait of any length that is allowed
     for _ in range(50):
         one.draft_latency.observe(Miss(0.0, 0, [after] * depth))
-    one.offer(one.candidates(0))
+    one.begin_verification(one.candidates(0))
     one.commit([9], 1.0)
     return made, one
 
@@ -218,14 +218,14 @@ def test_what_comes_during_the_next_step_anyway_is_not_waited_for_but_the_rest_o
     made, one = answered(after=0.038)
     assert step(made, one, 1.0) == pytest.approx(1.035)  # it went on at once: 38 ms are more than a third of a step
     plan = made.plan([Asked(one, 8)], 1.035)
-    assert plan.offers == (None,)
+    assert plan.trees == (None,)
     assert plan.wake is not None
     assert 1.038 < plan.wake < 1.042
     late = Proposal(SessionId(1), 1, len(PROMPT) + 1, digests.of((*PROMPT, 9)), (9, 5, 6), (ANCHOR, 0, 1))
     one.propose(late, 1.038)
-    (offer,) = made.plan([Asked(one, 8)], 1.038).offers
-    assert offer is not None
-    assert offer.tokens == (5, 6)
+    (tree,) = made.plan([Asked(one, 8)], 1.038).trees
+    assert tree is not None
+    assert tree.tokens == (5, 6)
 
 
 def test_drafts_too_short_to_reach_beyond_what_the_step_committed_are_not_waited_for():
@@ -268,7 +268,7 @@ def test_the_room_for_drafts_goes_where_they_are_likeliest():
     push(sure, 4, 5, 6, 7, confidence=0.95)
     push(doubtful, 4, 5, 6, 7, confidence=0.3)
     plan = made.plan([Asked(sure, 8), Asked(doubtful, 8)], 0.0, room=4)
-    assert [len(offer.nodes) for offer in plan.offers] == [4, 0]
+    assert [len(tree.nodes) for tree in plan.trees] == [4, 0]
 
 
 def test_who_verifies_all_it_has_gets_an_even_part_of_the_room():
@@ -277,7 +277,7 @@ def test_who_verifies_all_it_has_gets_an_even_part_of_the_room():
     push(full, 4, 5, 6, 7)
     push(short, 4)
     plan = made.plan([Asked(full, 8), Asked(short, 8)], 0.0, room=5)
-    assert [len(offer.nodes) for offer in plan.offers] == [2, 1]
+    assert [len(tree.nodes) for tree in plan.trees] == [2, 1]
 
 
 # -- whether drafting pays ---------------------------------------------------------------------------------------------
@@ -298,14 +298,14 @@ class Served:
         for _ in range(count):
             if self.leads[-1:] != [0]:
                 push(self.session, 4)
-            (offer,) = self.planner.plan([Asked(self.session, 8)], self.now).offers
-            assert offer is not None
+            (tree,) = self.planner.plan([Asked(self.session, 8)], self.now).trees
+            assert tree is not None
             quiet = self.leads[-SETTLE:] == [0] * SETTLE
             seconds = 0.01 if quiet else 0.01 * self.slower
             verification = self.session.commit(
-                [4 if self.right else 5, 6][: 1 + len(offer.nodes)], self.now + seconds
+                [4 if self.right else 5, 6][: 1 + len(tree.nodes)], self.now + seconds
             ).verification
-            self.planner.observe(1, 1 + len(offer.nodes), seconds, len(verification.tokens))
+            self.planner.observe(1, 1 + len(tree.nodes), seconds, len(verification.tokens))
             self.now += seconds + 0.001
             self.leads.append(verification.lead)
             self.offered.append(verification.offered)
@@ -350,8 +350,8 @@ def test_without_a_budget_by_gain_nothing_is_ever_probed():
 def test_drafters_rest_while_there_is_no_room_for_drafts():
     made = planner()
     one = session(made)
-    (offer,) = made.plan([Asked(one, 8)], 0.0, room=0).offers
-    assert offer is not None
+    (tree,) = made.plan([Asked(one, 8)], 0.0, room=0).trees
+    assert tree is not None
     assert one.commit([9], 0.03).verification.lead == 0
 
 
@@ -360,8 +360,8 @@ def test_drafters_of_the_baseline_schedules_are_not_judged():
     one = session(made, replace(DRAFT, schedule=Schedule.SEQUENTIAL, max_depth=1))
     for now in range(2 * FIRST_PROBE):
         push(one, 4)
-        (offer,) = made.plan([Asked(one, 8)], float(now)).offers
-        assert offer is not None
+        (tree,) = made.plan([Asked(one, 8)], float(now)).trees
+        assert tree is not None
         one.commit([5, 6], now + 0.5)
         made.observe(1, 2, 0.5, 1)
         assert made.shared_estimators.drafting.pays
@@ -393,9 +393,9 @@ def test_in_a_class_of_rows_all_that_has_room_is_verified():
         made.observe(1, 1, 0.03)
     one = session(made)
     push(one, *range(4, 24), confidence=0.97)
-    (offer,) = made.plan([Asked(one, 15)], 0.0, room=15).offers
-    assert offer is not None
-    assert len(offer.nodes) == 15
+    (tree,) = made.plan([Asked(one, 15)], 0.0, room=15).trees
+    assert tree is not None
+    assert len(tree.nodes) == 15
 
 
 def branched(made: Planner) -> TargetSession:
@@ -412,16 +412,16 @@ def branched(made: Planner) -> TargetSession:
 def test_a_tree_is_verified_where_that_is_worth_what_its_shape_costs(times, taken):
     made = planner(slope=0.0001)
     one = branched(made)
-    (offer,) = made.plan([Asked(one, 8)], 0.0).offers
-    assert offer is not None and offer.branched and len(offer.nodes) == 6, "nothing is known of trees"
+    (tree,) = made.plan([Asked(one, 8)], 0.0).trees
+    assert tree is not None and tree.branched and len(tree.nodes) == 6, "nothing is known of trees"
     made.observe(1, 7, 0.0306 * times)
-    (offer,) = made.plan([Asked(branched(made), 8)], 1.0).offers
-    assert offer is not None and not offer.branched, "nothing is known of chains beside a drafter"
+    (tree,) = made.plan([Asked(branched(made), 8)], 1.0).trees
+    assert tree is not None and not tree.branched, "nothing is known of chains beside a drafter"
     made.observe(1, 4, 0.0303)
-    (offer,) = made.plan([Asked(branched(made), 8)], 2.0).offers
-    assert offer is not None
-    assert len(offer.nodes) == taken
-    assert offer.branched == (taken > 3)
+    (tree,) = made.plan([Asked(branched(made), 8)], 2.0).trees
+    assert tree is not None
+    assert len(tree.nodes) == taken
+    assert tree.branched == (taken > 3)
 
 
 def test_in_a_batch_one_tree_makes_the_step_a_dear_one():
@@ -432,5 +432,5 @@ def test_in_a_batch_one_tree_makes_the_step_a_dear_one():
     made.observe(2, 4, 0.0303)
     chain = session(made)
     push(chain, 4, 5, 6)
-    offers = made.plan([Asked(branched(made), 8), Asked(chain, 8)], 1.0).offers
-    assert [offer is not None and not offer.branched and len(offer.nodes) for offer in offers] == [3, 3]
+    trees = made.plan([Asked(branched(made), 8), Asked(chain, 8)], 1.0).trees
+    assert [tree is not None and not tree.branched and len(tree.nodes) for tree in trees] == [3, 3]

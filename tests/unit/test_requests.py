@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.errors import CODES, ApiError, code_of
 from router.generation import ServedModel
 from router.request_schema import BODIES
-from router.requests import ApiRequest, Offer, parse_object
+from router.requests import ApiRequest, ModelEntry, parse_object
 from speculation.events import FailureCode
 from speculation.messages import RefusalCode, Sampling, Speculation
 from tests.fakes import BOS, EOS, tiny_tokenizer
@@ -24,17 +24,17 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @cache
-def offer(*, template: bool = True) -> Offer:
+def model_entry(*, template: bool = True) -> ModelEntry:
     tokenizer = tiny_tokenizer() if template else tiny_tokenizer(chat_template=None)
-    return Offer("tiny", ServedModel("tiny", tokenizer.size, CONTEXT, 0), tokenizer, max_choices=4)
+    return ModelEntry("tiny", ServedModel("tiny", tokenizer.size, CONTEXT, 0), tokenizer, max_choices=4)
 
 
 def completion(**fields: Any) -> ApiRequest:
-    return parse_completion(json.dumps({"prompt": "hi"} | fields).encode(), {"tiny": offer()}, "r1")
+    return parse_completion(json.dumps({"prompt": "hi"} | fields).encode(), {"tiny": model_entry()}, "r1")
 
 
 def chat(**fields: Any) -> ApiRequest:
-    return parse_chat(json.dumps(CHAT | fields).encode(), {"tiny": offer()}, "r1")
+    return parse_chat(json.dumps(CHAT | fields).encode(), {"tiny": model_entry()}, "r1")
 
 
 def refusal(parse: Any, **fields: Any) -> ApiError:
@@ -268,7 +268,7 @@ def test_bad_chats_name_the_field(fields: dict[str, Any], code: str, param: str)
 
 def test_a_model_without_chat_template_cannot_chat() -> None:
     with pytest.raises(ApiError, match="no chat template") as caught:
-        parse_chat(json.dumps(CHAT).encode(), {"tiny": offer(template=False)}, "r1")
+        parse_chat(json.dumps(CHAT).encode(), {"tiny": model_entry(template=False)}, "r1")
     assert caught.value.code.name == "no_chat_template"
 
 
@@ -302,7 +302,7 @@ def test_pairs_of_surrogates_and_byte_order_marks_are_fine() -> None:
 
 def test_an_overflowing_float_is_refused() -> None:
     with pytest.raises(ApiError, match="temperature"):
-        parse_completion(b'{"prompt": "hi", "temperature": 1e999}', {"tiny": offer()}, "r1")
+        parse_completion(b'{"prompt": "hi", "temperature": 1e999}', {"tiny": model_entry()}, "r1")
 
 
 JSON = st.recursive(
@@ -317,7 +317,7 @@ JSON = st.recursive(
 def test_anything_is_either_a_request_that_fits_or_a_refusal(fields: dict[str, Any]) -> None:
     for parse, base in ((parse_completion, {"prompt": "hi"}), (parse_chat, CHAT)):
         try:
-            request = parse(json.dumps(base | fields).encode(), {"tiny": offer()}, "r1")
+            request = parse(json.dumps(base | fields).encode(), {"tiny": model_entry()}, "r1")
         except ApiError:
             continue
         for generation in request.generations:

@@ -23,9 +23,9 @@ def propose(prefix, tokens, parents=None, confidence=()) -> Proposal:
 def test_a_chain_is_offered_in_order_and_survives_as_far_as_it_was_right():
     t = trie()
     assert t.insert(propose(PROMPT, [4, 5, 6])).added == 3
-    offer = t.select(8)
-    assert offer.tokens == (4, 5, 6)
-    assert offer.parents == (ANCHOR, 0, 1)
+    tree = t.select(8)
+    assert tree.tokens == (4, 5, 6)
+    assert tree.parents == (ANCHOR, 0, 1)
     assert t.advance([4, 5]) is not None
     assert t.tokens == [1, 2, 3, 4, 5]
     assert t.select(8).tokens == (6,)
@@ -43,20 +43,20 @@ def test_whether_a_drawn_token_is_taken_does_not_depend_on_it():
 def test_a_tree_is_selected_best_first_with_parents_before_children():
     t = trie()
     t.insert(propose(PROMPT, [4, 5, 6, 7], [ANCHOR, ANCHOR, 0, 1], [0.6, 0.4, 0.5, 0.9]))
-    offer = t.select(3)
-    assert offer.tokens == (4, 5, 7)  # path odds 0.6, 0.4, 0.36 beat 0.3
-    assert offer.parents == (ANCHOR, ANCHOR, 1)
+    tree = t.select(3)
+    assert tree.tokens == (4, 5, 7)  # path odds 0.6, 0.4, 0.36 beat 0.3
+    assert tree.parents == (ANCHOR, ANCHOR, 1)
     assert t.select(8, depth=1).tokens == (4, 5)
 
 
 def test_the_chain_of_an_offer_follows_the_best_child_of_each_place():
     t = trie()
     t.insert(propose(PROMPT, [4, 5, 6, 7, 8], [ANCHOR, ANCHOR, 0, 0, 2], [0.6, 0.4, 0.5, 0.3, 0.9]))
-    offer = t.select(5)
-    assert offer.branched
-    assert offer.chain().tokens == (4, 6, 8)
-    assert offer.chain().parents == (ANCHOR, 0, 1)
-    assert not offer.chain().branched
+    tree = t.select(5)
+    assert tree.branched
+    assert tree.chain().tokens == (4, 6, 8)
+    assert tree.chain().parents == (ANCHOR, 0, 1)
+    assert not tree.chain().branched
     assert t.select(1).chain() == t.select(1)
 
 

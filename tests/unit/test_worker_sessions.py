@@ -33,7 +33,7 @@ from speculation.messages import (
     Verification,
 )
 from speculation.target_session import TargetSession
-from speculation.trie import Fate, Offer
+from speculation.trie import Fate, VerificationTree
 from transport.codec import encode_to_worker
 
 PROMPT = (1, 2, 3)
@@ -70,28 +70,28 @@ def draft(lead: int = 8, hold: int = 1, enough: int = 20, **kwargs) -> DraftSess
 def test_a_target_commits_accepted_drafts_and_its_own_token():
     session = target()
     session.propose(chain(4, 5, 6))
-    assert session.offer(session.candidates(8)).tokens == (4, 5, 6)
+    assert session.begin_verification(session.candidates(8)).tokens == (4, 5, 6)
     commit = session.commit([4, 5, 9, 0])
     assert commit.kept == (0, 1)
     verification = commit.verification
     assert (verification.position, verification.tokens) == (3, (4, 5, 9))
     assert (verification.accepted, verification.offered) == (2, 3)
     assert verification.digest == digests.of((*PROMPT, 4, 5, 9))
-    assert session.offer(session.candidates(8)) == Offer()
+    assert session.begin_verification(session.candidates(8)) == VerificationTree()
 
 
 def test_proposals_that_arrive_during_a_step_count_for_the_next_one():
     session = target()
-    session.offer(session.candidates(8))
+    session.begin_verification(session.candidates(8))
     session.propose(chain(4, 5))
     session.commit([4])
-    assert session.offer(session.candidates(8)).tokens == (5,)
+    assert session.begin_verification(session.candidates(8)).tokens == (5,)
 
 
 def test_a_target_offers_nothing_beyond_the_limit_and_stops_there():
     session = target(end=5)
     session.propose(chain(4, 5, 6))
-    assert session.offer(session.candidates(8)).tokens == (4,)
+    assert session.begin_verification(session.candidates(8)).tokens == (4,)
     commit = session.commit([4, 5])
     assert commit.verification.tokens == (4, 5)
     assert commit.verification.finish is FinishReason.LENGTH
@@ -100,7 +100,7 @@ def test_a_target_offers_nothing_beyond_the_limit_and_stops_there():
 def test_a_stop_token_among_accepted_drafts_ends_the_session_there():
     session = target(stop=frozenset({5}))
     session.propose(chain(4, 5, 6))
-    session.offer(session.candidates(8))
+    session.begin_verification(session.candidates(8))
     verification = session.commit([4, 5, 6, 7]).verification
     assert verification.tokens == (4, 5)
     assert verification.finish is FinishReason.STOP
@@ -111,13 +111,13 @@ def test_other_epochs_and_switched_off_speculation_place_nothing():
     assert target().propose(chain(4, epoch=3)).fate is Fate.STALE
     off = target(speculation=Speculation(enabled=False))
     off.propose(chain(4))
-    assert off.candidates(8) == Offer()
+    assert off.candidates(8) == VerificationTree()
 
 
 def test_the_depth_a_request_allows_is_kept():
     session = target(speculation=Speculation(max_depth=1))
     session.propose(chain(4, 5, 6))
-    assert session.offer(session.candidates(8)).tokens == (4,)
+    assert session.begin_verification(session.candidates(8)).tokens == (4,)
 
 
 def test_candidates_are_the_likeliest_subtree_and_offered_branch_by_branch():
@@ -126,7 +126,7 @@ def test_candidates_are_the_likeliest_subtree_and_offered_branch_by_branch():
     best = session.candidates(4)
     assert best.tokens == (4, 6, 8, 5)
     assert best.odds == sorted(best.odds, reverse=True)
-    offered = session.offer(session.candidates(5))
+    offered = session.begin_verification(session.candidates(5))
     assert offered.tokens == (4, 6, 8, 5, 7)
     assert offered.parents == (ANCHOR, 0, 1, ANCHOR, 3)
     commit = session.commit([5, 0, 0, 0, 7, 9])
@@ -137,7 +137,7 @@ def test_candidates_are_the_likeliest_subtree_and_offered_branch_by_branch():
 def test_an_alternative_that_was_not_verified_survives_a_refusal():
     session = target()
     session.propose(tree((4, ANCHOR, 0.9), (5, ANCHOR, 0.05), (6, 1, 0.9)))
-    session.offer(session.candidates(1))
+    session.begin_verification(session.candidates(1))
     commit = session.commit([5, 0])
     assert commit.verification.tokens == (5,)
     assert commit.verification.accepted == 0
@@ -160,7 +160,7 @@ def test_lookup_proposes_what_followed_before_and_is_told_apart():
     assert found.tokens == (5, 6, 7)
     assert {node.source for node in found.nodes} == {Source.LOOKUP}
     without = replace(repeating, speculation=Speculation(sources=frozenset({Source.DRAFT})))
-    assert TargetSession(without, vocabulary=100).candidates(3) == Offer()
+    assert TargetSession(without, vocabulary=100).candidates(3) == VerificationTree()
 
 
 def test_drafters_are_told_to_stop_when_they_are_never_right_and_to_try_again():
@@ -169,8 +169,8 @@ def test_drafters_are_told_to_stop_when_they_are_never_right_and_to_try_again():
     for _ in range(200):
         position, digest = session.trie.position, session.trie.digest
         session.propose(Proposal(SessionId(1), 4, position, digest, (4,), (ANCHOR,)))
-        session.offer(session.candidates(8))
-        leads.append(session.commit([5, 5][: len(session._offer.nodes) + 1]).verification.lead)
+        session.begin_verification(session.candidates(8))
+        leads.append(session.commit([5, 5][: len(session._tree.nodes) + 1]).verification.lead)
     assert leads[0] > 0
     assert 0 in leads
     assert leads[leads.index(0) :].count(0) < len(leads[leads.index(0) :])
@@ -181,14 +181,14 @@ def test_drafters_are_told_to_stop_when_they_are_never_right_and_to_try_again():
 
 def without_drafts(session: TargetSession, token: int, at: float | None = None) -> Verification:
     """A step that verifies nothing and commits ``token``."""
-    session.offer(Offer())
+    session.begin_verification(VerificationTree())
     return session.commit([token], at).verification
 
 
 def with_drafts(session: TargetSession, *drawn: int, at: float | None = None) -> Verification:
     """A step that verifies a draft less than what is drawn."""
-    offer = session.offer(session.candidates(len(drawn) - 1))
-    assert len(offer.nodes) == len(drawn) - 1
+    tree = session.begin_verification(session.candidates(len(drawn) - 1))
+    assert len(tree.nodes) == len(drawn) - 1
     return session.commit(drawn, at).verification
 
 
@@ -252,7 +252,7 @@ def test_what_lookup_finds_at_once_says_nothing_of_when_drafts_come():
         for token in (6, 7)[: 1 + plain_steps]:
             without_drafts(session, token, at=now)
             now += 0.030
-        found = session.offer(session.candidates(2))
+        found = session.begin_verification(session.candidates(2))
         assert {node.source for node in found.nodes} == {Source.LOOKUP}
         session.commit([99, 99, 99], now)
         assert share_by(session.draft_latency, 0.010) == pytest.approx(share)
@@ -536,7 +536,7 @@ def test_what_a_drafter_pushes_is_understood_by_a_target():
     drafting, verifying = draft(), target()
     for proposal in grow(drafting, 4, 5, 6):
         assert verifying.propose(proposal).added == 1
-    assert verifying.offer(verifying.candidates(8)).tokens == (4, 5, 6)
+    assert verifying.begin_verification(verifying.candidates(8)).tokens == (4, 5, 6)
     verification = verifying.commit([4, 5, 6, 7]).verification
     assert drafting.verified(verification) is Sync.ADVANCED
     assert drafting.tokens == verifying.tokens
@@ -547,16 +547,16 @@ def test_a_drafter_keeps_what_survives_a_verification():
     drafting, verifying = draft(), target()
     for proposal in grow(drafting, 4, 5, 6):
         verifying.propose(proposal)
-    verifying.offer(verifying.candidates(1))
+    verifying.begin_verification(verifying.candidates(1))
     drafting.verified(verifying.commit([4, 5]).verification)
     assert [node.token for node in drafting.trie] == [6]
 
 
 def test_a_drafter_ignores_repeats_and_says_when_it_lost_the_thread():
     drafting, verifying = draft(), target()
-    verifying.offer(verifying.candidates(0))
+    verifying.begin_verification(verifying.candidates(0))
     first = verifying.commit([4]).verification
-    verifying.offer(verifying.candidates(0))
+    verifying.begin_verification(verifying.candidates(0))
     second = verifying.commit([5]).verification
     assert drafting.verified(second) is Sync.LOST
     assert drafting.verified(first) is Sync.ADVANCED
@@ -569,7 +569,7 @@ def test_drafts_that_the_target_seems_not_to_have_are_sent_again():
     pushed = []
     for token in range(4, 4 + IGNORED_BEFORE_REPUSH):
         assert pushed == []
-        verifying.offer(verifying.candidates(8))
+        verifying.begin_verification(verifying.candidates(8))
         drafting.verified(verifying.commit([token]).verification)
         pushed = drafting.pushes()
     (again,) = pushed
@@ -592,7 +592,7 @@ def test_a_sequential_drafter_sends_a_whole_draft_and_starts_over_with_each_veri
     assert proposal.tokens == (4, 5, 6)
     assert drafting.frontier() == []
     verifying.propose(proposal)
-    verifying.offer(verifying.candidates(2))
+    verifying.begin_verification(verifying.candidates(2))
     drafting.verified(verifying.commit([4, 5, 6]).verification)
     assert len(drafting.trie) == 0
     assert drafting.frontier() == [drafting.trie.root]
@@ -603,7 +603,7 @@ def test_a_parallel_drafter_goes_on_but_drops_all_at_a_refusal():
     drafting, verifying = draft(speculation=speculation), target(speculation=speculation)
     for proposal in grow(drafting, 4, 5, 6):
         verifying.propose(proposal)
-    verifying.offer(verifying.candidates(2))
+    verifying.begin_verification(verifying.candidates(2))
     drafting.verified(verifying.commit([4, 9, 0]).verification)
     assert len(drafting.trie) == 0
 
