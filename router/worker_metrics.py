@@ -17,7 +17,7 @@ from router.families import counter, gauge
 from router.snapshot import Snapshot, WorkerState, WorkerView
 from speculation.events import Role
 from speculation.messages import Source, SourceName, Welcome
-from speculation.trie import Fate
+from speculation.trie import InsertResult
 
 LABELS = ("model", "role", "worker")
 PER_WORKER = " Per worker: take the maximum of routers."
@@ -96,7 +96,7 @@ BY_SOURCE = (
     ("worker_offered_tokens", "Draft tokens verified, by draft source.", "offered_from_"),
     ("worker_accepted_tokens", "Draft tokens accepted, by draft source.", "accepted_from_"),
 )
-FATES = "proposals_"
+INSERT_RESULTS = "proposals_"
 TOTALS_OF_SOURCES = frozenset({"offered", "accepted"})
 """Of a target: what :data:`BY_SOURCE` tells in more detail."""
 
@@ -187,7 +187,7 @@ def _counters(views: list[WorkerView]) -> Iterator[Metric]:
     for name, about, prefix in BY_SOURCE:
         yield _split(name, about, "source", prefix, names, views)
     about = "Proposals that came to a target, by what became of them."
-    yield _split("proposals", about, "fate", FATES, [fate.value for fate in Fate], views)
+    yield _split("proposals", about, "fate", INSERT_RESULTS, [result.value for result in InsertResult], views)
 
 
 def draft_sources(workers: Iterable[Welcome | None]) -> list[SourceName]:

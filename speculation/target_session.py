@@ -33,7 +33,7 @@ from speculation.sources.local_sources import local_sources
 from speculation.sources.lookup import confidence
 from speculation.sources.registry import Guarded, LocalSource, Suggestion
 from speculation.throughput_estimator import ThroughputEstimator
-from speculation.trie import Fate, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
+from speculation.trie import InsertResult, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
 
 MAX_LOOKAHEAD = 48
 FORCED_CONFIDENCE = 0.9
@@ -171,11 +171,11 @@ class TargetSession:
         """Take in a proposal; one of another epoch, or of a session that wants no drafts, is stale."""
         speculation = self.opened.speculation
         if proposal.epoch != self.opened.epoch or not speculation.enabled or proposal.source not in speculation.sources:
-            return Placement(Fate.STALE)
+            return Placement(InsertResult.STALE)
         if speculation.rule is Rule.REJECTION and not proposal.q:
-            return Placement(Fate.MISSING_Q)
+            return Placement(InsertResult.MISSING_Q)
         placement = self.trie.insert(proposal)
-        if placement.fate in (Fate.PLACED, Fate.STALE):
+        if placement.result in (InsertResult.PLACED, InsertResult.STALE):
             self._arrived(proposal, at)
         return placement
 

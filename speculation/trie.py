@@ -83,7 +83,7 @@ class Node:
         return path[::-1]
 
 
-class Fate(StrEnum):
+class InsertResult(StrEnum):
     """What became of a proposal. Only the first is useful; none is an error of the session."""
 
     PLACED = "placed"
@@ -103,7 +103,7 @@ class Fate(StrEnum):
 class Placement:
     """The fate of a proposal, and how many of its tokens became new nodes."""
 
-    fate: Fate
+    result: InsertResult
     added: int = 0
 
 
@@ -227,9 +227,9 @@ class SpeculationTrie:
         """
         named = chain(proposal.tokens, *(support.tokens for support in proposal.q))
         if not all(0 <= token < self._vocabulary for token in named):
-            return Placement(Fate.INVALID_TOKEN)
+            return Placement(InsertResult.INVALID_TOKEN)
         anchor = self._locate(proposal.anchor_position, proposal.anchor_digest)
-        if isinstance(anchor, Fate):
+        if isinstance(anchor, InsertResult):
             return Placement(anchor)
         added, cut = 0, False
         # Of each token: the draft it is, its place inside the committed text (where it ends), or nowhere.
@@ -246,7 +246,7 @@ class SpeculationTrie:
                 places.append(place)
             else:
                 places.append(None if above is None else self._along_committed(above, token))
-        return Placement(Fate.PLACED if added else Fate.CUT if cut else Fate.STALE, added)
+        return Placement(InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE, added)
 
     def add(
         self,
@@ -295,14 +295,14 @@ class SpeculationTrie:
         """Forget all drafts."""
         self._plant(Node(token=-1, end=self.position, digest=self.digest))
 
-    def _locate(self, position: int, digest: int) -> Node | int | Fate:
+    def _locate(self, position: int, digest: int) -> Node | int | InsertResult:
         """The place an anchor names: a node, or a position strictly inside the committed prefix."""
         if 0 <= position < self.position:
-            return position if self._digests[position] == digest else Fate.CONFLICT
+            return position if self._digests[position] == digest else InsertResult.CONFLICT
         node = self._by_digest.get(digest)
         if node is not None and node.end == position:
             return node
-        return Fate.CONFLICT if position == self.position else Fate.UNKNOWN_ANCHOR
+        return InsertResult.CONFLICT if position == self.position else InsertResult.UNKNOWN_ANCHOR
 
     def _along_committed(self, position: int, token: Token) -> Node | int | None:
         """Follow a late proposal through tokens decided meanwhile; None where it disagrees with them."""

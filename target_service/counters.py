@@ -8,7 +8,7 @@ from speculation.messages import Source, SourceName
 from speculation.sources.registry import registered
 from speculation.sources.suffix import SuffixStore
 from speculation.target_session import Commit
-from speculation.trie import Fate, VerificationTree
+from speculation.trie import InsertResult, VerificationTree
 
 
 def _by_source() -> dict[SourceName, int]:
@@ -33,7 +33,7 @@ class Counters:
     accepted: int = 0
     preempted: int = 0
     refused: int = 0
-    proposals: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(Fate, 0))
+    proposals: dict[InsertResult, int] = field(default_factory=lambda: dict.fromkeys(InsertResult, 0))
     source_faults: int = 0
     """Sessions in which a registered draft source failed."""
     draft_microseconds: int = 0

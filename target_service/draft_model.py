@@ -196,7 +196,7 @@ class DraftModel:
             if sequence is None:
                 continue
             if isinstance(message, Proposal):
-                self._counters.proposals[sequence.session.propose(message).fate] += 1
+                self._counters.proposals[sequence.session.propose(message).result] += 1
             elif isinstance(message, Refused):
                 self._refused(sequence, message)
 

@@ -149,7 +149,7 @@ class VerifyLoop:
                 return self._open(link, message, sequence, at)
             case Proposal():
                 if sequence is not None:
-                    self.counters.proposals[sequence.session.propose(message, at).fate] += 1
+                    self.counters.proposals[sequence.session.propose(message, at).result] += 1
             case Close():
                 if sequence is not None and sequence.session.opened.epoch <= message.epoch:
                     self._outputs.keep(sequence.session)

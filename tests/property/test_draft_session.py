@@ -18,7 +18,7 @@ from speculation.draft_session import (
 )
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Speculation, Token
 from speculation.target_session import TargetSession
-from speculation.trie import Fate, Node
+from speculation.trie import InsertResult, Node
 from transport.codec import encode_to_worker
 
 VOCABULARY = 1000
@@ -98,7 +98,7 @@ class Pair:
         self.doubted = self.doubted and not starved
         proposals = self.drafter.pushes()
         for proposal in proposals:
-            assert self.target.propose(proposal).fate in (Fate.PLACED, Fate.STALE)
+            assert self.target.propose(proposal).result in (InsertResult.PLACED, InsertResult.STALE)
         size = sum(map(wire_bytes, proposals))
         assert size <= self.savings * (1.0 if starved or self.doubted else LARGEST_SHARE)
         self.savings -= size

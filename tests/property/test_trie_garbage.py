@@ -24,7 +24,7 @@ from speculation.messages import (
 )
 from speculation.simulation.toy_workers import VOCABULARY, target_only, toy_model
 from speculation.target_session import TargetSession
-from speculation.trie import Fate, TrieLimits, VerificationTree
+from speculation.trie import InsertResult, TrieLimits, VerificationTree
 
 PROMPT = (3, 1, 4, 1, 5)
 END = len(PROMPT) + 30
@@ -183,10 +183,10 @@ def deliver(session: TargetSession, draft: Draft) -> None:
         before = len(session.trie)
         placement = session.propose(proposal)
         assert len(session.trie) == before + placement.added
-        assert (placement.fate is Fate.PLACED) == (placement.added > 0)
+        assert (placement.result is InsertResult.PLACED) == (placement.added > 0)
         assert time == 0 or not placement.added
         if draft.epoch != EPOCH or not session.opened.speculation.enabled:
-            assert placement.fate is Fate.STALE
+            assert placement.result is InsertResult.STALE
         check_limits(session)
 
 

@@ -24,7 +24,7 @@ from router.generation import GenerationError
 from router.metrics import RouterMetrics
 from router.snapshot import Snapshot, WorkerState, WorkerView
 from router.tally import Buckets, Tally
-from router.worker_metrics import BY_SOURCE, COUNTERS, FATES, TOTALS_OF_SOURCES
+from router.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS, TOTALS_OF_SOURCES
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Load
 from target_service.counters import Counters as TargetCounters
@@ -162,7 +162,7 @@ def test_a_worker_that_is_down_is_listed_and_says_nothing() -> None:
 )
 def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[str, int]) -> None:
     told = {source for entry in COUNTERS if entry.role in (None, role) for source in entry.sources}
-    prefixes = (FATES, *(prefix for _, _, prefix in BY_SOURCE))
+    prefixes = (INSERT_RESULTS, *(prefix for _, _, prefix in BY_SOURCE))
     untold = {name for name in counted if name not in told and not name.startswith(prefixes)}
     assert untold == (set(TOTALS_OF_SOURCES) if role is Role.TARGET else set())
     metrics = RouterMetrics(Tally(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))

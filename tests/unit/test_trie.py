@@ -4,7 +4,7 @@ import pytest
 
 from speculation import digest as digests
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Proposal, SessionId, Source, Support
-from speculation.trie import Fate, SpeculationTrie, TrieLimits
+from speculation.trie import InsertResult, SpeculationTrie, TrieLimits
 
 PROMPT = (1, 2, 3)
 
@@ -37,7 +37,7 @@ def test_a_chain_is_offered_in_order_and_survives_as_far_as_it_was_right():
 def test_whether_a_drawn_token_is_taken_does_not_depend_on_it():
     q = Support((4, 100), (SUPPORT_TOTAL // 2, SUPPORT_TOTAL // 2))
     for token in q.tokens:
-        assert trie().insert(replace(propose(PROMPT, [token]), q=(q,))).fate is Fate.INVALID_TOKEN
+        assert trie().insert(replace(propose(PROMPT, [token]), q=(q,))).result is InsertResult.INVALID_TOKEN
 
 
 def test_a_tree_is_selected_best_first_with_parents_before_children():
@@ -64,7 +64,7 @@ def test_insertion_is_idempotent_and_merges_branches():
     t = trie()
     t.insert(propose(PROMPT, [4, 5]))
     again = t.insert(propose(PROMPT, [4, 5]))
-    assert (again.fate, again.added) == (Fate.STALE, 0)
+    assert (again.result, again.added) == (InsertResult.STALE, 0)
     assert t.insert(propose(PROMPT, [4, 6])).added == 1
     assert len(t) == 3
 
@@ -80,24 +80,24 @@ def test_a_late_proposal_is_followed_through_what_was_committed():
     t = trie()
     t.advance([4, 5])
     placed = t.insert(propose(PROMPT, [4, 5, 6, 7]))
-    assert (placed.fate, placed.added) == (Fate.PLACED, 2)
+    assert (placed.result, placed.added) == (InsertResult.PLACED, 2)
     assert t.select(8).tokens == (6, 7)
-    assert t.insert(propose(PROMPT, [4, 9, 8])).fate is Fate.STALE
+    assert t.insert(propose(PROMPT, [4, 9, 8])).result is InsertResult.STALE
 
 
 @pytest.mark.parametrize(
-    ("proposal", "fate"),
+    ("proposal", "result"),
     [
-        (propose((1, 2, 9), [4]), Fate.CONFLICT),
-        (propose((1, 9), [4]), Fate.CONFLICT),
-        (propose((*PROMPT, 8, 8), [4]), Fate.UNKNOWN_ANCHOR),
-        (propose(PROMPT, [4, 100]), Fate.INVALID_TOKEN),
-        (propose(PROMPT, []), Fate.STALE),
+        (propose((1, 2, 9), [4]), InsertResult.CONFLICT),
+        (propose((1, 9), [4]), InsertResult.CONFLICT),
+        (propose((*PROMPT, 8, 8), [4]), InsertResult.UNKNOWN_ANCHOR),
+        (propose(PROMPT, [4, 100]), InsertResult.INVALID_TOKEN),
+        (propose(PROMPT, []), InsertResult.STALE),
     ],
 )
-def test_what_cannot_be_placed_is_named_and_changes_nothing(proposal, fate):
+def test_what_cannot_be_placed_is_named_and_changes_nothing(proposal, result):
     t = trie()
-    assert t.insert(proposal).fate is fate
+    assert t.insert(proposal).result is result
     assert len(t) == 0
 
 
@@ -144,7 +144,7 @@ def test_limits_cut_without_losing_what_fits():
     assert t.insert(propose(PROMPT, [4, 5, 6])).added == 2
     assert t.insert(propose(PROMPT, [7, 8, 9], [ANCHOR] * 3)).added == 1
     assert t.insert(propose((*PROMPT, 4), [9, 10], [ANCHOR] * 2)).added == 1
-    assert t.insert(propose((*PROMPT, 7), [9])).fate is Fate.CUT
+    assert t.insert(propose((*PROMPT, 7), [9])).result is InsertResult.CUT
 
 
 def test_proposals_with_impossible_parents_cannot_be_built():

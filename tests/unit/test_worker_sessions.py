@@ -33,7 +33,7 @@ from speculation.messages import (
     Verification,
 )
 from speculation.target_session import TargetSession
-from speculation.trie import Fate, VerificationTree
+from speculation.trie import InsertResult, VerificationTree
 from transport.codec import encode_to_worker
 
 PROMPT = (1, 2, 3)
@@ -108,7 +108,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_session_there():
 
 
 def test_other_epochs_and_switched_off_speculation_place_nothing():
-    assert target().propose(chain(4, epoch=3)).fate is Fate.STALE
+    assert target().propose(chain(4, epoch=3)).result is InsertResult.STALE
     off = target(speculation=Speculation(enabled=False))
     off.propose(chain(4))
     assert off.candidates(8) == VerificationTree()
@@ -146,10 +146,10 @@ def test_an_alternative_that_was_not_verified_survives_a_refusal():
 
 def test_a_session_under_the_rejection_rule_keeps_one_chain_and_wants_q():
     session = target(speculation=Speculation(rule=Rule.REJECTION))
-    assert session.propose(chain(4)).fate is Fate.MISSING_Q
+    assert session.propose(chain(4)).result is InsertResult.MISSING_Q
     q = Support((4, 5), (SUPPORT_TOTAL - 1, 1))
-    assert session.propose(replace(chain(4), q=(q,))).fate is Fate.PLACED
-    assert session.propose(replace(chain(5), q=(q,))).fate is Fate.CUT
+    assert session.propose(replace(chain(4), q=(q,))).result is InsertResult.PLACED
+    assert session.propose(replace(chain(5), q=(q,))).result is InsertResult.CUT
     assert session.candidates(8).nodes[0].q is q
 
 
