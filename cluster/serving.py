@@ -32,9 +32,9 @@ READY_SECONDS = 25.0
 
 def target_settings(config: Config) -> TargetSettings:
     """A target worker."""
-    from target_service.outputs import SuffixScope, SuffixSettings
     from target_service.scheduler import Budget
     from target_service.service import TargetSettings
+    from target_service.suffix_cache import SuffixScope, SuffixSettings
     from target_service.verify_loop import TargetLimits
 
     budget = Budget(

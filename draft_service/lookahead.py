@@ -156,7 +156,7 @@ class Lookahead:
             if sequence.session.opened.epoch >= opened.epoch:
                 return []
             self._drop(sequence, "opened again")
-        if why := self._objection(opened.tokens):
+        if why := self._reason_to_refuse(opened.tokens):
             return [_refused(link, opened, RefusalCode.INVALID, why)]
         no_room = [_refused(link, opened, RefusalCode.OVERLOADED, "no room for another session")]
         if len(self._sequences) >= self._limits.sessions:
@@ -217,7 +217,7 @@ class Lookahead:
             case Sync.ADVANCED:
                 self._count(verification, lead)
                 self._levels.verified(sequence, time.perf_counter())
-        if why := self._objection(verification.tokens):
+        if why := self._reason_to_refuse(verification.tokens):
             return self._give_back(sequence, RefusalCode.INVALID, why)
         kept = _computed_path(old_root, verification, sequence.session.tokens, pending)
         sequence.text.follow(len(kept))
@@ -232,7 +232,7 @@ class Lookahead:
         # A target that ran out of drafts may need what was drafted but not sent; the next step would hold it up.
         return sequence.pushes()
 
-    def _objection(self, tokens: Sequence[Token]) -> str:
+    def _reason_to_refuse(self, tokens: Sequence[Token]) -> str:
         """Why a text with these tokens cannot be drafted for, if so: a target may have more than the draft model."""
         worst, vocabulary = max(tokens), self._welcome.vocabulary
         return f"token {worst} is outside the vocabulary of {vocabulary}" if worst >= vocabulary else ""

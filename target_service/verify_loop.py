@@ -40,13 +40,13 @@ from speculation.sources.registry import registered
 from target_service.batch_entry import BatchEntry
 from target_service.counters import Counters
 from target_service.draft_model import Drafter, DraftModel
+from target_service.logprobs import apart, of_committed
 from target_service.medusa import HeadDrafter
-from target_service.objections import objection
-from target_service.outputs import IN_PAUSE, IN_STEP, Outputs, SuffixSettings
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import TargetSequence
 from target_service.step_time import StepTime
-from target_service.thoughts import apart, of_committed
+from target_service.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSettings
+from target_service.validation import reason_to_refuse
 from target_service.verdicts import Fault, Verdict, verdicts
 from transport.session_log import SessionLog
 from transport.tracing import Course, Tracing
@@ -95,7 +95,7 @@ class VerifyLoop:
         self._numbers = itertools.count()
         self.counters = Counters()
         self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
-        self._outputs = Outputs(limits.suffix)
+        self._suffix_cache = SuffixCache(limits.suffix)
         self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
         self._draft_model = None if drafter is None else DraftModel(drafter, self._planner, self.counters)
         self._step_time = StepTime()
@@ -138,7 +138,7 @@ class VerifyLoop:
 
     def due(self) -> float | None:
         """When to step although no message came: a session may have stopped waiting for drafts or grammar by then."""
-        indexing = 0.0 if self._outputs.busy else None
+        indexing = 0.0 if self._suffix_cache.busy else None
         return min((at for at in (self._due, self._compiling.due, indexing) if at is not None), default=None)
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
@@ -152,7 +152,7 @@ class VerifyLoop:
                     self.counters.proposals[sequence.session.propose(message, at).result] += 1
             case Close():
                 if sequence is not None and sequence.session.opened.epoch <= message.epoch:
-                    self._outputs.keep(sequence.session)
+                    self._suffix_cache.keep(sequence.session)
                     self._drop(sequence, "closed")
             case Verification():
                 log.warning("a router sent a verification to a target; ignored")
@@ -161,7 +161,7 @@ class VerifyLoop:
     def _open(self, link: Hashable, opened: Open, sequence: TargetSequence | None, at: float) -> Outgoing:
         if sequence is not None and sequence.session.opened.epoch >= opened.epoch:
             return []
-        refusal = self._objection(opened, replaces=sequence is not None)
+        refusal = self._refusal(opened, replaces=sequence is not None)
         if sequence is not None:
             self._drop(sequence, "opened again")
         if refusal is not None:
@@ -170,7 +170,7 @@ class VerifyLoop:
         if not self._engine.speculates:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
         medusa = None if self._medusa is None else self._medusa.drafts_for(opened)
-        sources = [*self._outputs.sources(opened), *([medusa] if medusa else [])]
+        sources = [*self._suffix_cache.sources(opened), *([medusa] if medusa else [])]
         session = self._planner.session(opened, self._welcome.vocabulary, sources)
         # A session that is opened again keeps its place.
         arrived = (at - opened.age_ms / 1000, next(self._numbers)) if sequence is None else sequence.arrived
@@ -201,14 +201,14 @@ class VerifyLoop:
                 outgoing += self._give_up(sequence, why, RefusalCode.INVALID)
         return outgoing
 
-    def _objection(self, opened: Open, *, replaces: bool) -> Refused | None:
+    def _refusal(self, opened: Open, *, replaces: bool) -> Refused | None:
         """Why this session cannot be served, if so."""
 
         def refuse(code: RefusalCode, message: str) -> Refused:
             return Refused(opened.session, opened.epoch, code, message)
 
         welcome = self._welcome
-        why = objection(opened, welcome.vocabulary, welcome.context, self._engine.cache.capacity)
+        why = reason_to_refuse(opened, welcome.vocabulary, welcome.context, self._engine.cache.capacity)
         if why is not None:
             return refuse(RefusalCode.INVALID, why)
         if not replaces and len(self._sequences) >= self._limits.running + self._limits.waiting:
@@ -300,9 +300,9 @@ class VerifyLoop:
 
     def _tidy(self, max_tokens: int) -> None:
         """Get on with earlier outputs, by at most so many tokens."""
-        self._outputs.work(max_tokens)
-        if self._outputs.store is not None:
-            self.counters.take(self._outputs.store)
+        self._suffix_cache.work(max_tokens)
+        if self._suffix_cache.store is not None:
+            self.counters.take(self._suffix_cache.store)
 
     def _resume(self, now: float) -> None:
         if self._waiting_since is None:
@@ -356,7 +356,7 @@ class VerifyLoop:
                     entry.sequence.note_prompt(prompt_PV)
             if self._medusa is not None:
                 self._medusa.note(self._engine.hidden, chunks, entries, decided)
-            thoughts = of_committed(logits_RV, entries, decided)
+            logprobs_of = of_committed(logits_RV, entries, decided)
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
@@ -369,13 +369,13 @@ class VerifyLoop:
         ended = time.perf_counter()
         outgoing: Outgoing = []
         again: list[BatchEntry] = []
-        for entry, is_broken, verdict, thought in zip(entries, broken, decided, thoughts, strict=True):
+        for entry, is_broken, verdict, logprobs in zip(entries, broken, decided, logprobs_of, strict=True):
             if is_broken:
                 entry.sequence.cached.discard(entry.tokens)
             if is_broken and (entry.withdraw() or len(entries) > 1):
                 again.append(entry)
             else:
-                outgoing += self._settle(entry, verdict, thought, (started, ended))
+                outgoing += self._settle(entry, verdict, logprobs, (started, ended))
         return outgoing + [message for entry in again for message in self._compute([entry], started)]
 
     def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
@@ -384,9 +384,9 @@ class VerifyLoop:
         return [sequence.refused(code, why)]
 
     def _settle(
-        self, entry: BatchEntry, verdict: Verdict, thought: Sequence[TokenLogprobs], times: tuple[float, float]
+        self, entry: BatchEntry, verdict: Verdict, logprobs: Sequence[TokenLogprobs], times: tuple[float, float]
     ) -> Outgoing:
-        """Commit what a session decides, in its tokens and in its cache; ``thought``: what the model thinks of it."""
+        """Commit what a session decides, in its tokens and in its cache; ``logprobs``: what the model thinks of it."""
         started, ended = times
         sequence, cached = entry.sequence, entry.sequence.cached
         sequence.computed += entry.num_scheduled_tokens
@@ -412,13 +412,13 @@ class VerifyLoop:
                 if self._recorder:
                     entry.record(commit)
                 if commit.verification.finish:
-                    self._outputs.keep(sequence.session)
+                    self._suffix_cache.keep(sequence.session)
                     self._drop(sequence, commit.verification.finish.value)
                 elif why := sequence.follow():
                     return self._give_up(sequence, why, RefusalCode.INVALID)
                 verification = commit.verification
-                if thought:
-                    verification = replace(verification, logprobs=tuple(thought[: len(verification.tokens)]))
+                if logprobs:
+                    verification = replace(verification, logprobs=tuple(logprobs[: len(verification.tokens)]))
                 return [(sequence.link, sequence.said(verification, started, ended))]
             case None:
                 cached.advance(range(entry.num_scheduled_tokens))

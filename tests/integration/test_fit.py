@@ -27,7 +27,7 @@ from speculation.messages import Limits, Open, SessionId, Source, Verification
 from speculation.simulation.agreement import Passage
 from speculation.simulation.costs import Costs, Curve
 from speculation.sources.medusa import MedusaDrafts
-from target_service.outputs import SuffixSettings
+from target_service.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
 from tests.stack import settings

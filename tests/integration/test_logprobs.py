@@ -33,7 +33,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from target_service import objections
+from target_service import validation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.unit.engine_models import Stock, load_tiny, save_model
@@ -237,7 +237,7 @@ def test_a_preempted_prompt_is_told_of_once(engine: Engine, stock: Stock, monkey
 
 
 def test_more_than_fits_into_a_message_is_refused(loop: VerifyLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objections, "MAX_PROMPT_LOGPROBS", 99)
+    monkeypatch.setattr(validation, "MAX_PROMPT_LOGPROBS", 99)
     refused = loop.receive(LINK, opening(1, range(20), Sampling(), extras=Extras(prompt_logprobs=4)))
     ((_, message),) = refused
     assert isinstance(message, Refused)

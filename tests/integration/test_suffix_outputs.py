@@ -31,7 +31,7 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from target_service.outputs import SuffixScope, SuffixSettings
+from target_service.suffix_cache import SuffixScope, SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import forget_prefixes, held_out_prompts, settings, target_worker
 
@@ -101,7 +101,7 @@ class Bench:
 
     @property
     def store(self) -> Any:
-        return self.target._outputs.store
+        return self.target._suffix_cache.store
 
 
 def opened(

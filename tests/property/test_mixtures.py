@@ -57,8 +57,8 @@ from speculation.messages import (
 )
 from speculation.sources.registry import register, unregister
 from speculation.target_session import TargetSession
-from target_service.outputs import SuffixSettings
 from target_service.scheduler import Budget
+from target_service.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.covering import Row, covering
 from tests.grammars import STOP, TINY, save_tokenizer

@@ -42,7 +42,7 @@ class SuffixSettings:
     scope: SuffixScope = SuffixScope.KEY
 
 
-class Outputs:
+class SuffixCache:
     """Earlier outputs of a target."""
 
     def __init__(self, settings: SuffixSettings) -> None:

@@ -10,7 +10,7 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 """Most log-probabilities told of one prompt: they go out in one message."""
 
 
-def objection(opened: Open, vocabulary: int, context: int, capacity: int) -> str | None:
+def reason_to_refuse(opened: Open, vocabulary: int, context: int, capacity: int) -> str | None:
     """Why a session cannot be served, one line; None if it can. Fields are called as in a request.
 
     ``vocabulary``: token ids are below; ``context``, ``capacity``: longest sequences of the model and of the cache.
