@@ -17,14 +17,14 @@ from router.generation import Committed, Ended, Generation, GenerationError, Ser
 from router.journal import SessionNotes
 from router.limits import Durations
 from router.metrics import RouterMetrics
+from router.null_tracer import NullTracer
 from router.pool import PoolEvents, WorkerPool, outside_vocabulary
 from router.prefixes import blocks_of
 from router.run import Run
 from router.snapshot import Snapshot, WorkerView
+from router.speculation_trace import SpeculationTrace
 from router.tally import Tally
 from router.totals import Totals
-from router.untraced import Untraced
-from router.witness import Witness
 from speculation.demand import RouterDemand
 from speculation.events import (
     Available,
@@ -91,11 +91,11 @@ class Dispatcher:
         self,
         limits: DispatchLimits = DispatchLimits(),
         identity: Identity | None = None,
-        traced: Callable[[SessionId], Untraced] = Untraced,
+        traced: Callable[[SessionId], NullTracer] = NullTracer,
     ) -> None:
         """No workers are known yet: see ``pool.set_workers``. ``identity``: see :class:`router.pool.WorkerPool`.
 
-        ``traced`` makes what hears of each session; see :mod:`router.untraced`.
+        ``traced`` makes what hears of each session; see :mod:`router.null_tracer`.
         """
         self._limits, self._traced = limits, traced
         self._runs: dict[SessionId, Run] = {}
@@ -164,7 +164,7 @@ class Dispatcher:
         began = asyncio.get_running_loop().time()
         run = self._runs[number] = Run(session, tally, session_log, notes, trace, model, blocks, began)
         if generation.details:
-            run.witness = Witness(began)
+            run.speculation_trace = SpeculationTrace(began)
         self.totals.sessions += 1
         self.reading += 1
         try:
@@ -333,8 +333,8 @@ class Dispatcher:
                 self.pool.send(peer, message)
             case Relay(peer=peer, message=message, epoch=epoch):
                 self.pool.relay(peer, message, epoch)
-                if run.witness is not None and isinstance(message, Proposal):
-                    run.witness.proposed(now, message)
+                if run.speculation_trace is not None and isinstance(message, Proposal):
+                    run.speculation_trace.proposed(now, message)
             case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, metadata=metadata):
                 of_drafter = from_draft_models(accepted, offered, metadata)
                 assert workers.target is not None
@@ -345,8 +345,8 @@ class Dispatcher:
                 run.tally.committed(now, len(tokens), accepted, offered, cached, of_drafter)
                 run.trace.committed(len(tokens), accepted, offered)
                 details = None
-                if run.witness is not None:
-                    details = run.witness.committed(now, workers.target, workers.draft, run.session.reopened)
+                if run.speculation_trace is not None:
+                    details = run.speculation_trace.committed(now, workers.target, workers.draft, run.session.reopened)
                 run.items.put_nowait(Committed(tokens, accepted, offered, cached, metadata, details))
             case Wake(at=at):
                 self._set_timer(run, at)

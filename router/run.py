@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from router.choice import Wanted
 from router.generation import Committed, Ended, GenerationError, ServedModel
 from router.journal import SessionNotes
+from router.null_tracer import NullTracer
+from router.speculation_trace import SpeculationTrace
 from router.tally import SessionTally
-from router.untraced import Untraced
-from router.witness import Witness
 from speculation.events import PeerId
 from speculation.messages import FinishReason
 from speculation.session import Session
@@ -25,7 +25,7 @@ class Run:
     tally: SessionTally
     log: SessionLog
     notes: SessionNotes
-    trace: Untraced
+    trace: NullTracer
     model: ServedModel | None
     blocks: tuple[int, ...]
     """Of the prompt; see :mod:`router.prefixes`."""
@@ -40,7 +40,7 @@ class Run:
     """That the text began with. Another would go on with another text."""
     ended: FinishReason | GenerationError | None = None
     """Why, once it is over; None if it was stopped."""
-    witness: Witness | None = None
+    speculation_trace: SpeculationTrace | None = None
     """For a request that wants details."""
 
     @property

@@ -21,10 +21,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.generation import GenerationError
+from router.null_tracer import NullTracer
 from router.requests import ApiRequest
 from router.responses import Usage
 from router.tally import ABORTED
-from router.untraced import Untraced
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Open, SessionId
 from transport.tracing import Tracing, traceparent_of
@@ -109,7 +109,7 @@ def _of_request(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-class SessionSpans(Untraced):
+class SessionSpans(NullTracer):
     """The spans of one session, below the request's, which is the context where this is made."""
 
     def __init__(self, tracing: Tracing, session: SessionId) -> None:

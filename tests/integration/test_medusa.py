@@ -142,7 +142,7 @@ def test_a_request_that_allows_no_heads_has_none(model: Model) -> None:
     assert loop.counters.offered_from[Source.MEDUSA] == 0
 
 
-class Witness(MedusaHeads):
+class SpeculationTrace(MedusaHeads):
     """Notes what it reads."""
 
     def __init__(self) -> None:
@@ -172,18 +172,20 @@ def test_heads_read_the_state_of_the_last_accepted_token(folder: str) -> None:
     one = opening(3, GREEDY, drafted)
     one = replace(one, extras=replace(one.extras, prompt_logprobs=1))
     truth = [*one.tokens, *texts(loop_of(plain), [replace(one, speculation=PLAIN)])[3]]
-    witness = Witness()
-    loop = loop_of(Engine(plain.model, KVCache(2, 512, block=8, dtype=torch.float32, device="cpu"), heads=witness))
+    speculation_trace = SpeculationTrace()
+    loop = loop_of(
+        Engine(plain.model, KVCache(2, 512, block=8, dtype=torch.float32, device="cpu"), heads=speculation_trace)
+    )
     loop.receive(LINK, one)
     hidden_TD = stock_hidden(folder, truth)
     rng, position, kept, checked = Random(2), len(one.tokens), Counter[int](), 0
     while (sent := loop.step()) is not None:
         (_, message), *_ = sent
         assert isinstance(message, Verification)
-        for row_D in witness.read:  # in this step's plan: the state before the token that was committed last
+        for row_D in speculation_trace.read:  # in this step's plan: the state before the token that was committed last
             torch.testing.assert_close(row_D, hidden_TD[position - 2], atol=1e-4, rtol=1e-4)
             checked += 1
-        witness.read.clear()
+        speculation_trace.read.clear()
         kept[message.accepted] += 1
         position = message.end
         path = truth[position : position + rng.randint(0, 3)]

@@ -7,7 +7,7 @@ from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Open, SessionId
 
 
-class Untraced:
+class NullTracer:
     """A session without spans."""
 
     traceparent = ""

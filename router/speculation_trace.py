@@ -18,7 +18,7 @@ MAX_NUMBERS = 4096
 """Places whose number is known; of more, the newest."""
 
 
-class Witness:
+class SpeculationTrace:
     """Of one session. Times go in on the router's clock and come out since the session began."""
 
     def __init__(self, began: float) -> None:
