@@ -155,7 +155,7 @@ class WorkerPart(TypedDict):
 
 
 class EventPart(TypedDict):
-    """Something that happened; see :class:`router.journal.Happening`."""
+    """Something that happened; see :class:`router.event_log.LoggedEvent`."""
 
     number: int
     """Rises with every event, by this router's count."""

@@ -16,8 +16,8 @@ from router.cluster_shape import (
     TotalsPart,
     WorkerPart,
 )
+from router.event_log import LoggedEvent
 from router.generation import ServedModel
-from router.journal import Happening
 from router.metrics import RouterMetrics, own_version
 from router.recent import WINDOW_SECONDS
 from router.snapshot import Snapshot, WorkerState, WorkerView
@@ -52,7 +52,7 @@ class ClusterView:
                 for workers in (targets, drafts)
                 for worker in sorted(workers, key=lambda worker: worker.worker)
             ],
-            "events": [_event(line) for line in snapshot.happenings],
+            "events": [_event(line) for line in snapshot.logged_events],
         }
 
     def _router(self, snapshot: Snapshot, now: float, wall: float) -> RouterPart:
@@ -168,7 +168,7 @@ def _sources(view: WorkerView) -> dict[str, SourcePart]:
     }
 
 
-def _event(line: Happening) -> EventPart:
+def _event(line: LoggedEvent) -> EventPart:
     return {
         "number": line.number,
         "time": line.at,

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from router.event_log import SessionNotes
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
-from router.journal import SessionNotes
 from router.limits import Durations
 from router.metrics import RouterMetrics
 from router.null_tracer import NullTracer
@@ -159,7 +159,7 @@ class Dispatcher:
         model = generation.model or next(iter(self.models.values()), None)
         tally = self.metrics.tally.session(model.name if model else "", len(generation.prompt))
         session_log = SessionLog(log, number, generation.request_id)
-        notes = SessionNotes(self.pool.journal, session, generation.request_id)
+        notes = SessionNotes(self.pool.event_log, session, generation.request_id)
         blocks = blocks_of(generation.prompt)
         began = asyncio.get_running_loop().time()
         run = self._runs[number] = Run(session, tally, session_log, notes, trace, model, blocks, began)
@@ -227,7 +227,7 @@ class Dispatcher:
         return Snapshot(
             workers=tuple(WorkerView.of(peer, kept.get(peer.peer)) for peer in self.pool.peers.values()),
             models=tuple(self.models.values()),
-            happenings=self.pool.journal.lines,
+            logged_events=self.pool.event_log.lines,
             sessions=totals.sessions,
             failed=totals.failed,
             placing=placing,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.choice import Candidate, Wanted, choose_drafter, choose_target, revision_ages, same_tokenizer
+from router.event_log import EventLog, Kind
 from router.generation import ServedModel
-from router.journal import Journal, Kind
 from router.prefixes import Prefixes
 from router.recent import Recent
 from router.record import AcceptanceRecord
@@ -162,7 +162,7 @@ class WorkerPool:
     peers: dict[PeerId, Peer] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
-    journal: Journal = field(default_factory=Journal)
+    event_log: EventLog = field(default_factory=EventLog)
     delays: dict[Role, float] = field(default_factory=dict)
     """For experiments: seconds by which all messages to and from workers of a role are late, each way. May be changed
     at any time."""
@@ -378,7 +378,7 @@ class WorkerPool:
 
     def _note(self, peer: Peer, kind: Kind, what: str) -> None:
         peer.since = self.clock()
-        self.journal.note(kind, f"worker {peer.peer} {what}", peer.peer)
+        self.event_log.note(kind, f"worker {peer.peer} {what}", peer.peer)
 
     def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
         models = self.models()

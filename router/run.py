@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from router.choice import Wanted
+from router.event_log import SessionNotes
 from router.generation import Committed, Ended, GenerationError, ServedModel
-from router.journal import SessionNotes
 from router.null_tracer import NullTracer
 from router.speculation_trace import SpeculationTrace
 from router.tally import SessionTally

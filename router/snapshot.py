@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.event_log import LoggedEvent
 from router.generation import ServedModel
-from router.journal import Happening
 from router.pool import Peer, Traffic
 from speculation.events import PeerId, Role
 from speculation.messages import Load, Welcome
@@ -73,7 +73,7 @@ class Snapshot:
 
     workers: tuple[WorkerView, ...] = ()
     models: tuple[ServedModel, ...] = ()
-    happenings: tuple[Happening, ...] = ()
+    logged_events: tuple[LoggedEvent, ...] = ()
     """What lately happened, oldest first."""
     sessions: int = 0
     """Ever begun."""

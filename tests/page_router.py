@@ -230,8 +230,8 @@ def cluster() -> Json:
             _worker("draft@10.0.0.7:7002", "draft", "lost", now - 3, None),
         ],
         "events": [
-            _happening(1, now - 40, "worker_up", "worker draft@10.0.0.7:7002 is up: draft in bfloat16"),
-            _happening(2, now - 3, "worker_lost", "worker draft@10.0.0.7:7002 is lost: connection refused"),
+            _logged_event(1, now - 40, "worker_up", "worker draft@10.0.0.7:7002 is up: draft in bfloat16"),
+            _logged_event(2, now - 3, "worker_lost", "worker draft@10.0.0.7:7002 is lost: connection refused"),
         ],
     }
 
@@ -253,5 +253,5 @@ def _worker(name: str, role: str, state: str, since: float, acceptance: float | 
     }
 
 
-def _happening(number: int, time: float, kind: str, text: str) -> Json:
+def _logged_event(number: int, time: float, kind: str, text: str) -> Json:
     return {"number": number, "time": time, "kind": kind, "text": text, "worker": "", "times": 1}

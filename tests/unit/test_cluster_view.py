@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from router.cluster_view import ClusterView
+from router.event_log import LOOK_BACK, MAX_EVENTS, EventLog, Kind, LoggedEvent, SessionNotes
 from router.generation import ServedModel
-from router.journal import LOOK_BACK, MAX_EVENTS, Happening, Journal, Kind, SessionNotes
 from router.metrics import RouterMetrics
 from router.pool import Peer, PoolEvents, WorkerPool
 from router.recent import WINDOW_SECONDS, Recent
@@ -76,28 +76,28 @@ class Clock:
 
 def test_the_same_within_a_second_is_one_line_and_the_ring_is_bounded() -> None:
     clock = Clock()
-    journal = Journal(clock)
-    journal.note(Kind.WORKER_LOST, "worker a is gone:\n why", TARGET)
+    event_log = EventLog(clock)
+    event_log.note(Kind.WORKER_LOST, "worker a is gone:\n why", TARGET)
     for session in range(1000):
-        journal.note(Kind.SESSION_REOPENED, f"session {session}", TARGET if session % 2 else DRAFT, session)
-    lost, first, second = journal.lines
+        event_log.note(Kind.SESSION_REOPENED, f"session {session}", TARGET if session % 2 else DRAFT, session)
+    lost, first, second = event_log.lines
     assert (lost.text, lost.times) == ("worker a is gone: why", 1)
     assert (first.session, first.times, second.session, second.times) == (0, 500, 1, 500)
     clock.now += 1.0
-    journal.note(Kind.SESSION_REOPENED, "later", TARGET, 7)
-    assert [line.number for line in journal.lines] == [1, 2, 3, 4]
+    event_log.note(Kind.SESSION_REOPENED, "later", TARGET, 7)
+    assert [line.number for line in event_log.lines] == [1, 2, 3, 4]
     for worker in range(3 * MAX_EVENTS):
-        journal.note(Kind.WORKER_UP, "x" * 1000, PeerId(str(worker)))
-    assert len(journal.lines) == MAX_EVENTS
-    assert journal.lines[-1].number == 4 + 3 * MAX_EVENTS
-    assert len(journal.lines[-1].text) < 1000
+        event_log.note(Kind.WORKER_UP, "x" * 1000, PeerId(str(worker)))
+    assert len(event_log.lines) == MAX_EVENTS
+    assert event_log.lines[-1].number == 4 + 3 * MAX_EVENTS
+    assert len(event_log.lines[-1].text) < 1000
     assert LOOK_BACK < MAX_EVENTS
 
 
 def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
-    journal = Journal()
+    event_log = EventLog()
     session = Session(SessionId(3), (5, 6), Sampling(), Limits(20, frozenset()))
-    notes = SessionNotes(journal, session, "req-1")
+    notes = SessionNotes(event_log, session, "req-1")
     other = PeerId("target@10.0.0.9:1")
 
     def placed(peer: PeerId) -> None:
@@ -106,14 +106,14 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
 
     session.handle(0.0, Start())
     placed(TARGET)
-    assert not journal.lines, "a first opening is no news"
+    assert not event_log.lines, "a first opening is no news"
     session.handle(0.0, Lost(TARGET))
     placed(other)
-    (line,) = journal.lines
+    (line,) = event_log.lines
     assert (line.kind, line.worker, line.session, line.request) == (Kind.SESSION_REOPENED, other, 3, "req-1")
     notes.condemned(other, 3)
     notes.quarantined(DRAFT, "no q")
-    assert [line.kind for line in journal.lines[1:]] == [Kind.SESSION_CONDEMNED, Kind.DRAFTER_QUARANTINED]
+    assert [line.kind for line in event_log.lines[1:]] == [Kind.SESSION_CONDEMNED, Kind.DRAFTER_QUARANTINED]
 
 
 def test_workers_that_come_and_go_are_told_of_once_each() -> None:
@@ -121,11 +121,11 @@ def test_workers_that_come_and_go_are_told_of_once_each() -> None:
     ignore = PoolEvents(
         lambda _: None, lambda *_: None, lambda _: None, lambda _: None, lambda *_: None, lambda *_: None
     )
-    pool = WorkerPool(ignore, clock=clock, journal=Journal(clock))
+    pool = WorkerPool(ignore, clock=clock, event_log=EventLog(clock))
     peer = pool.peers[TARGET] = Peer(TARGET, Role.TARGET, pool)
 
     def kinds() -> list[Kind]:
-        return [line.kind for line in pool.journal.lines]
+        return [line.kind for line in pool.event_log.lines]
 
     peer.down("never up")
     assert kinds() == []
@@ -202,7 +202,7 @@ def test_everything_known_is_in_the_view() -> None:
             target,
         ),
         models=(ServedModel("m", 290, 256, 1),),
-        happenings=(Happening(7, 1049.0, Kind.WORKER_UP, "up", TARGET),),
+        logged_events=(LoggedEvent(7, 1049.0, Kind.WORKER_UP, "up", TARGET),),
         sessions=4,
         running=3,
         placing=1,

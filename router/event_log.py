@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class LoggedEvent:
     """One line."""
 
     number: int
@@ -54,17 +54,17 @@ class Happening:
     """How often it happened within a second; ``text``, ``session`` and ``request`` are those of the first."""
 
 
-class Journal:
+class EventLog:
     """Of one router."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """``clock`` gives seconds since 1970."""
         self._clock = clock
-        self._lines: deque[Happening] = deque(maxlen=MAX_EVENTS)
+        self._lines: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
         self._number = 0
 
     @property
-    def lines(self) -> tuple[Happening, ...]:
+    def lines(self) -> tuple[LoggedEvent, ...]:
         """Oldest first."""
         return tuple(self._lines)
 
@@ -77,16 +77,16 @@ class Journal:
                 self._lines[-back] = replace(line, times=line.times + 1)
                 return
         self._number += 1
-        told = " ".join(text.split())[:LONGEST]
-        self._lines.append(Happening(self._number, now, kind, told, worker, session, request))
+        shortened = " ".join(text.split())[:LONGEST]
+        self._lines.append(LoggedEvent(self._number, now, kind, shortened, worker, session, request))
 
 
 class SessionNotes:
-    """What the journal tells of one session."""
+    """What the event log says of one session."""
 
-    def __init__(self, journal: Journal, session: Session, request: str) -> None:
+    def __init__(self, event_log: EventLog, session: Session, request: str) -> None:
         """Nothing is told of a session to which nothing happens."""
-        self._journal, self._session, self._request = journal, session, request
+        self._event_log, self._session, self._request = event_log, session, request
         self._told = (0, 0)
 
     def opened(self, target: PeerId) -> None:
@@ -109,4 +109,4 @@ class SessionNotes:
 
     def _note(self, kind: Kind, text: str, worker: PeerId) -> None:
         number = self._session.session
-        self._journal.note(kind, f"session {number} {text}", worker, number, self._request)
+        self._event_log.note(kind, f"session {number} {text}", worker, number, self._request)
