@@ -55,7 +55,7 @@ class AdmissionSettings:
     """Pages of these origins may use the API from a browser; ``*``: any. None: CORS is off."""
 
 
-class Visit:
+class QuotaLease:
     """One request, from the door until it leaves."""
 
     def __init__(self, account: Account, arrived: float, clock: Callable[[], float]) -> None:
@@ -99,13 +99,13 @@ class Admission:
         self.accounts: dict[str, Account] = {}
         """By the name of the API key, empty where there are none. As many as keys were ever used."""
 
-    def enter(self, caller: str, own: Mapping[str, int]) -> Visit:
+    def enter(self, caller: str, own: Mapping[str, int]) -> QuotaLease:
         """Let a request in; ``own``: limits of the caller alone. Raises :class:`router.limits.LimitReached`."""
         now = self._clock()
         account = self.accounts.setdefault(caller, Account())
         account.allow(self._settings.allowance.but(own), now)
         account.enter(now)
-        return Visit(account, now, self._clock)
+        return QuotaLease(account, now, self._clock)
 
     def rates(self, caller: str) -> dict[str, str]:
         """The headers of a caller that was not let in."""
@@ -120,14 +120,14 @@ class Admit:
         self._app, self._admission, self._refused = app, admission, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the visit into ``request.state.visit``, or answer with status 429."""
+        """Put the lease into ``request.state.lease``, or answer with status 429."""
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(ADMITTED):
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
         caller = state.get("api_key_name", "")
         try:
-            visit = state["visit"] = self._admission.enter(caller, state.get("api_key_limits", {}))
+            lease = state["lease"] = self._admission.enter(caller, state.get("api_key_limits", {}))
         except LimitReached as error:
             self._refused(LIMIT_REACHED)
             await _refusal(error, self._admission.rates(caller))(scope, receive, send)
@@ -135,13 +135,13 @@ class Admit:
 
         async def send_with_rates(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(visit.headers())
+                MutableHeaders(scope=message).update(lease.headers())
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_rates)
         finally:
-            visit.leave()
+            lease.leave()
 
 
 def seconds_allowed(field: float | None, headers: Headers, settings: AdmissionSettings) -> float | None:
@@ -172,12 +172,12 @@ def _of_header(headers: Headers) -> float | None:
     return seconds
 
 
-async def admitted(chunks: AsyncGenerator[Chunk], visit: Visit, seconds: float | None) -> AsyncGenerator[Chunk]:
+async def admitted(chunks: AsyncGenerator[Chunk], lease: QuotaLease, seconds: float | None) -> AsyncGenerator[Chunk]:
     """The same chunks, paid for, and no longer than so many seconds after the request came.
 
     Raises :class:`GenerationError` then, also where the client is late; the sessions are closed before.
     """
-    end = visit.end(seconds)
+    end = lease.end(seconds)
     async with aclosing(chunks):
         while True:
             if end is not None and asyncio.get_running_loop().time() >= end:
@@ -186,12 +186,12 @@ async def admitted(chunks: AsyncGenerator[Chunk], visit: Visit, seconds: float |
                 chunk = await in_time(anext(chunks), seconds, end)
             except StopAsyncIteration:
                 return
-            visit.take_completion(chunk.tokens)
+            lease.take_completion(chunk.tokens)
             yield chunk
 
 
 async def in_time(work: Awaitable[T], seconds: float | None, end: float | None) -> T:
-    """What the work gives, if it does by then; raises :class:`GenerationError`. See :meth:`Visit.end`."""
+    """What the work gives, if it does by then; raises :class:`GenerationError`. See :meth:`QuotaLease.end`."""
     try:
         async with asyncio.timeout_at(end) as patience:
             return await work

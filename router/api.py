@@ -221,15 +221,15 @@ class _Api:
         self, request: Request, kind: Kind, body: bytes, arrived: float, unless_answered: AsyncExitStack
     ) -> Response:
         """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
-        visit, admission = request.state.visit, self._settings.admission
+        lease, admission = request.state.lease, self._settings.admission
         longest = seconds_allowed(None, request.headers, admission)
         reading = self._reader.read(kind, body, request.state.request_id)
-        parsed, served = await in_time(reading, longest, visit.end(longest))
+        parsed, served = await in_time(reading, longest, lease.end(longest))
         parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
         if self._recorder is not None and parsed.store:
             self._recorder.take(Asked(parsed.model, body, parsed.prompts, served.tokenizer))
         seconds = seconds_allowed(parsed.timeout, request.headers, admission)
-        visit.take_prompt(parsed.prompt_tokens)
+        lease.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(
             parsed.kind,
@@ -246,14 +246,14 @@ class _Api:
         chunks = self._tally.observed(
             run_choices(parsed, self._generator, served.tokenizer), served.model.name, len(parsed.generations), arrived
         )
-        chunks = admitted(chunks, visit, seconds)
+        chunks = admitted(chunks, lease, seconds)
         usage = Usage(parsed.prompt_tokens, parsed.n, len(parsed.generations))
         request.state.parsed, request.state.usage = parsed, usage
         if parsed.stream:
             failed = partial(self._failed_midway, request)
             unless_answered.push_async_callback(chunks.aclose)
             first = await anext(chunks)
-            return EventStream(_events(first, chunks, envelope, usage, failed), chunks, visit.end(seconds))
+            return EventStream(_events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
         return _json(await _whole(chunks, envelope, usage))
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
