@@ -54,7 +54,7 @@ from speculation.messages import (
 )
 from speculation.trie import Node, VerificationTree
 from transport.session_log import SessionLog
-from transport.tracing import Course, Tracing
+from transport.tracing import SequenceTimings, Tracing
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Lookahead:
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         cached = self._engine.cache.sequence(text.tokens)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
-        sequence = DraftSequence(link, session, text, cached, session_log, Course(at), shaping)
+        sequence = DraftSequence(link, session, text, cached, session_log, SequenceTimings(at), shaping)
         self._sequences[link, opened.session] = sequence
         if opened.extras.grammar:
             self._compiling.add(sequence, opened, time.perf_counter())
@@ -201,7 +201,7 @@ class Lookahead:
         lead = sequence.session.lead
         sync = sequence.session.verified(verification)
         if sync is not Sync.IGNORED:
-            sequence.course.counts(verification)
+            sequence.timings.counts(verification)
         self._note(sequence.session)
         match sync:
             case Sync.IGNORED:
@@ -256,9 +256,9 @@ class Lookahead:
             self._drop(sequence, "the router went")
 
     def _drop(self, sequence: DraftSequence, why: str) -> None:
-        sequence.log.info("ended (%s) after %d steps", why, sequence.course.steps)
+        sequence.log.info("ended (%s) after %d steps", why, sequence.timings.steps)
         if self._tracing is not None:
-            self._tracing.session("draft", sequence.session.opened, sequence.course, why)
+            self._tracing.session("draft", sequence.session.opened, sequence.timings, why)
         sequence.cached.free()
         self._second.drop(sequence)
         self._compiling.remove(sequence)
@@ -285,7 +285,7 @@ class Lookahead:
         if not entries:
             return []
         for entry in entries:
-            entry.sequence.course.begins(started)
+            entry.sequence.timings.begins(started)
         outgoing = self._compute(entries)
         took = time.perf_counter() - started
         for entry in entries:
@@ -438,7 +438,7 @@ class Lookahead:
         else:
             sequence.pending.update((node, first + i) for i, node in enumerate(entry.expands))
         if entry.expands:
-            sequence.course.draws(now)
+            sequence.timings.draws(now)
         self._grow(entry, found)
 
     def _grow(self, entry: DraftBatchEntry, found: Sequence[Sequence[Candidate]]) -> None:

@@ -11,7 +11,7 @@ from engine.shaping import Shaping
 from speculation.draft_session import DraftSession
 from speculation.trie import Node
 from transport.session_log import SessionLog
-from transport.tracing import Course
+from transport.tracing import SequenceTimings
 from transport.worker import Outgoing
 
 
@@ -25,7 +25,7 @@ class DraftSequence:
     """What the draft model reads of it; the cache is filled with its tokens."""
     cached: CachedSequence
     log: SessionLog
-    course: Course
+    timings: SequenceTimings
     shaping: Shaping | None = None
     """What it does to its logits, if anything."""
     pending: dict[Node, int] = field(default_factory=dict)

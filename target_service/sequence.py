@@ -17,7 +17,7 @@ from speculation.target_session import TargetSession
 from target_service.counters import Counters
 from target_service.scheduler import Rank, rank
 from transport.session_log import SessionLog
-from transport.tracing import Course
+from transport.tracing import SequenceTimings
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +32,7 @@ class TargetSequence:
     """When it came, in seconds, and how many had come before."""
     counters: Counters
     log: SessionLog
-    course: Course
+    timings: SequenceTimings
     shaping: Shaping | None = None
     """What it does to its logits, if anything."""
     constraint: Constraint | None = None

@@ -49,7 +49,7 @@ from target_service.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSe
 from target_service.validation import reason_to_refuse
 from target_service.verdicts import Fault, Verdict, verdicts
 from transport.session_log import SessionLog
-from transport.tracing import Course, Tracing
+from transport.tracing import SequenceTimings, Tracing
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class VerifyLoop:
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
         taken = TargetSequence(
-            link, session, self._engine.cache, arrived, self.counters, session_log, Course(at), shaping
+            link, session, self._engine.cache, arrived, self.counters, session_log, SequenceTimings(at), shaping
         )
         taken.medusa = medusa
         self._sequences[link, opened.session] = taken
@@ -223,13 +223,13 @@ class VerifyLoop:
 
     def _drop(self, sequence: TargetSequence, why: str) -> None:
         sequence.log.info(
-            "ended (%s) after %d tokens in %d steps", why, sequence.course.committed, sequence.course.steps
+            "ended (%s) after %d tokens in %d steps", why, sequence.timings.committed, sequence.timings.steps
         )
         for source, fault in sequence.session.faults.items():
             self.counters.source_faults += 1
             sequence.log.warning("draft source %s failed and was left out: %s", source, fault)
         if self._tracing is not None:
-            self._tracing.session("target", sequence.session.opened, sequence.course, why)
+            self._tracing.session("target", sequence.session.opened, sequence.timings, why)
         sequence.cached.free()
         if self._draft_model is not None:
             self._draft_model.drop(sequence)
@@ -251,7 +251,7 @@ class VerifyLoop:
             return outgoing or None
         self._resume(started)
         for entry in entries:
-            entry.sequence.course.begins(started)
+            entry.sequence.timings.begins(started)
         committed = self.counters.committed
         outgoing += self._compute(entries, started)
         self._last_committed = self.counters.committed - committed
@@ -406,8 +406,8 @@ class VerifyLoop:
                     self._medusa.settled(sequence, entry.tree)
                 if self._draft_model is not None:
                     self._draft_model.verified(sequence, commit.verification)
-                sequence.course.draws(ended)
-                sequence.course.counts(commit.verification)
+                sequence.timings.draws(ended)
+                sequence.timings.counts(commit.verification)
                 self.counters.prefilled += entry.num_scheduled_tokens - 1
                 if self._recorder:
                     entry.record(commit)

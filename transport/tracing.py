@@ -37,7 +37,7 @@ class TraceSettings:
 
 
 @dataclass(slots=True)
-class Course:
+class SequenceTimings:
     """How a session at a worker went. Moments are in seconds of ``time.perf_counter``."""
 
     opened: float
@@ -108,7 +108,7 @@ class Tracing:
         ending.start()
         ending.join(FLUSH_SECONDS)
 
-    def session(self, role: str, opened: Open, course: Course, why: str) -> None:
+    def session(self, role: str, opened: Open, timings: SequenceTimings, why: str) -> None:
         """The spans of a session that has just ended at this worker, and why."""
         if not opened.extras.trace:
             return
@@ -123,10 +123,10 @@ class Tracing:
             "paceline.session": opened.session,
             "paceline.epoch": opened.epoch,
             "paceline.opened_tokens": len(opened.tokens),
-            "paceline.steps": course.steps,
-            "paceline.committed": course.committed,
-            "paceline.accepted": course.accepted,
-            "paceline.offered": course.offered,
+            "paceline.steps": timings.steps,
+            "paceline.committed": timings.committed,
+            "paceline.accepted": timings.accepted,
+            "paceline.offered": timings.offered,
             "paceline.closed": why,
         }
         zero = time.time_ns() - round(time.perf_counter() * 1e9)  # read once: parts begin and end where the whole does
@@ -135,11 +135,11 @@ class Tracing:
             """The time of day of a moment of ``time.perf_counter``, in nanoseconds since 1970."""
             return zero + round(at * 1e9)
 
-        start = since_epoch(course.opened)
+        start = since_epoch(timings.opened)
         span = self.tracer.start_span(f"{role} session", parent, attributes=about, start_time=start)
         if span.is_recording():
             within = set_span_in_context(span)
-            for name, begins, ends in course.parts(now):
+            for name, begins, ends in timings.parts(now):
                 part = self.tracer.start_span(f"{role} {name}", within, start_time=since_epoch(begins))
                 part.end(since_epoch(ends))
         span.end(since_epoch(now))

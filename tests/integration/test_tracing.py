@@ -28,7 +28,7 @@ from target_service.service import TargetSettings, start_target
 from tests.cluster.processes import CHECKOUT
 from tests.stack import MODELS, settings
 from transport import client as connections
-from transport.tracing import Course, TraceSettings, Tracing
+from transport.tracing import SequenceTimings, TraceSettings, Tracing
 from transport.worker import Worker
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -194,23 +194,23 @@ async def test_a_request_that_is_not_sampled_leaves_no_spans(spans: Spans, monke
 
 
 def test_what_never_began_has_only_waited() -> None:
-    course = Course(1.0)
-    assert list(course.parts(3.0)) == [("queue", 1.0, 3.0)]
-    course.begins(2.0)
-    course.begins(2.5)
-    assert list(course.parts(3.0)) == [("queue", 1.0, 2.0), ("prefill", 2.0, 3.0)]
-    course.draws(2.6)
-    course.draws(2.7)
-    assert list(course.parts(3.0)) == [("queue", 1.0, 2.0), ("prefill", 2.0, 2.6), ("decode", 2.6, 3.0)]
-    course.counts(Verification(SessionId(1), 1, 4, (5, 6, 7), 0, accepted=2, offered=4))
-    assert (course.steps, course.committed, course.accepted, course.offered) == (2, 3, 2, 4)
+    timings = SequenceTimings(1.0)
+    assert list(timings.parts(3.0)) == [("queue", 1.0, 3.0)]
+    timings.begins(2.0)
+    timings.begins(2.5)
+    assert list(timings.parts(3.0)) == [("queue", 1.0, 2.0), ("prefill", 2.0, 3.0)]
+    timings.draws(2.6)
+    timings.draws(2.7)
+    assert list(timings.parts(3.0)) == [("queue", 1.0, 2.0), ("prefill", 2.0, 2.6), ("decode", 2.6, 3.0)]
+    timings.counts(Verification(SessionId(1), 1, 4, (5, 6, 7), 0, accepted=2, offered=4))
+    assert (timings.steps, timings.committed, timings.accepted, timings.offered) == (2, 3, 2, 4)
 
 
 def test_a_worker_makes_no_spans_of_sessions_that_are_not_traced() -> None:
     found = Spans()
     for trace in ("", "nonsense", f"00-{TRACE}-{PARENT}-00"):
         opened = Open(SessionId(1), 1, (1, 2), Sampling(), Limits(5), extras=Extras(trace=trace))
-        found.tracing(ParentBased(ALWAYS_ON)).session("target", opened, Course(0), "")
+        found.tracing(ParentBased(ALWAYS_ON)).session("target", opened, SequenceTimings(0), "")
     assert found.all == ()
 
 
