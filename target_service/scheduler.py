@@ -109,10 +109,10 @@ class Division:
     drafts: int = 0
 
 
-def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int]) -> Division:
+def share(demands: Sequence[Demand], budget: Budget, prefill_budget: Callable[[int], int]) -> Division:
     """Divide one step among ``demands``, best rank first.
 
-    ``beside(n)``: how many prompt tokens a step may compute beside ``n`` sessions that decode.
+    ``prefill_budget(n)``: how many prompt tokens a step may compute beside ``n`` sessions that decode.
     """
     decoding = [i for i, demand in enumerate(demands) if demand.decodes]
     prompts = [i for i, demand in enumerate(demands) if not demand.decodes]
@@ -124,7 +124,7 @@ def share(demands: Sequence[Demand], budget: Budget, beside: Callable[[int], int
     for i in served:
         shares[i] = Share(1, each)
     if served:
-        left = min(budget.tokens - len(served) - drafts, max(beside(len(served)), MIN_PREFILL))
+        left = min(budget.tokens - len(served) - drafts, max(prefill_budget(len(served)), MIN_PREFILL))
     else:
         left = max(budget.tokens, budget.alone)
     for i, count in zip(prompts, prefill([demands[i] for i in prompts], left), strict=True):
@@ -241,14 +241,14 @@ class Scheduler(Generic[J]):
         else:
             self.running.remove(job)
 
-    def step(self, beside: Callable[[int], int]) -> Step[J]:
-        """Start whoever there is room for, and divide the next step; ``beside`` as in :func:`share`."""
+    def step(self, prefill_budget: Callable[[int], int]) -> Step[J]:
+        """Start whoever there is room for, and divide the next step; ``prefill_budget`` as in :func:`share`."""
         self._admit()
         for job in self.running:
             job.reuse()
         while self.running:
             demands = [Demand(job.num_uncomputed_tokens, job.priority, self._turns[job]) for job in self.running]
-            division = share(demands, self._budget, beside)
+            division = share(demands, self._budget, prefill_budget)
             shares = fit(division.shares, [job.blocks_needed for job in self.running], self._free())
             if shares is None and len(self.running) == 1:
                 # Cannot be, since no session is taken that is larger than the cache. Computing it will say so.

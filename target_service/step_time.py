@@ -38,7 +38,7 @@ class StepTime:
         self._fixed = max(self._fixed + change, 0.0)
         self._each = max(self._each + change * size / EVEN, 0.0)
 
-    def beside(self, decoding: int, max_tokens: int, *, slowdown: float, seconds: float) -> int:
+    def prefill_budget(self, decoding: int, max_tokens: int, *, slowdown: float, seconds: float) -> int:
         """How many prompt tokens, up to ``max_tokens``, a step can take beside ``decoding`` tokens of others.
 
         With them it shall take at most ``slowdown`` (at least 1) times as long as without, or ``seconds`` if that is

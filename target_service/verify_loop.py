@@ -260,7 +260,7 @@ class VerifyLoop:
 
     def _plan(self, now: float) -> list[BatchEntry]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
-        step = self._scheduler.step(self._beside)
+        step = self._scheduler.step(self._prefill_budget)
         entries = [BatchEntry.of(sequence, share) for sequence, share in step.parts]
         drawing = [entry for entry in entries if entry.drafts is not None]
         if self._medusa is not None:
@@ -283,10 +283,10 @@ class VerifyLoop:
         self._due = plan.wake
         return [entry for entry in entries if entry.drafts is None or entry.tree is not None]
 
-    def _beside(self, decoding: int) -> int:
+    def _prefill_budget(self, decoding: int) -> int:
         """How many prompt tokens a step may compute beside so many sessions that decode."""
         budget = self._limits.budget
-        return self._step_time.beside(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
+        return self._step_time.prefill_budget(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
 
     def _pause(self, now: float) -> None:
         """Nothing to compute: either nothing is open, or all wait for drafts."""

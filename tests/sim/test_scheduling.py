@@ -136,7 +136,7 @@ class World:
 
     def _beside(self, decoding: int) -> int:
         budget = self.budget
-        return self._time.beside(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
+        return self._time.prefill_budget(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
 
     def _check(self, step: Step[Session]) -> None:
         """What must hold of every step."""

@@ -31,8 +31,8 @@ def unbounded(_decoding: int) -> int:
     return 10**6
 
 
-def shares(demands: list[Demand], budget: Budget = BUDGET, beside=unbounded) -> list[Share]:
-    return share(demands, budget, beside).shares
+def shares(demands: list[Demand], budget: Budget = BUDGET, prefill_budget=unbounded) -> list[Share]:
+    return share(demands, budget, prefill_budget).shares
 
 
 # -- sharing a step ----------------------------------------------------------------------------------------------------
@@ -58,19 +58,23 @@ def test_what_a_class_of_rows_leaves_empty_may_be_drafts():
 
 
 def test_without_running_text_prompts_get_the_whole_budget():
-    assert shares([Demand(150), Demand(150)], beside=lambda _: 0) == [Share(150), Share(50)]
+    assert shares([Demand(150), Demand(150)], prefill_budget=lambda _: 0) == [Share(150), Share(50)]
 
 
 def test_beside_running_text_prompts_get_what_time_allows_and_at_least_a_little():
     asked = []
 
-    def beside(decoding: int) -> int:
+    def prefill_budget(decoding: int) -> int:
         asked.append(decoding)
         return 30
 
-    assert shares([DECODES, Demand(300), DECODES], beside=beside) == [Share(1, 8), Share(30), Share(1, 8)]
+    assert shares([DECODES, Demand(300), DECODES], prefill_budget=prefill_budget) == [
+        Share(1, 8),
+        Share(30),
+        Share(1, 8),
+    ]
     assert asked == [2]
-    assert shares([DECODES, Demand(300)], beside=lambda _: 0)[1] == Share(MIN_PREFILL)
+    assert shares([DECODES, Demand(300)], prefill_budget=lambda _: 0)[1] == Share(MIN_PREFILL)
 
 
 def test_all_together_keep_to_the_budget():
@@ -283,21 +287,21 @@ def measured(fixed: float, each: float, sizes: list[int]) -> StepTime:
     return time
 
 
-def beside(time: StepTime, decoding: int, seconds: float = 0.0) -> int:
-    return time.beside(decoding, 1000, slowdown=2.0, seconds=seconds)
+def prefill_budget(time: StepTime, decoding: int, seconds: float = 0.0) -> int:
+    return time.prefill_budget(decoding, 1000, slowdown=2.0, seconds=seconds)
 
 
 def test_prompt_tokens_beside_running_text_are_bounded_by_measured_time():
     time = measured(0.010, 0.001, [1, 200])
     assert time(50) == pytest.approx(0.060)
-    assert beside(time, 1) == 11
-    assert beside(time, 1, seconds=0.0611) == 50
-    assert beside(time, 40) == 50
+    assert prefill_budget(time, 1) == 11
+    assert prefill_budget(time, 1, seconds=0.0611) == 50
+    assert prefill_budget(time, 40) == 50
 
 
 def test_prompt_tokens_that_cost_nothing_are_bounded_by_the_budget_only():
-    assert beside(measured(0.010, 0.0, [1, 200]), 1) == 1000
-    assert beside(StepTime(), 1) == 1000  # nor do we know yet that they cost something
+    assert prefill_budget(measured(0.010, 0.0, [1, 200]), 1) == 1000
+    assert prefill_budget(StepTime(), 1) == 1000  # nor do we know yet that they cost something
 
 
 def test_steps_of_one_size_leave_the_rest_as_it_was():
