@@ -3,7 +3,7 @@
 Pure arithmetic over what the workers and routers of a pool report (:mod:`speculation.demand`), totals as their growth a
 second. The answers are
 fractions of replicas, and take no account of bounds, delays or what was decided before: that is
-:mod:`cluster.autoscaling.steering`.
+:mod:`cluster.autoscaling.hysteresis`.
 
 * Targets: the most that any of four amounts takes. Tokens computed, against the measured speed; prompt tokens that
   wait, against the time in which they would be computed; sessions, against the places of a step; tokens held, against

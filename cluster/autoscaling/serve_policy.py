@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.autoscaling import policy
-from cluster.autoscaling.board import Board, Posted
+from cluster.autoscaling.decision_store import DecisionStore, Posted
+from cluster.autoscaling.hysteresis import Decision, Pool, State, steer
 from cluster.autoscaling.policy import Wanted, Why
-from cluster.autoscaling.steering import Decision, Pool, State, steer
 from cluster.config import AutoscalingConfig, Config
 from cluster.placement import ROUTER
 from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand, WorkerDemand
@@ -91,7 +91,7 @@ class ServePolicy:
         """``pools``: fields of :class:`Scaled`; ``settings``: of :class:`cluster.config.AutoscalingConfig`."""
         self._pools = {pool["deployment"]: Scaled(**pool) for pool in pools}
         self._settings = AutoscalingConfig(**(settings or {}))
-        self._board = Board()
+        self._decision_store = DecisionStore()
         self._strangers: set[str] = set()
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
@@ -121,7 +121,7 @@ class ServePolicy:
                     decision.why,
                     decision.says,
                 )
-        self._board.post(posted)
+        self._decision_store.post(posted)
         return sizes, states
 
     def _steer(self, ctx: AutoscalingContext, wanted: Wanted) -> tuple[Decision, State]:

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from cluster.autoscaling import policy
 from cluster.autoscaling.fleet import TICK, Fleet, Limits, Request
+from cluster.autoscaling.hysteresis import Decision, Pool, State, steer
 from cluster.autoscaling.policy import Wanted
 from cluster.autoscaling.speculating import Speculating
-from cluster.autoscaling.steering import Decision, Pool, State, steer
 from cluster.autoscaling.traces import Arrival, seconds_of
 from cluster.config import AutoscalingConfig
 from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand

@@ -6,11 +6,11 @@ from random import Random
 import pytest
 
 from cluster.autoscaling.fleet import Fleet, Limits
+from cluster.autoscaling.hysteresis import Decision, State, _whole
 from cluster.autoscaling.policy import Why
 from cluster.autoscaling.report import rows, summary
 from cluster.autoscaling.simulation import LONGEST_TAIL, POOLS, Outcome, Setup, Size, simulate
 from cluster.autoscaling.speculating import Speculating
-from cluster.autoscaling.steering import Decision, State, _whole
 from cluster.autoscaling.traces import Arrival, made_up
 from cluster.config import AutoscalingConfig
 from speculation.simulation.costs import Costs, Curve

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
+from cluster.autoscaling.hysteresis import HoldReason, Pool, State, steer
 from cluster.autoscaling.policy import Wanted, Why, drafters, routers, targets
-from cluster.autoscaling.steering import Held, Pool, State, steer
 from cluster.config import AutoscalingConfig
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
 
@@ -85,7 +85,7 @@ class Steered:
         self.replicas, self.min_replicas, self.max_replicas, self.slow = replicas, min_replicas, max_replicas, 0
         self.state = State()
 
-    def at(self, now: float, wanted: float, why: Why = Why.WORK) -> tuple[int, Held]:
+    def at(self, now: float, wanted: float, why: Why = Why.WORK) -> tuple[int, HoldReason]:
         self.state = State(**json.loads(json.dumps(asdict(self.state))))  # as a controller may keep it
         pool = Pool(self.replicas, self.replicas - self.slow, self.min_replicas, self.max_replicas)
         decision, self.state = steer(now, pool, Wanted(wanted, why, "because"), self.state, SETTINGS)
@@ -96,20 +96,24 @@ class Steered:
 
 def test_a_pool_grows_once_it_has_been_too_small_for_a_while_to_twice_its_size_at_most():
     pool = Steered(1)
-    assert [pool.at(t, 5.0) for t in (0, 1, 2)] == [(1, Held.DELAY), (1, Held.DELAY), (2, Held.NOTHING)]
-    assert [pool.at(t, 5.0) for t in (3, 11.9)] == [(2, Held.PAUSE)] * 2
-    assert [pool.at(t, 5.0) for t in (12, 14)] == [(2, Held.DELAY), (4, Held.NOTHING)]
+    assert [pool.at(t, 5.0) for t in (0, 1, 2)] == [
+        (1, HoldReason.DELAY),
+        (1, HoldReason.DELAY),
+        (2, HoldReason.NOTHING),
+    ]
+    assert [pool.at(t, 5.0) for t in (3, 11.9)] == [(2, HoldReason.PAUSE)] * 2
+    assert [pool.at(t, 5.0) for t in (12, 14)] == [(2, HoldReason.DELAY), (4, HoldReason.NOTHING)]
 
 
 def test_a_moment_is_not_enough_and_the_least_that_was_wanted_counts():
     pool = Steered(1)
     pool.at(0, 4.0)
-    assert pool.at(1, 1.0) == (1, Held.NOTHING)
-    assert pool.at(2, 4.0) == (1, Held.DELAY)
+    assert pool.at(1, 1.0) == (1, HoldReason.NOTHING)
+    assert pool.at(2, 4.0) == (1, HoldReason.DELAY)
     pool = Steered(4)
     pool.at(0, 8.0)
     pool.at(1, 5.0)
-    assert pool.at(2, 8.0) == (5, Held.NOTHING)
+    assert pool.at(2, 8.0) == (5, HoldReason.NOTHING)
 
 
 def test_replicas_on_their_way_count_as_if_they_were_there():
@@ -117,48 +121,50 @@ def test_replicas_on_their_way_count_as_if_they_were_there():
     pool.at(0, 4.0)
     pool.at(2, 4.0)
     pool.slow = 2
-    assert (pool.replicas, pool.at(60, 8.0)) == (4, (4, Held.STARTING))
-    assert pool.at(700, 8.0)[1] is Held.DELAY, "but not for ever"
+    assert (pool.replicas, pool.at(60, 8.0)) == (4, (4, HoldReason.STARTING))
+    assert pool.at(700, 8.0)[1] is HoldReason.DELAY, "but not for ever"
 
 
 def test_a_pool_shrinks_to_the_most_that_was_wanted_all_along_with_some_to_spare():
     pool = Steered(6)
-    assert pool.at(0, 1.0) == (6, Held.DELAY)
-    assert pool.at(30, 3.0) == (6, Held.DELAY)
-    assert pool.at(60, 1.0) == (4, Held.NOTHING)
-    assert pool.at(61, 3.9) == (4, Held.NOTHING), "3.9 is too much for 3 and not too little for 4"
-    assert [pool.at(t, 2.5)[1] for t in (62, 130)] == [Held.NOTHING] * 2, "3 replicas would have too little to spare"
+    assert pool.at(0, 1.0) == (6, HoldReason.DELAY)
+    assert pool.at(30, 3.0) == (6, HoldReason.DELAY)
+    assert pool.at(60, 1.0) == (4, HoldReason.NOTHING)
+    assert pool.at(61, 3.9) == (4, HoldReason.NOTHING), "3.9 is too much for 3 and not too little for 4"
+    assert [pool.at(t, 2.5)[1] for t in (62, 130)] == [HoldReason.NOTHING] * 2, (
+        "3 replicas would have too little to spare"
+    )
 
 
 def test_a_busy_moment_starts_the_wait_anew():
     pool = Steered(2)
     pool.at(0, 0.5)
     pool.at(59, 1.9)
-    assert pool.at(60, 0.5) == (2, Held.DELAY)
-    assert pool.at(120, 0.5) == (1, Held.NOTHING)
+    assert pool.at(60, 0.5) == (2, HoldReason.DELAY)
+    assert pool.at(120, 0.5) == (1, HoldReason.NOTHING)
 
 
 def test_bounds_hold_and_new_bounds_count_at_once():
     pool = Steered(1, min_replicas=1, max_replicas=1)
-    assert [pool.at(t, 9.0) for t in (0, 100)] == [(1, Held.BOUNDS)] * 2
-    assert [pool.at(t, 0.0, Why.IDLE) for t in (101, 300)] == [(1, Held.BOUNDS)] * 2
-    assert Steered(5, max_replicas=3).at(0, 5.0) == (3, Held.BOUNDS)
-    assert Steered(0, min_replicas=2).at(0, 0.0) == (2, Held.BOUNDS)
+    assert [pool.at(t, 9.0) for t in (0, 100)] == [(1, HoldReason.BOUNDS)] * 2
+    assert [pool.at(t, 0.0, Why.IDLE) for t in (101, 300)] == [(1, HoldReason.BOUNDS)] * 2
+    assert Steered(5, max_replicas=3).at(0, 5.0) == (3, HoldReason.BOUNDS)
+    assert Steered(0, min_replicas=2).at(0, 0.0) == (2, HoldReason.BOUNDS)
 
 
 def test_without_reports_nothing_changes():
     pool = Steered(3)
     pool.at(0, 0.0)
-    assert [pool.at(t, 0.0, Why.UNKNOWN) for t in (1, 1000)] == [(3, Held.NOTHING)] * 2
-    assert pool.at(1001, 0.0) == (3, Held.DELAY)
+    assert [pool.at(t, 0.0, Why.UNKNOWN) for t in (1, 1000)] == [(3, HoldReason.NOTHING)] * 2
+    assert pool.at(1001, 0.0) == (3, HoldReason.DELAY)
 
 
 def test_a_lost_state_costs_a_fresh_wait_but_never_a_replica():
     pool = Steered(4)
     pool.at(0, 0.0)
     pool.state = State()
-    assert [pool.at(t, 0.0) for t in (59, 100)] == [(4, Held.DELAY)] * 2
-    assert pool.at(119, 0.0) == (0, Held.NOTHING)
+    assert [pool.at(t, 0.0) for t in (59, 100)] == [(4, HoldReason.DELAY)] * 2
+    assert pool.at(119, 0.0) == (0, HoldReason.NOTHING)
 
 
 def test_drafters_of_no_use_rest_for_longer_each_time_in_a_row():
@@ -176,4 +182,4 @@ def test_drafters_of_no_use_rest_for_longer_each_time_in_a_row():
     while pool.replicas:  # useful for long, then idle: back at once when wanted
         now += 1
         pool.at(now, 0.0, Why.IDLE)
-    assert [pool.at(now + t, 1.0, Why.DEMAND) for t in (1, 3)] == [(0, Held.DELAY), (1, Held.NOTHING)]
+    assert [pool.at(now + t, 1.0, Why.DEMAND) for t in (1, 3)] == [(0, HoldReason.DELAY), (1, HoldReason.NOTHING)]

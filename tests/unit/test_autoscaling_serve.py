@@ -7,7 +7,7 @@ import pytest
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.autoscaling import board
+from cluster.autoscaling import decision_store
 from cluster.autoscaling.serve_policy import STATE, ServePolicy, declared, figures
 from cluster.checks import CheckError, check_bounds
 from cluster.config import from_mapping
@@ -69,7 +69,7 @@ class Controller:
 @pytest.fixture
 def posted(monkeypatch):
     written = {}
-    monkeypatch.setattr(board, "_write", written.update)
+    monkeypatch.setattr(decision_store, "_write", written.update)
     return written
 
 
@@ -165,7 +165,7 @@ def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, posted):
 
 
 def test_a_board_that_cannot_be_written_does_not_matter(monkeypatch):
-    monkeypatch.setattr(board, "_write", lambda _: 1 / 0)
+    monkeypatch.setattr(decision_store, "_write", lambda _: 1 / 0)
     assert Controller().call(0.0, target=[target(computed=120)])[TARGET] == 2
 
 
@@ -178,9 +178,9 @@ def test_what_could_not_be_posted_is_posted_later(monkeypatch):
             raise OSError("the head is away")
         written.update(entries)
 
-    monkeypatch.setattr(board, "_write", write)
-    decided = board.Posted(2, 1, "work", "much to do", "", "1 -> 2, work: much to do")
-    kept = board.Board(lambda: now)
+    monkeypatch.setattr(decision_store, "_write", write)
+    decided = decision_store.Posted(2, 1, "work", "much to do", "", "1 -> 2, work: much to do")
+    kept = decision_store.DecisionStore(lambda: now)
     for at in (0.0, 9.0, 10.0, 19.0, 20.0, 500.0):
         now = at
         kept.post({TARGET: decided if not tries else replace(decided, changed="")})

@@ -25,7 +25,7 @@ LONGEST_REST = 16
 ROUNDING = 1e-9
 
 
-class Held(StrEnum):
+class HoldReason(StrEnum):
     """What keeps a pool from the size that is wanted. Stable names; also used in metrics."""
 
     NOTHING = ""
@@ -59,7 +59,7 @@ class Decision:
     replicas: int
     why: Why
     says: str
-    held: Held = Held.NOTHING
+    held: HoldReason = HoldReason.NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ def steer(now: float, pool: Pool, wanted: Wanted, state: State, settings: Autosc
 
 def _steer(
     now: float, pool: Pool, wanted: Wanted, state: State, settings: AutoscalingConfig
-) -> tuple[int, Held, State]:
+) -> tuple[int, HoldReason, State]:
     bounded = min(max(pool.replicas, pool.min_replicas), pool.max_replicas)
     if bounded != pool.replicas:
-        return bounded, Held.BOUNDS, State()
+        return bounded, HoldReason.BOUNDS, State()
     if wanted.why is Why.UNKNOWN:
-        return pool.replicas, Held.NOTHING, replace(state, small_since=None, large_since=None)
+        return pool.replicas, HoldReason.NOTHING, replace(state, small_since=None, large_since=None)
     needed = _whole(wanted.replicas)
     if needed > pool.replicas:
         return _grow(now, pool, needed, replace(state, large_since=None), settings)
@@ -102,43 +102,45 @@ def _steer(
     roomy = _whole(wanted.replicas / (1.0 - settings.margin))
     if roomy < pool.replicas:
         return _shrink(now, pool, roomy, wanted.why, state, settings)
-    return pool.replicas, Held.NOTHING, replace(state, large_since=None)
+    return pool.replicas, HoldReason.NOTHING, replace(state, large_since=None)
 
 
-def _grow(now: float, pool: Pool, needed: int, state: State, settings: AutoscalingConfig) -> tuple[int, Held, State]:
+def _grow(
+    now: float, pool: Pool, needed: int, state: State, settings: AutoscalingConfig
+) -> tuple[int, HoldReason, State]:
     if pool.replicas == pool.max_replicas:
-        return pool.replicas, Held.BOUNDS, replace(state, small_since=None)
+        return pool.replicas, HoldReason.BOUNDS, replace(state, small_since=None)
     since_growth = math.inf if state.grown_at is None else now - state.grown_at
     waits = replace(state, small_since=None)
     if not pool.replicas and state.rest_until is not None and now < state.rest_until:
-        return 0, Held.REST, waits
+        return 0, HoldReason.REST, waits
     if pool.running < pool.replicas and since_growth < PATIENCE:
-        return pool.replicas, Held.STARTING, waits
+        return pool.replicas, HoldReason.STARTING, waits
     if since_growth < settings.pause_s:
-        return pool.replicas, Held.PAUSE, waits
+        return pool.replicas, HoldReason.PAUSE, waits
     since = now if state.small_since is None else state.small_since
     fewest = needed if state.small_since is None else min(state.fewest, needed)
     if now - since < settings.up_s:
-        return pool.replicas, Held.DELAY, replace(state, small_since=since, fewest=fewest)
+        return pool.replicas, HoldReason.DELAY, replace(state, small_since=since, fewest=fewest)
     larger = min(fewest, pool.max_replicas, max(2 * pool.replicas, pool.replicas + 1))
-    return larger, Held.NOTHING, State(grown_at=now, rest_s=state.rest_s)
+    return larger, HoldReason.NOTHING, State(grown_at=now, rest_s=state.rest_s)
 
 
 def _shrink(
     now: float, pool: Pool, roomy: int, why: Why, state: State, settings: AutoscalingConfig
-) -> tuple[int, Held, State]:
+) -> tuple[int, HoldReason, State]:
     if pool.replicas == pool.min_replicas:
-        return pool.replicas, Held.BOUNDS, replace(state, large_since=None)
+        return pool.replicas, HoldReason.BOUNDS, replace(state, large_since=None)
     since = now if state.large_since is None else state.large_since
     largest = roomy if state.large_since is None else max(state.most, roomy)
     state = replace(state, large_since=since, most=largest)
     if now - since < settings.down_s:
-        return pool.replicas, Held.DELAY, state
+        return pool.replicas, HoldReason.DELAY, state
     smaller = max(largest, pool.min_replicas)
     after = State(grown_at=state.grown_at)
     if smaller == 0 and why is Why.RESTING:
         after = _rest(now, state, settings)
-    return smaller, Held.NOTHING, after
+    return smaller, HoldReason.NOTHING, after
 
 
 def _rest(now: float, state: State, settings: AutoscalingConfig) -> State:

@@ -14,7 +14,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
-from cluster.autoscaling.steering import Decision
+from cluster.autoscaling.hysteresis import Decision
 
 log = logging.getLogger("ray.serve")
 
@@ -34,7 +34,10 @@ class Posted:
     """One of :class:`cluster.autoscaling.policy.Why`: what the wanted number follows from."""
     says: str
     held: str
-    """One of :class:`cluster.autoscaling.steering.Held`: what keeps the pool from that number; empty: nothing."""
+    """One of :class:`cluster.autoscaling.hysteresis.HoldReason`.
+
+    What keeps the pool from that number; empty: nothing.
+    """
     changed: str = ""
     """The decision that last changed the pool, as a sentence."""
 
@@ -46,7 +49,7 @@ class Posted:
         return cls(decision.replicas, running, decision.why.value, decision.says, decision.held.value, changed)
 
 
-class Board:
+class DecisionStore:
     """Posts decisions; only what differs in more than its sentence is written. What fails is tried again."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
