@@ -38,7 +38,7 @@ from benchmarks.turns import tell
 from cluster.console import say
 from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead
-from draft_service.second_level import Guesser, Lookup, SecondLevel
+from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
 from engine.build import EngineSettings, build, welcome
 from engine.step import Engine
 from models.corpus import read_prompts
@@ -100,7 +100,7 @@ class Alone:
 
     def __init__(self, engine: Engine, settings: EngineSettings, guessers: Sequence[Guesser]) -> None:
         introduction = welcome(settings, engine.model, "draft")
-        self.worker = Lookahead(engine, introduction, second=SecondLevel(introduction.vocabulary, guessers))
+        self.worker = Lookahead(engine, introduction, staged=StagedDrafting(introduction.vocabulary, guessers))
         self.spent: list[Spent] = []
 
     def open(self, prompt: Sequence[Token], end: int) -> None:

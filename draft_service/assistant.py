@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from draft_service.second_level import Ask
 from draft_service.sequence import DraftSequence
+from draft_service.staged_drafting import Ask
 from engine.kv_cache import CachedSequence, CacheFull
 from engine.sampling import Draw, candidates
 from engine.shaping import Shape, shaped
@@ -67,7 +67,7 @@ class _Read:
 
 
 class Assistant:
-    """Guesses of a model. A :class:`draft_service.second_level.Guesser`; owns ``engine`` and its cache."""
+    """Guesses of a model. A :class:`draft_service.staged_drafting.Guesser`; owns ``engine`` and its cache."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -20,8 +20,8 @@ from draft_service.batch_entry import DraftBatchEntry
 from draft_service.counters import Counters
 from draft_service.levels import DraftLevels, first_level, grow, withdraw
 from draft_service.reading import Reader, SameVocabulary
-from draft_service.second_level import SecondLevel
 from draft_service.sequence import DraftSequence
+from draft_service.staged_drafting import StagedDrafting
 from engine.compiling import Compiling
 from engine.grammar import Constraint, Grammars
 from engine.interface import FATAL
@@ -89,12 +89,12 @@ class Lookahead:
         recorder: Recorder | None = None,
         tracing: Tracing | None = None,
         reader: Reader | None = None,
-        second: SecondLevel | None = None,
+        staged: StagedDrafting | None = None,
         levels: DraftLevels | None = None,
     ) -> None:
         """Nothing is open. The lookahead owns ``engine`` and its cache.
 
-        ``reader``: None if all have one vocabulary. ``second``: what guesses for the draft model. ``levels``: what
+        ``reader``: None if all have one vocabulary. ``staged``: what guesses for the draft model. ``levels``: what
         expands several levels in one launch, if anything does; not with a ``reader``.
         """
         assert reader is None or levels is None, "drafts of a launch are in the draft model's own vocabulary"
@@ -107,7 +107,7 @@ class Lookahead:
         self._resting = False
         """Whether the last verification told its drafter to rest: then so does a new session, until it hears more."""
         self._recorder, self._tracing = recorder, tracing
-        self._second = second or SecondLevel(welcome.vocabulary)
+        self._staged = staged or StagedDrafting(welcome.vocabulary)
         self._levels = levels or DraftLevels()
         self._outcomes: list[dict[str, object]] = []  # for the record of the next step
         self.counters = Counters()
@@ -260,7 +260,7 @@ class Lookahead:
         if self._tracing is not None:
             self._tracing.session("draft", sequence.session.opened, sequence.timings, why)
         sequence.cached.free()
-        self._second.drop(sequence)
+        self._staged.drop(sequence)
         self._compiling.remove(sequence)
         del self._sequences[sequence.link, sequence.session.opened.session]
 
@@ -271,7 +271,7 @@ class Lookahead:
         started = time.perf_counter()
         self._constrain(started)
         entries = self._plan()
-        self._second.hang(entries, self._cost, self._engine.model.context)
+        self._staged.hang(entries, self._cost, self._engine.model.context)
         self._levels.plan(entries, self._engine.model.context)
         outgoing = self._expand(entries, started)
         for sequence in self._sequences.values():
@@ -301,7 +301,7 @@ class Lookahead:
         self.counters.computed += tokens
         levels = max(entry.levels for entry in entries)
         if all(len(entry.tokens) == len(entry.expands) for entry in entries):
-            took = ended - started - self._second.seconds
+            took = ended - started - self._staged.seconds
             self._levels.time.observe(levels, took)
             if levels == 1:
                 self._cost.observe(tokens, took)
@@ -447,7 +447,7 @@ class Lookahead:
         before = len(session.trie)
         for node, candidates_there in zip(entry.expands, found, strict=False):
             session.expand(node, candidates_there)
-        followed = self._second.follow(entry, found)
+        followed = self._staged.follow(entry, found)
         if entry.found:
             grow(entry)
         self.counters.guessed += len(entry.guesses.nodes)

@@ -13,7 +13,7 @@ from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.reading import Reader
-from draft_service.second_level import Guesser, Lookup, SecondLevel
+from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
 from draft_service.translation import read_vocabularies, translator
 from engine.build import EngineSettings, build, welcome
 from engine.model import Model, ModelError
@@ -74,7 +74,7 @@ async def start_draft(
         recorder,
         tracing,
         loaded.reader,
-        loaded.second_level,
+        loaded.staged_drafting,
         loaded.levels,
     )
     ending = ExitStack()
@@ -104,7 +104,7 @@ class _Loaded:
     engine: Engine
     welcome: Welcome
     reader: Reader | None
-    second_level: SecondLevel
+    staged_drafting: StagedDrafting
     levels: DraftLevels | None
 
 
@@ -131,7 +131,7 @@ def _load(settings: DraftSettings, progress: Callable[[str], None] | None, ranks
         engine.close()
         raise
     levels = _levels(engine, settings.limits.draft) if reader is None else None
-    return _Loaded(engine, introduction, reader, SecondLevel(introduction.vocabulary, guessers), levels)
+    return _Loaded(engine, introduction, reader, StagedDrafting(introduction.vocabulary, guessers), levels)
 
 
 def _levels(engine: Engine, limits: DraftLimits) -> DraftLevels:

@@ -24,8 +24,8 @@ import torch
 from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead
 from draft_service.reading import OtherVocabulary
-from draft_service.second_level import Guesser, SecondLevel
-from draft_service.second_level import Lookup as LookupGuesses
+from draft_service.staged_drafting import Guesser, StagedDrafting
+from draft_service.staged_drafting import Lookup as LookupGuesses
 from draft_service.tokenizer import Tokenizer
 from draft_service.vocabulary import SharedVocabulary
 from engine.kv_cache import KVCache
@@ -266,8 +266,8 @@ class Serving:
             if mixture.second == "assistant":
                 self.engines.append(engine_of(bench.draft))
                 guessers.append(Assistant(self.engines[-1]))
-            second = SecondLevel(bench.target.vocabulary, guessers)
-            self.drafter = Lookahead(self.engines[1], welcome, reader=reader, second=second)
+            second = StagedDrafting(bench.target.vocabulary, guessers)
+            self.drafter = Lookahead(self.engines[1], welcome, reader=reader, staged=second)
 
     def run(self, opened: Sequence[Open], reopened: bool = False) -> list[Text]:
         """What the sessions say."""

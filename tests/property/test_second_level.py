@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.second_level import Lookup, SecondLevel
 from draft_service.sequence import DraftSequence
+from draft_service.staged_drafting import Lookup, StagedDrafting
 from engine.build import EngineSettings, build, welcome
 from engine.kv_cache import KVCache
 from engine.step import Engine
@@ -104,10 +104,10 @@ class Paying(Forward):
 class Drafter:
     """A draft worker without a wire, with sessions of all kinds."""
 
-    def __init__(self, engine: Engine, second: SecondLevel, opened: list[Open], limits: DraftLimits = WIDE) -> None:
+    def __init__(self, engine: Engine, second: StagedDrafting, opened: list[Open], limits: DraftLimits = WIDE) -> None:
         introduction = welcome(DRAFT, engine.model, "draft")
         self.engine, self.texts = engine, [list(one.tokens) for one in opened]
-        self.worker = Lookahead(engine, introduction, LookaheadLimits(draft=limits), second=second)
+        self.worker = Lookahead(engine, introduction, LookaheadLimits(draft=limits), staged=second)
         for one in opened:
             assert self.worker.receive(ROUTER, one) == []
 
@@ -169,11 +169,11 @@ def alike(one: list[dict[tuple[Token, ...], float]], other: list[dict[tuple[Toke
 def test_the_same_tree_is_drafted_whatever_is_guessed(model, seed, speculation):
     rng = Random(seed)
     sessions = [opened(number, sampling, speculation) for number, sampling in enumerate(SAMPLINGS)]
-    alone = Drafter(engine_of(model), SecondLevel(VOCABULARY), sessions)
+    alone = Drafter(engine_of(model), StagedDrafting(VOCABULARY), sessions)
     small = engine_of(model)
     likely = list(REPEATING)
-    levels = [SecondLevel(VOCABULARY, [Lookup()]), SecondLevel(VOCABULARY, [Fickle(Random(seed), likely)])]
-    levels.append(SecondLevel(VOCABULARY, [Lookup(), Eager(Assistant(small))]))
+    levels = [StagedDrafting(VOCABULARY, [Lookup()]), StagedDrafting(VOCABULARY, [Fickle(Random(seed), likely)])]
+    levels.append(StagedDrafting(VOCABULARY, [Lookup(), Eager(Assistant(small))]))
     guessing = [Drafter(engine_of(model), second, sessions) for second in levels]
     for _ in range(4):
         for drafter in (alone, *guessing):
@@ -195,8 +195,8 @@ def test_guesses_that_are_right_save_forwards(model, speculation):
     """The draft model as its own assistant draws what it draws itself, with noise, penalties and all."""
     sessions = [opened(number, sampling, speculation) for number, sampling in enumerate(SAMPLINGS)]
     narrow = replace(WIDE, children=1, min_weight=0.0)
-    alone = Drafter(engine_of(model), SecondLevel(VOCABULARY), sessions, narrow)
-    twin = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Eager(Assistant(engine_of(model)))]), sessions, narrow)
+    alone = Drafter(engine_of(model), StagedDrafting(VOCABULARY), sessions, narrow)
+    twin = Drafter(engine_of(model), StagedDrafting(VOCABULARY, [Eager(Assistant(engine_of(model)))]), sessions, narrow)
     for drafter in (alone, twin):
         drafter.settle()
     counters = twin.worker.counters
@@ -208,11 +208,11 @@ def test_guesses_that_are_right_save_forwards(model, speculation):
 
 def test_a_drafter_that_draws_from_q_is_not_guessed_for(model):
     sessions = [opened(0, HARDLY, Speculation(rule=Rule.REJECTION)), opened(1, HARDLY)]
-    drafter = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Eager(Assistant(engine_of(model)))]), sessions[:1])
+    drafter = Drafter(engine_of(model), StagedDrafting(VOCABULARY, [Eager(Assistant(engine_of(model)))]), sessions[:1])
     drafter.settle()
     assert drafter.worker.counters.guessed == 0
     drafter.close()
-    drafter = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Eager(Assistant(engine_of(model)))]), sessions[1:])
+    drafter = Drafter(engine_of(model), StagedDrafting(VOCABULARY, [Eager(Assistant(engine_of(model)))]), sessions[1:])
     drafter.settle()
     assert drafter.worker.counters.guessed > 0
 
@@ -225,7 +225,7 @@ def test_guesses_are_sought_for_those_sessions_that_gain_most(model):
             asked.append([(ask.place.weight, ask.sequence.session.opened.session) for ask in now])
 
     sessions = [opened(number, SAMPLINGS[0]) for number in range(MAX_SESSIONS + 2)]
-    drafter = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Noted(Random(0), [])]), sessions)
+    drafter = Drafter(engine_of(model), StagedDrafting(VOCABULARY, [Noted(Random(0), [])]), sessions)
     drafter.worker.step()
     drafter.commit(MAX_SESSIONS + 1, [7])  # back to its root
     drafter.worker.step()
@@ -239,7 +239,9 @@ def test_guesses_cost_no_session_its_place_in_a_full_cache(model):
     """Room for the text and the drafts of one level, not for guesses."""
     tight = engine_of(model, tokens=32)
     assert len(REPEATING) == 24
-    drafter = Drafter(tight, SecondLevel(VOCABULARY, [Fickle(Random(1), list(REPEATING))]), [opened(0, SAMPLINGS[0])])
+    drafter = Drafter(
+        tight, StagedDrafting(VOCABULARY, [Fickle(Random(1), list(REPEATING))]), [opened(0, SAMPLINGS[0])]
+    )
     for _ in range(3):
         assert not any(isinstance(message, Refused) for _, message in drafter.worker.step() or [])
         tight.cache.check()
@@ -250,8 +252,8 @@ def test_guesses_cost_no_session_its_place_in_a_full_cache(model):
 def test_an_assistant_without_room_for_a_session_lets_it_be(model):
     small = engine_of(model, tokens=48)
     sessions = [opened(number, sampling) for number, sampling in enumerate(SAMPLINGS)]
-    drafter = Drafter(engine_of(model), SecondLevel(VOCABULARY, [Eager(Assistant(small))]), sessions)
-    alone = Drafter(engine_of(model), SecondLevel(VOCABULARY), sessions)
+    drafter = Drafter(engine_of(model), StagedDrafting(VOCABULARY, [Eager(Assistant(small))]), sessions)
+    alone = Drafter(engine_of(model), StagedDrafting(VOCABULARY), sessions)
     drafter.settle()
     alone.settle()
     assert alike(drafter.trees(), alone.trees())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.second_level import Ask, Guesser, Lookup, SecondLevel
 from draft_service.sequence import DraftSequence
+from draft_service.staged_drafting import Ask, Guesser, Lookup, StagedDrafting
 from engine.kv_cache import KVCache
 from engine.model import Model
 from engine.parallel.group import RankError
@@ -67,8 +67,8 @@ def drafter(model: Model, *, guessers: Sequence[Guesser] = ()) -> Lookahead:
     engine = Engine(
         model, KVCache(model.layers, 1024, block=8, dtype=model.dtype, device=model.device), invariant=False
     )
-    second = SecondLevel(VOCABULARY, guessers)
-    return Lookahead(engine, Welcome("draft", "tiny", VOCABULARY, CONTEXT), LIMITS, second=second)
+    second = StagedDrafting(VOCABULARY, guessers)
+    return Lookahead(engine, Welcome("draft", "tiny", VOCABULARY, CONTEXT), LIMITS, staged=second)
 
 
 def opened(

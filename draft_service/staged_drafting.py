@@ -83,7 +83,7 @@ class Lookup:
         self._known.pop(sequence, None)
 
 
-class SecondLevel:
+class StagedDrafting:
     """The guesses of all sessions of a draft worker; none without ``guessers``."""
 
     def __init__(self, vocabulary: int, guessers: Sequence[Guesser] = ()) -> None:
