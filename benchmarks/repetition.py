@@ -21,7 +21,7 @@ from benchmarks.turns import WARM_UP, Tally, rows, serving, take_turns, tell
 from cluster.console import say
 from router.generation import Generation
 from router.tokenizer import Tokenizer
-from speculation.messages import Extras, Sampling, Source, Speculation
+from speculation.messages import RequestOptions, Sampling, Source, Speculation
 
 CONTENDERS = {
     "plain": Speculation(enabled=False, remember=False),
@@ -43,7 +43,7 @@ def rounds_of(
                 tokenizer.encode(request.prompt, special=False),
                 Sampling(temperature=temperature, seed=number),
                 MOST_TOKENS,
-                extras=Extras(grammar=request.grammar, scope=f"{about}, {name}"),
+                request_options=RequestOptions(grammar=request.grammar, scope=f"{about}, {name}"),
                 speculation=speculation,
             )
             for name, speculation in CONTENDERS.items()

@@ -27,7 +27,7 @@ from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.structured import json_schema_grammar
 from router.tokenizer import Tokenizer
-from speculation.messages import Extras, Sampling, Source, Speculation, Token
+from speculation.messages import RequestOptions, Sampling, Source, Speculation, Token
 
 RECORD = {
     "type": "object",
@@ -68,10 +68,12 @@ MOST_TOKENS = 200
 
 def rounds_of(prompts: Sequence[tuple[Token, ...]], grammar: str) -> list[dict[str, Generation]]:
     """What contenders are asked: greedily to say JSON."""
-    extras = Extras(grammar=grammar)
+    extras = RequestOptions(grammar=grammar)
     return [
         {
-            name: Generation(prompt, Sampling(temperature=0.0), MOST_TOKENS, extras=extras, speculation=speculation)
+            name: Generation(
+                prompt, Sampling(temperature=0.0), MOST_TOKENS, request_options=extras, speculation=speculation
+            )
             for name, speculation in CONTENDERS.items()
         }
         for prompt in prompts
@@ -90,11 +92,11 @@ async def measure_random(
     ended = 0
     for number in range(schemas):
         schema, sampling = random_schema(rng), Sampling(temperature=1.0, seed=number)
-        extras = Extras(grammar=json_schema_grammar(schema, "schema", {}))
+        extras = RequestOptions(grammar=json_schema_grammar(schema, "schema", {}))
         said: dict[str, list[int]] = {}
         for name in rng.sample(list(tallies), 2):
             prompt = prompts[number % len(prompts)]
-            generation = Generation(prompt, sampling, MOST_TOKENS, extras=extras, speculation=CONTENDERS[name])
+            generation = Generation(prompt, sampling, MOST_TOKENS, request_options=extras, speculation=CONTENDERS[name])
             said[name] = await decode(dispatcher, generation, tallies[name])
         assert said["plain"] == said["all sources"], f"schema {number} of seed {seed}: the text depends on drafts"
         if len(said["plain"]) < MOST_TOKENS:

@@ -172,13 +172,13 @@ class Lookahead:
         if len(text.tokens) > self._engine.cache.free_tokens:
             return no_room
         session.outcomes = [] if self._recorder else None
-        session_log = SessionLog(log, opened.session, opened.extras.request)
+        session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         cached = self._engine.cache.sequence(text.tokens)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
         sequence = DraftSequence(link, session, text, cached, session_log, SequenceTimings(at), shaping)
         self._sequences[link, opened.session] = sequence
-        if opened.extras.grammar:
+        if opened.request_options.grammar:
             self._compiling.add(sequence, opened, time.perf_counter())
         return []
 

@@ -44,7 +44,7 @@ class Compiling(Generic[S]):
     def add(self, session: S, opened: Open, now: float) -> None:
         """Have the grammar of a session compiled; ``now`` in seconds on any clock."""
         self._grammars = self._grammars or self._make()
-        self._waits[session] = _Wait(opened, self._grammars.compiled(opened.extras.grammar))
+        self._waits[session] = _Wait(opened, self._grammars.compiled(opened.request_options.grammar))
         self._note(self._grammars, now)
         self.due = now
 

@@ -154,7 +154,7 @@ class Dispatcher:
             generation.speculation,
             self._limits.session,
             generation.priority,
-            replace(generation.extras, request=generation.request_id, trace=trace.traceparent),
+            replace(generation.request_options, request=generation.request_id, trace=trace.traceparent),
         )
         model = generation.model or next(iter(self.models.values()), None)
         tally = self.metrics.tally.session(model.name if model else "", len(generation.prompt))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from speculation.events import StepMetadata
-from speculation.messages import Extras, FinishReason, Proposal, Sampling, SourceName, Speculation, Token
+from speculation.messages import FinishReason, Proposal, RequestOptions, Sampling, SourceName, Speculation, Token
 from speculation.origin import Origin, origins, refused
 
 
@@ -30,7 +30,7 @@ class Generation:
     """Which of the served models; None: the only one, or any."""
     min_tokens: int = 0
     """No stop token is drawn before so many were generated."""
-    extras: Extras = Extras()
+    request_options: RequestOptions = RequestOptions()
     details: bool = False
     """Whether every commit comes with :class:`Details`."""
 

@@ -27,7 +27,7 @@ from router.structured import text_grammar
 from router.tokenizer import Tokenizer
 from router.tool_fields import Tools, tools_of
 from router.tool_grammar import grammar_of
-from speculation.messages import Extras, Speculation
+from speculation.messages import RequestOptions, Speculation
 
 MAX_MODEL_CHARACTERS = 256
 MAX_MODELS_NAMED = 16
@@ -82,7 +82,9 @@ class ApiRequest:
 
     def within(self, scope: str) -> ApiRequest:
         """The same, for whom this scope stands."""
-        generations = (replace(one, extras=replace(one.extras, scope=scope)) for one in self.generations)
+        generations = (
+            replace(one, request_options=replace(one.request_options, scope=scope)) for one in self.generations
+        )
         return replace(self, generations=tuple(generations))
 
 
@@ -192,7 +194,7 @@ def _request(
     sampling = sampling_of(body, vocabulary, model_entry.tokenizer)
     stop_tokens = stop_tokens_of(body, vocabulary, model_entry.tokenizer)
     speculation = speculation_of(body, model_entry.speculation, model_entry.model.sources)
-    extras = Extras(
+    request_options = RequestOptions(
         grammar=grammar_of(tools, text_grammar(body), model_entry.tokenizer),
         prediction=prediction_of(body, model_entry.tokenizer, model_entry.model),
         logprobs=form.logprobs,
@@ -209,7 +211,7 @@ def _request(
                 max_tokens=1 if prompt_only else limits[choice // n],
                 stop_tokens=stop_tokens,
                 min_tokens=min_tokens_of(body, limits[choice // n]),
-                extras=extras,
+                request_options=request_options,
                 speculation=speculation,
                 request_id=request_id,
                 priority=body.priority,

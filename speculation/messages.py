@@ -24,8 +24,8 @@ from typing import NewType
 
 from speculation.settings import MAX_PRIORITY as MAX_PRIORITY
 from speculation.settings import AllBut as AllBut
-from speculation.settings import Extras as Extras
 from speculation.settings import Limits as Limits
+from speculation.settings import RequestOptions as RequestOptions
 from speculation.settings import Rule as Rule
 from speculation.settings import Sampling as Sampling
 from speculation.settings import Schedule as Schedule
@@ -86,7 +86,7 @@ class Open:
     """Milliseconds since the session began: wherever it is opened again, it keeps its place in the order."""
     prompt: int = 0
     """How many of ``tokens`` are the prompt; 0: all. The others were generated before the session came here."""
-    extras: Extras = Extras()
+    request_options: RequestOptions = RequestOptions()
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

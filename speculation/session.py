@@ -63,7 +63,6 @@ from speculation.events import (
 from speculation.messages import (
     MAX_PRIORITY,
     Close,
-    Extras,
     FromWorker,
     Limits,
     Load,
@@ -71,6 +70,7 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
+    RequestOptions,
     Sampling,
     SessionId,
     Speculation,
@@ -113,7 +113,7 @@ class Session:
         speculation: Speculation = Speculation(),
         session_limits: SessionLimits = SessionLimits(),
         priority: int = 0,
-        extras: Extras = Extras(),
+        request_options: RequestOptions = RequestOptions(),
     ) -> None:
         """Nothing happens before :class:`Start`."""
         assert prompt, "a session has at least one token"
@@ -128,7 +128,7 @@ class Session:
         self._tokens = list(prompt)
         self._digest = digests.of(prompt)
         self._sampling, self._limits, self._speculation = sampling, limits, speculation
-        self._priority, self._extras = priority, extras
+        self._priority, self._request_options = priority, request_options
         self._bounds = session_limits
         self._phase = Phase.NEW
         self._epoch = 0
@@ -421,7 +421,7 @@ class Session:
         epoch = self._next_epoch()
         self._drafting.opened(Opening(peer, epoch))
         # Drafters go by what is said, not by what the caller expects.
-        opening = replace(self._opening(epoch), extras=replace(self._extras, prediction=()))
+        opening = replace(self._opening(epoch), request_options=replace(self._request_options, prediction=()))
         return [*effects, Send(peer, opening)]
 
     def _close_draft(self) -> list[Effect]:
@@ -586,7 +586,7 @@ class Session:
             priority=self._priority,
             age_ms=min(int(1000 * (self._now - self._began)), MAX_AGE_MS),
             prompt=self.prompt_length,
-            extras=self._extras,
+            request_options=self._request_options,
         )
 
     def _next_epoch(self) -> int:

@@ -158,7 +158,7 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class RequestOptions:
     """What few requests ask for. It stays the same for the life of a session, wherever that is opened."""
 
     grammar: str = ""

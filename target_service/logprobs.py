@@ -41,7 +41,7 @@ def of_committed(
     counts = [0] * len(entries)
     starts = accumulate((entry.rows for entry in entries), initial=0)
     for i, (entry, verdict, start) in enumerate(zip(entries, decided, starts, strict=False)):
-        asked = entry.sequence.session.opened.extras.logprobs
+        asked = entry.sequence.session.opened.request_options.logprobs
         if asked is None or entry.tree is None or not isinstance(verdict, AcceptanceResult):
             continue
         rows += (start, *(start + 1 + draft for draft in verdict.kept))

@@ -103,7 +103,11 @@ class TargetSequence:
         With a text that was begun elsewhere they were told there.
         """
         opened = self.session.opened
-        if opened.extras.prompt_logprobs is None or opened.generated or len(self.session.tokens) > len(opened.tokens):
+        if (
+            opened.request_options.prompt_logprobs is None
+            or opened.generated
+            or len(self.session.tokens) > len(opened.tokens)
+        ):
             return range(0)
         return range(1 + len(self._prompt_logprobs), len(opened.tokens))
 
@@ -112,7 +116,7 @@ class TargetSequence:
         opened, first, count = self.session.opened, self.missing_prompt_logprobs.start, len(logits_PV)
         if not count:
             return
-        top_logprobs = [opened.extras.prompt_logprobs or 0] * count
+        top_logprobs = [opened.request_options.prompt_logprobs or 0] * count
         self._prompt_logprobs += token_logprobs(logits_PV, opened.tokens[first : first + count], top_logprobs)
 
     def said(self, verification: Verification, started: float, ended: float) -> Verification:

@@ -74,4 +74,4 @@ class SuffixCache:
             self.store.work(max_tokens)
 
     def _scope_of(self, opened: Open) -> str:
-        return opened.extras.scope if self._scope is SuffixScope.KEY else ""
+        return opened.request_options.scope if self._scope is SuffixScope.KEY else ""

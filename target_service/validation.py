@@ -15,13 +15,13 @@ def reason_to_refuse(opened: Open, vocabulary: int, context: int, capacity: int)
 
     ``vocabulary``: token ids are below; ``context``, ``capacity``: longest sequences of the model and of the cache.
     """
-    sampling, extras = opened.sampling, opened.extras
+    sampling, request_options = opened.sampling, opened.request_options
     for what, tokens in (
         ("token", opened.tokens),
         ("logit_bias token", [token for token, _ in sampling.bias]),
         ("allowed_token_ids token", sampling.allowed),
         ("bad_words token", chain.from_iterable(sampling.banned)),
-        ("prediction token", extras.prediction),
+        ("prediction token", request_options.prediction),
     ):
         worst = max(tokens, default=0)
         if worst >= vocabulary:
@@ -31,9 +31,12 @@ def reason_to_refuse(opened: Open, vocabulary: int, context: int, capacity: int)
     if opened.limits.end > capacity:
         return f"{opened.limits.end} tokens exceed the cache of {capacity}"
     prompt = len(opened.tokens) - len(opened.generated)
-    if extras.prompt_logprobs is not None and prompt * (1 + extras.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+    if (
+        request_options.prompt_logprobs is not None
+        and prompt * (1 + request_options.prompt_logprobs) > MAX_PROMPT_LOGPROBS
+    ):
         return (
-            f"prompt_logprobs {extras.prompt_logprobs} for {prompt} tokens exceed the {MAX_PROMPT_LOGPROBS} "
+            f"prompt_logprobs {request_options.prompt_logprobs} for {prompt} tokens exceed the {MAX_PROMPT_LOGPROBS} "
             "log-probabilities told of one prompt"
         )
     return None

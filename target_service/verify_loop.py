@@ -174,7 +174,7 @@ class VerifyLoop:
         session = self._planner.session(opened, self._welcome.vocabulary, sources)
         # A session that is opened again keeps its place.
         arrived = (at - opened.age_ms / 1000, next(self._numbers)) if sequence is None else sequence.arrived
-        session_log = SessionLog(log, opened.session, opened.extras.request)
+        session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
         taken = TargetSequence(
@@ -182,7 +182,7 @@ class VerifyLoop:
         )
         taken.medusa = medusa
         self._sequences[link, opened.session] = taken
-        if opened.extras.grammar:
+        if opened.request_options.grammar:
             self._compiling.add(taken, opened, time.perf_counter())
         else:
             self._scheduler.add(taken)

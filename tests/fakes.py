@@ -82,12 +82,16 @@ def _cut(commit: Committed, left: int, generation: Generation) -> tuple[Committe
 
 def metadata_of(commit: Committed, generation: Generation, *, first: bool) -> StepMetadata:
     """What a target would tell of a commit: log-probabilities, if they are asked for."""
-    extras = generation.extras
-    prompt = generation.prompt[1:] if first and extras.prompt_logprobs is not None else ()
+    request_options = generation.request_options
+    prompt = generation.prompt[1:] if first and request_options.prompt_logprobs is not None else ()
     return replace(
         commit.metadata,
-        logprobs=tuple(logprobs_of(token, extras.logprobs) for token in commit.tokens if extras.logprobs is not None),
-        prompt_logprobs=tuple(logprobs_of(token, extras.prompt_logprobs or 0) for token in prompt),
+        logprobs=tuple(
+            logprobs_of(token, request_options.logprobs)
+            for token in commit.tokens
+            if request_options.logprobs is not None
+        ),
+        prompt_logprobs=tuple(logprobs_of(token, request_options.prompt_logprobs or 0) for token in prompt),
     )
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import AllBut, Extras, Limits, Open, Rule, Sampling, Schedule, SessionId, Sources, Speculation
+from speculation.messages import (
+    AllBut,
+    Limits,
+    Open,
+    RequestOptions,
+    Rule,
+    Sampling,
+    Schedule,
+    SessionId,
+    Sources,
+    Speculation,
+)
 from transport.wire import MAX_TEXT, MAX_TOKENS, SOURCE, SOURCE_OUT, at_most, names_in, read_names
 
 MAX_STOP_TOKENS = 1024
@@ -28,7 +39,12 @@ _SCHEDULE_OUT = {value: number for number, value in _SCHEDULE.items()}
 
 def encode_open(message: Open) -> pb.Open:
     """As it is sent."""
-    sampling, limits, speculation, extras = message.sampling, message.limits, message.speculation, message.extras
+    sampling, limits, speculation, request_options = (
+        message.sampling,
+        message.limits,
+        message.speculation,
+        message.request_options,
+    )
     return pb.Open(
         session=message.session,
         epoch=message.epoch,
@@ -45,13 +61,13 @@ def encode_open(message: Open) -> pb.Open:
         priority=message.priority,
         age_ms=message.age_ms,
         prompt=message.prompt,
-        grammar=extras.grammar,
-        prediction=extras.prediction,
-        logprobs=extras.logprobs,
-        prompt_logprobs=extras.prompt_logprobs,
-        request=extras.request[:MAX_TEXT],
-        trace=extras.trace[:MAX_TEXT],
-        scope=extras.scope[:MAX_TEXT],
+        grammar=request_options.grammar,
+        prediction=request_options.prediction,
+        logprobs=request_options.logprobs,
+        prompt_logprobs=request_options.prompt_logprobs,
+        request=request_options.request[:MAX_TEXT],
+        trace=request_options.trace[:MAX_TEXT],
+        scope=request_options.scope[:MAX_TEXT],
         not_remembered=not speculation.remember,
     )
 
@@ -82,7 +98,7 @@ def decode_open(message: pb.Open) -> Open:
         priority=message.priority,
         age_ms=message.age_ms,
         prompt=message.prompt,
-        extras=_read_extras(message),
+        request_options=_read_request_options(message),
     )
 
 
@@ -141,11 +157,11 @@ def _read_sampling(sampling: pb.Sampling) -> Sampling:
     )
 
 
-def _read_extras(message: pb.Open) -> Extras:
+def _read_request_options(message: pb.Open) -> RequestOptions:
     at_most("grammar", len(message.grammar), MAX_GRAMMAR)
     at_most("prediction", len(message.prediction), MAX_TOKENS)
     at_most("logprobs", max(message.logprobs, message.prompt_logprobs), MAX_LOGPROBS)
-    return Extras(
+    return RequestOptions(
         grammar=message.grammar,
         prediction=tuple(message.prediction),
         logprobs=message.logprobs if message.HasField("logprobs") else None,

@@ -110,16 +110,16 @@ class Tracing:
 
     def session(self, role: str, opened: Open, timings: SequenceTimings, why: str) -> None:
         """The spans of a session that has just ended at this worker, and why."""
-        if not opened.extras.trace:
+        if not opened.request_options.trace:
             return
         from opentelemetry.trace import get_current_span, set_span_in_context
 
-        parent = self.propagator.extract({"traceparent": opened.extras.trace})
+        parent = self.propagator.extract({"traceparent": opened.request_options.trace})
         if not get_current_span(parent).get_span_context().is_valid:
             return
         now = time.perf_counter()
         about: dict[str, str | int] = {
-            "paceline.request": opened.extras.request,
+            "paceline.request": opened.request_options.request,
             "paceline.session": opened.session,
             "paceline.epoch": opened.epoch,
             "paceline.opened_tokens": len(opened.tokens),

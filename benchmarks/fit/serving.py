@@ -26,7 +26,7 @@ from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.tokenizer import Tokenizer
 from speculation.events import Role
-from speculation.messages import Extras, Schedule, Source, Speculation, Token
+from speculation.messages import RequestOptions, Schedule, Source, Speculation, Token
 from speculation.simulation.costs import Costs, Curve
 from speculation.simulation.recorded import Line, UselessRecord, costs_in, slowdown
 
@@ -166,7 +166,7 @@ class Requests:
                 self.options.sampling,
                 len(text.tokens),
                 speculation=speculation,
-                extras=Extras(prediction=text.tokens if predicted else ()),
+                request_options=RequestOptions(prediction=text.tokens if predicted else ()),
             )
             for text in texts
         )

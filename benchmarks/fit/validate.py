@@ -19,7 +19,7 @@ from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.workers import connected
 from router.dispatch import Dispatcher
 from speculation.events import Role
-from speculation.messages import Extras
+from speculation.messages import RequestOptions
 
 TEXTS = 24
 WARM_UP = 2
@@ -131,7 +131,7 @@ def _contenders(dispatcher: Dispatcher, way: Way, depths: Sequence[int], *, reme
     """The way at each depth, and plain decoding as 0; ``remember``: each may draft from what it has said itself."""
     asked = {0: PLAIN.speculation()} | {depth: way.speculation(depth) for depth in depths}
     return {
-        depth: served(dispatcher, replace(one, remember=remember), Extras(scope=f"depth {depth}"))
+        depth: served(dispatcher, replace(one, remember=remember), RequestOptions(scope=f"depth {depth}"))
         for depth, one in asked.items()
     }
 

@@ -18,7 +18,7 @@ from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
 from router.pool import Traffic
 from speculation.events import Role
-from speculation.messages import Extras, Sampling, Speculation, Token
+from speculation.messages import RequestOptions, Sampling, Speculation, Token
 
 SETTLE_SECONDS = 0.05
 """Pause between two runs, for the end of one to reach all workers."""
@@ -126,7 +126,7 @@ Runner = Callable[[Batch], Awaitable[Run]]
 """A contender at work."""
 
 
-def served(dispatcher: Dispatcher, speculation: Speculation, extras: Extras = Extras()) -> Runner:
+def served(dispatcher: Dispatcher, speculation: Speculation, extras: RequestOptions = RequestOptions()) -> Runner:
     """A contender that is a request to our workers."""
 
     async def run(batch: Batch) -> Run:
@@ -137,7 +137,7 @@ def served(dispatcher: Dispatcher, speculation: Speculation, extras: Extras = Ex
                 group.create_task(
                     decode(
                         dispatcher,
-                        Generation(prompt, sampling, tokens, speculation=speculation, extras=extras),
+                        Generation(prompt, sampling, tokens, speculation=speculation, request_options=extras),
                     )
                 )
                 for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)

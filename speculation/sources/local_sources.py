@@ -34,6 +34,6 @@ class LookupBounds:
 def local_sources(opened: Open, bounds: LookupBounds = LookupBounds()) -> list[LocalSource]:
     """Those that a session can have by its text and its request alone."""
     sources: list[LocalSource] = [PromptLookup(shortest=bounds.shortest, longest=bounds.longest)]
-    if opened.extras.prediction:
-        sources.append(Prediction(opened.extras.prediction, opened.prompt or len(opened.tokens)))
+    if opened.request_options.prediction:
+        sources.append(Prediction(opened.request_options.prediction, opened.prompt or len(opened.tokens)))
     return [*sources, *made_for(opened)]

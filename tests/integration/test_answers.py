@@ -385,10 +385,10 @@ async def test_a_call_can_be_made_certain(choice: Any, template: str, written: s
     fake = generator((*encode(written), EOS))
     (answer,) = whole(await post(fake, PATHS[1], {"tools": [tool], "tool_choice": choice}, template))
     assert answer["finish"] == "tool_calls"
-    matcher = LLMatcher(LLTokenizer("byte"), fake.generations[0].extras.grammar)
+    matcher = LLMatcher(LLTokenizer("byte"), fake.generations[0].request_options.grammar)
     assert matcher.try_consume_tokens([*written.encode()]) == len(written.encode())
     assert matcher.is_accepting()
-    other = LLMatcher(LLTokenizer("byte"), fake.generations[0].extras.grammar)
+    other = LLMatcher(LLTokenizer("byte"), fake.generations[0].request_options.grammar)
     wrong = written.replace("city", "town").encode()
     assert other.try_consume_tokens([*wrong]) < len(wrong)
 
@@ -399,7 +399,7 @@ async def test_a_form_of_the_answer_leaves_tools_to_be_called() -> None:
     (answer,) = whole(await post(fake, PATHS[1], fields))
     assert (answer["finish"], len(answer["calls"])) == ("tool_calls", 1)
     for text, fits in ((call(city="Bern"), True), ('{"city": "Bern"}', True), ("Bern", False)):
-        matcher = LLMatcher(LLTokenizer("byte"), fake.generations[0].extras.grammar)
+        matcher = LLMatcher(LLTokenizer("byte"), fake.generations[0].request_options.grammar)
         assert (matcher.try_consume_tokens([*text.encode()]) == len(text.encode())) is fits
 
 

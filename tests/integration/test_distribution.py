@@ -38,10 +38,10 @@ from engine.step import Engine
 from speculation import planner
 from speculation.messages import (
     AllBut,
-    Extras,
     Limits,
     Open,
     Proposal,
+    RequestOptions,
     Rule,
     Sampling,
     Schedule,
@@ -177,10 +177,17 @@ def _serve(
     def opening(number: int) -> Open:
         sampling = Sampling(_temperature(path, number), seed=seed * SESSIONS + number)
         tokens = (0, *texts.setdefault(number, []))
-        extras = Extras(prediction=path.prediction(number)) if path.prediction else Extras()
+        request_options = RequestOptions(prediction=path.prediction(number)) if path.prediction else RequestOptions()
         limits = Limits(1 + TOKENS, path.stop_tokens)
         return Open(
-            SessionId(number), epochs[number], tokens, sampling, limits, path.speculation, prompt=1, extras=extras
+            SessionId(number),
+            epochs[number],
+            tokens,
+            sampling,
+            limits,
+            path.speculation,
+            prompt=1,
+            request_options=request_options,
         )
 
     for number in numbers:

@@ -20,9 +20,9 @@ from engine.step import Chunk, Engine
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
     Close,
-    Extras,
     Limits,
     Open,
+    RequestOptions,
     Rule,
     Sampling,
     SessionId,
@@ -395,8 +395,10 @@ def test_a_grammar_holds_for_drafts(tmp_path: Path) -> None:
     def text(drafter: InTurn | None, speculation: Speculation) -> tuple[list[Token], VerifyLoop]:
         loop = loop_of(engine.model, drafter)
         limits = Limits(len(prompt) + 48, frozenset({STOP}))
-        extras = Extras(grammar=regex("[a-z]{40,60}"))
-        loop.receive(LINK, Open(SessionId(1), 1, prompt, WARM, limits, speculation=speculation, extras=extras))
+        request_options = RequestOptions(grammar=regex("[a-z]{40,60}"))
+        loop.receive(
+            LINK, Open(SessionId(1), 1, prompt, WARM, limits, speculation=speculation, request_options=request_options)
+        )
         said: list[Token] = []
         while loop._sequences:
             for _, message in loop.step() or ():

@@ -21,7 +21,6 @@ from router.tokenizer import Tokenizer
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
     Close,
-    Extras,
     FinishReason,
     FromWorker,
     Limits,
@@ -29,6 +28,7 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
+    RequestOptions,
     Rule,
     Sampling,
     SessionId,
@@ -123,7 +123,15 @@ class Bench:
 def opened(grammar: str, number: int = 1, new: int = 120, **changes: Any) -> Open:
     sampling = changes.pop("sampling", Sampling(temperature=1.0, seed=number))
     limits = Limits(len(PROMPT) + new, frozenset({STOP}))
-    whole = Open(SessionId(number), 1, PROMPT, sampling, limits, prompt=len(PROMPT), extras=Extras(grammar=grammar))
+    whole = Open(
+        SessionId(number),
+        1,
+        PROMPT,
+        sampling,
+        limits,
+        prompt=len(PROMPT),
+        request_options=RequestOptions(grammar=grammar),
+    )
     return replace(whole, **changes)
 
 
@@ -306,20 +314,24 @@ PERSON = {
 
 async def test_over_real_streams_with_the_bundled_pair():
     """Workers that have nothing else to do notice that a grammar is compiled; a bad one is the client's fault."""
-    extras = Extras(grammar=json_grammar(PERSON, compact=True))
+    request_options = RequestOptions(grammar=json_grammar(PERSON, compact=True))
     texts = []
     async with target_worker() as target, draft_worker() as draft:
         async with dispatcher([target.worker.address], [draft.worker.address]) as serving:
             prompt = held_out_prompts()[0]
             for speculation in SPECULATIONS:
-                generation = Generation(prompt, Sampling(0.0), 60, extras=extras, speculation=speculation)
+                generation = Generation(
+                    prompt, Sampling(0.0), 60, request_options=request_options, speculation=speculation
+                )
                 async with asyncio.timeout(60):
                     items = [item async for item in serving.generate(generation)]
                 ended = items.pop()
                 assert isinstance(ended, Ended) and ended.reason is FinishReason.STOP
                 texts.append([token for item in items if isinstance(item, Committed) for token in item.tokens])
             with pytest.raises(GenerationError, match="the grammar cannot be used") as caught:
-                async for _ in serving.generate(replace(generation, extras=Extras(grammar="start: ("))):
+                async for _ in serving.generate(
+                    replace(generation, request_options=RequestOptions(grammar="start: ("))
+                ):
                     pass
             assert caught.value.code == "invalid"
     assert texts[0] == texts[1] == texts[2]

@@ -88,7 +88,7 @@ def events(response: httpx.Response) -> list[Any]:
 async def test_a_grammar_arrives_and_a_bad_one_is_refused_with_its_field() -> None:
     generator = fake()
     assert (await post(generator, response_format={"type": "json_object"})).status_code == 200
-    assert "json_schema" in generator.generations[0].extras.grammar
+    assert "json_schema" in generator.generations[0].request_options.grammar
     response = await post(generator, "/v1/chat/completions", structured_outputs={"regex": "("})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "structured_outputs.regex"

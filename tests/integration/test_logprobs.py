@@ -17,12 +17,12 @@ from speculation import digest as digests
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
-    Extras,
     Limits,
     Open,
     Proposal,
     RefusalCode,
     Refused,
+    RequestOptions,
     Rule,
     Sampling,
     SessionId,
@@ -85,8 +85,16 @@ def check(told: Sequence[TokenLogprobs], expected_TV: torch.Tensor, tokens: Sequ
 
 
 def opening(number: int, prompt: Sequence[Token], sampling: Sampling, **kwargs: Any) -> Open:
-    extras = kwargs.pop("extras", Extras(logprobs=number % 4))
-    return Open(SessionId(number), 1, tuple(prompt), sampling, Limits(len(prompt) + TOKENS), extras=extras, **kwargs)
+    request_options = kwargs.pop("request_options", RequestOptions(logprobs=number % 4))
+    return Open(
+        SessionId(number),
+        1,
+        tuple(prompt),
+        sampling,
+        Limits(len(prompt) + TOKENS),
+        request_options=request_options,
+        **kwargs,
+    )
 
 
 def tree(opened: Open, text: Sequence[Token], hoped: Sequence[Token], rng: Random) -> Proposal:
@@ -149,7 +157,7 @@ def some_openings(rng: Random) -> list[Open]:
 
 def test_they_are_the_models_own_with_drafts_and_without(loop: VerifyLoop, stock: Stock) -> None:
     openings = some_openings(Random(1))
-    silent = replace(openings[0], session=SessionId(9), extras=Extras())
+    silent = replace(openings[0], session=SessionId(9), request_options=RequestOptions())
     plain = serve(loop, [*openings, silent], {})
     assert all(each.logprobs == () for each in plain[9])
     hoped = {number: text_of(said) for number, said in plain.items()}
@@ -161,7 +169,7 @@ def test_they_are_the_models_own_with_drafts_and_without(loop: VerifyLoop, stock
             assert all(len(each.logprobs) == len(each.tokens) for each in said)
             told = [one for each in said for one in each.logprobs]
             expected_TV = thought(stock, [*opened.tokens, *text], len(opened.tokens))
-            check(told, expected_TV, text, opened.extras.logprobs or 0)
+            check(told, expected_TV, text, opened.request_options.logprobs or 0)
     assert sum(each.accepted for said in drafted.values() for each in said) > 20
     assert sum(each.offered - each.accepted for said in drafted.values() for each in said) > 20
 
@@ -169,14 +177,14 @@ def test_they_are_the_models_own_with_drafts_and_without(loop: VerifyLoop, stock
 def test_they_are_right_under_the_rejection_rule_and_at_a_stop_token(loop: VerifyLoop, stock: Stock) -> None:
     prompt = Random(3).choices(range(3, VOCABULARY), k=9)
     sampling = Sampling(temperature=0.25, seed=5)
-    asked = Extras(logprobs=2)
+    asked = RequestOptions(logprobs=2)
     speculation = Speculation(rule=Rule.REJECTION)
-    plain = text_of(serve(loop, [opening(1, prompt, sampling, extras=asked)], {})[1])
-    said = serve(loop, [opening(1, prompt, sampling, extras=asked, speculation=speculation)], {1: plain})[1]
+    plain = text_of(serve(loop, [opening(1, prompt, sampling, request_options=asked)], {})[1])
+    said = serve(loop, [opening(1, prompt, sampling, request_options=asked, speculation=speculation)], {1: plain})[1]
     text = text_of(said)
     assert sum(each.accepted for each in said) > 0
     check([one for each in said for one in each.logprobs], thought(stock, [*prompt, *text], 9), text, 2)
-    stopping = opening(1, prompt, sampling, extras=asked)
+    stopping = opening(1, prompt, sampling, request_options=asked)
     stopping = replace(stopping, limits=replace(stopping.limits, stop_tokens=frozenset({plain[6]})))
     for seed in range(8):
         said = serve(loop, [stopping], {1: plain}, seed)[1]
@@ -189,10 +197,11 @@ def test_prompts_are_told_of_wholly_once_and_before_anything_else(loop: VerifyLo
     """Also where the cache holds most of them, where they are fed in parts, and where they are a single token."""
     long = Random(4).choices(range(3, VOCABULARY), k=150)
     prompts = {1: long, 2: long[:100], 3: [5], 4: [6, 7]}
-    extras = {number: Extras(logprobs=1, prompt_logprobs=number - 1) for number in prompts}
+    request_options = {number: RequestOptions(logprobs=1, prompt_logprobs=number - 1) for number in prompts}
     serve(loop, [opening(8, long, Sampling(temperature=0.0))], {})
     openings = [
-        opening(number, prompt, Sampling(seed=number), extras=extras[number]) for number, prompt in prompts.items()
+        opening(number, prompt, Sampling(seed=number), request_options=request_options[number])
+        for number, prompt in prompts.items()
     ]
     reused = loop.counters.reused
     said = serve(loop, openings, {})
@@ -215,7 +224,7 @@ def test_a_preempted_prompt_is_told_of_once(engine: Engine, stock: Stock, monkey
     """Its rows come in many chunks, some of them computed twice; a step that fails takes nothing back or twice."""
     prompt = Random(5).choices(range(3, VOCABULARY), k=60)
     loop = VerifyLoop(engine, WELCOME, TargetLimits(budget=Budget(tokens=16), adaptive=False))
-    loop.receive(LINK, opening(1, prompt, Sampling(temperature=0.0), extras=Extras(prompt_logprobs=1)))
+    loop.receive(LINK, opening(1, prompt, Sampling(temperature=0.0), request_options=RequestOptions(prompt_logprobs=1)))
     loop.receive(LINK, opening(2, prompt[:9], Sampling(temperature=0.0)))
     said: list[Verification] = []
     run, steps = engine.run, 0
@@ -238,10 +247,12 @@ def test_a_preempted_prompt_is_told_of_once(engine: Engine, stock: Stock, monkey
 
 def test_more_than_fits_into_a_message_is_refused(loop: VerifyLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "MAX_PROMPT_LOGPROBS", 99)
-    refused = loop.receive(LINK, opening(1, range(20), Sampling(), extras=Extras(prompt_logprobs=4)))
+    refused = loop.receive(LINK, opening(1, range(20), Sampling(), request_options=RequestOptions(prompt_logprobs=4)))
     ((_, message),) = refused
     assert isinstance(message, Refused)
     assert message.code is RefusalCode.INVALID
     assert message.message == "prompt_logprobs 4 for 20 tokens exceed the 99 log-probabilities told of one prompt"
-    assert loop.receive(LINK, opening(1, range(20), Sampling(), extras=Extras(prompt_logprobs=3))) == []
+    assert (
+        loop.receive(LINK, opening(1, range(20), Sampling(), request_options=RequestOptions(prompt_logprobs=3))) == []
+    )
     loop.forget(LINK)

@@ -12,13 +12,13 @@ from engine.step import Engine
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
     Close,
-    Extras,
     FinishReason,
     Limits,
     Open,
     Proposal,
     RefusalCode,
     Refused,
+    RequestOptions,
     Sampling,
     SessionId,
     Source,
@@ -226,7 +226,9 @@ def test_a_draft_that_cannot_be_computed_ends_no_session(engines, monkeypatch):
     monkeypatch.setattr(engines["target"], "run", faulty)
     target = target_loop(engines)
     for number in (1, 2):
-        target.receive(LINK, opened(number, prompt=number, extras=Extras(prediction=tuple(expected[number]))))
+        target.receive(
+            LINK, opened(number, prompt=number, request_options=RequestOptions(prediction=tuple(expected[number])))
+        )
     outcome = run(target)
     assert set(failed) == {1, 2}
     assert (outcome.tokens, outcome.refusals) == (expected, [])

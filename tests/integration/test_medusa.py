@@ -170,7 +170,7 @@ def test_heads_read_the_state_of_the_last_accepted_token(folder: str) -> None:
     plain = build_target(settings)
     drafted = Speculation(sources=frozenset({Source.DRAFT, Source.MEDUSA}))
     one = opening(3, GREEDY, drafted)
-    one = replace(one, extras=replace(one.extras, prompt_logprobs=1))
+    one = replace(one, request_options=replace(one.request_options, prompt_logprobs=1))
     truth = [*one.tokens, *texts(loop_of(plain), [replace(one, speculation=PLAIN)])[3]]
     speculation_trace = SpeculationTrace()
     loop = loop_of(

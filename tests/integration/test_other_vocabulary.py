@@ -20,10 +20,10 @@ from engine.step import Chunk, Engine
 from router.tokenizer import Tokenizer
 from speculation.draft_session import DraftLimits
 from speculation.messages import (
-    Extras,
     Limits,
     Open,
     Proposal,
+    RequestOptions,
     Rule,
     Sampling,
     SessionId,
@@ -147,9 +147,9 @@ def test_the_text_for_a_seed_is_that_of_plain_decoding(target, drafter, temperat
 def test_half_characters_grammars_and_penalties_change_nothing_either(target, drafter):
     """The target writes byte by byte, by grammar: every token is a part of a character, and most are shared."""
     sampling = Sampling(temperature=0.9, seed=2, frequency_penalty=0.3)
-    extras = Extras(grammar="start: /[日本語🙂é ]{6}/")
-    plain, _ = run(target, openings(sampling, PLAIN, extras=extras))
-    drafted, accepted = run(target, openings(sampling, DRAFTS, extras=extras), drafter)
+    request_options = RequestOptions(grammar="start: /[日本語🙂é ]{6}/")
+    plain, _ = run(target, openings(sampling, PLAIN, request_options=request_options))
+    drafted, accepted = run(target, openings(sampling, DRAFTS, request_options=request_options), drafter)
     assert drafted == plain
     said = Tokenizer.load(str(TARGET)).decode(plain[0])
     assert set(said) <= set("日本語🙂é ") and len(said) == 6

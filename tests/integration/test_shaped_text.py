@@ -292,7 +292,7 @@ def test_tokens_that_do_not_exist_are_refused_by_name() -> None:
         ("logit_bias", replace(good, sampling=Sampling(bias=((1, 1.0), (beyond, 1.0))))),
         ("allowed_token_ids", replace(good, sampling=Sampling(allowed=(1, beyond)))),
         ("bad_words", replace(good, sampling=Sampling(banned=((1,), (2, beyond))))),
-        ("prediction", replace(good, extras=replace(good.extras, prediction=(1, beyond)))),
+        ("prediction", replace(good, request_options=replace(good.request_options, prediction=(1, beyond)))),
     ):
         ((_, refused),) = target.receive(LINK, bad)
         assert isinstance(refused, Refused)

@@ -19,10 +19,10 @@ from router.auth import ApiKeys
 from router.service import Router, RouterSettings
 from speculation.messages import (
     Close,
-    Extras,
     Limits,
     Open,
     Proposal,
+    RequestOptions,
     Rule,
     Sampling,
     SessionId,
@@ -109,8 +109,8 @@ def opened(
 ) -> Open:
     prompt = held_out_prompts()[0]
     sampling = Sampling(temperature=temperature, seed=7)
-    limits, extras = Limits(len(prompt) + NEW), Extras(scope=scope)
-    return Open(SessionId(number), 1, prompt, sampling, limits, speculation, extras=extras)
+    limits, request_options = Limits(len(prompt) + NEW), RequestOptions(scope=scope)
+    return Open(SessionId(number), 1, prompt, sampling, limits, speculation, request_options=request_options)
 
 
 def text(said: list[Verification]) -> list[Token]:

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler
 
 from draft_service.service import DraftSettings, start_draft
 from router.service import Router, RouterSettings
-from speculation.messages import Extras, Open, Sampling, SessionId, Verification
+from speculation.messages import Open, RequestOptions, Sampling, SessionId, Verification
 from speculation.settings import Limits
 from target_service.service import TargetSettings, start_target
 from tests.cluster.processes import CHECKOUT
@@ -209,7 +209,7 @@ def test_what_never_began_has_only_waited() -> None:
 def test_a_worker_makes_no_spans_of_sessions_that_are_not_traced() -> None:
     found = Spans()
     for trace in ("", "nonsense", f"00-{TRACE}-{PARENT}-00"):
-        opened = Open(SessionId(1), 1, (1, 2), Sampling(), Limits(5), extras=Extras(trace=trace))
+        opened = Open(SessionId(1), 1, (1, 2), Sampling(), Limits(5), request_options=RequestOptions(trace=trace))
         found.tracing(ParentBased(ALWAYS_ON)).session("target", opened, SequenceTimings(0), "")
     assert found.all == ()
 

@@ -43,8 +43,8 @@ samplings = st.builds(
     allowed=few_tokens,
     banned=st.lists(st.lists(u32, min_size=1, max_size=4).map(tuple), max_size=3).map(tuple),
 )
-extras = st.builds(
-    m.Extras,
+request_options = st.builds(
+    m.RequestOptions,
     grammar=st.text(max_size=20),
     prediction=token_lists,
     logprobs=st.none() | st.integers(0, 128),
@@ -69,7 +69,7 @@ def opens(draw: st.DrawFn) -> m.Open:
     priority = draw(st.integers(-m.MAX_PRIORITY, m.MAX_PRIORITY))
     return m.Open(
         draw(sessions), draw(u32), tokens, draw(samplings), limits, speculation, priority,
-        age_ms=draw(u32), prompt=draw(st.integers(0, len(tokens))), extras=draw(extras),
+        age_ms=draw(u32), prompt=draw(st.integers(0, len(tokens))), request_options=draw(request_options),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from engine.compiling import Compiling
 from engine.grammar import COMPILE_SECONDS, KEPT, Compiled, Constraint, GrammarError, Grammars, Vocabulary
 from engine.model import Model
 from speculation.constraint import MAX_GRAMMAR_BYTES
-from speculation.messages import Extras, Limits, Open, Sampling, SessionId, Token
+from speculation.messages import Limits, Open, RequestOptions, Sampling, SessionId, Token
 from tests.grammars import STOP, json_grammar, regex, save_tokenizer
 
 PATTERNS = ("(foo|foobar|fo)+ ba{2,5}z( the quick brown fox)?", "[ab]{1,9}", "x*y*é?z", "yes|no|no way")
@@ -161,8 +161,10 @@ def test_nobody_waits_for_ever(model):
         ("bad", "start: ("),
         ("good", regex("a")),
     ):
-        extras = Extras(grammar=grammar)
-        compiling.add(name, Open(SessionId(1), 1, (1,), Sampling(), Limits(9), extras=extras), now=5.0)
+        request_options = RequestOptions(grammar=grammar)
+        compiling.add(
+            name, Open(SessionId(1), 1, (1,), Sampling(), Limits(9), request_options=request_options), now=5.0
+        )
         assert compiling.due == 5.0
         if name == "hostile":
             ((session, why),) = compiling.ready(5.0 + COMPILE_SECONDS)
@@ -193,7 +195,7 @@ class Patient:
         self.compiling: Compiling[str] = Compiling(lambda: Grammars(model))
 
     def add(self, session: str, grammar: str, now: float) -> None:
-        opened = Open(SessionId(1), 1, (1,), Sampling(), Limits(9), extras=Extras(grammar=grammar))
+        opened = Open(SessionId(1), 1, (1,), Sampling(), Limits(9), request_options=RequestOptions(grammar=grammar))
         self.compiling.add(session, opened, now)
 
     def outcomes(self, now: float) -> dict[str, object]:

@@ -39,11 +39,11 @@ from speculation.budget import StepCost
 from speculation.guesses import Forward
 from speculation.messages import (
     ANCHOR,
-    Extras,
     Limits,
     Open,
     Proposal,
     Refused,
+    RequestOptions,
     Rule,
     Sampling,
     Schedule,
@@ -327,9 +327,18 @@ def openings(bench: Bench, mixture: Mixture, first: int, seeds: Sequence[int]) -
         speculation = Speculation(
             max_depth=mixture.depth, rule=mixture.rule, schedule=mixture.schedule, sources=mixture.sources
         )
-        extras = Extras(grammar=GRAMMAR if mixture.grammar else "")
+        request_options = RequestOptions(grammar=GRAMMAR if mixture.grammar else "")
         opened.append(
-            Open(SessionId(first + number), 1, prompt, sampling, limits, speculation, prompt=len(prompt), extras=extras)
+            Open(
+                SessionId(first + number),
+                1,
+                prompt,
+                sampling,
+                limits,
+                speculation,
+                prompt=len(prompt),
+                request_options=request_options,
+            )
         )
     return opened
 
@@ -362,7 +371,9 @@ def serve(bench: Bench, mixture: Mixture) -> Said:
         opened = openings(bench, mixture, first, seeds)
         plain = bench.plain(openings(bench, mixture, 1, seeds))
         opened = [
-            replace(one, extras=replace(one.extras, prediction=foretold(bench, mixture.prediction, text)))
+            replace(
+                one, request_options=replace(one.request_options, prediction=foretold(bench, mixture.prediction, text))
+            )
             for one, text in zip(opened, plain, strict=True)
         ]
         said.texts += serving.run(opened, mixture.reopened)

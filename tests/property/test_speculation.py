@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculation import digest as digests
-from speculation.messages import ANCHOR, Extras, Limits, Open, Proposal, Sampling, SessionId, Token
+from speculation.messages import ANCHOR, Limits, Open, Proposal, RequestOptions, Sampling, SessionId, Token
 from speculation.target_session import TargetSession
 from speculation.trie import SpeculationTrie, TrieLimits
 
@@ -81,7 +81,13 @@ def test_the_output_does_not_depend_on_the_prediction(prompt, changes, right, bu
     for at, change, token in changes:
         predicted[at : at + (change != "insert")] = [] if change == "leave out" else [abs(token) % VOCABULARY]
     opened = Open(
-        SessionId(1), 1, prompt, Sampling(), Limits(END), prompt=len(prompt), extras=Extras(prediction=tuple(predicted))
+        SessionId(1),
+        1,
+        prompt,
+        Sampling(),
+        Limits(END),
+        prompt=len(prompt),
+        request_options=RequestOptions(prediction=tuple(predicted)),
     )
     limits = TrieLimits(nodes=16, depth=6, children=3)
     session = TargetSession(opened, vocabulary=VOCABULARY, trie_limits=limits)

@@ -143,7 +143,7 @@ def test_sampling_fields_arrive() -> None:
         allowed=(4, 9),
     )
     assert generation.min_tokens == 3
-    assert (generation.extras.logprobs, generation.extras.prompt_logprobs) == (2, 0)
+    assert (generation.request_options.logprobs, generation.request_options.prompt_logprobs) == (2, 0)
 
 
 def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:

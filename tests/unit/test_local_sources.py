@@ -14,10 +14,10 @@ from speculation.events import StepMetadata
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
-    Extras,
     Limits,
     Open,
     Proposal,
+    RequestOptions,
     Rule,
     Sampling,
     Schedule,
@@ -41,9 +41,18 @@ PREDICTION = Speculation(sources=frozenset({Source.PREDICTION}))
 def opened(
     prediction: Sequence[Token] = (), speculation: Speculation = Speculation(), generated: Sequence[Token] = ()
 ) -> Open:
-    extras = Extras(prediction=tuple(prediction))
+    request_options = RequestOptions(prediction=tuple(prediction))
     tokens = (*PROMPT, *generated)
-    return Open(SessionId(1), 4, tokens, Sampling(), Limits(500), speculation, prompt=len(PROMPT), extras=extras)
+    return Open(
+        SessionId(1),
+        4,
+        tokens,
+        Sampling(),
+        Limits(500),
+        speculation,
+        prompt=len(PROMPT),
+        request_options=request_options,
+    )
 
 
 def session(prediction: Sequence[Token] = (), speculation: Speculation = Speculation(), **kwargs) -> TargetSession:

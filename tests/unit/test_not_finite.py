@@ -22,11 +22,11 @@ from speculation import digest as digests
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
-    Extras,
     Limits,
     Open,
     Proposal,
     Refused,
+    RequestOptions,
     Rule,
     Sampling,
     SessionId,
@@ -83,8 +83,13 @@ def serve(
     told: dict[int, list[float]] = {number: [] for number in range(len(asked))}
     refused: dict[int, str] = {}
     for number, prompt in enumerate(asked):
-        limits, extras = Limits(len(prompt) + NEW), Extras(prompt_logprobs=0 if len(prompt) == 15 else None)
-        opened = Open(SessionId(number), 1, tuple(prompt), sampling, limits, speculation, extras=extras)
+        limits, request_options = (
+            Limits(len(prompt) + NEW),
+            RequestOptions(prompt_logprobs=0 if len(prompt) == 15 else None),
+        )
+        opened = Open(
+            SessionId(number), 1, tuple(prompt), sampling, limits, speculation, request_options=request_options
+        )
         assert loop.receive("router", opened) == []
 
     def propose() -> None:

@@ -32,13 +32,13 @@ from speculation.messages import (
     ANCHOR,
     MAX_PRIORITY,
     Close,
-    Extras,
     FinishReason,
     Limits,
     Open,
     Proposal,
     RefusalCode,
     Refused,
+    RequestOptions,
     Rule,
     Sampling,
     Schedule,
@@ -119,15 +119,19 @@ def test_a_drafter_is_not_told_logprobs_which_only_clients_want_to_know():
 
 
 def test_a_prediction_goes_to_every_target_and_to_no_drafter():
-    extras = Extras(prediction=(4, 5, 6), grammar="g", request="r")
-    session = Session(ID, PROMPT, Sampling(), Limits(20), extras=extras)
+    request_options = RequestOptions(prediction=(4, 5, 6), grammar="g", request="r")
+    session = Session(ID, PROMPT, Sampling(), Limits(20), request_options=request_options)
     session.handle(0.0, Start())
     openings = sent(session.handle(0.0, Placed(Role.TARGET, T0)), Open)
     openings += sent(session.handle(0.0, Placed(Role.DRAFT, D0)), Open)
     session.handle(0.1, Received(T0, verified(session, 4)))
     session.handle(0.2, Lost(T0))
     openings += sent(session.handle(0.2, Placed(Role.TARGET, T1)), Open)
-    assert [opening.message.extras for opening in openings] == [extras, replace(extras, prediction=()), extras]
+    assert [opening.message.request_options for opening in openings] == [
+        request_options,
+        replace(request_options, prediction=()),
+        request_options,
+    ]
     assert (openings[-1].message.prompt, openings[-1].message.generated) == (3, (4,))
 
 
