@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.losses import logits_of
-from alignment.writing import Row
+from alignment.writing import WrittenRow
 
 
 @dataclass(slots=True)
@@ -59,7 +59,9 @@ class Acceptance:
         }
 
 
-def measure(target: nn.Module, draft: nn.Module, rows: Sequence[Row], vocabulary: int, seed: int) -> dict[str, float]:
+def measure(
+    target: nn.Module, draft: nn.Module, rows: Sequence[WrittenRow], vocabulary: int, seed: int
+) -> dict[str, float]:
     """The figures at temperature 1 over what stands behind the prompts of ``rows``, if they have some."""
     device = next(target.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)

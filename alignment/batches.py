@@ -44,7 +44,7 @@ class Batches:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-class InTurn:
+class BatchesInTurn:
     """Batches of several sources, each as often as its weight says, spread evenly."""
 
     def __init__(self, *parts: tuple[BatchSource, int]) -> None:

@@ -67,7 +67,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataSource:
     """A file: where it lies and how many bytes it had when it was found."""
 
     path: Path
@@ -91,7 +91,7 @@ class Source:
 class Data:
     """All passages of some files."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[DataSource]) -> None:
         self._sources = tuple(sources)
         self._ends = tuple(accumulate(source.blocks for source in sources))
         """How many blocks there are up to the end of each."""
@@ -119,7 +119,7 @@ def find_data(paths: Iterable[Path]) -> Data:
 
     Raises :class:`alignment.errors.DataError` for one that is missing, empty or not text.
     """
-    sources: list[Source] = []
+    sources: list[DataSource] = []
     for path in paths:
         path = Path(os.path.expanduser(path))
         if os.path.isdir(path):
@@ -155,7 +155,7 @@ def _below(folder: Path) -> list[Path]:
     return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
 
 
-def _source(path: Path, *, named: bool = False) -> Source | None:
+def _source(path: Path, *, named: bool = False) -> DataSource | None:
     """None for what is no text, unless the user named it: that is an error."""
     try:
         size = path.stat().st_size
@@ -172,7 +172,7 @@ def _source(path: Path, *, named: bool = False) -> Source | None:
     )
     if wrong and named:
         raise DataError(f"{path}: {wrong}")
-    return None if wrong else Source(path, size)
+    return None if wrong else DataSource(path, size)
 
 
 def _binary(head: bytes) -> bool:

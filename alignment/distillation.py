@@ -20,16 +20,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from alignment.acceptance import measure
-from alignment.batches import Batches, InTurn, joined
+from alignment.batches import Batches, BatchesInTurn, joined
 from alignment.checkpoints import write_whole
 from alignment.data import Data
 from alignment.encoding import EncodedText, Encoder, Gathered, gather, tokenizer_of
 from alignment.errors import Interrupted
 from alignment.losses import OBJECTIVES, distillation_loss
-from alignment.pair import Pair
-from alignment.training import Plan, Trainer
+from alignment.pair import ModelPair
+from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
-from alignment.writing import BATCH, Row, Writer, Written
+from alignment.writing import BATCH, Writer, Written, WrittenRow
 from engine.loader import read_config
 from engine.revision import revision_of
 
@@ -50,7 +50,7 @@ Figures = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DistillationOptions:
     """How an alignment goes. Any of it that differs makes it another one."""
 
     objective: str = "forward-kl"
@@ -74,7 +74,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DistillationOutcome:
     """What an alignment brought."""
 
     before: Figures
@@ -92,7 +92,7 @@ def score(figures: Figures) -> float:
     return sum(told["greedy"] + told["overlap"] for told in own) / (2 * len(own))
 
 
-def settings_of(options: Options, pair: Pair, data: Data) -> dict[str, Any]:
+def settings_of(options: DistillationOptions, pair: ModelPair, data: Data) -> dict[str, Any]:
     """All that an alignment depends on, as plain values."""
     models = {
         role: f"{model.name} ({revision_of(model.name, str(model.dtype)):016x})"
@@ -107,9 +107,9 @@ class Distillation:
 
     def __init__(
         self,
-        pair: Pair,
+        pair: ModelPair,
         encoder: Encoder,
-        options: Options,
+        options: DistillationOptions,
         place: Workplace,
         stopped: Callable[[], bool],
         report: Callable[[str], None],
@@ -120,7 +120,7 @@ class Distillation:
         self._writer = Writer(pair.target.module, pair.target.stop_tokens)
         self._best = place.work / "best.safetensors"
 
-    def run(self, data: Data) -> Outcome:
+    def run(self, data: Data) -> DistillationOutcome:
         """Do all that is not done yet; the folder then holds the model.
 
         Raises :class:`alignment.errors.AlignmentError`: DataError, DiskError, or Interrupted when told to stop.
@@ -145,7 +145,7 @@ class Distillation:
             trainer.train(train, loss, "draft", lambda running: self._watch(running, held_out))
         return self._finished(trainer)
 
-    def _watch(self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[Row]]) -> bool:
+    def _watch(self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[WrittenRow]]) -> bool:
         """After a step: measure now and then, and keep the best. Whether to go on."""
         step, steps = trainer.progress.step, self._options.steps
         if step % math.ceil(steps / EVALUATIONS) == 0 or step == steps:
@@ -170,7 +170,7 @@ class Distillation:
     def _trainer(self) -> Trainer[PreTrainedModel]:
         options, module = self._options, self._pair.draft_module
         rate = options.rate or RATE_WIDTH / self._pair.draft.config.get_text_config(decoder=True).hidden_size
-        plan = Plan(
+        plan = TrainingPlan(
             steps=options.steps,
             minutes=math.inf,
             batch_tokens=options.batch_tokens,
@@ -186,16 +186,16 @@ class Distillation:
         )
         return Trainer(module, plan, self._place.work / "checkpoint.pt")
 
-    def _train(self, pieces: Gathered) -> InTurn:
+    def _train(self, pieces: Gathered) -> BatchesInTurn:
         options, separator = self._options, self._encoder.separator
         rounds = math.ceil(options.samples / (BATCH * options.new_tokens))
         written = self._written(pieces.train, rounds, BATCH, "target writes")
         samples = Batches(joined([row.tokens for row in written], separator), options.seed)
         texts = Batches(joined([piece.ids for piece in pieces.train], separator), options.seed + 1)
         share = Fraction(options.data_share).limit_denominator(MAX_TURNS)
-        return InTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
+        return BatchesInTurn((samples, share.denominator - share.numerator), (texts, share.numerator))
 
-    def _held_out(self, pieces: Gathered) -> dict[str, list[Row]]:
+    def _held_out(self, pieces: Gathered) -> dict[str, list[WrittenRow]]:
         """What is measured, by kind of text."""
         options = self._options
         written = self._written(
@@ -205,16 +205,16 @@ class Distillation:
             f"written at {temperature:g}": [row for row in written if row.temperature == temperature]
             for temperature in options.temperatures
         }
-        texts = [Row(piece.ids[: options.sequence], 0, 1.0) for piece in pieces.held_out if len(piece.ids) > 1]
+        texts = [WrittenRow(piece.ids[: options.sequence], 0, 1.0) for piece in pieces.held_out if len(piece.ids) > 1]
         return found | {DATA: texts}
 
-    def _written(self, pieces: Sequence[EncodedText], rounds: int, batch: int, title: str) -> list[Row]:
+    def _written(self, pieces: Sequence[EncodedText], rounds: int, batch: int, title: str) -> list[WrittenRow]:
         """What the target writes behind prompts of these pieces, at the temperatures in turn."""
         options = self._options
         longest = min(options.sequence, self._pair.context - options.new_tokens)
         order = np.random.default_rng(options.seed).permutation(len(pieces))
 
-        def write(number: int) -> list[Row]:
+        def write(number: int) -> list[WrittenRow]:
             draw = np.random.default_rng([options.seed, number])
             chosen = [pieces[order[(number * batch + place) % len(order)]] for place in range(batch)]
             prompts = [self._encoder.prompt(piece, draw, longest) for piece in chosen]
@@ -227,7 +227,9 @@ class Distillation:
         if self._stopped():
             raise Interrupted("stopped while the target wrote samples; the same command goes on from there")
 
-    def _measure(self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    def _measure(
+        self, trainer: Trainer[PreTrainedModel], held_out: Mapping[str, Sequence[WrittenRow]]
+    ) -> dict[str, Any]:
         target, draft = self._pair.target.module, trainer.weights.model
         draft.train(False)
         figures = {
@@ -241,9 +243,11 @@ class Distillation:
         weights = {name: tensor.cpu().contiguous() for name, tensor in trainer.weights.by_name().items()}
         write_whole(self._best, lambda file: file.write(tensors_bytes(weights)))
 
-    def _finished(self, trainer: Trainer[PreTrainedModel]) -> Outcome:
+    def _finished(self, trainer: Trainer[PreTrainedModel]) -> DistillationOutcome:
         notes = trainer.notes
-        outcome = Outcome(notes["before"], notes["after"], notes["history"], notes["best"], trainer.progress.step)
+        outcome = DistillationOutcome(
+            notes["before"], notes["after"], notes["history"], notes["best"], trainer.progress.step
+        )
         self._place.finish(asdict(outcome), self._save)
         return outcome
 

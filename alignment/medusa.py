@@ -52,7 +52,7 @@ PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class MedusaOptions:
     """How heads are made. Any of it that differs makes them others."""
 
     heads: int = 4
@@ -83,7 +83,7 @@ class Accuracy:
 
 
 @dataclass(slots=True)
-class Progress:
+class MedusaProgress:
     """What was spent and found so far; survives a restart."""
 
     step: int = 0
@@ -94,13 +94,13 @@ class Progress:
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
 
-    def fraction(self, options: Options) -> float:
+    def fraction(self, options: MedusaOptions) -> float:
         """Share of the budget used, 0 to 1."""
         spent = self.seconds / (60 * options.minutes) if options.minutes else 0.0
         return min(1.0, max(self.step / options.steps, spent))
 
 
-def settings_of(options: Options, target: Model, data: object) -> dict[str, Any]:
+def settings_of(options: MedusaOptions, target: Model, data: object) -> dict[str, Any]:
     """All that the heads depend on, as plain values; ``data`` in words."""
     fingerprint = revision_of(target.name, str(target.dtype))
     machine = {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
@@ -121,7 +121,7 @@ class HeadTraining:
     """The making of one set of heads, in its folder."""
 
     def __init__(
-        self, target: Model, encoder: Encoder, options: Options, place: Workplace, report: Callable[[str], None]
+        self, target: Model, encoder: Encoder, options: MedusaOptions, place: Workplace, report: Callable[[str], None]
     ) -> None:
         """``report`` hears a line before each part. Raises ModelError if the target shows no hidden states."""
         self._target, self._encoder, self._options, self._place = target, encoder, options, place
@@ -138,7 +138,7 @@ class HeadTraining:
         self._heads.to(target.device)
         self._best = copy.deepcopy(self._heads.state_dict())
         self._optimizer = torch.optim.AdamW(self._heads.parameters(), options.rate, (0.9, 0.95), weight_decay=0.0)
-        self._progress = Progress()
+        self._progress = MedusaProgress()
 
     def run(self, data: Data) -> dict[str, Any]:
         """Do all that is not done yet with text; the folder then holds the heads. Returns the figures.
@@ -266,4 +266,4 @@ class HeadTraining:
         self._heads.load_state_dict(state["heads"])
         self._best = state["best"]
         self._optimizer.load_state_dict(state["optimizer"])
-        self._progress = Progress(**state["progress"])
+        self._progress = MedusaProgress(**state["progress"])

@@ -14,7 +14,7 @@ from engine.self_test import STOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ModelPair:
     """Two models with the same tokenizer, as transformers computes them."""
 
     target: Model
@@ -38,10 +38,10 @@ class Pair:
         return self.draft.module
 
 
-def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) -> Pair:
+def load_pair(target: str, draft: str, dtype: str, device: str, threads: int) -> ModelPair:
     """Folders or hub ids; ``dtype`` is the target's. Raises ModelError, :class:`alignment.errors.SettingsError`."""
     models = [_load(target, dtype, device, threads), _load(draft, "float32", device, threads)]
-    pair = Pair(*models)
+    pair = ModelPair(*models)
     for model in models:
         if not model.tokenizer_digest:
             raise SettingsError(f"{model.name}: has no tokenizer; alignment needs it to read the data")

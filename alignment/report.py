@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from alignment.distillation import Outcome, score
+from alignment.distillation import DistillationOutcome, score
 
 READINGS = {"greedy": "greedy agreement", "overlap": "1 - TV", "coupled": "same noise"}
 """The last two at temperature 1."""
@@ -15,7 +15,7 @@ PLOT = "alignment.png"
 DPI = 120
 
 
-def table(outcome: Outcome) -> Table:
+def table(outcome: DistillationOutcome) -> Table:
     """A line for every kind of text."""
     shown = Table(title="acceptance before and after: text held out, and what the target writes at temperatures")
     shown.add_column("text")
@@ -27,7 +27,7 @@ def table(outcome: Outcome) -> Table:
     return shown
 
 
-def verdict(outcome: Outcome, out: Path) -> str:
+def verdict(outcome: DistillationOutcome, out: Path) -> str:
     """In one sentence."""
     gained = score(outcome.after) - score(outcome.before)
     if not outcome.best_step:
@@ -36,7 +36,7 @@ def verdict(outcome: Outcome, out: Path) -> str:
     return f"acceptance of the target's own text rose by {gained:.3f}; {out} holds {kept}: paceline up --draft {out}"
 
 
-def plot(outcome: Outcome, folder: Path) -> Path | None:
+def plot(outcome: DistillationOutcome, folder: Path) -> Path | None:
     """Draw acceptance against steps into ``folder``; None without matplotlib, which is optional."""
     if not find_spec("matplotlib"):
         return None

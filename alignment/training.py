@@ -29,7 +29,7 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """How long and how one model is trained. Ends at `steps` or after `minutes`, whichever comes first."""
 
     steps: float
@@ -56,7 +56,7 @@ class Progress:
     seconds: float = 0.0
     recent_loss: float = math.nan
 
-    def fraction(self, plan: Plan) -> float:
+    def fraction(self, plan: TrainingPlan) -> float:
         """Share of the budget used, 0 to 1."""
         return min(1.0, max(self.step / plan.steps, self.seconds / (60 * plan.minutes)))
 
@@ -118,7 +118,7 @@ class Trainer(Generic[Kind]):
     Takes the model over: it is moved to the plan's device and precision.
     """
 
-    def __init__(self, model: Kind, plan: Plan, checkpoint: Path) -> None:
+    def __init__(self, model: Kind, plan: TrainingPlan, checkpoint: Path) -> None:
         self.plan = plan
         self.progress = Progress()
         self.notes: dict[str, Any] = {}

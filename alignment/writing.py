@@ -26,7 +26,7 @@ BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WrittenRow:
     """A prompt and what the target wrote behind it, up to its first stop token."""
 
     tokens: tuple[int, ...]
@@ -43,7 +43,7 @@ class Writer:
     stops: Collection[int]
     """Tokens that end a text. Not empty for a model that ends texts at all."""
 
-    def write(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, seed: int) -> list[Row]:
+    def write(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, seed: int) -> list[WrittenRow]:
         """Every prompt with at most ``tokens`` new tokens. The same for the same seed; sets torch's global one."""
         torch.manual_seed(seed)
         pad = min(self.stops, default=0)
@@ -52,7 +52,7 @@ class Writer:
         mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         rows_BT = continuations(self.model, prompts_BT, tokens, temperature, mask_BT, pad, self.stops)
         return [
-            Row((*prompt, *self._up_to_stop(row[longest:])), len(prompt), temperature)
+            WrittenRow((*prompt, *self._up_to_stop(row[longest:])), len(prompt), temperature)
             for prompt, row in zip(prompts, rows_BT.tolist(), strict=True)
         ]
 
@@ -103,18 +103,18 @@ class Written:
         self,
         count: int,
         title: str,
-        write: Callable[[int], list[Row]],
+        write: Callable[[int], list[WrittenRow]],
         between: Callable[[], object],
-    ) -> list[Row]:
+    ) -> list[WrittenRow]:
         """The rows of rounds 0 to ``count`` - 1; ``write`` is asked for those that are missing.
 
         ``between`` rounds may raise. Raises :class:`alignment.errors.DiskError`.
         """
-        rows: list[Row] = []
+        rows: list[WrittenRow] = []
         for number in tqdm(range(count), desc=title, mininterval=1.0):
             path = self._folder / f"{title.replace(' ', '-')}-{number:05}.json"
             if path.exists():
-                rows += [Row(tuple(tokens), *others) for tokens, *others in json.loads(path.read_text("utf-8"))]
+                rows += [WrittenRow(tuple(tokens), *others) for tokens, *others in json.loads(path.read_text("utf-8"))]
                 continue
             between()
             fresh = write(number)
@@ -123,6 +123,6 @@ class Written:
         return rows
 
 
-def _keep(path: Path, rows: Sequence[Row]) -> None:
+def _keep(path: Path, rows: Sequence[WrittenRow]) -> None:
     told = json.dumps([[row.tokens, row.start, row.temperature] for row in rows]).encode()
     write_whole(path, lambda file: file.write(told))

@@ -24,13 +24,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from alignment.acceptance import measure
 from alignment.batches import Batches
 from alignment.data import find_data
-from alignment.distillation import Distillation, Options, settings_of
+from alignment.distillation import Distillation, DistillationOptions, settings_of
 from alignment.encoding import Encoder, tokenizer_of
 from alignment.losses import OBJECTIVES, next_token_loss
-from alignment.pair import Pair, load_pair
-from alignment.training import Plan, Trainer
+from alignment.pair import ModelPair, load_pair
+from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
-from alignment.writing import Row, Writer
+from alignment.writing import Writer, WrittenRow
 from benchmarks.harness.pair import ROOT
 from cluster.console import say
 from models.corpus import SourceFile, encode_files, read_prompts, read_sources, split_sources
@@ -54,7 +54,7 @@ def draft_of_other_text(tokenizer: PreTrainedTokenizerFast, steps: int, folder: 
     """A checkpoint of the bundled draft's shape, trained on :func:`other_text`."""
     end = tokenizer.eos_token_id
     assert isinstance(end, int)
-    plan = Plan(
+    plan = TrainingPlan(
         steps=steps,
         minutes=math.inf,
         batch_tokens=4096,
@@ -72,7 +72,7 @@ def draft_of_other_text(tokenizer: PreTrainedTokenizerFast, steps: int, folder: 
     return folder / "other"
 
 
-def written(target: Pair) -> dict[str, list[Row]]:
+def written(target: ModelPair) -> dict[str, list[WrittenRow]]:
     """What the target writes after prompts from files that it never saw."""
     tokenizer = load_tokenizer(TARGET)
     prompts = [tokenizer(text)["input_ids"] for text in read_prompts(ROOT / "models" / "prompts.jsonl")]
@@ -83,12 +83,14 @@ def written(target: Pair) -> dict[str, list[Row]]:
     }
 
 
-def held_out_files(tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile]) -> list[Row]:
+def held_out_files(tokenizer: PreTrainedTokenizerFast, files: Sequence[SourceFile]) -> list[WrittenRow]:
     """The beginnings of the files that neither model was trained on."""
-    return [Row(tuple(encode_files(tokenizer, [file])[:CONTEXT].tolist()), 0, 1.0) for file in files[:24]]
+    return [WrittenRow(tuple(encode_files(tokenizer, [file])[:CONTEXT].tolist()), 0, 1.0) for file in files[:24]]
 
 
-def acceptance(pair: Pair, draft: LlamaForCausalLM, texts: dict[str, list[Row]]) -> dict[str, dict[str, float]]:
+def acceptance(
+    pair: ModelPair, draft: LlamaForCausalLM, texts: dict[str, list[WrittenRow]]
+) -> dict[str, dict[str, float]]:
     """By kind of text."""
     return {name: measure(pair.target.module, draft, rows, VOCABULARY, SEED) for name, rows in texts.items()}
 
@@ -107,7 +109,9 @@ def main(arguments: argparse.Namespace) -> None:
             path = texts / file.name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(file.text, "utf-8")
-        options = Options(objective=arguments.objective, steps=arguments.steps, rate=arguments.rate, seed=SEED)
+        options = DistillationOptions(
+            objective=arguments.objective, steps=arguments.steps, rate=arguments.rate, seed=SEED
+        )
         pair = load_pair(str(TARGET), str(draft), "bf16", "cpu", arguments.threads)
         data = find_data([texts])
         held_out = written(pair) | {"held-out files": held_out_files(tokenizer, split.held_out)}

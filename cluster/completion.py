@@ -20,7 +20,7 @@ SILENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompletionRequest:
     """What to complete."""
 
     prompt: str
@@ -48,7 +48,7 @@ class TextPiece:
 
 
 @dataclass(slots=True)
-class Tally:
+class CompletionTally:
     """What was seen of a completion so far."""
 
     parts: list[str] = field(default_factory=list)
@@ -98,7 +98,9 @@ def is_local(url: str) -> bool:
         raise CommandError(f"--url {url}: {error}", BAD_INPUT) from error
 
 
-def stream(url: str, request: Request, tally: Tally, *, speculate: bool = True) -> Iterator[TextPiece]:
+def stream(
+    url: str, request: CompletionRequest, tally: CompletionTally, *, speculate: bool = True
+) -> Iterator[TextPiece]:
     """Pieces as they arrive, counted in ``tally``. Raises :class:`cluster.console.CommandError`."""
     path = "/v1/chat/completions" if request.chat else "/v1/completions"
     body = request.body(speculate=speculate)
@@ -134,7 +136,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def _pieces(event: dict[str, Any], tally: Tally) -> Iterator[TextPiece]:
+def _pieces(event: dict[str, Any], tally: CompletionTally) -> Iterator[TextPiece]:
     speculation = event.get("speculation")
     if speculation is None:
         return

@@ -57,7 +57,7 @@ Measured = Mapping[int, StepTimes]
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class CoreDivision:
     """Threads of each worker, and the speeds in tokens a millisecond that the choice was made by, if they are known."""
 
     target: int
@@ -80,7 +80,7 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({1, cores - 1, cores} - {0}))
 
 
-def divide(cores: int, measured: Measured) -> Division:
+def divide(cores: int, measured: Measured) -> CoreDivision:
     """The better of the two ways, for at least two cores.
 
     ``measured`` holds the :func:`thread_counts`.
@@ -90,7 +90,7 @@ def divide(cores: int, measured: Measured) -> Division:
     split = max(tokens(k) / max(apart[k], k * alone) for k in DRAFTS)
     shared = max(tokens(k) / (every.target[k] + k * every.draft) for k in DRAFTS)
     threads = (cores, cores) if shared > MARGIN * split else (cores - 1, 1)
-    return Division(*threads, split, shared)
+    return CoreDivision(*threads, split, shared)
 
 
 def threads_in_turn(cores: int, measured: Measured) -> int:

@@ -57,7 +57,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A node of the cluster, as far as placement cares."""
 
     cpus: float
@@ -106,12 +106,12 @@ def labels_in(text: str) -> dict[str, str]:
     return dict(pair.strip().split("=", 1) for pair in text.split(",") if pair)
 
 
-def may_hold(node: Node, need: Need) -> bool:
+def may_hold(node: ClusterNode, need: Need) -> bool:
     """Whether Ray may put a replica on this node, when it is empty."""
     return need.labels.items() <= node.labels.items() and _Room(node.cpus, node.gpus, node.labels).fits(need)
 
 
-def lacking(wanted: Iterable[Need], nodes: Iterable[Node]) -> str | None:
+def lacking(wanted: Iterable[Need], nodes: Iterable[ClusterNode]) -> str | None:
     """Why these nodes can never hold all that, even when empty; None when they may. Scarce kinds are placed first."""
     free = [_Room(node.cpus, node.gpus, node.labels) for node in nodes]
     for need in sorted(wanted, key=_scarcity):

@@ -25,7 +25,7 @@ from cluster.declaration import declaration
 from cluster.environment import current
 from cluster.flags import FAILED
 from cluster.niceness import NICENESS
-from cluster.placement import APPLICATION, Node, lacking, needs
+from cluster.placement import APPLICATION, ClusterNode, lacking, needs
 from cluster.ray_token import check_token
 from cluster.security import check_worker_exposure
 from transport.address import join as join_address
@@ -153,7 +153,7 @@ class RayCluster:
                 check_worker_exposure(host, self._config)
             check_token(self._config, ray.get_runtime_context().gcs_address, hosts)
         described = [
-            Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0), node.get("Labels") or {})
+            ClusterNode(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0), node.get("Labels") or {})
             for node in nodes
         ]
         # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.

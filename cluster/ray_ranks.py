@@ -50,7 +50,7 @@ class _RankActor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _RayRank:
     actor: Any
     pid: concurrent.futures.Future[int]
     served: concurrent.futures.Future[Loss | None]
@@ -67,7 +67,7 @@ class RayRanks:
         group = get_current_placement_group()
         assert group is not None, "the replica was deployed without room for its ranks"
         self._bundles = group
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RayRank] = {}
 
     def start(self, tasks: Sequence[RankTask]) -> None:
         """Have Ray start them all. Raises OSError."""
@@ -80,7 +80,7 @@ class RayRanks:
                 served = actor.serve.options(name=f"paceline:{self._need.name}:rank {task.rank}").remote(task)
             except (ray.exceptions.RayError, ValueError) as error:
                 raise OSError(f"Ray cannot start rank {task.rank}: {error}") from error
-            self._ranks[task.rank] = _Rank(actor, pid.future(), served.future())
+            self._ranks[task.rank] = _RayRank(actor, pid.future(), served.future())
 
     def wait(self) -> Loss:
         """Block until one has ended."""

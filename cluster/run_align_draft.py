@@ -17,7 +17,7 @@ from cluster.listed import number, values
 from cluster.threads import usable_cores
 
 if TYPE_CHECKING:
-    from alignment.distillation import Options, Outcome
+    from alignment.distillation import DistillationOptions, DistillationOutcome
 
 ABOUT = "distil a draft model on the target's own samples"
 DETAILS = """\
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     from alignment.data import find_data
-    from alignment.distillation import Distillation, Outcome, settings_of
+    from alignment.distillation import Distillation, DistillationOutcome, settings_of
     from alignment.encoding import Encoder, tokenizer_of
     from alignment.pair import load_pair
     from alignment.workplace import Workplace
@@ -107,14 +107,14 @@ def run(args: argparse.Namespace) -> int:
     place = Workplace(args.out, settings_of(options, pair, data), resume=args.resume)
     if place.finished is not None:
         complain(f"paceline: --out {args.out}: done before with the same settings; --no-resume starts over")
-        return _tell(Outcome(**place.finished), args.out)
+        return _tell(DistillationOutcome(**place.finished), args.out)
     encoder = Encoder(tokenizer_of(args.target))
     with _stopping() as stopped:
         outcome = Distillation(pair, encoder, options, place, stopped, complain).run(data)
     return _tell(outcome, args.out)
 
 
-def _tell(outcome: Outcome, out: Path) -> int:
+def _tell(outcome: DistillationOutcome, out: Path) -> int:
     from rich.console import Console
 
     from alignment.report import plot, table, verdict
@@ -126,7 +126,7 @@ def _tell(outcome: Outcome, out: Path) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Options:
+def _options(args: argparse.Namespace) -> DistillationOptions:
     """What the flags amount to, all of it checked. Raises CommandError."""
     for name, (minimum, maximum) in BOUNDS.items():
         value = getattr(args, name)
@@ -135,9 +135,9 @@ def _options(args: argparse.Namespace) -> Options:
                 f"--{name.replace('_', '-')} must be from {minimum} to {maximum}, got {value}", BAD_INPUT
             )
     temperatures = values(args, "temperature", "0,0.8,1", partial(number, maximum=MAX_TEMPERATURE))
-    from alignment.distillation import Options
+    from alignment.distillation import DistillationOptions
 
-    return Options(
+    return DistillationOptions(
         objective=args.objective, temperatures=temperatures, **{name: getattr(args, name) for name in BOUNDS}
     )
 

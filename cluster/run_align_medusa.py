@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from alignment.data import find_data
     from alignment.encoding import Encoder, tokenizer_of
-    from alignment.medusa import HeadTraining, Options, load_target, settings_of
+    from alignment.medusa import HeadTraining, MedusaOptions, load_target, settings_of
     from alignment.workplace import Workplace
 
     data = find_data(args.data)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.heads + 1 < args.sequence <= target.context:
         wanted = f"more than --heads ({args.heads}) + 1 and at most the context ({target.context})"
         raise CommandError(f"--sequence must be {wanted}, got {args.sequence}", BAD_INPUT)
-    options = Options(shared_output=args.share_output, **{name: getattr(args, name) for name in COUNTS})
+    options = MedusaOptions(shared_output=args.share_output, **{name: getattr(args, name) for name in COUNTS})
     place = Workplace(args.out, settings_of(options, target, data), resume=args.resume)
     if place.finished is not None:
         complain(f"paceline: --out {args.out}: done before with the same settings; --no-resume starts over")

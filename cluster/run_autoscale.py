@@ -14,7 +14,7 @@ from cluster.flags import BAD_INPUT, add_file, configuration
 from cluster.pools import DraftConfig, TargetConfig
 
 if TYPE_CHECKING:
-    from cluster.autoscaling.simulation import Outcome, Size
+    from cluster.autoscaling.simulation import ScalingOutcome, Size
     from cluster.autoscaling.traces import Arrival
     from speculation.draft_session import Outcome as Drafted
     from speculation.simulation.costs import Costs
@@ -50,14 +50,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_file(group)
 
 
-def run(args: argparse.Namespace, costs: Costs, outcomes: Sequence[Drafted]) -> Outcome:
+def run(args: argparse.Namespace, costs: Costs, outcomes: Sequence[Drafted]) -> ScalingOutcome:
     """Simulate."""
-    from cluster.autoscaling.fleet import Limits
+    from cluster.autoscaling.fleet import FleetLimits
     from cluster.autoscaling.simulation import Setup, simulate
 
     config = configuration(args)
     _check(args)
-    limits = Limits(
+    limits = FleetLimits(
         places=config.target.max_running,
         cache_tokens=config.target.cache_tokens or CACHE_TOKENS,
         step_tokens=config.target.step_tokens,

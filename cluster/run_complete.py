@@ -15,7 +15,7 @@ from cluster.console import CommandError, complain, stages, stderr_console
 from cluster.flags import BAD_INPUT
 
 if TYPE_CHECKING:
-    from cluster.completion import Request, Tally
+    from cluster.completion import CompletionRequest, CompletionTally
 
 ABOUT = "stream a completion from a running server to the terminal"
 DETAILS = """\
@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stream it."""
-    from cluster.completion import Request
+    from cluster.completion import CompletionRequest
 
     if args.prompt is None:
         raise CommandError('give a prompt, such as "def fib(n):", or - to read it from standard input', BAD_INPUT)
@@ -53,19 +53,19 @@ def run(args: argparse.Namespace) -> int:
     api_key = environment.api_key() if args.api_key is None else args.api_key
     if not (api_key.isascii() and api_key.isprintable()):
         raise CommandError("the API key must be printable ASCII", BAD_INPUT)
-    request = Request(prompt, args.max_tokens, args.temperature, seed, args.chat, api_key)
+    request = CompletionRequest(prompt, args.max_tokens, args.temperature, seed, args.chat, api_key)
     show(args.url, request, compare=not args.no_compare)
     return 0
 
 
-def show(url: str, request: Request, *, compare: bool) -> None:
+def show(url: str, request: CompletionRequest, *, compare: bool) -> None:
     """Stream to stdout, then the closing line: on the terminal below the text, else on stderr."""
-    from cluster.completion import Tally, stream
+    from cluster.completion import CompletionTally, stream
 
-    tally, plain = Tally(), None
+    tally, plain = CompletionTally(), None
     _print(url, request, tally)
     if compare:
-        plain = Tally()
+        plain = CompletionTally()
         with stages() as report:
             report("decoding again without drafts, to compare")
             for _ in stream(url, request, plain, speculate=False):
@@ -79,7 +79,7 @@ def show(url: str, request: Request, *, compare: bool) -> None:
         complain(line)
 
 
-def _print(url: str, request: Request, tally: Tally) -> None:
+def _print(url: str, request: CompletionRequest, tally: CompletionTally) -> None:
     from rich.console import Console
 
     from cluster.completion import stream
@@ -97,7 +97,7 @@ def _print(url: str, request: Request, tally: Tally) -> None:
     sys.stdout.flush()
 
 
-def closing_line(tally: Tally, plain: Tally | None) -> str:
+def closing_line(tally: CompletionTally, plain: CompletionTally | None) -> str:
     """What a completion cost and what drafting brought; ``plain`` is the same without drafts."""
     rate = f" at {tally.rate:.1f} tokens/s" if tally.rate else ""
     parts = [f"{tally.tokens} tokens{rate}"]

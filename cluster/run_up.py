@@ -215,12 +215,12 @@ def _say_how_to_use(config: Config, detached: bool) -> None:
 
 
 def _demo(config: Config) -> None:
-    from cluster.completion import Request
+    from cluster.completion import CompletionRequest
     from cluster.run_complete import show
 
     say(f"\nA completion of {DEMO_PROMPT!r}:")
     try:
-        request = Request(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0, api_key=own_api_key(config))
+        request = CompletionRequest(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0, api_key=own_api_key(config))
         show(_url(config), request, compare=True)
     except CommandError as error:
         complain(f"paceline: the demo failed: {error}")

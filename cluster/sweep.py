@@ -45,7 +45,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One setting, and how it compares."""
 
     report: Report
@@ -107,21 +107,21 @@ class Simulator:
             )
         return self._known[setting]
 
-    def row(self, sweep: Sweep, schedule: str, rtt: float, sessions: int, targets: int, drafters: int) -> Row:
+    def row(self, sweep: Sweep, schedule: str, rtt: float, sessions: int, targets: int, drafters: int) -> SweepRow:
         """One combination; of a baseline, with the draft length that suits it best."""
         length = self._request_tokens
         plain = self.report(Setting(None, sessions=sessions, targets=targets, request_tokens=length))
         kind = SCHEDULES[schedule]
         if kind is None:
-            return Row(plain, 1.0)
+            return SweepRow(plain, 1.0)
         lengths = sweep.draft_lengths if kind is not Schedule.TRIE else (0,)
         settings = [Setting(kind, drafts, rtt, sessions, targets, drafters, length) for drafts in lengths]
         best = max((self.report(setting) for setting in settings), key=lambda report: report.rate)
-        return Row(best, best.rate / plain.rate)
+        return SweepRow(best, best.rate / plain.rate)
 
-    def rows(self, sweep: Sweep, progress: Callable[[str], None]) -> list[Row]:
+    def rows(self, sweep: Sweep, progress: Callable[[str], None]) -> list[SweepRow]:
         """All combinations; plain decoding, which knows no drafters, once for each kind of load."""
-        rows: dict[Setting, Row] = {}
+        rows: dict[Setting, SweepRow] = {}
         for sessions, targets, rtt, drafters, schedule in product(
             sweep.sessions, sweep.targets, sweep.rtts, sweep.drafters, sweep.schedules
         ):
@@ -163,7 +163,7 @@ def _saturation(rates: dict[int, float], targets: int, drafters: int) -> str:
     return f"throughput is full from {count} sessions on ({count / targets:g} a target, {count / drafters:g} a drafter)"
 
 
-def table(rows: Iterable[Row]) -> Table:
+def table(rows: Iterable[SweepRow]) -> Table:
     """For the terminal, without the columns that say nothing new."""
     cells = [row.cells() for row in rows]
     shown = [name for name in cells[0] if not _redundant(name, cells)]
@@ -180,7 +180,7 @@ def _redundant(name: str, cells: Sequence[Mapping[str, str]]) -> bool:
     return all(row[name] in ("1", "") or (name.startswith("a ") and row[name] == row["tokens/s"]) for row in cells)
 
 
-def write_csv(rows: Sequence[Row], file: Path) -> None:
+def write_csv(rows: Sequence[SweepRow], file: Path) -> None:
     """The same, for a spreadsheet."""
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, list(rows[0].cells()))
@@ -194,7 +194,7 @@ def axes_of(sweep: Sweep) -> list[str]:
     return [name for name, given in values.items() if len(given) > 1]
 
 
-def plot(rows: Sequence[Row], sweep: Sweep, file: Path) -> None:
+def plot(rows: Sequence[SweepRow], sweep: Sweep, file: Path) -> None:
     """A panel for each thing swept, at the first value of most others."""
     import matplotlib
 
@@ -208,7 +208,7 @@ def plot(rows: Sequence[Row], sweep: Sweep, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _panel(axes: Axes, rows: Sequence[Row], sweep: Sweep, name: str) -> None:
+def _panel(axes: Axes, rows: Sequence[SweepRow], sweep: Sweep, name: str) -> None:
     # Drafters are short where sessions are many.
     sessions = sweep.sessions[-1 if name == "drafters" else 0]
     held = {"rtt": sweep.rtts[0], "drafters": sweep.drafters[0], "sessions": sessions, "targets": sweep.targets[0]}
@@ -228,13 +228,13 @@ def _panel(axes: Axes, rows: Sequence[Row], sweep: Sweep, name: str) -> None:
     axes.legend()
 
 
-def _has(row: Row, fixed: dict[str, float]) -> bool:
+def _has(row: SweepRow, fixed: dict[str, float]) -> bool:
     """Whether a row is at the given values; distance and drafters mean nothing to plain decoding."""
     names = fixed if row.drafts else fixed.keys() - {"rtt", "drafters"}
     return all(getattr(row.report.setting, name) == fixed[name] for name in names)
 
 
-def _point(row: Row, name: str) -> tuple[float, float]:
+def _point(row: SweepRow, name: str) -> tuple[float, float]:
     setting = row.report.setting
     if name == "rtt":
         return 1000 * setting.rtt, row.speedup

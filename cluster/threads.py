@@ -22,7 +22,7 @@ from cluster.child import ours, spawn
 from cluster.config import Config
 from cluster.console import complain, say, stages
 from cluster.core_cache import default_cache, key_of
-from cluster.cores import Division, Measured, decoded, divide, thread_counts, threads_in_turn
+from cluster.cores import CoreDivision, Measured, decoded, divide, thread_counts, threads_in_turn
 from cluster.openmp import environment as openmp_environment
 from cluster.settings import AUTO
 
@@ -66,7 +66,7 @@ def _divided(config: Config, cores: int, measured: Measured | None) -> tuple[Con
         threads = threads_in_turn(cores, measured) if measured else cores - 1
         how = f"{threads} for the target and its draft model, which take turns"
         return replace(config, target=replace(config.target, threads=threads)), how
-    division = divide(cores, measured) if measured else Division(cores - 1, 1)
+    division = divide(cores, measured) if measured else CoreDivision(cores - 1, 1)
     target = replace(config.target, threads=division.target)
     return replace(config, target=target, draft=replace(config.draft, threads=division.draft)), str(division)
 

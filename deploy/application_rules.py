@@ -9,7 +9,7 @@ from dataclasses import replace
 from cluster.checkout import BUNDLED
 from cluster.config import Config, from_mapping
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
-from cluster.placement import Need, Node, lacking, needs
+from cluster.placement import ClusterNode, Need, lacking, needs
 from cluster.security import SecurityError, check_worker_exposure
 from cluster.settings import ConfigError
 from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container
@@ -152,7 +152,7 @@ def _fetched(manifests: Manifests) -> set[str]:
     return found
 
 
-def _nodes(service: Object) -> list[Node]:
+def _nodes(service: Object) -> list[ClusterNode]:
     """The Ray nodes that may come to be: with an autoscaler, as many of each group as it may start."""
     scaled = service["spec"]["rayClusterConfig"].get("enableInTreeAutoscaling")
     found = []
@@ -161,7 +161,7 @@ def _nodes(service: Object) -> list[Node]:
         count = group.get("maxReplicas" if scaled else "replicas", 1)
         # KubeRay tells Ray whole CPUs, rounded up.
         cpus, gpus = math.ceil(_quantity(requests.get("cpu", 0))), _quantity(requests.get(GPU, 0))
-        found += [Node(cpus, gpus, group.get("labels", {}))] * count
+        found += [ClusterNode(cpus, gpus, group.get("labels", {}))] * count
     return found
 
 

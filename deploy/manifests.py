@@ -21,7 +21,7 @@ class RenderError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ManifestFinding:
     """Something that would go wrong."""
 
     where: str

@@ -5,25 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from deploy.manifests import Finding, Manifests, Object, Pod, mount_of, where
+from deploy.manifests import ManifestFinding, Manifests, Object, Pod, mount_of, where
 
 GPU = "nvidia.com/gpu"
 
 
-def pod_findings(manifests: Manifests) -> Iterator[Finding]:
+def pod_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Of every pod, every container, and the container of Ray's autoscaler, which KubeRay adds."""
     for pod in manifests.pods():
         for what in _of_pod(pod):
-            yield Finding(pod.where, what)
+            yield ManifestFinding(pod.where, what)
         for container in pod.containers():
             for what in _of_container(container):
-                yield Finding(f"{pod.where} {container['name']}", what)
+                yield ManifestFinding(f"{pod.where} {container['name']}", what)
     for service in manifests.of("RayService"):
         cluster = service["spec"]["rayClusterConfig"]
         if cluster.get("enableInTreeAutoscaling"):
             options = cluster.get("autoscalerOptions", {})
             for what in [*_of_security(options.get("securityContext", {})), *_of_resources(options)]:
-                yield Finding(where(service, "autoscaler"), what)
+                yield ManifestFinding(where(service, "autoscaler"), what)
 
 
 def _of_pod(pod: Pod) -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from deploy.manifests import Finding, Manifests, Object, group_name, groups, ray_container, where
+from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, ray_container, where
 
 MAX_NAME_CHARACTERS = 47
 INITIALIZING = "ray.io/initializing-timeout"
@@ -21,17 +21,17 @@ RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")
 _NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 
 
-def ray_findings(manifests: Manifests) -> Iterator[Finding]:
+def ray_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Of every RayService; there should be one."""
     services = manifests.of("RayService")
     if len(services) != 1:
-        yield Finding("manifests", f"there must be one RayService, not {len(services)}")
+        yield ManifestFinding("manifests", f"there must be one RayService, not {len(services)}")
     for service in services:
         for what in [*_of_service(service), *_of_autoscaler(service)]:
-            yield Finding(where(service), what)
+            yield ManifestFinding(where(service), what)
         for group in groups(service):
             for what in [*_of_group(group, service), *_of_shutdown(group)]:
-                yield Finding(where(service, group_name(group)), what)
+                yield ManifestFinding(where(service, group_name(group)), what)
 
 
 def drain_seconds(container: Object) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import Finding, Manifests, Object, Pod, selects, where
+from deploy.manifests import ManifestFinding, Manifests, Object, Pod, selects, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,21 @@ OF_A_CLUSTER = "ray.io/cluster"
 """Label by which KubeRay tells the pods of the cluster that serves from those of the one that is to replace it."""
 
 
-def reference_findings(manifests: Manifests) -> Iterator[Finding]:
+def reference_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Of all objects together."""
     known = _known(manifests)
     for place, kind, name in sorted(references(manifests)):
         if (kind, name) not in known:
             hint = "; a Secret to make by hand is listed in deploy/reference_rules.py" if kind == "Secret" else ""
-            yield Finding(place, f"there is no {kind} {name}{hint}")
+            yield ManifestFinding(place, f"there is no {kind} {name}{hint}")
     for pod in manifests.pods():
         volumes = {volume["name"] for volume in pod.spec.get("volumes", [])} | _claims(manifests, pod)
         for container in pod.containers():
             for mount in container.get("volumeMounts", []):
                 if mount["name"] not in volumes:
-                    yield Finding(f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount")
+                    yield ManifestFinding(
+                        f"{pod.where} {container['name']}", f"there is no volume {mount['name']} to mount"
+                    )
     yield from _selectors(manifests)
     yield from _authorities(manifests)
     yield from _budgets(manifests)
@@ -140,7 +142,7 @@ def _claims(manifests: Manifests, pod: Pod) -> set[str]:
     return set()
 
 
-def _selectors(manifests: Manifests) -> Iterator[Finding]:
+def _selectors(manifests: Manifests) -> Iterator[ManifestFinding]:
     pods = manifests.pods()
     for entry in manifests.of("NetworkPolicy"):
         yield from _must_select(entry, "podSelector", entry["spec"]["podSelector"], pods)
@@ -154,49 +156,59 @@ def _selectors(manifests: Manifests) -> Iterator[Finding]:
     if not any(
         {"Ingress", "Egress"} == set(spec.get("policyTypes", [])) and not spec.get("ingress") for spec in denied
     ):
-        yield Finding("manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods")
+        yield ManifestFinding(
+            "manifests", "there must be a NetworkPolicy that denies everything, in and out, to all pods"
+        )
 
 
-def _spread(pod: Pod) -> Iterator[Finding]:
+def _spread(pod: Pod) -> Iterator[ManifestFinding]:
     for spread in pod.spec.get("topologySpreadConstraints", []):
         place = f"its spread over {spread['topologyKey']}"
         if not selects(spread.get("labelSelector", {}), pod.labels):
-            yield Finding(pod.where, f"{place} does not select the pod itself")
+            yield ManifestFinding(pod.where, f"{place} does not select the pod itself")
         strict = spread["whenUnsatisfiable"] == "DoNotSchedule"
         if strict and spread.get("nodeTaintsPolicy") != "Honor":
-            yield Finding(pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor")
+            yield ManifestFinding(
+                pod.where, f"{place} counts nodes that the pod cannot go to; set nodeTaintsPolicy: Honor"
+            )
         if strict and OF_A_CLUSTER not in spread.get("matchLabelKeys", []):
-            yield Finding(pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]")
+            yield ManifestFinding(
+                pod.where, f"{place} counts pods of other clusters; set matchLabelKeys: [{OF_A_CLUSTER}]"
+            )
 
 
-def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[Finding]:
+def _must_select(entry: Object, part: str, selector: Object, pods: list[Pod]) -> Iterator[ManifestFinding]:
     if not any(selects(selector, pod.labels) for pod in pods):
-        yield Finding(where(entry, part), "selects no pod")
+        yield ManifestFinding(where(entry, part), "selects no pod")
 
 
-def _authorities(manifests: Manifests) -> Iterator[Finding]:
+def _authorities(manifests: Manifests) -> Iterator[ManifestFinding]:
     """What cert-manager does unless it is told differs between its versions."""
     for certificate in manifests.of("Certificate"):
         rotation = certificate["spec"].get("privateKey", {}).get("rotationPolicy")
         if certificate["spec"].get("isCA") and rotation != "Never":
-            yield Finding(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
+            yield ManifestFinding(where(certificate), "privateKey.rotationPolicy of an authority must be Never")
 
 
-def _budgets(manifests: Manifests) -> Iterator[Finding]:
+def _budgets(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Kubernetes cannot count a RayCluster's pods as replicas, so only a whole number that must stay has an effect."""
     for budget in manifests.of("PodDisruptionBudget"):
         place, stay = where(budget), budget["spec"].get("minAvailable")
         if not isinstance(stay, int):
-            yield Finding(place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked")
+            yield ManifestFinding(
+                place, "minAvailable must be a whole number: Ray's pods have no controller that can be asked"
+            )
             continue
         fewest = sum(
             pod.at_least for pod in manifests.pods() if selects(budget["spec"].get("selector", {}), pod.labels)
         )
         if stay >= fewest:
-            yield Finding(place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained")
+            yield ManifestFinding(
+                place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
+            )
 
 
-def _ports(manifests: Manifests) -> Iterator[Finding]:
+def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Policies, monitors and routes name ports that the pods have."""
     pods = manifests.pods()
     yield from _policy_ports(manifests.of("NetworkPolicy"), pods)
@@ -204,21 +216,21 @@ def _ports(manifests: Manifests) -> Iterator[Finding]:
         for pod in pods:
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
                 if selects(monitor["spec"]["selector"], pod.labels) and endpoint["port"] not in _open(pod):
-                    yield Finding(where(monitor), f"{pod.where} has no port {endpoint['port']}")
+                    yield ManifestFinding(where(monitor), f"{pod.where} has no port {endpoint['port']}")
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
                 if backend["port"] != HTTP_PORT:
-                    yield Finding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+                    yield ManifestFinding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
 
 
-def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[Finding]:
+def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[ManifestFinding]:
     for policy in policies:
         selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
         for rule in policy["spec"].get("ingress", []):
             for port in rule.get("ports", []):
                 if not any(port["port"] in _open(pod).values() for pod in selected):
-                    yield Finding(where(policy), f"no pod that it selects has port {port['port']}")
+                    yield ManifestFinding(where(policy), f"no pod that it selects has port {port['port']}")
 
 
 def _open(pod: Pod) -> dict[str, int]:

@@ -13,26 +13,26 @@ from cluster.declaration import IMPORT_PATH
 from cluster.reading import yaml_in
 from cluster.settings import ConfigError
 from deploy.application_rules import application_faults
-from deploy.manifests import Finding, Manifests, Object, group_name, groups, ray_container, where
+from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, ray_container, where
 
 
-def serve_findings(manifests: Manifests) -> Iterator[Finding]:
+def serve_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Of the Serve configuration of every RayService, down to Paceline's own below ``args``."""
     for service in manifests.of("RayService"):
         place = where(service, "serveConfigV2")
         try:
             document = yaml_in("it", service["spec"].get("serveConfigV2", ""))
         except ConfigError as error:
-            yield Finding(place, str(error))
+            yield ManifestFinding(place, str(error))
             continue
         if not isinstance(document, dict):
-            yield Finding(place, "must be a mapping")
+            yield ManifestFinding(place, "must be a mapping")
             continue
         faults = [*_schema_faults(document), *_unknown_keys(document, ServeDeploySchema)]
-        yield from (Finding(place, what) for what in faults or _of_serve(document, service))
+        yield from (ManifestFinding(place, what) for what in faults or _of_serve(document, service))
         for application in [] if faults else document["applications"]:
             for what in application_faults(application, service, manifests):
-                yield Finding(f"{place} {application['name']}", what)
+                yield ManifestFinding(f"{place} {application['name']}", what)
 
 
 def _schema_faults(document: Object) -> Iterator[str]:

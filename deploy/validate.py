@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cluster.console import complain, say
-from deploy.manifests import Finding, Manifests, RenderError, render
+from deploy.manifests import ManifestFinding, Manifests, RenderError, render
 from deploy.pod_rules import pod_findings
 from deploy.ray_rules import ray_findings
 from deploy.reference_rules import CLAIM, MODELS, models_by_hand, reference_findings, secrets_by_hand
 from deploy.schema_rules import schema_findings
 from deploy.serve_rules import serve_findings
 
-RULES: tuple[Callable[[Manifests], Iterable[Finding]], ...] = (
+RULES: tuple[Callable[[Manifests], Iterable[ManifestFinding]], ...] = (
     ray_findings,
     serve_findings,
     pod_findings,
@@ -31,7 +31,7 @@ RULES: tuple[Callable[[Manifests], Iterable[Finding]], ...] = (
 """They may rely on the shape that the schemas have found right."""
 
 
-def findings(manifests: Manifests) -> list[Finding]:
+def findings(manifests: Manifests) -> list[ManifestFinding]:
     """Everything that would go wrong; only what is wrong with the shapes, if something is."""
     shapes = list(schema_findings(manifests))
     return shapes or [finding for rule in RULES for finding in rule(manifests)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Counters:
+class DraftCounters:
     """Monotone totals since the start."""
 
     steps: int = 0

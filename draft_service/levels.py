@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draft_service.batch_entry import DraftBatchEntry
 from draft_service.sequence import DraftSequence
-from engine.cuda.levels import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, Levels, Place
+from engine.cuda.levels import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, Levels, TreePlace
 from engine.kv_cache import ROOT, CacheFull
 from speculation.calibration import Calibration
 from speculation.draft_session import Candidate
@@ -244,10 +244,10 @@ def _growth(entry: DraftBatchEntry, row: int, context: int) -> Growth:
         factors=session.calibration.factors(Source.DRAFT),
         blocks=sequence.cached.blocks,
         rows=range(row, row + len(entry.expands)),
-        places=[Place(node.end, *sequence.cached.lineage(first + i)) for i, node in enumerate(entry.expands)],
+        places=[TreePlace(node.end, *sequence.cached.lineage(first + i)) for i, node in enumerate(entry.expands)],
         weights=[node.weight for node in entry.expands],
         leaves=[
-            Leaf(node.token, node.weight, Place(node.end - 1, *sequence.cached.lineage(_above(entry, node))))
+            Leaf(node.token, node.weight, TreePlace(node.end - 1, *sequence.cached.lineage(_above(entry, node))))
             for node in entry.leaves
         ],
         slots=entry.reserved,

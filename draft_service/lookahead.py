@@ -17,13 +17,13 @@ from itertools import islice
 from torch import Tensor
 
 from draft_service.batch_entry import DraftBatchEntry
-from draft_service.counters import Counters
+from draft_service.counters import DraftCounters
 from draft_service.levels import DraftLevels, first_level, grow, withdraw
 from draft_service.reading import Reader, SameVocabulary
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import StagedDrafting
 from engine.compiling import Compiling
-from engine.grammar import Constraint, Grammars
+from engine.grammar import GrammarConstraint, Grammars
 from engine.interface import FATAL
 from engine.kv_cache import CacheFull
 from engine.recorder import Recorder
@@ -110,7 +110,7 @@ class Lookahead:
         self._staged = staged or StagedDrafting(welcome.vocabulary)
         self._levels = levels or DraftLevels()
         self._outcomes: list[dict[str, object]] = []  # for the record of the next step
-        self.counters = Counters()
+        self.counters = DraftCounters()
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""
@@ -185,7 +185,7 @@ class Lookahead:
     def _constrain(self, now: float) -> None:
         """Go on with the sessions whose grammar is compiled; without it where that fails: drafts are only hints."""
         for sequence, constraint in self._compiling.ready(now):
-            if isinstance(constraint, Constraint):
+            if isinstance(constraint, GrammarConstraint):
                 session = sequence.session
                 sequence.shaping = Shaping(session.opened, session.tokens, self._welcome.vocabulary, constraint)
             else:

@@ -38,7 +38,7 @@ def _byte_level() -> dict[str, int]:
 BYTE_OF = _byte_level()
 
 
-class Tokenizer:
+class DraftTokenizer:
     """A tokenizer as a translator needs it. Token ids are below ``size``."""
 
     def __init__(self, name: str, backend: tokenizers.Tokenizer, roles: Mapping[str, str] | None = None) -> None:
@@ -69,7 +69,7 @@ class Tokenizer:
         """Whether it puts something, such as a space, before a text that it encodes."""
 
     @classmethod
-    def load(cls, path: str) -> tuple[Tokenizer, int]:
+    def load(cls, path: str) -> tuple[DraftTokenizer, int]:
         """The tokenizer of a folder or hub id, and the digest of its id-to-token map. Raises :class:`ModelError`."""
         tokenizer = read_tokenizer(path)
         digest = digest_of(tokens_of(tokenizer))

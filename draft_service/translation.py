@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draft_service.overlap import check, overlap
 from draft_service.reading import OtherVocabulary
-from draft_service.tokenizer import Tokenizer
+from draft_service.tokenizer import DraftTokenizer
 from draft_service.vocabulary import SharedVocabulary
 from engine.loader import read_config
 from engine.step import Engine
@@ -18,8 +18,8 @@ from engine.step import Engine
 class Vocabularies:
     """Two tokenizers that differ."""
 
-    target: Tokenizer
-    own: Tokenizer
+    target: DraftTokenizer
+    own: DraftTokenizer
     target_size: int
     """The target's token ids are below this."""
     digest: int
@@ -33,7 +33,7 @@ def read_vocabularies(model: str, target: str) -> Vocabularies | None:
     """
     if not target:
         return None
-    (own, own_digest), (theirs, digest) = Tokenizer.load(model), Tokenizer.load(target)
+    (own, own_digest), (theirs, digest) = DraftTokenizer.load(model), DraftTokenizer.load(target)
     if own_digest == digest:
         return None
     size = theirs.size

@@ -10,7 +10,7 @@ What the draft model reads is text, and need not be shared.
 
 from __future__ import annotations
 
-from draft_service.tokenizer import ROLES, Tokenizer
+from draft_service.tokenizer import ROLES, DraftTokenizer
 from engine.model import ModelError
 from speculation.messages import Token
 
@@ -21,7 +21,7 @@ MIN_SHARED = 0.02
 class SharedVocabulary:
     """The map from the target's tokens to own ones."""
 
-    def __init__(self, target: Tokenizer, own: Tokenizer, *, target_size: int, own_size: int) -> None:
+    def __init__(self, target: DraftTokenizer, own: DraftTokenizer, *, target_size: int, own_size: int) -> None:
         """Ids from ``target_size`` and ``own_size`` on are not used.
 
         Raises :class:`ModelError` if too little is shared.
@@ -66,7 +66,7 @@ class SharedVocabulary:
         return begins
 
 
-def _special_pairs(target: Tokenizer, own: Tokenizer, own_size: int) -> dict[Token, Token]:
+def _special_pairs(target: DraftTokenizer, own: DraftTokenizer, own_size: int) -> dict[Token, Token]:
     by_name = {name: token for token, names in own.special.items() if token < own_size for name in names}
     pairs: dict[Token, Token] = {}
     for token, names in target.special.items():

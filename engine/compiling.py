@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from engine.grammar import COMPILE_SECONDS, Compiled, Constraint, GrammarError, Grammars
+from engine.grammar import COMPILE_SECONDS, Compiled, GrammarConstraint, GrammarError, Grammars
 from speculation.messages import Open
 
 POLL_SECONDS = 0.002
@@ -52,9 +52,9 @@ class Compiling(Generic[S]):
         """Forget a session; False if it does not wait."""
         return self._waits.pop(session, None) is not None
 
-    def ready(self, now: float) -> list[tuple[S, Constraint | GrammarError]]:
+    def ready(self, now: float) -> list[tuple[S, GrammarConstraint | GrammarError]]:
         """The sessions that need not wait any longer: with what constrains them, or why nothing can."""
-        over: list[tuple[S, Constraint | GrammarError]] = []
+        over: list[tuple[S, GrammarConstraint | GrammarError]] = []
         left = self._given_up(now)
         for session, wait in self._waits.items():
             if wait.grammar.done():
@@ -85,8 +85,8 @@ class Compiling(Generic[S]):
             self._at_work = (grammar, now)
 
 
-def _outcome(wait: _Wait) -> Constraint | GrammarError:
+def _outcome(wait: _Wait) -> GrammarConstraint | GrammarError:
     try:
-        return Constraint(wait.grammar.result(), wait.opened.limits.stop_tokens)
+        return GrammarConstraint(wait.grammar.result(), wait.opened.limits.stop_tokens)
     except GrammarError as error:
         return error

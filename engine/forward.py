@@ -81,7 +81,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong in a step")
 
 
-class Forward:
+class ForwardPass:
     """A model over a store. The shapes of keys and values are those of the heads that this rank computes."""
 
     def __init__(

@@ -1,8 +1,9 @@
 """What a grammar leaves open: which tokens may come next, what comes next without any choice, and where a text is over.
 
 Grammars are those of llguidance: a Lark grammar, or JSON that holds grammars. :class:`Grammars` compiles them for the
-tokenizer of one model, in a thread of its own, so that whoever computes steps does not wait; a :class:`Constraint`
-follows one session's text, and looks ahead along drafts by taking tokens in and giving them back.
+tokenizer of one model, in a thread of its own, so that whoever computes steps does not wait; a
+:class:`GrammarConstraint` follows one session's text, and looks ahead along drafts by taking tokens in and giving them
+back.
 
 A text is over as soon as its grammar lets nothing follow; no stop token is needed then. Where the grammar could end but
 need not, the session's stop tokens are open too. Nothing here decides what is drawn.
@@ -185,7 +186,7 @@ class Compiled:
         return self._start.deep_copy()
 
 
-class Constraint:
+class GrammarConstraint:
     """The grammar of one session, and how far its text has come.
 
     Implements :class:`engine.shaping.Mask` and :class:`speculation.constraint.Constraint`. The matcher stands at the

@@ -48,12 +48,12 @@ FULL = (1 << GROUP) - 1
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class RowGroup:
     """Up to ``GROUP`` keys of one path at consecutive positions, the first a multiple of ``GROUP``."""
 
     position: int
     slots: list[int]
-    above: Group | None
+    above: RowGroup | None
     """The one before it on the path; None where that is committed entirely."""
     column: int = 0
     """Of the first key, counted like ``above_bits`` from the first group that is not committed entirely."""
@@ -62,10 +62,10 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowPlace:
     """Where the key of a node is: the last of the first ``count`` keys of a group."""
 
-    group: Group
+    group: RowGroup
     count: int
 
     @property
@@ -84,9 +84,9 @@ class Layout:
         self.reach = reach
         self.queries: list[int] = []
         self._sequence = sequence
-        root = Group(self.start, sequence.committed_slots(self.start), None)
+        root = RowGroup(self.start, sequence.committed_slots(self.start), None)
         self._groups = [root]
-        self._places = {ROOT: Place(root, len(root.slots))}
+        self._places = {ROOT: RowPlace(root, len(root.slots))}
         segment = self.start // SEGMENT
         self._columns = Counter({segment: self.start - max(reach, segment * SEGMENT) + GROUP})
 
@@ -112,12 +112,12 @@ class Layout:
                 return False
             self._columns[position // SEGMENT] += GROUP
             if count == GROUP:
-                group, count = Group(position, [], above=group), 0
+                group, count = RowGroup(position, [], above=group), 0
             else:
-                group = Group(group.position, group.slots[:count], group.above)
+                group = RowGroup(group.position, group.slots[:count], group.above)
             self._groups.append(group)
         group.slots.append(sequence.pending_slots[node])
-        self._places[node] = Place(group, count + 1)
+        self._places[node] = RowPlace(group, count + 1)
         return True
 
     def view(self, window: int | None, room: int) -> KeyView:

@@ -16,20 +16,20 @@ from speculation import digest as digests
 
 
 @dataclass(eq=False, slots=True)
-class Known:
+class KnownBlock:
     """A full block, and what is in it."""
 
     block: int
     tokens: tuple[int, ...]
     digest: int
     """Names all tokens up to the last one of the block."""
-    above: Known | None
+    above: KnownBlock | None
     """The block before it; None: this is the tree's root, which is no block."""
-    below: list[Known] = field(default_factory=list)
+    below: list[KnownBlock] = field(default_factory=list)
     """The blocks that may follow, in the order of their tokens."""
 
 
-def _tokens(known: Known) -> tuple[int, ...]:
+def _tokens(known: KnownBlock) -> tuple[int, ...]:
     return known.tokens
 
 
@@ -37,28 +37,28 @@ class KnownBlocks:
     """The tree of known blocks."""
 
     def __init__(self) -> None:
-        self.root = Known(-1, (), digests.EMPTY, None)
-        self._by_digest: dict[int, Known] = {}
-        self._by_block: dict[int, Known] = {}
+        self.root = KnownBlock(-1, (), digests.EMPTY, None)
+        self._by_digest: dict[int, KnownBlock] = {}
+        self._by_block: dict[int, KnownBlock] = {}
 
     def __contains__(self, block: int) -> bool:
         """Whether the block is known."""
         return block in self._by_block
 
-    def __iter__(self) -> Iterator[Known]:
+    def __iter__(self) -> Iterator[KnownBlock]:
         """All known blocks, each after the one above it."""
         return iter(self._by_block.values())
 
-    def holds(self, known: Known) -> bool:
+    def holds(self, known: KnownBlock) -> bool:
         """Whether it was not forgotten since it was found or added."""
         return self._by_block.get(known.block) is known
 
-    def find(self, above: Known, tokens: tuple[int, ...]) -> Known | None:
+    def find(self, above: KnownBlock, tokens: tuple[int, ...]) -> KnownBlock | None:
         """The block with exactly these tokens below ``above``."""
         found = self._by_digest.get(digests.extend_block(above.digest, tokens))
         return found if found is not None and found.above is above and found.tokens == tokens else None
 
-    def nearest(self, above: Known, tokens: Sequence[int]) -> tuple[Known | None, int]:
+    def nearest(self, above: KnownBlock, tokens: Sequence[int]) -> tuple[KnownBlock | None, int]:
         """The block below ``above`` that begins with the most of ``tokens``, and how many these are."""
         wanted = tuple(tokens)
         place = bisect_left(above.below, wanted, key=_tokens)
@@ -67,13 +67,13 @@ class KnownBlocks:
         found = max(beside, key=lambda known: _common(known.tokens, wanted), default=None)
         return found, _common(found.tokens, wanted) if found else 0
 
-    def add(self, above: Known, tokens: tuple[int, ...], block: int) -> Known | None:
+    def add(self, above: KnownBlock, tokens: tuple[int, ...], block: int) -> KnownBlock | None:
         """Make ``block`` known, which must not be already; None if other tokens go by the same digest."""
         assert block not in self._by_block, f"block {block} is known already"
         digest = digests.extend_block(above.digest, tokens)
         if digest in self._by_digest:
             return None
-        known = Known(block, tokens, digest, above)
+        known = KnownBlock(block, tokens, digest, above)
         insort(above.below, known, key=_tokens)
         self._by_digest[digest] = self._by_block[block] = known
         return known

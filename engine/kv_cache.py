@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 
 from engine.block_ledger import BlockLedger
-from engine.known_blocks import Known
+from engine.known_blocks import KnownBlock
 from engine.kv_store import BLOCK, CLEAR, KVStore, Move
 from engine.moves import Moves
 from engine.sequence_state import ROOT, SequenceState
@@ -100,7 +100,8 @@ class CachedSequence(SequenceState):
         self._cache = cache
         self._tokens = tokens
         self._places: list[int] = []  # of the pending nodes
-        self._known: list[Known] = []  # of the leading full blocks; not always our own: another may have been first
+        # of the leading full blocks; not always our own: another may have been first
+        self._known: list[KnownBlock] = []
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class CachedSequence(SequenceState):
         return ends_inside and self._cache.ledger.holders(self.blocks[self.length // self.block]) > 1
 
     @property
-    def _last_known(self) -> Known | None:
+    def _last_known(self) -> KnownBlock | None:
         """The last full block in the tree of known ones; None: it could not be made known."""
         if len(self._known) < self.length // self.block:
             return None
@@ -356,7 +357,7 @@ class CachedSequence(SequenceState):
                 return
             self._known.append(found)
 
-    def _share(self, known: Known, length: int) -> None:
+    def _share(self, known: KnownBlock, length: int) -> None:
         """Let a known block stand for the tokens behind the full blocks, up to ``length``."""
         self._cache.ledger.hold(known.block)
         self._cut((length - 1) // self.block)

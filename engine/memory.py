@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _MappedFiles:
     """Where a version of control groups keeps its figures."""
 
     limit: str
@@ -26,8 +26,8 @@ class _Files:
     """The entry of ``memory.stat`` for file contents that are dropped when memory is short; they count as used."""
 
 
-V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = _Files("memory.max", "memory.current", "inactive_file")
+V1 = _MappedFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = _MappedFiles("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _left_on_machine(root: Path) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+def _groups(root: Path) -> Iterator[tuple[Path, _MappedFiles]]:
     """The folders of all groups that this process is in, as far as they can be seen from here."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -80,7 +80,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
             yield folder, files
 
 
-def _left_in_group(folder: Path, files: _Files) -> int | None:
+def _left_in_group(folder: Path, files: _MappedFiles) -> int | None:
     """None: no limit, or none to be seen."""
     try:
         limit = (folder / files.limit).read_text().strip()

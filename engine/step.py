@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.cuda.graphs import Record
 from engine.cuda.levels import Levels
 from engine.exactness import measure
-from engine.forward import Forward, StepInput
+from engine.forward import ForwardPass, StepInput
 from engine.interface import Chunk as Chunk
 from engine.kv_cache import CacheFull, KVCache
 from engine.kv_store import Move
@@ -63,7 +63,9 @@ class Engine:
         agreed = bool if leader is None else leader.all_agree
         # Other ranks draw nothing, and have to record the same steps.
         draws = invariant and leader is None
-        self._forward = Forward(model, cache.store, record, agreed=agreed, keep_hidden=heads is not None, draws=draws)
+        self._forward = ForwardPass(
+            model, cache.store, record, agreed=agreed, keep_hidden=heads is not None, draws=draws
+        )
         self._leader = leader
 
     @property

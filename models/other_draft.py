@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.batches import Batches, TokenIds
 from alignment.losses import next_token_loss
-from alignment.training import Plan, Trainer
+from alignment.training import Trainer, TrainingPlan
 from models.corpus import END_OF_TEXT, SourceFile, encode_files, read_sources, split_sources
 from models.pair import load, load_tokenizer, parameter_count, placed, publish
 from models.writing import write_text
@@ -100,8 +100,8 @@ def written_by_target(work: Path, seed: int) -> list[SourceFile]:
     return [SourceFile(str(number), passage) for number, passage in enumerate(passages) if passage]
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
-    return Plan(
+def _plan(arguments: argparse.Namespace) -> TrainingPlan:
+    return TrainingPlan(
         steps=arguments.steps,
         minutes=float("inf"),
         batch_tokens=4096,

@@ -21,7 +21,7 @@ PADDED_VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """The sizes that tell one Llama of this family from another."""
 
     hidden_size: int
@@ -53,11 +53,11 @@ class Shape:
         )
 
 
-TARGET_SHAPE = Shape(hidden_size=256, layers=6, heads=8, kv_heads=4, intermediate_size=704)
-DRAFT_SHAPE = Shape(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=352)
+TARGET_SHAPE = ModelShape(hidden_size=256, layers=6, heads=8, kv_heads=4, intermediate_size=704)
+DRAFT_SHAPE = ModelShape(hidden_size=128, layers=2, heads=4, kv_heads=2, intermediate_size=352)
 
 
-def build(shape: Shape, context: int, end_of_text: int, seed: int) -> LlamaForCausalLM:
+def build(shape: ModelShape, context: int, end_of_text: int, seed: int) -> LlamaForCausalLM:
     """A freshly initialised model of `shape` in fp32, the same for the same seed."""
     torch.manual_seed(seed)
     return placed(LlamaForCausalLM(shape.config(context, end_of_text)), torch.float32)

@@ -21,11 +21,11 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.batches import Batches, InTurn, TokenIds
+from alignment.batches import Batches, BatchesInTurn, TokenIds
 from alignment.encoding import Encoder
 from alignment.losses import distillation_loss, next_token_loss
-from alignment.medusa import HELD_OUT, HeadTraining, Options, load_target, settings_of
-from alignment.training import Plan, Trainer
+from alignment.medusa import HELD_OUT, HeadTraining, MedusaOptions, load_target, settings_of
+from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
 from models.card import write_card
 from models.corpus import (
@@ -43,7 +43,7 @@ from models.pair import (
     DRAFT_SHAPE,
     TARGET_SHAPE,
     VOCABULARY,
-    Shape,
+    ModelShape,
     build,
     load,
     load_tokenizer,
@@ -137,13 +137,13 @@ class Pipeline:
         )
         text, held_out = (encode_files(tokenizer, files) for files in (self._sources().train, self._sources().held_out))
         written = self._written(load(self._out / "target", target.dtype, target.device), text)
-        options = Options(
+        options = MedusaOptions(
             shared_output=True, steps=arguments.medusa_steps, minutes=arguments.medusa_minutes, seed=arguments.seed
         )
         place = Workplace(self._out / "medusa", settings_of(options, target, MEDUSA_TEXT), resume=True)
         if place.finished is not None:
             return
-        batches = InTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
+        batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
         apart = np.linspace(0, len(held_out) - options.sequence, HELD_OUT, dtype=int)
         rows = [held_out[start : start + options.sequence].tolist() for start in apart]
         training = HeadTraining(target, Encoder(tokenizer), options, place, tqdm.write)
@@ -163,7 +163,7 @@ class Pipeline:
         }
         self._merge_card(facts)
 
-    def _fresh(self, shape: Shape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    def _fresh(self, shape: ModelShape, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         assert isinstance(tokenizer.eos_token_id, int)
         return build(shape, self._arguments.context, tokenizer.eos_token_id, self._arguments.seed)
 
@@ -177,12 +177,12 @@ class Pipeline:
         written: TokenIds = np.load(path)
         return written
 
-    def _plan(self, name: str) -> Plan:
+    def _plan(self, name: str) -> TrainingPlan:
         arguments = self._arguments
         steps, minutes = (getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes"))
         if steps is None and minutes is None:
             minutes = DEFAULT_MINUTES[name]
-        return Plan(
+        return TrainingPlan(
             steps=math.inf if steps is None else steps,
             minutes=math.inf if minutes is None else minutes,
             batch_tokens=arguments.batch_tokens,

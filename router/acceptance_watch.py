@@ -40,7 +40,7 @@ class WatchLimits:
 
 
 @dataclass(slots=True)
-class Pair:
+class WatchedPair:
     """What is known of one target worker and one draft worker together."""
 
     offered: int = 0
@@ -59,7 +59,7 @@ class AcceptanceWatch:
     def __init__(self, limits: WatchLimits = WatchLimits()) -> None:
         """Nothing was offered yet."""
         self._limits = limits
-        self._pairs: OrderedDict[tuple[PeerId, PeerId], Pair] = OrderedDict()
+        self._pairs: OrderedDict[tuple[PeerId, PeerId], WatchedPair] = OrderedDict()
         self.collapses = 0
         """Episodes so far."""
 
@@ -74,7 +74,7 @@ class AcceptanceWatch:
             self._pairs.move_to_end((target, draft))
             self._close_block(target, draft, pair)
 
-    def pairs(self) -> Iterator[tuple[PeerId, PeerId, Pair]]:
+    def pairs(self) -> Iterator[tuple[PeerId, PeerId, WatchedPair]]:
         """All that are watched."""
         return ((target, draft, pair) for (target, draft), pair in self._pairs.items())
 
@@ -83,13 +83,13 @@ class AcceptanceWatch:
         for pair in [pair for pair in self._pairs if not all(worker in listed for worker in pair)]:
             del self._pairs[pair]
 
-    def _add(self, target: PeerId, draft: PeerId) -> Pair:
+    def _add(self, target: PeerId, draft: PeerId) -> WatchedPair:
         if len(self._pairs) >= self._limits.pairs:
             self._pairs.popitem(last=False)
-        pair = self._pairs[target, draft] = Pair()
+        pair = self._pairs[target, draft] = WatchedPair()
         return pair
 
-    def _close_block(self, target: PeerId, draft: PeerId, pair: Pair) -> None:
+    def _close_block(self, target: PeerId, draft: PeerId, pair: WatchedPair) -> None:
         limits = self._limits
         pair.latest = rate = pair.accepted / pair.offered
         pair.offered = pair.accepted = 0

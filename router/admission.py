@@ -26,7 +26,7 @@ from router.limits import REQUESTS, TOKENS, Account, Allowance, LimitReached
 from router.request_schema import MAX_TIMEOUT, MIN_TIMEOUT
 
 if TYPE_CHECKING:
-    from router.choice_reader import Chunk
+    from router.choice_reader import TextChunk
 
 T = TypeVar("T")
 
@@ -172,7 +172,9 @@ def _of_header(headers: Headers) -> float | None:
     return seconds
 
 
-async def admitted(chunks: AsyncGenerator[Chunk], lease: QuotaLease, seconds: float | None) -> AsyncGenerator[Chunk]:
+async def admitted(
+    chunks: AsyncGenerator[TextChunk], lease: QuotaLease, seconds: float | None
+) -> AsyncGenerator[TextChunk]:
     """The same chunks, paid for, and no longer than so many seconds after the request came.
 
     Raises :class:`GenerationError` then, also where the client is late; the sessions are closed before.

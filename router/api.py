@@ -29,13 +29,13 @@ from router import openapi, page, responses
 from router.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
 from router.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
 from router.auth import ApiKeys, RequireKey
-from router.choice_reader import Chunk
+from router.choice_reader import TextChunk
 from router.choices import run_choices
 from router.cluster_view import ClusterView
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.metrics import RouterMetrics, own_version
-from router.prompt_recorder import Asked, PromptRecorder
+from router.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.request_reader import RequestReader
 from router.request_schema import Kind
 from router.requests import ModelEntry, no_such_model
@@ -227,7 +227,7 @@ class _Api:
         parsed, served = await in_time(reading, longest, lease.end(longest))
         parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
         if self._recorder is not None and parsed.store:
-            self._recorder.take(Asked(parsed.model, body, parsed.prompts, served.tokenizer))
+            self._recorder.take(RecordedPrompt(parsed.model, body, parsed.prompts, served.tokenizer))
         seconds = seconds_allowed(parsed.timeout, request.headers, admission)
         lease.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
@@ -311,9 +311,9 @@ def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(responses.encode(body), status, headers, media_type="application/json")
 
 
-async def _whole(chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage) -> Json:
+async def _whole(chunks: AsyncGenerator[TextChunk], envelope: Envelope, usage: Usage) -> Json:
     gathered = [Choice() for _ in range(usage.choices)]
-    commits: list[Chunk] = []
+    commits: list[TextChunk] = []
     async with aclosing(chunks):
         async for chunk in chunks:
             usage.add(chunk)
@@ -324,8 +324,8 @@ async def _whole(chunks: AsyncGenerator[Chunk], envelope: Envelope, usage: Usage
 
 
 async def _events(
-    first: Chunk,
-    chunks: AsyncGenerator[Chunk],
+    first: TextChunk,
+    chunks: AsyncGenerator[TextChunk],
     envelope: Envelope,
     usage: Usage,
     failed: Callable[[ErrorCode, Exception], None],
@@ -352,7 +352,7 @@ async def _events(
     yield responses.DONE
 
 
-def _chunk_bodies(chunk: Chunk, envelope: Envelope, usage: Usage, opened: set[int]) -> list[Json]:
+def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> list[Json]:
     """The events for one chunk; usually one."""
     usage.add(chunk)
     bodies = []

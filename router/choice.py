@@ -14,7 +14,7 @@ from speculation.events import PeerId
 from speculation.messages import Load, Welcome
 
 SESSIONS = 16
-"""Sessions that cost one unit; see :class:`Weights`."""
+"""Sessions that cost one unit; see :class:`ChoiceWeights`."""
 PREFILL_TOKENS = 4096
 """Prompt tokens to compute that cost one unit."""
 TARGET_SECONDS, DRAFT_SECONDS = 0.2, 0.05
@@ -28,7 +28,7 @@ TYPICAL_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ChoiceWeights:
     """How the parts of a worker's cost are weighed; each part is about 1 at the scale named with it.
 
     For targets: ``crowd``, sessions there per :data:`SESSIONS`, because they share its steps; ``fill``, tokens that run
@@ -50,7 +50,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedWorker:
     """What a session needs of a worker."""
 
     model: str = ""
@@ -68,7 +68,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class WorkerCandidate:
     """A worker that is up, as far as the router knows it."""
 
     peer: PeerId
@@ -124,7 +124,7 @@ def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
 
 
 def choose_target(
-    candidates: Iterable[Candidate], wanted: Wanted, rng: Random, weights: Weights = Weights()
+    candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
 ) -> PeerId | None:
     """The target for a session; None when none fits.
 
@@ -142,7 +142,7 @@ def choose_target(
 
 
 def choose_drafter(
-    candidates: Iterable[Candidate], wanted: Wanted, rng: Random, weights: Weights = Weights()
+    candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
 ) -> PeerId | None:
     """The drafter for a session, of any model with the same tokenizer; None when none fits."""
     usable = [
@@ -153,7 +153,7 @@ def choose_drafter(
     return _pick([(_draft_cost(candidate, weights), candidate.peer) for candidate in usable], rng)
 
 
-def _runs(candidate: Candidate, wanted: Wanted) -> bool:
+def _runs(candidate: WorkerCandidate, wanted: WantedWorker) -> bool:
     welcome = candidate.welcome
     return (
         not candidate.load.draining
@@ -163,7 +163,7 @@ def _runs(candidate: Candidate, wanted: Wanted) -> bool:
     )
 
 
-def _target_cost(candidate: Candidate, wanted: Wanted, mean: float, weights: Weights) -> float:
+def _target_cost(candidate: WorkerCandidate, wanted: WantedWorker, mean: float, weights: ChoiceWeights) -> float:
     crowded = candidate.busy > AFFINITY_SLACK * mean + AFFINITY_SPARE
     missing = wanted.tokens - (0 if crowded else candidate.known_tokens)
     return (
@@ -174,7 +174,7 @@ def _target_cost(candidate: Candidate, wanted: Wanted, mean: float, weights: Wei
     )
 
 
-def _draft_cost(candidate: Candidate, weights: Weights) -> float:
+def _draft_cost(candidate: WorkerCandidate, weights: ChoiceWeights) -> float:
     return (
         weights.crowd * candidate.busy / SESSIONS
         + weights.fill * _fill(candidate)
@@ -183,7 +183,7 @@ def _draft_cost(candidate: Candidate, weights: Weights) -> float:
     )
 
 
-def _fill(candidate: Candidate) -> float:
+def _fill(candidate: WorkerCandidate) -> float:
     capacity = candidate.load.capacity_tokens
     return candidate.held_tokens / capacity if capacity else 0.0
 

@@ -34,7 +34,7 @@ class PromptShown:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TextChunk:
     """What one commit adds to choice ``index``; the last one of a choice has ``finish``.
 
     ``tokens``, ``accepted`` and ``offered`` leave out what lies behind a stop string: a draft token that was
@@ -110,7 +110,7 @@ class ChoiceReader:
         """Whether nothing has to be generated."""
         return self._prompt_only and self._form.of_prompt is None
 
-    def read(self, item: Committed | Ended) -> Iterator[Chunk]:
+    def read(self, item: Committed | Ended) -> Iterator[TextChunk]:
         """What an item of the generation adds; nothing follows a chunk with ``finish``."""
         match item:
             case Committed():
@@ -122,19 +122,21 @@ class ChoiceReader:
             case Ended():
                 rest = self._text.finish()
                 finish = FinishReason.STOP if rest.stopped else item.reason
-                chunk = Chunk(self._index, rest.pieces, finish=finish, shown=self._out(rest), position=self._position)
+                chunk = TextChunk(
+                    self._index, rest.pieces, finish=finish, shown=self._out(rest), position=self._position
+                )
                 yield self._parsed(chunk, self._found(rest))
             case _:
                 assert_never(item)
 
-    def prompt(self, metadata: StepMetadata = StepMetadata()) -> Chunk:
+    def prompt(self, metadata: StepMetadata = StepMetadata()) -> TextChunk:
         """What is shown of the prompt; the whole choice, if nothing else is asked for."""
         shown = PromptShown(
             text=self._prompt.text(self._tokenizer) if self._form.echo else "",
             ids=self._generation.prompt if self._form.token_ids else (),
             tokens=() if self._form.of_prompt is None else self._prompt_tokens(metadata),
         )
-        return Chunk(self._index, prompt=shown, finish=FinishReason.LENGTH if self._prompt_only else None)
+        return TextChunk(self._index, prompt=shown, finish=FinishReason.LENGTH if self._prompt_only else None)
 
     def _prompt_tokens(self, metadata: StepMetadata) -> tuple[ShownToken, ...]:
         prompt, top_logprobs = self._generation.prompt, self._form.of_prompt or 0
@@ -144,7 +146,7 @@ class ChoiceReader:
         logprobs = (None, *metadata.prompt_logprobs)
         return tuple(self._names.shown(*place, top_logprobs) for place in zip(prompt, starts, logprobs, strict=True))
 
-    def _of_commit(self, commit: Committed, delta: Delta) -> Chunk:
+    def _of_commit(self, commit: Committed, delta: Delta) -> TextChunk:
         logprobs: tuple[TokenLogprobs | None, ...] = commit.metadata.logprobs
         if self._form.logprobs is None:
             logprobs = (None,) * len(commit.tokens)
@@ -153,7 +155,7 @@ class ChoiceReader:
         self._waiting.extend(zip(commit.tokens, logprobs, strict=True))
         accepted = min(commit.accepted, delta.tokens)
         position, self._position = self._position, self._position + delta.tokens
-        return Chunk(
+        return TextChunk(
             self._index,
             delta.pieces,
             tokens=delta.tokens,
@@ -211,7 +213,7 @@ class ChoiceReader:
                 break
         return found
 
-    def _parsed(self, chunk: Chunk, found: Found) -> Chunk:
+    def _parsed(self, chunk: TextChunk, found: Found) -> TextChunk:
         """With the tool calls taken out of the text. The first one is the end, where there may be no second."""
         if self._parser is None:
             return chunk

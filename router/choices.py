@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from router.choice_reader import ChoiceReader, Chunk
+from router.choice_reader import ChoiceReader, TextChunk
 from router.generation import Committed, Ended, Generation, GenerationError, Generator
 from router.requests import ApiRequest
 from router.tokenizer import Tokenizer
@@ -19,9 +19,9 @@ QUEUED_CHUNKS = 32
 """Chunks of one request that wait for a slow client. What is committed meanwhile waits as tokens; no target waits."""
 
 
-async def run_choices(request: ApiRequest, generator: Generator, tokenizer: Tokenizer) -> AsyncGenerator[Chunk]:
+async def run_choices(request: ApiRequest, generator: Generator, tokenizer: Tokenizer) -> AsyncGenerator[TextChunk]:
     """Run all choices. Closing it stops them. Raises :class:`GenerationError` when one of them fails."""
-    queue: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue(QUEUED_CHUNKS)
+    queue: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(QUEUED_CHUNKS)
 
     async def run(index: int, generation: Generation) -> None:
         try:
@@ -58,7 +58,7 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _chunks(items: AsyncGenerator[Committed | Ended], reader: ChoiceReader) -> AsyncGenerator[Chunk]:
+async def _chunks(items: AsyncGenerator[Committed | Ended], reader: ChoiceReader) -> AsyncGenerator[TextChunk]:
     """One choice, up to its end or its first stop string."""
     async for item in items:
         for chunk in reader.read(item):

@@ -23,7 +23,7 @@ LOOK_BACK = 16
 """Lines among which the same is looked for."""
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """What happened. Stable names."""
 
     WORKER_UP = "worker_up"
@@ -45,7 +45,7 @@ class LoggedEvent:
     """Counted from 1, also those that have left the ring."""
     at: float
     """Seconds since 1970."""
-    kind: Kind
+    kind: EventKind
     text: str
     worker: PeerId
     session: int | None = None
@@ -68,7 +68,7 @@ class EventLog:
         """Oldest first."""
         return tuple(self._lines)
 
-    def note(self, kind: Kind, text: str, worker: PeerId, session: int | None = None, request: str = "") -> None:
+    def note(self, kind: EventKind, text: str, worker: PeerId, session: int | None = None, request: str = "") -> None:
         """It happens now."""
         now = self._clock()
         for back in range(1, min(len(self._lines), LOOK_BACK) + 1):
@@ -95,18 +95,18 @@ class SessionNotes:
         self._told = (session.reopened, session.moved)
         after = f"after {len(session.output)} tokens"
         if session.reopened > reopened:
-            self._note(Kind.SESSION_REOPENED, f"was opened again at {target} {after}", target)
+            self._note(EventKind.SESSION_REOPENED, f"was opened again at {target} {after}", target)
         elif session.moved > moved:
-            self._note(Kind.SESSION_MOVED, f"moved to {target} {after}", target)
+            self._note(EventKind.SESSION_MOVED, f"moved to {target} {after}", target)
 
     def condemned(self, target: PeerId, deaths: int) -> None:
         """Too many targets died of it; ``target`` was the last."""
-        self._note(Kind.SESSION_CONDEMNED, f"was given up: {deaths} targets in a row died of it", target)
+        self._note(EventKind.SESSION_CONDEMNED, f"was given up: {deaths} targets in a row died of it", target)
 
     def quarantined(self, drafter: PeerId, why: str) -> None:
         """It is done with a drafter."""
-        self._note(Kind.DRAFTER_QUARANTINED, f"is done with {drafter}: {why}", drafter)
+        self._note(EventKind.DRAFTER_QUARANTINED, f"is done with {drafter}: {why}", drafter)
 
-    def _note(self, kind: Kind, text: str, worker: PeerId) -> None:
+    def _note(self, kind: EventKind, text: str, worker: PeerId) -> None:
         number = self._session.session
         self._event_log.note(kind, f"session {number} {text}", worker, number, self._request)

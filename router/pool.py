@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from router.choice import Candidate, Wanted, choose_drafter, choose_target, revision_ages, same_tokenizer
-from router.event_log import EventLog, Kind
+from router.choice import WantedWorker, WorkerCandidate, choose_drafter, choose_target, revision_ages, same_tokenizer
+from router.event_log import EventKind, EventLog
 from router.generation import ServedModel
 from router.prefixes import Prefixes
 from router.recent import Recent
@@ -255,7 +255,7 @@ class WorkerPool:
             self._joined[session] = verifier, drafter
 
     def choose(
-        self, role: Role, avoid: frozenset[PeerId], wanted: Wanted = Wanted(), target: PeerId | None = None
+        self, role: Role, avoid: frozenset[PeerId], wanted: WantedWorker = WantedWorker(), target: PeerId | None = None
     ) -> PeerId | None:
         """Where a session goes. ``target``: where it already is, when a drafter is to be found for it.
 
@@ -274,9 +274,9 @@ class WorkerPool:
         known = self.peers.get(target) if target is not None else None
         return known is None or known.welcome is None or known.welcome.speculates
 
-    def _candidate(self, peer: Peer, wanted: Wanted) -> Candidate:
+    def _candidate(self, peer: Peer, wanted: WantedWorker) -> WorkerCandidate:
         assert peer.welcome is not None
-        return Candidate(
+        return WorkerCandidate(
             peer.peer,
             peer.welcome,
             peer.load,
@@ -326,7 +326,7 @@ class WorkerPool:
             welcome.dtype,
             welcome.exactness and ", " + welcome.exactness,
         )
-        self._note(peer, Kind.WORKER_UP, f"is up: {welcome.model} in {welcome.dtype}")
+        self._note(peer, EventKind.WORKER_UP, f"is up: {welcome.model} in {welcome.dtype}")
         if peer.described is None or peer.described.instance != welcome.instance:
             peer.prefixes.clear()
         peer.welcome = peer.described = welcome
@@ -339,7 +339,7 @@ class WorkerPool:
         if peer.welcome is not None:
             expected = peer.leaving
             log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", peer.peer, why)
-            self._note(peer, Kind.WORKER_GONE if expected else Kind.WORKER_LOST, f"is gone: {why}")
+            self._note(peer, EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
             peer.welcome, peer.opened, peer.load = None, {}, Load()
             self.events.lost(peer.role, peer.peer, expected)
         self._let_go(peer)
@@ -350,14 +350,14 @@ class WorkerPool:
         self._count(peer, load)
         if peer.leaving and not leaving:
             log.info("worker %s drains", peer.peer)
-            self._note(peer, Kind.WORKER_DRAINING, "drains")
+            self._note(peer, EventKind.WORKER_DRAINING, "drains")
             self.events.draining(peer.peer)
 
     def _retire(self, peer: Peer) -> None:
         """Let go of a worker that is no longer listed, but not of its sessions."""
         leaving, peer.listed = peer.leaving, False
         if peer.opened and not leaving:
-            self._note(peer, Kind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
+            self._note(peer, EventKind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
             self.events.draining(peer.peer)
         self._let_go(peer)
 
@@ -365,7 +365,7 @@ class WorkerPool:
         """Keep a worker that had left the list."""
         leaving, peer.listed = peer.leaving, True
         if leaving and not peer.leaving:
-            self._note(peer, Kind.WORKER_UP, "is on the list of workers again")
+            self._note(peer, EventKind.WORKER_UP, "is on the list of workers again")
             self.events.stays(peer.peer)
 
     def _count(self, peer: Peer, load: Load) -> None:
@@ -376,7 +376,7 @@ class WorkerPool:
         else:
             peer.work.set(now, *totals)
 
-    def _note(self, peer: Peer, kind: Kind, what: str) -> None:
+    def _note(self, peer: Peer, kind: EventKind, what: str) -> None:
         peer.since = self.clock()
         self.event_log.note(kind, f"worker {peer.peer} {what}", peer.peer)
 

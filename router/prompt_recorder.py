@@ -57,7 +57,7 @@ class RecordSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RecordedPrompt:
     """A request, as it is queued."""
 
     model: str
@@ -97,14 +97,14 @@ class PromptRecorder:
             self._files.open()
         except OSError as error:
             raise RecordingError(f"prompts cannot be recorded in {settings.folder}: {error.strerror}") from error
-        self._queue: deque[Asked] = deque()
+        self._queue: deque[RecordedPrompt] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._closing = self._full = False
         self._thread = threading.Thread(target=self._write_all, name="prompt recorder", daemon=True)
         self._thread.start()
 
-    def take(self, asked: Asked) -> None:
+    def take(self, asked: RecordedPrompt) -> None:
         """Keep a request's prompts, if there is room in the queue. Takes microseconds."""
         with self._changed:
             if self._full or self._closing:
@@ -140,7 +140,7 @@ class PromptRecorder:
                 break
         self._files.close()
 
-    def _next(self) -> Asked | None:
+    def _next(self) -> RecordedPrompt | None:
         """Wait for it; None: that was all."""
         with self._changed:
             while not self._queue and not self._closing:

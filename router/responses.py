@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.answer_fields import AnswerForm
-from router.choice_reader import Chunk, PromptShown
+from router.choice_reader import PromptShown, TextChunk
 from router.errors import CODES, ErrorCode
 from router.logprobs import ShownToken, of_chat, of_completion, of_prompt
 from router.request_schema import Kind
@@ -87,7 +87,7 @@ class Usage:
     """Choices that are over."""
     statistics: Statistics = field(default_factory=Statistics)
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: TextChunk) -> None:
         """Count a chunk."""
         self.completion += chunk.tokens
         self.ended += chunk.finish is not None
@@ -116,7 +116,7 @@ class Choice:
     prompt: PromptShown = PromptShown()
     finish: str | None = None
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: TextChunk) -> None:
         """Take the next chunk."""
         self.prompt = chunk.prompt or self.prompt
         self.texts.append(chunk.text)
@@ -125,7 +125,7 @@ class Choice:
         self.finish = finish_name(chunk) or self.finish
 
 
-def finish_name(chunk: Chunk) -> str | None:
+def finish_name(chunk: TextChunk) -> str | None:
     """OpenAI's name for why a choice ended; None: it has not."""
     if chunk.finish is None:
         return None
@@ -149,7 +149,7 @@ class Envelope:
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that each choice of a stream has made."""
 
-    def whole(self, choices: Sequence[Choice], usage: Usage, commits: Sequence[Chunk] = ()) -> Json:
+    def whole(self, choices: Sequence[Choice], usage: Usage, commits: Sequence[TextChunk] = ()) -> Json:
         """The answer that is not streamed; ``choices`` in their order, ``commits`` for the details."""
         bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         name = "chat.completion" if self.kind == "chat" else "text_completion"
@@ -164,7 +164,7 @@ class Envelope:
         body = self._chunk([self._choice(index, {"role": "assistant", "content": ""}, "", None)])
         return body | self._of_prompt(prompt or PromptShown())
 
-    def text(self, chunk: Chunk) -> Json:
+    def text(self, chunk: TextChunk) -> Json:
         """A chunk with the text of a commit, or of the prompt."""
         prompt = chunk.prompt or PromptShown()
         delta: Json = {"content": chunk.text} if chunk.text or not chunk.calls else {}
@@ -180,7 +180,7 @@ class Envelope:
             body["speculation"] = commit_body(chunk, self.tokenizer)
         return body
 
-    def closing(self, chunk: Chunk, usage: Usage) -> Json:
+    def closing(self, chunk: TextChunk, usage: Usage) -> Json:
         """The last chunk of a choice; that of the last choice has the summary."""
         body = self._chunk([self._choice(chunk.index, {}, "", finish_name(chunk))])
         if self.details and usage.ended == usage.choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from router.choice import Wanted
+from router.choice import WantedWorker
 from router.event_log import SessionNotes
 from router.generation import Committed, Ended, GenerationError, ServedModel
 from router.null_tracer import NullTracer
@@ -44,7 +44,7 @@ class Run:
     """For a request that wants details."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> WantedWorker:
         """What it needs of a worker now."""
         name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
-        return Wanted(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)
+        return WantedWorker(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)

@@ -25,7 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.choice_reader import Chunk
+from router.choice_reader import TextChunk
 from router.generation import Passed
 from router.tokenizer import Tokenizer
 from speculation.messages import Source, SourceName
@@ -36,7 +36,7 @@ DIGITS = 6
 """Of seconds: microseconds are what workers tell."""
 
 
-def commit_body(chunk: Chunk, tokenizer: Tokenizer) -> Json:
+def commit_body(chunk: TextChunk, tokenizer: Tokenizer) -> Json:
     """What a chunk says of its commit."""
     body: Json = {
         "accepted": chunk.accepted,
@@ -94,7 +94,7 @@ class Statistics:
     drafters: dict[int, str] = field(default_factory=dict)
     """By choice: where it was last."""
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: TextChunk) -> None:
         """Count a chunk."""
         if not chunk.tokens:
             return

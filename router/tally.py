@@ -25,7 +25,7 @@ from speculation.events import PeerId, Role
 from speculation.messages import FinishReason
 
 if TYPE_CHECKING:
-    from router.choice_reader import Chunk
+    from router.choice_reader import TextChunk
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
@@ -189,8 +189,8 @@ class Tally:
         (self.failed if code.status >= FAILURE else self.refused)[code.name] += 1
 
     async def observed(
-        self, chunks: AsyncGenerator[Chunk], model: str, choices: int, arrived: float
-    ) -> AsyncGenerator[Chunk]:
+        self, chunks: AsyncGenerator[TextChunk], model: str, choices: int, arrived: float
+    ) -> AsyncGenerator[TextChunk]:
         """The same chunks; counts when each choice begins and how it ends. ``arrived`` is of our own clock."""
         counts = self.model(model)
         self.recent.add(arrived, 1, 0, 0, 0)

@@ -43,7 +43,7 @@ SURE = confidence(16)
 
 
 @dataclass(slots=True)
-class Drafting:
+class DraftingState:
     """What holds for all drafters of one target worker at the moment (:mod:`speculation.payoff`)."""
 
     pays: bool = True
@@ -60,7 +60,7 @@ class SharedEstimators:
     lookahead_policy: LookaheadPolicy = field(default_factory=lambda: LookaheadPolicy(MAX_LOOKAHEAD))
     draft_latency: DraftLatencyEstimator = field(default_factory=DraftLatencyEstimator)
     throughput: ThroughputEstimator = field(default_factory=ThroughputEstimator)
-    drafting: Drafting = field(default_factory=Drafting)
+    drafting: DraftingState = field(default_factory=DraftingState)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ def _by_source() -> dict[SourceName, int]:
 
 
 @dataclass(slots=True)
-class Counters:
+class TargetCounters:
     """All of them."""
 
     steps: int = 0

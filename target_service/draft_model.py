@@ -33,7 +33,7 @@ from speculation.messages import (
 )
 from speculation.planner import Planner
 from speculation.throughput_estimator import ThroughputEstimator
-from target_service.counters import Counters
+from target_service.counters import TargetCounters
 from target_service.sequence import TargetSequence
 from transport.worker import Outgoing
 
@@ -95,7 +95,7 @@ def check_drafter(drafter: Welcome, target: StepEngine) -> None:
 class DraftModel:
     """The sessions of a target that its own draft model drafts for."""
 
-    def __init__(self, drafter: Drafter, planner: Planner, counters: Counters) -> None:
+    def __init__(self, drafter: Drafter, planner: Planner, counters: TargetCounters) -> None:
         """``planner``: knows what steps of the target take."""
         self._drafter, self._planner, self._counters = drafter, planner, counters
         self._open: dict[Key, TargetSequence] = {}

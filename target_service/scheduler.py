@@ -210,7 +210,7 @@ J = TypeVar("J", bound=Job)
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[J]):
+class ScheduledStep(Generic[J]):
     """Who takes part in a step and with what, and the most drafts of all together."""
 
     parts: list[tuple[J, Share]]
@@ -241,7 +241,7 @@ class Scheduler(Generic[J]):
         else:
             self.running.remove(job)
 
-    def step(self, prefill_budget: Callable[[int], int]) -> Step[J]:
+    def step(self, prefill_budget: Callable[[int], int]) -> ScheduledStep[J]:
         """Start whoever there is room for, and divide the next step; ``prefill_budget`` as in :func:`share`."""
         self._admit()
         for job in self.running:
@@ -256,14 +256,14 @@ class Scheduler(Generic[J]):
             if shares is not None:
                 return self._take_part(shares, division.drafts)
             self._preempt()
-        return Step([])
+        return ScheduledStep([])
 
-    def _take_part(self, shares: Sequence[Share], drafts: int) -> Step[J]:
+    def _take_part(self, shares: Sequence[Share], drafts: int) -> ScheduledStep[J]:
         parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.num_scheduled_tokens]
         # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks behind.
         for job in sorted((job for job, _ in parts), key=self._turns.__getitem__):
             self._turns[job] = next(self._turn)
-        return Step(parts, drafts)
+        return ScheduledStep(parts, drafts)
 
     def _admit(self) -> None:
         """Start waiting sessions while there is room for all they have, and for everyone to grow."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from engine.grammar import Constraint
+from engine.grammar import GrammarConstraint
 from engine.kv_cache import CachedSequence, KVCache
 from engine.logprobs import token_logprobs
 from engine.shaping import Shaping
 from speculation.messages import RefusalCode, Refused, TokenLogprobs, Verification
 from speculation.sources.medusa import MedusaDrafts
 from speculation.target_session import TargetSession
-from target_service.counters import Counters
+from target_service.counters import TargetCounters
 from target_service.scheduler import Rank, rank
 from transport.session_log import SessionLog
 from transport.tracing import SequenceTimings
@@ -30,12 +30,12 @@ class TargetSequence:
     cache: KVCache
     arrived: tuple[float, int]
     """When it came, in seconds, and how many had come before."""
-    counters: Counters
+    counters: TargetCounters
     log: SessionLog
     timings: SequenceTimings
     shaping: Shaping | None = None
     """What it does to its logits, if anything."""
-    constraint: Constraint | None = None
+    constraint: GrammarConstraint | None = None
     """Its grammar, if it has one: known from when it is compiled."""
     cached: CachedSequence = field(init=False)
     medusa: MedusaDrafts | None = None
@@ -70,7 +70,7 @@ class TargetSequence:
         """Blocks to be taken from the cache before ``count`` more tokens fit."""
         return self.cached.blocks_needed(count)
 
-    def constrain(self, constraint: Constraint, vocabulary: int) -> str:
+    def constrain(self, constraint: GrammarConstraint, vocabulary: int) -> str:
         """Hold the text, as far as it has come too, to a grammar; returns why that cannot be, if so."""
         self.constraint = self.session.constraint = constraint
         self.shaping = Shaping(self.session.opened, self.session.tokens, vocabulary, constraint)

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.compiling import Compiling
-from engine.grammar import Constraint, Grammars
+from engine.grammar import GrammarConstraint, Grammars
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
 from engine.shaping import Shaping
@@ -38,7 +38,7 @@ from speculation.planner import Asked, Planner
 from speculation.sources.local_sources import LookupBounds
 from speculation.sources.registry import registered
 from target_service.batch_entry import BatchEntry
-from target_service.counters import Counters
+from target_service.counters import TargetCounters
 from target_service.draft_model import Drafter, DraftModel
 from target_service.logprobs import apart, of_committed
 from target_service.medusa import HeadDrafter
@@ -93,7 +93,7 @@ class VerifyLoop:
         )
         self._compiling: Compiling[TargetSequence] = Compiling(lambda: Grammars(engine.model))
         self._numbers = itertools.count()
-        self.counters = Counters()
+        self.counters = TargetCounters()
         self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
         self._suffix_cache = SuffixCache(limits.suffix)
         self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
@@ -193,7 +193,7 @@ class VerifyLoop:
         outgoing: Outgoing = []
         for sequence, constraint in self._compiling.ready(now):
             self._scheduler.add(sequence)
-            if isinstance(constraint, Constraint):
+            if isinstance(constraint, GrammarConstraint):
                 why = sequence.constrain(constraint, self._welcome.vocabulary)
             else:
                 why = str(constraint)

@@ -8,7 +8,7 @@ from functools import cache
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from draft_service.tokenizer import Tokenizer
+from draft_service.tokenizer import DraftTokenizer
 from draft_service.vocabulary import SharedVocabulary
 
 TEXTS = [
@@ -24,7 +24,7 @@ def byte_level(
     split: str = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     roles: dict[str, str] | None = None,
     texts: list[str] = TEXTS,
-) -> Tokenizer:
+) -> DraftTokenizer:
     """As GPT-2's: words are cut by ``split``, characters may be cut anywhere."""
     backend = tokenizers.Tokenizer(models.BPE())
     parts = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -38,10 +38,10 @@ def byte_level(
     )
     backend.train_from_iterator(texts, trainer)
     roles = {"bos_token": "<bos>", "eos_token": "<eos>"} if roles is None else roles
-    return Tokenizer("byte-level", backend, roles)
+    return DraftTokenizer("byte-level", backend, roles)
 
 
-def sentencepiece(*, fallback: bool = True) -> Tokenizer:
+def sentencepiece(*, fallback: bool = True) -> DraftTokenizer:
     """As Llama 2's: an underline before every word, also the first, and bytes for rare characters; or none for them."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=fallback, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -55,11 +55,11 @@ def sentencepiece(*, fallback: bool = True) -> Tokenizer:
     vocabulary = document["model"]["vocab"]
     vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256 if fallback else 0)}
     roles = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Tokenizer("sentencepiece", tokenizers.Tokenizer.from_str(json.dumps(document)), roles)
+    return DraftTokenizer("sentencepiece", tokenizers.Tokenizer.from_str(json.dumps(document)), roles)
 
 
 @cache
-def target() -> Tokenizer:
+def target() -> DraftTokenizer:
     """The target's."""
     return byte_level()
 

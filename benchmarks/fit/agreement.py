@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.fit.settings import DEPTH, SUFFIX_TOKENS, Way
 from benchmarks.speculation.records import Depth
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
-from speculation.simulation.agreement import Passage, Passages, Request
+from speculation.simulation.agreement import AgreementPassage, Passages, Request
 from speculation.simulation.simulated_sources import OwnSources
 from speculation.sources.local_sources import LocalSource, Suggestion, local_sources
 
@@ -60,7 +60,7 @@ class Agreement:
         return tuple(found)
 
 
-def agreement(way: Way, passages: Sequence[Passage]) -> Agreement:
+def agreement(way: Way, passages: Sequence[AgreementPassage]) -> Agreement:
     """Count; the passages hold what the way's draft model says, if it has one."""
     runs: list[Run] = []
     among = 0
@@ -76,7 +76,7 @@ def agreement(way: Way, passages: Sequence[Passage]) -> Agreement:
     return Agreement(tuple(runs), among / len(runs))
 
 
-def _drafted(passage: Passage) -> list[Run]:
+def _drafted(passage: AgreementPassage) -> list[Run]:
     """What comes of following the draft model's first choice."""
     found: list[Run] = []
     right = 0
@@ -95,7 +95,7 @@ def _local(way: Way, request: Request, sources: OwnSources) -> list[LocalSource]
     return [one for one in found if one is not None and one.source in way.local]
 
 
-def _followed(source: LocalSource, passage: Passage) -> list[Run]:
+def _followed(source: LocalSource, passage: AgreementPassage) -> list[Run]:
     """What comes of following a source at the target."""
     source.extend(passage.prompt)
     runs = []

@@ -19,7 +19,7 @@ from benchmarks.fit.validate import validate
 from benchmarks.harness.report import describe_machine
 from cluster.console import say, stages
 from router.tokenizer import Tokenizer
-from speculation.simulation.agreement import Passage
+from speculation.simulation.agreement import AgreementPassage
 
 
 def main(options: FitOptions) -> int:
@@ -62,7 +62,9 @@ def fit(options: FitOptions) -> report.FitResult:
 
 def learned(options: FitOptions, watched: Watched, texts: Sequence[Decoded], progress: Callable[[str], None]) -> Known:
     """Costs from the records, and what each draft model, and Medusa heads, say along the texts."""
-    passages: dict[str | None, list[Passage]] = {None: [Passage(text.prompt, text.tokens) for text in texts]}
+    passages: dict[str | None, list[AgreementPassage]] = {
+        None: [AgreementPassage(text.prompt, text.tokens) for text in texts]
+    }
     for draft in options.drafts:
         progress(f"what {draft} says along the text")
         passages[draft] = teacher.passages(options, draft, texts)

@@ -19,7 +19,7 @@ from benchmarks.fit.agreement import Agreement, agreement
 from benchmarks.fit.settings import DEPTH, PLAIN, Way
 from speculation.budget import rising
 from speculation.messages import Schedule, Source
-from speculation.simulation.agreement import Passage, Passages, made_up
+from speculation.simulation.agreement import AgreementPassage, Passages, made_up
 from speculation.simulation.costs import Costs, Curve
 from speculation.simulation.simulate import WITHIN, Report, Setting, simulate, simulate_texts
 
@@ -58,7 +58,7 @@ class Known:
 
     costs: Mapping[str | None, Costs]
     """By draft model; under None, those of the target alone."""
-    passages: Mapping[str | None, Sequence[Passage]]
+    passages: Mapping[str | None, Sequence[AgreementPassage]]
     """The same texts in the same order, with what each draft model says along them."""
     kinds: Sequence[str]
     """Of each text."""
@@ -68,7 +68,7 @@ class Known:
     heads: Mapping[int, Curve] = field(default_factory=dict)
     """A step of the target in which its Medusa heads guess, by sessions and tokens; empty: it has none."""
 
-    def of(self, way: Way, kind: str | None = None) -> list[Passage]:
+    def of(self, way: Way, kind: str | None = None) -> list[AgreementPassage]:
         """The texts as a way meets them; of one kind, or all."""
         pairs = zip(self.passages[way.draft], self.kinds, strict=True)
         return [passage for passage, its in pairs if kind in (None, its)]
@@ -116,7 +116,7 @@ class Predictor:
             )
         return self._reports[key]
 
-    def _tokens(self, way: Way, passages: Sequence[Passage]) -> int:
+    def _tokens(self, way: Way, passages: Sequence[AgreementPassage]) -> int:
         """How many are simulated; where answers are remembered, all of them as often: the later, the more is known."""
         if not way.remembers:
             return self.tokens
@@ -172,7 +172,7 @@ class Predictor:
         )
 
 
-def _first_of(passages: list[Passage]) -> list[Passage]:
+def _first_of(passages: list[AgreementPassage]) -> list[AgreementPassage]:
     """As many as are gone through; at least one."""
     ends = accumulate(len(passage.tokens) for passage in passages)
     return passages[: max(sum(end <= MOST_REMEMBERED for end in ends), 1)]

@@ -26,7 +26,7 @@ from engine.sampling import Draw, candidates
 from engine.step import Chunk, Engine
 from speculation.draft_session import Candidate, DraftLimits
 from speculation.messages import Sampling, Token
-from speculation.simulation.agreement import Passage
+from speculation.simulation.agreement import AgreementPassage
 
 FED = 512
 """Tokens of one forward."""
@@ -47,7 +47,7 @@ def translated(options: FitOptions) -> frozenset[str]:
     return frozenset(found)
 
 
-def passages(options: FitOptions, draft: str, texts: Sequence[Decoded]) -> list[Passage]:
+def passages(options: FitOptions, draft: str, texts: Sequence[Decoded]) -> list[AgreementPassage]:
     """``texts`` with what ``draft`` says at every place. Raises FitError or :class:`engine.model.ModelError`."""
     known = read_vocabularies(draft, options.target)
     longest = max(_length(text, known) for text in texts)
@@ -79,7 +79,7 @@ def _length(text: Decoded, known: Vocabularies | None) -> int:
     return len(own) + len(text.tokens)
 
 
-def _passage(engine: Engine, text: Decoded, sampling: Sampling) -> Passage:
+def _passage(engine: Engine, text: Decoded, sampling: Sampling) -> AgreementPassage:
     words = text.prompt + text.tokens
     first = len(text.prompt)
     sequence = engine.cache.sequence()
@@ -93,10 +93,10 @@ def _passage(engine: Engine, text: Decoded, sampling: Sampling) -> Passage:
         places += map(tuple, candidates(logits_RV, draws, DraftLimits().children))
     sequence.rollback()
     sequence.free()
-    return Passage(text.prompt, text.tokens, tuple(places))
+    return AgreementPassage(text.prompt, text.tokens, tuple(places))
 
 
-def _translated(engine: Engine, reader: Reader, text: Decoded, sampling: Sampling) -> Passage:
+def _translated(engine: Engine, reader: Reader, text: Decoded, sampling: Sampling) -> AgreementPassage:
     """The same, place by place. Nothing is said where the draft model has no token for where the text ends."""
     committed = list(text.prompt)
     own = reader.text(committed)
@@ -115,7 +115,7 @@ def _translated(engine: Engine, reader: Reader, text: Decoded, sampling: Samplin
         else:
             cached.truncate(min(cached.length, own.settle()))
     cached.free()
-    return Passage(text.prompt, text.tokens, tuple(places))
+    return AgreementPassage(text.prompt, text.tokens, tuple(places))
 
 
 def _fed(engine: Engine, cached: CachedSequence, tokens: Sequence[Token]) -> Tensor:

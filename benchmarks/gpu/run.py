@@ -41,7 +41,7 @@ from benchmarks.gpu.settings import (
     one_by_one,
 )
 from engine.cuda.attention import first_line
-from engine.cuda.levels import Growth, Levels, Place
+from engine.cuda.levels import Growth, Levels, TreePlace
 from engine.cuda.rows import ROW_CLASSES
 from engine.quantisation import NONE, weight_bytes
 from engine.sampling import Draw, candidates
@@ -177,7 +177,7 @@ class Drafting:
                 factors=odds.factors(Source.DRAFT),
                 blocks=sequence.blocks,
                 rows=[number],
-                places=[Place(len(text), *sequence.lineage(0))],
+                places=[TreePlace(len(text), *sequence.lineage(0))],
                 weights=[1.0],
                 leaves=(),
                 slots=sequence.append([0] * ((DRAFT_LEVELS - 1) * levels.width)),

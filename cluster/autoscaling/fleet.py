@@ -32,7 +32,7 @@ MAX_PLACES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FleetLimits:
     """What one target has room for, and how long replicas take to start."""
 
     places: int = 64
@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class FleetRequest:
     """One under way."""
 
     arrival: Arrival
@@ -69,12 +69,12 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
-class Target:
+class FleetTarget:
     """One target worker."""
 
     ready_at: float
-    running: list[Request] = field(default_factory=list)
-    waiting: deque[Request] = field(default_factory=deque)
+    running: list[FleetRequest] = field(default_factory=list)
+    waiting: deque[FleetRequest] = field(default_factory=deque)
     busy: float = 0.0
     """Seconds, of the last tick."""
     step: float = 0.0
@@ -102,12 +102,12 @@ class Starting:
 class Fleet:
     """All replicas, and the requests they work on."""
 
-    def __init__(self, costs: Costs, speculating: Speculating, limits: Limits, sizes: Mapping[str, int]) -> None:
+    def __init__(self, costs: Costs, speculating: Speculating, limits: FleetLimits, sizes: Mapping[str, int]) -> None:
         """``sizes``: replicas of each pool that are there from the start; at least one target."""
         assert sizes["target"], "requests need a target"
         self.now = 0.0
-        self.finished: list[Request] = []
-        self.targets = [Target(0.0) for _ in range(sizes["target"])]
+        self.finished: list[FleetRequest] = []
+        self.targets = [FleetTarget(0.0) for _ in range(sizes["target"])]
         self.drafters, self.routers = Starting([0.0] * sizes["draft"]), Starting([0.0] * sizes["router"])
         self.speed = limits.step_tokens / costs.verify_seconds(1, limits.step_tokens)
         """Prompt tokens a second of a target that does nothing else."""
@@ -121,12 +121,12 @@ class Fleet:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> list[Target]:
+    def ready(self) -> list[FleetTarget]:
         """Targets that are there."""
         return [target for target in self.targets if target.ready_at <= self.now]
 
     @property
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[FleetRequest]:
         """Under way."""
         return (request for target in self.targets for request in (*target.running, *target.waiting))
 
@@ -177,7 +177,7 @@ class Fleet:
 
     def _resize_targets(self, replicas: int) -> None:
         missing = replicas - len(self.targets)
-        self.targets += [Target(self.now + self._limits.target_start) for _ in range(missing)]
+        self.targets += [FleetTarget(self.now + self._limits.target_start) for _ in range(missing)]
         for target in sorted(self.targets, key=lambda one: (one.ready_at <= self.now, one.sessions))[
             : max(-missing, 0)
         ]:
@@ -190,9 +190,9 @@ class Fleet:
 
     def open(self, arrival: Arrival) -> None:
         """A request comes."""
-        self._place(Request(arrival, arrival.prompt))
+        self._place(FleetRequest(arrival, arrival.prompt))
 
-    def _place(self, request: Request) -> None:
+    def _place(self, request: FleetRequest) -> None:
         min(self.ready or self.targets, key=lambda target: target.sessions).waiting.append(request)
 
     def tick(self, speedup: float = 1.0) -> None:
@@ -202,7 +202,7 @@ class Fleet:
             self._work(target, TICK * speedup)
         self._draft()
 
-    def _work(self, target: Target, seconds: float) -> None:
+    def _work(self, target: FleetTarget, seconds: float) -> None:
         self._admit(target)
         decoding = [request for request in target.running if request.to_compute <= 0]
         prompts = [request for request in target.running if request.to_compute > 0]
@@ -228,7 +228,7 @@ class Fleet:
             target.running.remove(request)
             self.finished.append(request)
 
-    def _admit(self, target: Target) -> None:
+    def _admit(self, target: FleetTarget) -> None:
         """Start waiting requests while there are places, and room in the cache."""
         room = self._limits.cache_tokens - sum(request.held for request in target.running)
         while target.waiting and len(target.running) < self._limits.places:
@@ -251,7 +251,7 @@ class Fleet:
         fitting = bisect_right(sizes, patience, key=lambda fed: self._costs.verify_seconds(decoding, tokens + fed))
         return float(sizes[max(fitting - 1, 0)])
 
-    def _prefill(self, prompts: list[Request], max_tokens: float) -> float:
+    def _prefill(self, prompts: list[FleetRequest], max_tokens: float) -> float:
         """Compute prompts, up to so many tokens; returns how many there were."""
         left = max_tokens
         for request in prompts:

@@ -42,7 +42,7 @@ class HoldReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class ScaledPool:
     """What there is of a pool, and may be."""
 
     replicas: int
@@ -81,14 +81,16 @@ class State:
     """How long the last such rest was."""
 
 
-def steer(now: float, pool: Pool, wanted: Wanted, state: State, settings: AutoscalingConfig) -> tuple[Decision, State]:
+def steer(
+    now: float, pool: ScaledPool, wanted: Wanted, state: State, settings: AutoscalingConfig
+) -> tuple[Decision, State]:
     """Decide, and remember. ``now`` never goes back."""
     replicas, held, state = _steer(now, pool, wanted, state, settings)
     return Decision(replicas, wanted.why, wanted.says, held), state
 
 
 def _steer(
-    now: float, pool: Pool, wanted: Wanted, state: State, settings: AutoscalingConfig
+    now: float, pool: ScaledPool, wanted: Wanted, state: State, settings: AutoscalingConfig
 ) -> tuple[int, HoldReason, State]:
     bounded = min(max(pool.replicas, pool.min_replicas), pool.max_replicas)
     if bounded != pool.replicas:
@@ -106,7 +108,7 @@ def _steer(
 
 
 def _grow(
-    now: float, pool: Pool, needed: int, state: State, settings: AutoscalingConfig
+    now: float, pool: ScaledPool, needed: int, state: State, settings: AutoscalingConfig
 ) -> tuple[int, HoldReason, State]:
     if pool.replicas == pool.max_replicas:
         return pool.replicas, HoldReason.BOUNDS, replace(state, small_since=None)
@@ -127,7 +129,7 @@ def _grow(
 
 
 def _shrink(
-    now: float, pool: Pool, roomy: int, why: Why, state: State, settings: AutoscalingConfig
+    now: float, pool: ScaledPool, roomy: int, why: Why, state: State, settings: AutoscalingConfig
 ) -> tuple[int, HoldReason, State]:
     if pool.replicas == pool.min_replicas:
         return pool.replicas, HoldReason.BOUNDS, replace(state, large_since=None)

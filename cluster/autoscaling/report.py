@@ -12,7 +12,7 @@ from statistics import fmean, quantiles
 
 from rich.table import Table
 
-from cluster.autoscaling.simulation import POOLS, Change, Outcome, Sample
+from cluster.autoscaling.simulation import POOLS, Change, Sample, ScalingOutcome
 
 PERIODS = (10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)
 """Seconds of a row of the table."""
@@ -22,7 +22,7 @@ SOON = 120.0
 COLOURS = {"target": "tab:blue", "draft": "tab:orange", "router": "tab:green"}
 
 
-def rows(outcome: Outcome) -> list[dict[str, str]]:
+def rows(outcome: ScalingOutcome) -> list[dict[str, str]]:
     """What is shown of each period, by column. Waits are of requests that came in it: see ``waits``."""
     end = outcome.samples[-1].at
     length = next((period for period in PERIODS if end / period <= ROWS), PERIODS[-1])
@@ -47,7 +47,7 @@ def _row(start: int, samples: Sequence[Sample], waits: Sequence[float]) -> dict[
     }
 
 
-def table(outcome: Outcome) -> Table:
+def table(outcome: ScalingOutcome) -> Table:
     """For the terminal."""
     cells = rows(outcome)
     drawn = Table()
@@ -58,7 +58,7 @@ def table(outcome: Outcome) -> Table:
     return drawn
 
 
-def decisions(outcome: Outcome) -> Iterator[str]:
+def decisions(outcome: ScalingOutcome) -> Iterator[str]:
     """Every change of a pool, and why."""
     for change in outcome.changes:
         yield f"{clock(change.at):>8}  {change.pool} {_change(change)}  {change.decision.why}: {change.decision.says}"
@@ -68,7 +68,7 @@ def _change(change: Change) -> str:
     return f"{change.before} -> {change.decision.replicas}"
 
 
-def summary(outcome: Outcome) -> Iterator[str]:
+def summary(outcome: ScalingOutcome) -> Iterator[str]:
     """The run in a few sentences."""
     waits = outcome.waits()
     waiting = sum(one.first_at is None for one in outcome.unfinished)
@@ -86,7 +86,7 @@ def summary(outcome: Outcome) -> Iterator[str]:
     yield f"{len(outcome.changes)} changes, {len(reversals)} of them taken back within {SOON:g} s"
 
 
-def write_csv(outcome: Outcome, file: Path) -> None:
+def write_csv(outcome: ScalingOutcome, file: Path) -> None:
     """The table, for a spreadsheet."""
     cells = rows(outcome)
     with file.open("w", newline="", encoding="utf-8") as stream:
@@ -95,7 +95,7 @@ def write_csv(outcome: Outcome, file: Path) -> None:
         writer.writerows(cells)
 
 
-def plot(outcome: Outcome, file: Path) -> None:
+def plot(outcome: ScalingOutcome, file: Path) -> None:
     """Streams and queue above, replicas below."""
     import matplotlib
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from cluster.autoscaling import policy
 from cluster.autoscaling.decision_store import DecisionStore, Posted
-from cluster.autoscaling.hysteresis import Decision, Pool, State, steer
+from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
 from cluster.autoscaling.policy import Wanted, Why
 from cluster.config import AutoscalingConfig, Config
 from cluster.placement import ROUTER
@@ -126,7 +126,7 @@ class ServePolicy:
 
     def _steer(self, ctx: AutoscalingContext, wanted: Wanted) -> tuple[Decision, State]:
         min_replicas, max_replicas = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
-        pool = Pool(ctx.target_num_replicas, ctx.current_num_replicas, min_replicas, max_replicas)
+        pool = ScaledPool(ctx.target_num_replicas, ctx.current_num_replicas, min_replicas, max_replicas)
         assert ctx.current_time is not None
         return steer(ctx.current_time, pool, wanted, State(**ctx.policy_state.get(STATE, {})), self._settings)
 

@@ -15,8 +15,8 @@ from random import Random
 from typing import TypeVar
 
 from cluster.autoscaling import policy
-from cluster.autoscaling.fleet import TICK, Fleet, Limits, Request
-from cluster.autoscaling.hysteresis import Decision, Pool, State, steer
+from cluster.autoscaling.fleet import TICK, Fleet, FleetLimits, FleetRequest
+from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
 from cluster.autoscaling.policy import Wanted
 from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival, seconds_of
@@ -28,7 +28,7 @@ POOLS = ("target", "draft", "router")
 LONGEST_TAIL = 3600.0
 """Seconds after the last arrival in which all must be done."""
 
-Steer = Callable[[float, Pool, Wanted, State, AutoscalingConfig], tuple[Decision, State]]
+Steer = Callable[[float, ScaledPool, Wanted, State, AutoscalingConfig], tuple[Decision, State]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Setup:
     sizes: Mapping[str, Size]
     """By the names of :data:`POOLS`."""
     settings: AutoscalingConfig = AutoscalingConfig()
-    limits: Limits = Limits()
+    limits: FleetLimits = FleetLimits()
     max_draft: int = 12
     """0: requests ask for no drafts."""
     tail: float = 0.0
@@ -82,14 +82,14 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ScalingOutcome:
     """A simulated run."""
 
     samples: list[Sample] = field(default_factory=list)
     """One for every second; of a run of less than one, one at its end."""
     changes: list[Change] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
-    unfinished: list[Request] = field(default_factory=list)
+    finished: list[FleetRequest] = field(default_factory=list)
+    unfinished: list[FleetRequest] = field(default_factory=list)
     """Still under way when the run was ended, :data:`LONGEST_TAIL` after the last came."""
     ended: float = 0.0
 
@@ -120,12 +120,12 @@ class Outcome:
         return found
 
 
-def simulate(arrivals: Sequence[Arrival], setup: Setup, steering: Steer = steer) -> Outcome:
+def simulate(arrivals: Sequence[Arrival], setup: Setup, steering: Steer = steer) -> ScalingOutcome:
     """Run until all requests are done, then for ``setup.tail`` seconds more. Those not done in time are given up."""
-    return _Run(arrivals, setup, steering).run()
+    return _ScalingRun(arrivals, setup, steering).run()
 
 
-class _Run:
+class _ScalingRun:
     def __init__(self, arrivals: Sequence[Arrival], setup: Setup, steering: Steer) -> None:
         self._replicas = {pool: setup.sizes[pool].min_replicas for pool in POOLS}
         self._setup, self._steer = setup, steering
@@ -136,9 +136,9 @@ class _Run:
         self._fleet = Fleet(setup.costs, speculating, setup.limits, self._replicas)
         self._states = dict.fromkeys(POOLS, State())
         self._reports = _Reports(self._fleet, setup.settings)
-        self._outcome = Outcome()
+        self._outcome = ScalingOutcome()
 
-    def run(self) -> Outcome:
+    def run(self) -> ScalingOutcome:
         fleet, settings = self._fleet, self._setup.settings
         every = max(round(settings.interval_s / TICK), 1)
         ticks, done_at = 0, None
@@ -173,7 +173,7 @@ class _Run:
         for pool, wanted in self._reports.wanted().items():
             size = self._setup.sizes[pool]
             before = self._replicas[pool]
-            known = Pool(before, running[pool], size.min_replicas, size.max_replicas)
+            known = ScaledPool(before, running[pool], size.min_replicas, size.max_replicas)
             decision, self._states[pool] = self._steer(now, known, wanted, self._states[pool], settings)
             if decision.replicas != before:
                 self._outcome.changes.append(Change(now, pool, before, decision))

@@ -19,7 +19,7 @@ MAX_LOOKAHEAD = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class DraftingPlan:
     """What a target wants of drafters while it decodes so many sessions."""
 
     lead: int
@@ -41,7 +41,7 @@ class Speculating:
         """Tokens that a step commits for a session that verifies so many drafts."""
         return float((1.0 - self._alpha ** (drafts + 1.0)) / (1.0 - self._alpha))
 
-    def _wanted(self, sessions: int) -> Drafting:
+    def _wanted(self, sessions: int) -> DraftingPlan:
         """For a step of so many sessions that decode."""
 
         def rate(drafts: int) -> float:
@@ -49,10 +49,10 @@ class Speculating:
 
         best = max(range(self._max_lookahead + 1), key=rate)
         if not best or not self._alpha:
-            return Drafting(0, 0)
-        return Drafting(min(math.ceil(math.log(FAIR_CHANCE) / math.log(self._alpha)), MAX_LOOKAHEAD), best)
+            return DraftingPlan(0, 0)
+        return DraftingPlan(min(math.ceil(math.log(FAIR_CHANCE) / math.log(self._alpha)), MAX_LOOKAHEAD), best)
 
-    def places(self, drafting: Drafting) -> float:
+    def places(self, drafting: DraftingPlan) -> float:
         """Places that a drafter expands for each verification to keep the lead: all of it after a refusal."""
         refused = 1.0 - float(self._alpha**drafting.verified)
         return refused * drafting.lead + self.committed(drafting.verified)

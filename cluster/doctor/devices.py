@@ -44,7 +44,7 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class DeviceNeed:
     """Memory of one rank of a worker, in bytes."""
 
     pool: str
@@ -87,7 +87,7 @@ def check_driver(devices: Devices, config: Config) -> Iterator[Finding]:
         yield ok("gpu", "none; the CPU computes")
 
 
-def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
+def check_memory(needs: Iterable[DeviceNeed], devices: Devices) -> Iterator[Finding]:
     """Whether weights and a cache fit: each rank on a GPU, or all of them in main memory."""
     needs = list(needs)
     if not devices.gpus:
@@ -115,7 +115,7 @@ def check_memory(needs: Iterable[Need], devices: Devices) -> Iterator[Finding]:
             yield ok("memory", text)
 
 
-def _check_main_memory(needs: Sequence[Need], left: int) -> Finding:
+def _check_main_memory(needs: Sequence[DeviceNeed], left: int) -> Finding:
     wanted = sum(need.ranks * (need.weights + need.cache) for need in needs)
     text = f"weights and caches take {wanted / GIB:.1f} GiB, {left / GIB:.1f} GiB of main memory are left"
     if wanted > left:
@@ -125,7 +125,7 @@ def _check_main_memory(needs: Sequence[Need], left: int) -> Finding:
     return ok("memory", text)
 
 
-def needs(config: Config, devices: Devices) -> Iterator[Need]:
+def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
     """What the pools ask for, as far as their models are folders that can be read."""
     for named in _pools(config):
         pool, beside = named.settings, config.shared_draft(named)
@@ -134,7 +134,7 @@ def needs(config: Config, devices: Devices) -> Iterator[Need]:
         if own is not None and drafting is not None:
             weights, cache = own[0] + drafting[0], own[1] + drafting[1]
             ranks = pool.replicas * pool.tensor_parallel_size
-            yield Need(str(named), named.path, ranks, weights, cache, min(pool.gpus or 1.0, 1.0))
+            yield DeviceNeed(str(named), named.path, ranks, weights, cache, min(pool.gpus or 1.0, 1.0))
 
 
 def _memory(pool: TargetConfig | DraftConfig, devices: Devices) -> tuple[int, int] | None:

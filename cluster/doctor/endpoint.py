@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from cluster.completion import Request, Tally, bearer, stream
+from cluster.completion import CompletionRequest, CompletionTally, bearer, stream
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 
@@ -33,8 +33,8 @@ def check(url: str, api_key: str = "") -> Iterator[Finding]:
 
 def check_text(url: str, subject: str, api_key: str = "") -> Iterator[Finding]:
     """Whether a completion streams, and drafting changes nothing of it."""
-    request = Request(PROMPT, TOKENS, temperature=0.8, seed=1, api_key=api_key)
-    drafted, plain = Tally(), Tally()
+    request = CompletionRequest(PROMPT, TOKENS, temperature=0.8, seed=1, api_key=api_key)
+    drafted, plain = CompletionTally(), CompletionTally()
     try:
         for tally, speculate in ((drafted, True), (plain, False)):
             for _ in stream(url, request, tally, speculate=speculate):
@@ -45,7 +45,7 @@ def check_text(url: str, subject: str, api_key: str = "") -> Iterator[Finding]:
     yield from judge(subject, drafted, plain)
 
 
-def judge(subject: str, drafted: Tally, plain: Tally) -> Iterator[Finding]:
+def judge(subject: str, drafted: CompletionTally, plain: CompletionTally) -> Iterator[Finding]:
     """Of the same request with and without drafts."""
     rate = f"{drafted.tokens} tokens" + (f" at {drafted.rate:.0f} tokens/s" if drafted.rate else "")
     if drafted.text != plain.text:

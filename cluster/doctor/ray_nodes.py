@@ -14,7 +14,7 @@ from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
 from cluster.parts import all_settings
-from cluster.placement import APPLICATION, GPU_CLASS, Node, lacking, may_hold, need, needs, router_need
+from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, may_hold, need, needs, router_need
 from cluster.pools import role_of
 from speculation.events import Role
 
@@ -29,7 +29,7 @@ class Seen:
     """A node, and what it says of itself."""
 
     address: str
-    room: Node
+    room: ClusterNode
     says: Mapping[str, str] = field(default_factory=dict)
     """Versions by package; empty if it did not answer."""
     silence: str = ""
@@ -131,7 +131,7 @@ def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]
         ray.shutdown()
 
 
-def models_on(config: Config, node: Node) -> list[str]:
+def models_on(config: Config, node: ClusterNode) -> list[str]:
     """Folders of the models that may be read there: by the workers that may come there, or by a router."""
     pools = config.pools()
     read = {pool.settings.model for pool in pools if may_hold(node, need(pool, config))}
@@ -158,10 +158,10 @@ def _nodes(config: Config) -> Iterator[Seen]:
         yield _answered(Seen(node["NodeManagerAddress"], there[name]), asked[name])
 
 
-def _room(node: Mapping[str, Any]) -> Node:
+def _room(node: Mapping[str, Any]) -> ClusterNode:
     """A node as Ray lists it."""
     resources = node["Resources"]
-    return Node(resources.get("CPU", 0.0), resources.get("GPU", 0.0), node.get("Labels") or {})
+    return ClusterNode(resources.get("CPU", 0.0), resources.get("GPU", 0.0), node.get("Labels") or {})
 
 
 def _answered(node: Seen, answer: Any) -> Seen:

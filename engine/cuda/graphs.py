@@ -48,7 +48,7 @@ Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """What decides which kernels a step launches."""
 
     rows: int
@@ -70,7 +70,7 @@ class Recording:
 class Basis:
     """What other computations by rows over the same store build on."""
 
-    forward: Callable[[Shape, Tensor], Tensor]
+    forward: Callable[[StepShape, Tensor], Tensor]
     """Computes the rows in a buffer kernel by kernel, which may be recorded: ``[R, X]``."""
     store: KVStore
     attention: RowAttention
@@ -108,7 +108,7 @@ class RowSteps:
         self._pages = -(-context // attention.page)
         self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
         """Numbers of rows that steps are padded to."""
-        self._recordings: dict[Shape, Recording] = {}
+        self._recordings: dict[StepShape, Recording] = {}
         self._vocabulary = vocabulary
         self._drawn_R2 = torch.zeros(DRAWN_ROWS, 2, dtype=torch.int32, device=store.device)
 
@@ -143,7 +143,7 @@ class RowSteps:
         )
         if draws and len(pieces) == 1 and order == list(wanted) and self._draws(rows := self._class(pieces[0])):
             noise = not all(draw.sampling.greedy for draw in draws)
-            found_RX = self._computed(Shape(rows, self._longest(pieces[0]), noise), pieces[0], draws)
+            found_RX = self._computed(StepShape(rows, self._longest(pieces[0]), noise), pieces[0], draws)
             if self._record is not None:  # it was not given up just now
                 self.drawn_R2 = self._drawn_R2[: len(wanted)]
                 return found_RX[: len(wanted)]
@@ -167,12 +167,12 @@ class RowSteps:
             return False
         started, before = time.perf_counter(), self._reserved()
         shapes = [
-            Shape(rows, longest, noise)
+            StepShape(rows, longest, noise)
             for longest in self._attention.tiers()
             for rows in reversed(self.classes)
             for noise in ((False, True) if self._draws(rows) else (False,))
         ]
-        expected: dict[Shape, tuple[Packed, Tensor]] = {}
+        expected: dict[StepShape, tuple[Packed, Tensor]] = {}
         for shape in shapes:
             piece = self._throwaway(shape.rows)
             found_RX = self._computed(shape, piece)
@@ -199,9 +199,9 @@ class RowSteps:
         return self._record is not None and self._vocabulary > 0 and rows <= DRAWN_ROWS
 
     def _piece(self, piece: Packed) -> Tensor:
-        return self._computed(Shape(self._class(piece), self._longest(piece)), piece)
+        return self._computed(StepShape(self._class(piece), self._longest(piece)), piece)
 
-    def _computed(self, shape: Shape, piece: Packed, draws: Sequence[Draw] = ()) -> Tensor:
+    def _computed(self, shape: StepShape, piece: Packed, draws: Sequence[Draw] = ()) -> Tensor:
         """``[R, X]`` with padding, good until the next call."""
         recording = self._recordings.get(shape)
         if recording is not None:
@@ -213,7 +213,7 @@ class RowSteps:
             return self._forward(shape, buffer)
         return self._first(shape, buffer)
 
-    def _first(self, shape: Shape, buffer: Tensor) -> Tensor:
+    def _first(self, shape: StepShape, buffer: Tensor) -> Tensor:
         """Compute a step of a shape that was not seen before, and record it."""
         assert self._record is not None
         expected_RX = self._forward(shape, buffer).clone()
@@ -232,7 +232,7 @@ class RowSteps:
             self._recordings[shape] = recording
         return expected_RX
 
-    def _forward(self, shape: Shape, buffer: Tensor) -> Tensor:
+    def _forward(self, shape: StepShape, buffer: Tensor) -> Tensor:
         rows = Rows.within(buffer, shape.rows)
         step = Step(
             self._store,
@@ -267,7 +267,7 @@ class RowSteps:
         )
         return piece
 
-    def _fill(self, buffer: Tensor, shape: Shape, piece: Packed, draws: Sequence[Draw]) -> None:
+    def _fill(self, buffer: Tensor, shape: StepShape, piece: Packed, draws: Sequence[Draw]) -> None:
         numbers = piece.host_buffer(shape.rows, self._store.slots, draws, pinned=buffer.is_cuda)
         buffer[: len(numbers)].copy_(numbers, non_blocking=True)
 

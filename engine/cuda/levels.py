@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.attention import first_line
-from engine.cuda.graphs import TOLERANCE, Basis, Shape
+from engine.cuda.graphs import TOLERANCE, Basis, StepShape
 from engine.cuda.rows import Rows, fixed_size, max_wanted
 from engine.noise import gumbel, keys_at
 from engine.sampling import RIVALS
@@ -55,7 +55,7 @@ LEAVES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreePlace:
     """Where a place of a draft tree is in the cache."""
 
     end: int
@@ -72,7 +72,7 @@ class Leaf:
 
     token: Token
     weight: float
-    above: Place
+    above: TreePlace
     """What it hangs from."""
 
 
@@ -100,7 +100,7 @@ class Growth:
     """The block table of its sequence."""
     rows: Sequence[int]
     """Which logits of the step are those of its ``places``."""
-    places: Sequence[Place]
+    places: Sequence[TreePlace]
     weights: Sequence[float]
     """Of the places."""
     leaves: Sequence[Leaf]
@@ -126,7 +126,7 @@ class Expanded:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class LaunchKind:
     """What decides which kernels a level launches."""
 
     sessions: int
@@ -162,7 +162,7 @@ class Memory:
     """Which leaves they were, or one of :data:`NO_LEAF` and :data:`GIVEN`."""
     found_KNWX: Tensor
     """All that is downloaded: what was chosen, whether it is sound, C tokens, confidences, whether they are there."""
-    recordings: dict[Kind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = field(default_factory=dict)
+    recordings: dict[LaunchKind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = field(default_factory=dict)
     """What the first level says, and a further one."""
 
 
@@ -205,7 +205,7 @@ class Levels:
         sessions = next(each for each in self.classes if each >= len(growths))
         longest = max(place.end for growth in growths for place in growth.places)
         longest = max(longest, *(leaf.above.end for growth in growths for leaf in growth.leaves), 0) + levels
-        kind = Kind(
+        kind = LaunchKind(
             sessions,
             next((tier for tier in self._tiers if tier >= longest), self._tiers[-1]),
             any(not growth.sampling.greedy for growth in growths),
@@ -378,11 +378,11 @@ class Levels:
 
     # -- what is computed, and may be recorded -------------------------------------------------------------------------
 
-    def _functions(self, memory: Memory, kind: Kind) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    def _functions(self, memory: Memory, kind: LaunchKind) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
         return (lambda: self._first(memory, kind)), (lambda: self._further(memory, kind))
 
     @torch.inference_mode()
-    def _first(self, memory: Memory, kind: Kind) -> Tensor:
+    def _first(self, memory: Memory, kind: LaunchKind) -> Tensor:
         """Take in what the launch was told, and what the first level says."""
         fields, tables = memory.fields, kind.sessions * self._basis.pages
         memory.level_1.zero_()
@@ -402,11 +402,11 @@ class Levels:
         return self._say(memory, kind, memory.logits_MV)
 
     @torch.inference_mode()
-    def _further(self, memory: Memory, kind: Kind) -> Tensor:
+    def _further(self, memory: Memory, kind: LaunchKind) -> Tensor:
         """Expand the best leaves."""
         memory.level_1.add_(1).clamp_(max=MAX_LEVELS - 1)
         self._choose(memory)
-        logits_MX = self._basis.forward(Shape(memory.rows, kind.longest), memory.buffer)
+        logits_MX = self._basis.forward(StepShape(memory.rows, kind.longest), memory.buffer)
         return self._say(memory, kind, logits_MX[:, : self._vocabulary].to(self._dtype))
 
     def _choose(self, memory: Memory) -> None:
@@ -447,7 +447,7 @@ class Levels:
     def _by_row(self, value_N: Tensor) -> Tensor:
         return value_N[:, None].expand(-1, self.width).flatten()
 
-    def _say(self, memory: Memory, kind: Kind, logits_MV: Tensor) -> Tensor:
+    def _say(self, memory: Memory, kind: LaunchKind, logits_MV: Tensor) -> Tensor:
         """Note what may follow the places of a level, and make leaves of it."""
         fields, shape = memory.fields, (kind.sessions, self.width, self.children)
         here_W = LEAVES + memory.level_1 * self.width + self._at_W
@@ -533,12 +533,12 @@ class Levels:
         """Record all; the largest difference between what is replayed and what was computed."""
         assert self._basis.record is not None
         kinds = [
-            Kind(sessions, longest, noisy)
+            LaunchKind(sessions, longest, noisy)
             for sessions in reversed(self.classes)
             for longest in self._tiers
             for noisy in (False, True)
         ]
-        expected: dict[Kind, Tensor] = {}
+        expected: dict[LaunchKind, Tensor] = {}
         for kind in kinds:
             memory = self._memory(kind.sessions)
             expected[kind] = self._trial(memory, kind)
@@ -551,7 +551,7 @@ class Levels:
         ]
         return float(torch.stack(errors).max())  # NaN stays NaN
 
-    def _trial(self, memory: Memory, kind: Kind) -> Tensor:
+    def _trial(self, memory: Memory, kind: LaunchKind) -> Tensor:
         """What two levels say that begin with random logits, in slots that are nobody's."""
         first_slot, page = self._basis.store.slots, self._basis.attention.page
         generator = torch.Generator().manual_seed(kind.sessions)
@@ -569,7 +569,7 @@ class Levels:
                 factors=[1.0] * RANKS,
                 blocks=[first_slot // page],
                 rows=range(session * self.width, (session + 1) * self.width),
-                places=[Place(1, 1, ())] * self.width,
+                places=[TreePlace(1, 1, ())] * self.width,
                 weights=[1.0] * self.width,
                 leaves=(),
                 slots=range(first_slot + session * self.width, first_slot + (session + 1) * self.width),
@@ -587,7 +587,7 @@ REALS = frozenset({"wide_factor", "slope", "offset", "factor", "temperature", "m
 NO_LEAF, GIVEN = -1, -2
 """What was chosen where nothing was, and where the first level has its places."""
 NO_LIMIT = 1 << 30
-NOWHERE = Place(0, 0, ())
+NOWHERE = TreePlace(0, 0, ())
 
 
 def best_draws(

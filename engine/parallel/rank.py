@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.build import cache_for, load_model, recorder_for
-from engine.forward import Forward, StepInput
+from engine.forward import ForwardPass, StepInput
 from engine.loader import choose_device
 from engine.parallel.group import Group, RankTask, joined_key, rendezvous
 
@@ -18,7 +18,7 @@ def serve_rank(task: RankTask) -> None:
     store.set(joined_key(task.rank), "")
     group = Group(task.rank, settings.tensor_parallel_size, store, choose_device(settings.device))
     model = load_model(settings, group=group)
-    forward = Forward(model, cache_for(settings, model, group).store, recorder_for(model), agreed=group.all_agree)
+    forward = ForwardPass(model, cache_for(settings, model, group).store, recorder_for(model), agreed=group.all_agree)
     group.meet()
     forward.warm_up()
     while message := group.hear():

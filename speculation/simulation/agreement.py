@@ -5,7 +5,8 @@ candidates at each place, and which of them the target takes. Easy and hard stre
 much a drafter gets done before the next refusal depends on that; so what was recorded is replayed in its order, and
 what is made up comes in such stretches too. Once a path has left the text, nothing on it is right any more.
 
-Where sources that read the text take part, its words matter: a :class:`Passage` has those that the target really said.
+Where sources that read the text take part, its words matter: a :class:`AgreementPassage` has those that the target
+really said.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def made_up(
     return outcomes
 
 
-class Text(ABC):
+class ReplayedText(ABC):
     """What both models say at every place that a session can get to. Places are named as everywhere, by digest."""
 
     def __init__(self, vocabulary: int) -> None:
@@ -103,7 +104,7 @@ class Text(ABC):
         return self._digests[end] == digest
 
 
-class Replayed(Text):
+class Replayed(ReplayedText):
     """Made-up words that the models agree on as in ``outcomes``, from index ``first`` on, round and round."""
 
     def __init__(self, outcomes: Sequence[Outcome], first: int, seed: int) -> None:
@@ -128,7 +129,7 @@ class Replayed(Text):
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class AgreementPassage:
     """A prompt, what the target really says after it, and what drafters would say at each place along the way."""
 
     prompt: tuple[Token, ...]
@@ -144,10 +145,10 @@ class Passage:
         assert len(self.guesses) in (0, len(self.tokens))
 
 
-class Spoken(Text):
+class Spoken(ReplayedText):
     """The very words of a passage, so that sources which read the text find in it what they would find."""
 
-    def __init__(self, passage: Passage, vocabulary: int, seed: int) -> None:
+    def __init__(self, passage: AgreementPassage, vocabulary: int, seed: int) -> None:
         """``seed`` sets what stands beyond its end, which drafters may ask about."""
         super().__init__(vocabulary)
         self._passage, self._seed = passage, seed
@@ -172,7 +173,7 @@ class Spoken(Text):
 class Request:
     """A text as a request for it: what it opens with, and where it ends."""
 
-    text: Text
+    text: ReplayedText
     prompt: tuple[Token, ...]
     end: int
     """A position."""
@@ -211,7 +212,7 @@ class Replays:
 class Passages:
     """Passages one after another, round and round. A round knows nothing of the outputs of the one before."""
 
-    passages: Sequence[Passage]
+    passages: Sequence[AgreementPassage]
     vocabulary: int
 
     def request(self, number: int, seed: int) -> Request:

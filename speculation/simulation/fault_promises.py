@@ -9,10 +9,10 @@ from __future__ import annotations
 from speculation.events import FailureCode
 from speculation.messages import SessionId
 from speculation.poison_detector import PoisonLimits
-from speculation.simulation.fault_world import World
+from speculation.simulation.fault_world import FaultWorld
 
 
-def check(world: World, *, quiet: bool, lossless: bool, roomy: bool) -> None:
+def check(world: FaultWorld, *, quiet: bool, lossless: bool, roomy: bool) -> None:
     """Raise AssertionError where a promise is broken.
 
     ``quiet``: nothing happened but planned changes and poison; ``lossless``: no single messages were lost; ``roomy``:
@@ -37,7 +37,7 @@ def check(world: World, *, quiet: bool, lossless: bool, roomy: bool) -> None:
     assert not known.waiting and not known.on_probation, "a router remembers sessions that are over"
 
 
-def _check_end(world: World, number: SessionId, *, roomy: bool) -> None:
+def _check_end(world: FaultWorld, number: SessionId, *, roomy: bool) -> None:
     """Innocent requests end with all their text; what the client stopped, with a part of it."""
     session, emitted = world.sessions[number], tuple(world.emitted[number])
     assert emitted == session.output, "what was emitted is not what is committed"
@@ -51,7 +51,7 @@ def _check_end(world: World, number: SessionId, *, roomy: bool) -> None:
         assert number in world.stopped or emitted == world.truth[number], f"session {number} ended early"
 
 
-def _check_poison(world: World, *, quiet: bool) -> None:
+def _check_poison(world: FaultWorld, *, quiet: bool) -> None:
     """Poison is failed, after as many tries as it takes to be sure, and no more."""
     limits = PoisonLimits()
     for number in world.poison:

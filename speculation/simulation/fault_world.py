@@ -58,7 +58,13 @@ from speculation.messages import (
 )
 from speculation.poison_detector import PoisonDetector, PoisonLimits
 from speculation.session import Phase, Session, SessionLimits
-from speculation.simulation.toy_workers import VOCABULARY, DraftWorker, LyingDraftWorker, TargetWorker, target_only
+from speculation.simulation.toy_workers import (
+    VOCABULARY,
+    LyingDraftWorker,
+    ToyDraftWorker,
+    ToyTargetWorker,
+    target_only,
+)
 
 OUTPUT = 32
 HORIZON = 400.0
@@ -88,12 +94,12 @@ class Poison:
 
 
 @dataclass(slots=True)
-class Peer:
+class SimulatedPeer:
     """A worker as the world sees it, and what the router believes of it."""
 
     name: PeerId
     role: Role
-    links: dict[int, TargetWorker | DraftWorker] = field(default_factory=dict)
+    links: dict[int, ToyTargetWorker | ToyDraftWorker] = field(default_factory=dict)
     """Its sessions, by the stream they were opened on. It may keep an old one that the router has given up."""
     link: int = 0
     """The stream that the router uses; what comes on an earlier one is not heard."""
@@ -119,7 +125,7 @@ class Peer:
     arrivals: dict[str, float] = field(default_factory=dict)
 
 
-class World:
+class FaultWorld:
     """Clock, network, workers and router shell of one run."""
 
     def __init__(
@@ -150,7 +156,7 @@ class World:
         self._serial = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         names = [(Role.TARGET, "t0"), (Role.TARGET, "t1"), (Role.DRAFT, "d0"), (Role.DRAFT, "d1"), (Role.DRAFT, "d2")]
-        self.peers = {PeerId(name): Peer(PeerId(name), role) for role, name in names}
+        self.peers = {PeerId(name): SimulatedPeer(PeerId(name), role) for role, name in names}
         self.limits = SessionLimits(
             fruitless_openings=30 if loss else 3,
             draft_openings=50,
@@ -302,7 +308,7 @@ class World:
             self.revisions[number] = revision
             self.truth[number] = target_only(prompt, session._sampling.seed, end, revision)
 
-    def _note(self, peer: Peer, message: ToWorker) -> None:
+    def _note(self, peer: SimulatedPeer, message: ToWorker) -> None:
         if peer.role is Role.TARGET and isinstance(message, Open):
             self.poison_detector.opened(message.session, peer.name, message.epoch)
         elif peer.role is Role.TARGET and isinstance(message, Close):
@@ -329,19 +335,19 @@ class World:
 
     # -- network -------------------------------------------------------------------------------------------------------
 
-    def _transmit(self, peer: Peer, direction: str, action: Callable[[], None]) -> None:
+    def _transmit(self, peer: SimulatedPeer, direction: str, action: Callable[[], None]) -> None:
         """Deliver in order after a delay, unless the stream breaks first; lose or double as the weather has it."""
         if self.faulty and self.rng.random() < self._loss:
             return
         for _ in range(2 if self.faulty and self.rng.random() < self._doubling else 1):
             self._carry(peer, direction, action)
 
-    def _carry(self, peer: Peer, direction: str, action: Callable[[], None]) -> None:
+    def _carry(self, peer: SimulatedPeer, direction: str, action: Callable[[], None]) -> None:
         arrival = max(self.now + self.rng.expovariate(1 / self._delay), peer.arrivals.get(direction, 0.0))
         peer.arrivals[direction] = arrival
         self.at(arrival, action)
 
-    def _to_worker(self, peer: Peer, message: ToWorker) -> None:
+    def _to_worker(self, peer: SimulatedPeer, message: ToWorker) -> None:
         link = peer.link
 
         def arrive() -> None:
@@ -352,7 +358,7 @@ class World:
 
         self._transmit(peer, "to", arrive)
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: SimulatedPeer) -> None:
         """Take what has arrived, unless the process is stopped: then as soon as it goes on."""
         if self.now < peer.stopped_until:
             self.at(peer.stopped_until, lambda: self._read(peer))
@@ -362,22 +368,22 @@ class World:
             if link == peer.link or link in peer.links:
                 self._receive(peer, link, message)
 
-    def _receive(self, peer: Peer, link: int, message: ToWorker) -> None:
+    def _receive(self, peer: SimulatedPeer, link: int, message: ToWorker) -> None:
         if peer.draining and isinstance(message, Open):
             self._to_router(peer, link, Refused(message.session, message.epoch, RefusalCode.DRAINING))
             message = Close(message.session, message.epoch)
         if link not in peer.links:
             target = peer.role is Role.TARGET
-            drafter = LyingDraftWorker if peer.lies else DraftWorker
-            peer.links[link] = TargetWorker(self._capacity, peer.revision) if target else drafter(self._agreement)
+            drafter = LyingDraftWorker if peer.lies else ToyDraftWorker
+            peer.links[link] = ToyTargetWorker(self._capacity, peer.revision) if target else drafter(self._agreement)
         for reply in peer.links[link].receive(message):
             self._to_router(peer, link, reply)
         self._schedule_step(peer)
 
-    def _to_router(self, peer: Peer, link: int, message: FromWorker) -> None:
+    def _to_router(self, peer: SimulatedPeer, link: int, message: FromWorker) -> None:
         self._transmit(peer, "from", lambda: self._hear(peer, link, message))
 
-    def _hear(self, peer: Peer, link: int, message: FromWorker) -> None:
+    def _hear(self, peer: SimulatedPeer, link: int, message: FromWorker) -> None:
         """Pass it on, and read it a little later, in its turn: as in :class:`transport.client.Incoming`."""
         if not peer.known or link != peer.link:
             return
@@ -387,7 +393,7 @@ class World:
         peer.heard.append((link, message))
         self.later(READING, lambda: self._read_heard(peer))
 
-    def _pass_on(self, peer: Peer, message: Verification | Proposal) -> None:
+    def _pass_on(self, peer: SimulatedPeer, message: Verification | Proposal) -> None:
         target, draft = self.sessions[message.session].openings
         here, there = (target, draft) if isinstance(message, Verification) else (draft, target)
         if here != Opening(peer.name, message.epoch) or there is None:
@@ -396,7 +402,7 @@ class World:
             self._to_worker(self.peers[there.peer], replace(message, epoch=there.epoch))
             object.__setattr__(message, "passed", there.epoch)
 
-    def _read_heard(self, peer: Peer) -> None:
+    def _read_heard(self, peer: SimulatedPeer) -> None:
         link, message = peer.heard.popleft()
         if not peer.known or link != peer.link:
             return
@@ -406,13 +412,13 @@ class World:
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
-    def _schedule_step(self, peer: Peer) -> None:
+    def _schedule_step(self, peer: SimulatedPeer) -> None:
         if not peer.stepping:
             peer.stepping = True
-            seconds = TargetWorker.step_seconds if peer.role is Role.TARGET else DraftWorker.step_seconds
+            seconds = ToyTargetWorker.step_seconds if peer.role is Role.TARGET else ToyDraftWorker.step_seconds
             self.later(seconds * self.rng.uniform(0.8, 1.5), lambda: self._step(peer))
 
-    def _step(self, peer: Peer) -> None:
+    def _step(self, peer: SimulatedPeer) -> None:
         peer.stepping = False
         if not peer.up or peer.stuck:
             return
@@ -422,7 +428,7 @@ class World:
             return
         busy = False
         for link, worker in list(peer.links.items()):
-            if isinstance(worker, TargetWorker) and self._harmed(peer, link, worker):
+            if isinstance(worker, ToyTargetWorker) and self._harmed(peer, link, worker):
                 return
             sent = worker.step()
             busy = busy or sent is not None
@@ -431,7 +437,7 @@ class World:
         if busy:
             self._schedule_step(peer)
 
-    def _harmed(self, peer: Peer, link: int, worker: TargetWorker) -> bool:
+    def _harmed(self, peer: SimulatedPeer, link: int, worker: ToyTargetWorker) -> bool:
         """Whether a poison request ends or hangs the worker in this step."""
         for number, poison in self.poison.items():
             held = worker.sessions.get(number)
@@ -444,7 +450,7 @@ class World:
             self._to_router(peer, link, worker.give_up(number))
         return False
 
-    def crash(self, peer: Peer, back_in: float | None = None) -> None:
+    def crash(self, peer: SimulatedPeer, back_in: float | None = None) -> None:
         """Kill a worker; its replacement is empty. Half the time the router learns late, as after a lost FIN."""
         if not peer.up:
             return
@@ -453,37 +459,37 @@ class World:
         self.later(self.rng.choice([0.003, 1.0]), lambda: self.notice(peer) if peer.link == link else None)
         self.later(self.rng.uniform(0.01, 3.0) if back_in is None else back_in, lambda: self.come_back(peer))
 
-    def get_stuck(self, peer: Peer) -> None:
+    def get_stuck(self, peer: SimulatedPeer) -> None:
         """The computing thread hangs. All looks well from outside, until the watchdog ends the process."""
         if peer.up:
             peer.stuck = True
             self.later(WATCHDOG, lambda: self.crash(peer) if peer.stuck else None)
 
-    def stop_process(self, peer: Peer, seconds: float) -> None:
+    def stop_process(self, peer: SimulatedPeer, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
         peer.stopped_until = max(peer.stopped_until, self.now + seconds)
         link = peer.link
         if seconds > SILENCE:
             self.later(SILENCE, lambda: self._cut(peer, link))
 
-    def cut_for_worker(self, peer: Peer) -> None:
+    def cut_for_worker(self, peer: SimulatedPeer) -> None:
         """The worker sees its stream end; the router hears nothing more, and gives up after a while."""
         link = peer.link
         peer.links.pop(link, None)
         self.later(SILENCE, lambda: self._cut(peer, link))
         peer.arrivals.clear()
 
-    def cut_for_router(self, peer: Peer) -> None:
+    def cut_for_router(self, peer: SimulatedPeer) -> None:
         """The router sees the stream end and connects again; the worker holds on to the old one for a while."""
         self._cut(peer, peer.link)
 
-    def _cut(self, peer: Peer, link: int) -> None:
+    def _cut(self, peer: SimulatedPeer, link: int) -> None:
         if peer.link == link and peer.up and peer.known:
             self._leave_link(peer, ROUTER_SILENCE)
             self.notice(peer)
             self.later(0.1, lambda: self._connect(peer))
 
-    def _leave_link(self, peer: Peer, silence: float) -> None:
+    def _leave_link(self, peer: SimulatedPeer, silence: float) -> None:
         """From here on there is another stream; the worker forgets what was on the last one when it notices."""
         last = peer.link
         peer.link += 1
@@ -491,10 +497,10 @@ class World:
         self.later(silence, lambda: self._forget_link(peer, last))
 
     @staticmethod
-    def _forget_link(peer: Peer, link: int) -> None:
+    def _forget_link(peer: SimulatedPeer, link: int) -> None:
         peer.links.pop(link, None)
 
-    def drain(self, peer: Peer, back_in: float | None) -> None:
+    def drain(self, peer: SimulatedPeer, back_in: float | None) -> None:
         """Tell a worker to end; ``back_in``: when its replacement is there, if there is to be one."""
         if not peer.up or peer.draining:
             return
@@ -503,7 +509,7 @@ class World:
         self._carry(peer, "from", lambda: self._hear_draining(peer, link))
         self._await_drained(peer, self.now + DRAIN, back_in)
 
-    def upgrade(self, peer: Peer, back_in: float) -> None:
+    def upgrade(self, peer: SimulatedPeer, back_in: float) -> None:
         """Replace a target by one of the next revision."""
         self.upgraded = True
         peer.becomes = 1
@@ -512,13 +518,13 @@ class World:
         else:
             self.come_back(peer)
 
-    def _hear_draining(self, peer: Peer, link: int) -> None:
+    def _hear_draining(self, peer: SimulatedPeer, link: int) -> None:
         if peer.known and peer.link == link and not peer.leaving:
             peer.leaving = True
             self.poison_detector.draining(peer.name)
             self.broadcast(Draining(peer.name))
 
-    def _await_drained(self, peer: Peer, until: float, back_in: float | None) -> None:
+    def _await_drained(self, peer: SimulatedPeer, until: float, back_in: float | None) -> None:
         if not peer.draining or not peer.up:
             return
         unheard = peer.known and not peer.leaving
@@ -531,7 +537,7 @@ class World:
         if back_in is not None:
             self.later(back_in, lambda: self.come_back(peer))
 
-    def _end_process(self, peer: Peer) -> None:
+    def _end_process(self, peer: SimulatedPeer) -> None:
         peer.up = peer.stuck = peer.draining = False
         peer.stopped_until = 0.0
         peer.links.clear()
@@ -539,7 +545,7 @@ class World:
         peer.link += 1
         peer.arrivals.clear()
 
-    def notice(self, peer: Peer) -> None:
+    def notice(self, peer: SimulatedPeer) -> None:
         """The router learns that its stream is gone."""
         if not peer.known:
             return
@@ -550,7 +556,7 @@ class World:
             self.poison_detector.lost(self.now, peer.name, expected=expected)
         self.broadcast(Lost(peer.name))
 
-    def come_back(self, peer: Peer) -> None:
+    def come_back(self, peer: SimulatedPeer) -> None:
         """A process takes the worker's place."""
         if peer.up:
             return
@@ -558,7 +564,7 @@ class World:
         peer.up, peer.revision = True, peer.becomes
         self._connect(peer)
 
-    def _connect(self, peer: Peer) -> None:
+    def _connect(self, peer: SimulatedPeer) -> None:
         if peer.up and not peer.known:
             peer.known = True
             if peer.draining:

@@ -22,7 +22,7 @@ from speculation.events import PeerId, Role
 from speculation.messages import SessionId
 from speculation.poison_detector import PoisonLimits
 from speculation.simulation.fault_promises import check
-from speculation.simulation.fault_world import HEALED, OUTPUT, Peer, Poison, World
+from speculation.simulation.fault_world import HEALED, OUTPUT, FaultWorld, Poison, SimulatedPeer
 
 SESSIONS = 6
 ROOMY = 1 << 20
@@ -122,14 +122,14 @@ class Weather:
         return not any(troubles) and not self.router_every
 
 
-class Run:
+class FaultRun:
     """One seed: its weather, its world, its requests."""
 
     def __init__(self, seed: int, weather: Weather | None = None) -> None:
         """The same seed and weather give the same run, event by event."""
         self.rng = Random(seed)
         self.weather = weather = weather or Weather.random(self.rng)
-        self.world = World(
+        self.world = FaultWorld(
             self.rng,
             delay=weather.delay,
             loss=weather.loss,
@@ -141,7 +141,7 @@ class Run:
         )
         self.world.peers[PeerId("d2")].lies = weather.lies
 
-    def run(self) -> World:
+    def run(self) -> FaultWorld:
         """Serve all requests to their end, then check the promises."""
         world, weather = self.world, self.weather
         numbers = [world.begin(self.rng.random()) for _ in range(SESSIONS)]
@@ -159,7 +159,7 @@ class Run:
 
     def _schedule(self) -> None:
         world, weather, rng = self.world, self.weather, self.rng
-        spare = Peer(PeerId("t2"), Role.TARGET, up=False, known=False)
+        spare = SimulatedPeer(PeerId("t2"), Role.TARGET, up=False, known=False)
         world.peers[spare.name] = spare
         for peer in list(world.peers.values()):
             if peer is not spare:
@@ -191,7 +191,7 @@ class Run:
         if when < until and self.world.running:
             self.world.at(when, strike)
 
-    def _cut(self, peer: Peer) -> None:
+    def _cut(self, peer: SimulatedPeer) -> None:
         self.rng.choice([self.world.cut_for_worker, self.world.cut_for_router])(peer)
 
     def _roll(self) -> None:
@@ -213,7 +213,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class FaultTotals:
     """What many runs add up to."""
 
     events: int = 0
@@ -222,19 +222,19 @@ class Totals:
     moved: int = 0
     poisoned: int = 0
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: FaultTotals) -> FaultTotals:
+        return FaultTotals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def run_seed(seed: int) -> Totals | str:
+def run_seed(seed: int) -> FaultTotals | str:
     """One run; what it adds to the totals, or which promise it broke."""
     try:
-        world = Run(seed).run()
+        world = FaultRun(seed).run()
     except AssertionError as error:
         return f"seed {seed}: {error}\nreplay: python -m speculation.simulation.faults --first {seed} --seeds 1\n"
     sessions = world.sessions.values()
     moved = sum(session.moved for session in sessions)
-    return Totals(world.events, world.accepted, sum(s.reopened for s in sessions), moved, len(world.harmed))
+    return FaultTotals(world.events, world.accepted, sum(s.reopened for s in sessions), moved, len(world.harmed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
-    started, totals = perf_counter(), Totals()
+    started, totals = perf_counter(), FaultTotals()
     seeds = range(options.first, options.first + options.seeds)
     with ProcessPoolExecutor(options.jobs) as pool:
         for result in pool.map(run_seed, seeds, chunksize=max(min(options.seeds // 50, 50), 1)):

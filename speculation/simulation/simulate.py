@@ -26,11 +26,11 @@ from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, So
 from speculation.planner import Asked, Planner
 from speculation.simulation.agreement import Replays, Request, Texts
 from speculation.simulation.costs import Costs
-from speculation.simulation.simulated_draft import Drafter
+from speculation.simulation.simulated_draft import SimulatedDrafter
 from speculation.simulation.simulated_sources import OwnSources, RecordedHeads
 from speculation.simulation.simulated_world import Bounds as Bounds
 from speculation.simulation.simulated_world import Setting as Setting
-from speculation.simulation.simulated_world import World
+from speculation.simulation.simulated_world import SimulatedWorld
 from speculation.target_session import TargetSession
 from speculation.trie import VerificationTree
 
@@ -118,7 +118,7 @@ def enough(rates: Mapping[int, float], goal: float | None = None) -> int | None:
     return min((count for count, rate in rates.items() if rate >= (1 - WITHIN) * goal), default=None)
 
 
-class _Run(World):
+class _Run(SimulatedWorld):
     """Requests and workers of one run, too."""
 
     def __init__(self, setting: Setting, costs: Costs, texts: Texts, rng: Random, bounds: Bounds) -> None:
@@ -126,7 +126,7 @@ class _Run(World):
         self._texts = texts
         self._opened = 0
         self._targets = [_Target(self) for _ in range(setting.targets)]
-        self._drafters = [Drafter(self) for _ in range(setting.drafters)]
+        self._drafters = [SimulatedDrafter(self) for _ in range(setting.drafters)]
 
     def run(self, tokens: int, warm_up: int) -> Report:
         """See :func:`simulate_texts`."""
@@ -176,7 +176,7 @@ class _Verified:
     session: TargetSession
     request: Request
     slot: int
-    drafter: Drafter | None
+    drafter: SimulatedDrafter | None
     heads: RecordedHeads | None
 
 
@@ -192,7 +192,7 @@ class _Target:
         self._idle = True
         self._woken = 0
 
-    def open(self, opened: Open, request: Request, slot: int, drafter: Drafter | None) -> None:
+    def open(self, opened: Open, request: Request, slot: int, drafter: SimulatedDrafter | None) -> None:
         heads, outputs = self._sources.heads(request), self._sources.outputs(request)
         session = self._planner.session(
             opened, request.text.vocabulary, [one for one in (heads, outputs) if one is not None]

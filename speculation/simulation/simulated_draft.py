@@ -14,13 +14,13 @@ from speculation.calibration import Calibration
 from speculation.draft_session import DraftSession, Sync, best_places
 from speculation.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.messages import Open, Proposal, SessionId, Source, Verification
-from speculation.simulation.agreement import Text
-from speculation.simulation.simulated_world import World
+from speculation.simulation.agreement import ReplayedText
+from speculation.simulation.simulated_world import SimulatedWorld
 from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
 
 
-class Target(Protocol):
+class SimulatedTarget(Protocol):
     """Where drafts go."""
 
     def hear(self, proposal: Proposal) -> None:
@@ -31,7 +31,9 @@ class Target(Protocol):
 class SimulatedDraft:
     """A session, the text it is about, and the target that has it. Nothing takes time here."""
 
-    def __init__(self, session: DraftSession, text: Text, target: Target, calibration: Calibration) -> None:
+    def __init__(
+        self, session: DraftSession, text: ReplayedText, target: SimulatedTarget, calibration: Calibration
+    ) -> None:
         """``calibration``: what guesses have been worth in other sessions."""
         self.session, self.target = session, target
         self._text = text
@@ -95,10 +97,10 @@ class SimulatedDraft:
         self._computed.update(draft_along(self.session, place, tokens[:kept], rows[1:]))
 
 
-class Drafter:
+class SimulatedDrafter:
     """The lookahead over sessions whose prompts are in the cache."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         """Nothing is open."""
         self._world = world
         self._sequences: dict[SessionId, SimulatedDraft] = {}
@@ -108,7 +110,7 @@ class Drafter:
         self._resting = False
         self._idle = True
 
-    def open(self, opened: Open, text: Text, target: Target) -> None:
+    def open(self, opened: Open, text: ReplayedText, target: SimulatedTarget) -> None:
         """Draft for a session from now on, until its last token is heard of; ``target`` has it."""
         session = DraftSession(
             opened,
@@ -210,5 +212,5 @@ class Drafter:
                 world.after(world.costs.to_target + world.setting.rtt / 2, _delivery(sequence.target, proposal))
 
 
-def _delivery(target: Target, proposal: Proposal) -> Callable[[], None]:
+def _delivery(target: SimulatedTarget, proposal: Proposal) -> Callable[[], None]:
     return lambda: target.hear(proposal)

@@ -78,7 +78,7 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Totals:
+class SimulationTotals:
     """Since the start."""
 
     tokens: int = 0
@@ -99,19 +99,19 @@ class Totals:
         self.accepted += verification.accepted
         self.decoding += seconds
 
-    def less(self, before: Totals) -> Totals:
+    def less(self, before: SimulationTotals) -> SimulationTotals:
         """What has come since."""
-        return Totals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        return SimulationTotals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
-class World:
+class SimulatedWorld:
     """One heap of what will happen, one seeded generator, virtual time."""
 
     def __init__(self, setting: Setting, costs: Costs, bounds: Bounds, rng: Random) -> None:
         """Nothing is going to happen."""
         self.setting, self.costs, self.bounds = setting, costs, bounds
         self.now = 0.0
-        self.totals = Totals()
+        self.totals = SimulationTotals()
         self.verifying = 0
         """Targets that compute."""
         self.drafted_until = -inf

@@ -45,7 +45,7 @@ def target_only(prompt: Sequence[Token], seed: int, end: int, revision: int = 0)
     return tuple(tokens[len(prompt) :])
 
 
-class TargetWorker:
+class ToyTargetWorker:
     """A target, as far as one router uses it: verifies every open session once a step."""
 
     step_seconds = 0.02
@@ -94,7 +94,7 @@ class TargetWorker:
         return sent
 
 
-class DraftWorker:
+class ToyDraftWorker:
     """A drafter, as far as one router uses it: expands two places of every session a step."""
 
     step_seconds = 0.008
@@ -145,7 +145,7 @@ class DraftWorker:
         return None if idle and not sent else sent
 
 
-class LyingDraftWorker(DraftWorker):
+class LyingDraftWorker(ToyDraftWorker):
     """A drafter that also says what only targets say, as if it were its session's target or ahead of it, or nothing."""
 
     def __init__(self, agreement: float) -> None:

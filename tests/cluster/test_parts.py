@@ -20,7 +20,7 @@ from cluster.config import Override, from_mapping, load
 from cluster.declaration import declaration
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.parts import SETTINGS, known, options, outline
-from cluster.placement import GPU_CLASS, Need, Node, lacking, needs
+from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
 from cluster.ray_cluster import reason_in
 from cluster.security import SecurityError
 from cluster.serve_app import build
@@ -99,7 +99,9 @@ def test_every_pool_of_every_model_is_placed_by_its_labels():
     ]
     assert wanted[0].labels == LARGE | {"zone": "x", "rack": "7"}
     assert wanted[-1].labels == {"paceline.io/role": "router"}
-    reason = lacking(wanted, [Node(4, 2, LARGE | {"zone": "x"}), Node(4, 2, {"paceline.io/role": "router"})])
+    reason = lacking(
+        wanted, [ClusterNode(4, 2, LARGE | {"zone": "x"}), ClusterNode(4, 2, {"paceline.io/role": "router"})]
+    )
     assert reason is not None
     assert re.match(r"no Ray node has the label for 1 x target of a with .*, label zone=x, label rack=7 each", reason)
 
@@ -225,7 +227,7 @@ def test_a_replacement_leaves_no_gap_of_routers_and_does_not_come_before_what_se
     ],
 )
 def test_what_a_cluster_lacks(wanted, words):
-    nodes = [Node(4, 2, LARGE), Node(4, 1, SMALL)]
+    nodes = [ClusterNode(4, 2, LARGE), ClusterNode(4, 1, SMALL)]
     reason = lacking(wanted, nodes)
     if words is None:
         assert reason is None

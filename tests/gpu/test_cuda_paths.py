@@ -16,7 +16,7 @@ import torch
 from engine.build import EngineSettings, build
 from engine.cuda.attention import RowAttention, find_attention, trial_error
 from engine.cuda.graphs import CudaRecorder, Record
-from engine.cuda.levels import Growth, Place
+from engine.cuda.levels import Growth, TreePlace
 from engine.exactness import EXACT
 from engine.kv_cache import KVCache
 from engine.kv_store import PAGE
@@ -207,7 +207,7 @@ def test_draft_levels_of_one_launch(model, sampling):
         factors=odds.factors(Source.DRAFT),
         blocks=sequence.blocks,
         rows=[0],
-        places=[Place(len(text), *sequence.lineage(0))],
+        places=[TreePlace(len(text), *sequence.lineage(0))],
         weights=[1.0],
         leaves=(),
         slots=sequence.append([0] * 4 * (count - 1)),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alignment import medusa
 from alignment.errors import Interrupted
-from alignment.medusa import HeadTraining, Options
+from alignment.medusa import HeadTraining, MedusaOptions
 from alignment.workplace import Workplace
 from cluster.cli import main
 from engine.loader import Model, load
@@ -22,7 +22,7 @@ from engine.self_test import STOCK
 from tests.bundled import MODELS
 from tests.unit.engine_models import random_tokens, save_model
 
-OPTIONS = Options(heads=2, steps=36, batch_tokens=128, sequence=32, rate=1e-2)
+OPTIONS = MedusaOptions(heads=2, steps=36, batch_tokens=128, sequence=32, rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ class OneText:
         return torch.tensor(self.rows[:sequences])[:, : length + 1]
 
 
-def training(model: Model, out: Path, options: Options = OPTIONS) -> HeadTraining:
+def training(model: Model, out: Path, options: MedusaOptions = OPTIONS) -> HeadTraining:
     place = Workplace(out, {"options": str(options)}, resume=True)
     return HeadTraining(model, cast(Any, None), options, place, lambda _: None)
 
@@ -55,7 +55,7 @@ def training(model: Model, out: Path, options: Options = OPTIONS) -> HeadTrainin
 @pytest.mark.parametrize("shared", [False, True])
 def test_heads_learn_what_the_target_says(model: Model, tmp_path: Path, shared: bool) -> None:
     text = OneText()
-    options = Options(**{**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}, "shared_output": shared})
+    options = MedusaOptions(**{**{name: getattr(OPTIONS, name) for name in OPTIONS.__slots__}, "shared_output": shared})
     figures = training(model, tmp_path / "out", options).fit(text, text.rows)
     before, after = figures["before"], figures["after"]
     assert after["run"] > before["run"] + 0.2
@@ -96,7 +96,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
 
 def test_training_ends_when_nothing_gets_better(model: Model, tmp_path: Path) -> None:
     text = OneText()
-    still = Options(heads=2, steps=240, batch_tokens=32, sequence=32, rate=1e-9)
+    still = MedusaOptions(heads=2, steps=240, batch_tokens=32, sequence=32, rate=1e-9)
     figures = training(model, tmp_path / "out", still).fit(text, text.rows)
     assert figures["step"] < 120
     assert (figures["best_step"], figures["after"]) == (0, figures["before"])

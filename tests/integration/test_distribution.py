@@ -29,7 +29,7 @@ from torch import Tensor
 
 from draft_service.lookahead import Lookahead
 from draft_service.reading import OtherVocabulary
-from draft_service.tokenizer import Tokenizer
+from draft_service.tokenizer import DraftTokenizer
 from draft_service.vocabulary import SharedVocabulary
 from engine.forward import StepInput
 from engine.kv_cache import KVCache
@@ -76,7 +76,7 @@ def other_vocabulary() -> SharedVocabulary:
     backends = [tokenizers.Tokenizer(BPE(target, [])), tokenizers.Tokenizer(BPE(own, [("a", "b")]))]
     for backend in backends:
         backend.decoder = ByteLevel()
-    one, other = (Tokenizer("letters", backend) for backend in backends)
+    one, other = (DraftTokenizer("letters", backend) for backend in backends)
     return SharedVocabulary(one, other, target_size=VOCABULARY, own_size=VOCABULARY)
 
 

@@ -24,7 +24,7 @@ from router.tokenizer import Tokenizer
 from speculation import digest as digests
 from speculation.events import Role
 from speculation.messages import Limits, Open, SessionId, Source, Verification
-from speculation.simulation.agreement import Passage
+from speculation.simulation.agreement import AgreementPassage
 from speculation.simulation.costs import Costs, Curve
 from speculation.sources.medusa import MedusaDrafts
 from target_service.suffix_cache import SuffixSettings
@@ -248,12 +248,12 @@ async def test_contenders_of_a_check_learn_nothing_from_each_other(in_process, t
     options = replace(OPTIONS, sources=("suffix",))
     way = Way(None, frozenset({Source.SUFFIX}))
     text = await plainly_decoded(options, tmp_path)
-    known = Known({None: COSTS}, {None: [Passage(text.prompt, text.tokens)]}, ["code"], 4000)
+    known = Known({None: COSTS}, {None: [AgreementPassage(text.prompt, text.tokens)]}, ["code"], 4000)
     found = await validate.validate(options, way, 2, known, [text], tmp_path, lambda _: None)
     assert [one.measured_step for one in found.depths] == [1.0] * len(found.depths)
     assert [one.predicted_step for one in found.depths] == [1.0] * len(found.depths)
     twice = [text, replace(text, kind="again")]
-    known = Known({None: COSTS}, {None: [Passage(text.prompt, text.tokens)] * 2}, ["code", "again"], 4000)
+    known = Known({None: COSTS}, {None: [AgreementPassage(text.prompt, text.tokens)] * 2}, ["code", "again"], 4000)
     monkeypatch.setattr(validate, "TEXTS", 2)
     found = await validate.validate(options, way, 2, known, twice, tmp_path, lambda _: None)
     assert all(one.measured_step > 1.2 and one.predicted_step > 1.2 for one in found.depths)

@@ -20,7 +20,7 @@ from speculation.events import Role
 from speculation.messages import Close, Load, RefusalCode, Refused, Sampling, SessionId, ToWorker, Verification, Welcome
 from speculation.poison_detector import PoisonLimits
 from speculation.session import SessionLimits
-from speculation.simulation.toy_workers import VOCABULARY, DraftWorker, TargetWorker, target_only
+from speculation.simulation.toy_workers import VOCABULARY, ToyDraftWorker, ToyTargetWorker, target_only
 from tests.integration.test_transport import OPEN, Echo, Heard, connected
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 from transport import client
@@ -42,7 +42,7 @@ class ToyMachine:
     role: str = "target"
     stuck: threading.Event | None = None
     """Set it to free a machine that does not come back from its step."""
-    links: dict[Hashable, TargetWorker | DraftWorker] = field(default_factory=dict)
+    links: dict[Hashable, ToyTargetWorker | ToyDraftWorker] = field(default_factory=dict)
 
     def welcome(self) -> Welcome:
         return Welcome(self.role, "toy", VOCABULARY, 4096)
@@ -52,7 +52,7 @@ class ToyMachine:
 
     def receive(self, link: Hashable, message: ToWorker, at: float) -> Outgoing:
         if link not in self.links:
-            self.links[link] = TargetWorker() if self.role == "target" else DraftWorker(0.8)
+            self.links[link] = ToyTargetWorker() if self.role == "target" else ToyDraftWorker(0.8)
         return [(link, reply) for reply in self.links[link].receive(message)]
 
     def forget(self, link: Hashable) -> None:

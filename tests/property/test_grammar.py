@@ -15,7 +15,7 @@ import torch
 import engine.grammar
 from benchmarks.random_schemas import random_schema
 from engine.compiling import Compiling
-from engine.grammar import COMPILE_SECONDS, KEPT, Compiled, Constraint, GrammarError, Grammars, Vocabulary
+from engine.grammar import COMPILE_SECONDS, KEPT, Compiled, GrammarConstraint, GrammarError, Grammars, Vocabulary
 from engine.model import Model
 from speculation.constraint import MAX_GRAMMAR_BYTES
 from speculation.messages import Limits, Open, RequestOptions, Sampling, SessionId, Token
@@ -42,11 +42,13 @@ def tokens_of(bits_W: torch.Tensor) -> list[Token]:
     return [32 * w + i for w, word in enumerate(bits_W.tolist()) for i in range(32) if word >> i & 1]
 
 
-def constraint(vocabulary: Vocabulary, grammar: str, stop_tokens: frozenset[Token] = frozenset({STOP})) -> Constraint:
-    return Constraint(Compiled(grammar, vocabulary), stop_tokens)
+def constraint(
+    vocabulary: Vocabulary, grammar: str, stop_tokens: frozenset[Token] = frozenset({STOP})
+) -> GrammarConstraint:
+    return GrammarConstraint(Compiled(grammar, vocabulary), stop_tokens)
 
 
-def wander(asked: Constraint, rng: Random) -> None:
+def wander(asked: GrammarConstraint, rng: Random) -> None:
     """Ask this and that along drafts of all kinds: right, wrong, beyond the end."""
     for _ in range(rng.randint(0, 3)):
         path: list[Token] = []
@@ -175,7 +177,7 @@ def test_nobody_waits_for_ever(model):
         found |= dict(compiling.ready(5.0))
     assert len(compiling) == 0
     assert isinstance(found["bad"], GrammarError)
-    assert isinstance(found["good"], Constraint)
+    assert isinstance(found["good"], GrammarConstraint)
 
 
 def test_who_takes_too_long_is_left_behind(model):
@@ -234,10 +236,10 @@ def test_behind_a_grammar_that_takes_too_long_others_are_compiled(model, stuck):
     refused = dict(worker.compiling.ready(5.0 + COMPILE_SECONDS))
     assert all("takes more than" in str(refused.pop(session)) for session in ("stuck", "alike"))
     found = refused | worker.outcomes(5.0 + 2 * COMPILE_SECONDS - 0.1)
-    assert isinstance(found["early"], Constraint) and isinstance(found["late"], Constraint)
+    assert isinstance(found["early"], GrammarConstraint) and isinstance(found["late"], GrammarConstraint)
     assert "cannot be used" in str(found["bad"])
     worker.add("again", regex("a"), 40.0)
-    assert isinstance(dict(worker.compiling.ready(90.0))["again"], Constraint)
+    assert isinstance(dict(worker.compiling.ready(90.0))["again"], GrammarConstraint)
 
 
 def test_time_spent_behind_others_is_not_a_grammars_own(model, monkeypatch):
@@ -261,8 +263,8 @@ def test_time_spent_behind_others_is_not_a_grammars_own(model, monkeypatch):
     turn.release()
     found |= worker.outcomes(1.8 * COMPILE_SECONDS)
     assert {session: type(outcome) for session, outcome in found.items()} == {
-        "first": Constraint,
-        "second": Constraint,
+        "first": GrammarConstraint,
+        "second": GrammarConstraint,
     }
 
 
@@ -272,4 +274,4 @@ def test_a_grammar_that_was_given_up_gets_another_try(model, monkeypatch, stuck)
     assert set(dict(worker.compiling.ready(COMPILE_SECONDS))) == {"stuck"}
     monkeypatch.setattr(engine.grammar, "Compiled", Compiled)
     worker.add("again", stuck, 20.0)
-    assert isinstance(worker.outcomes(20.0)["again"], Constraint)
+    assert isinstance(worker.outcomes(20.0)["again"], GrammarConstraint)

@@ -26,7 +26,7 @@ from draft_service.lookahead import Lookahead
 from draft_service.reading import OtherVocabulary
 from draft_service.staged_drafting import Guesser, StagedDrafting
 from draft_service.staged_drafting import Lookup as LookupGuesses
-from draft_service.tokenizer import Tokenizer
+from draft_service.tokenizer import DraftTokenizer
 from draft_service.vocabulary import SharedVocabulary
 from engine.kv_cache import KVCache
 from engine.loader import load
@@ -224,7 +224,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         for table in (other.module.get_input_embeddings().weight, other.module.get_output_embeddings().weight):
             table[renumbered] = table.clone()
         heads.outputs[0].weight.copy_(target.module.get_output_embeddings().weight)
-    names = Tokenizer(saved, backend), Tokenizer("other", _renumbered(backend, renumbered.tolist()))
+    names = DraftTokenizer(saved, backend), DraftTokenizer("other", _renumbered(backend, renumbered.tolist()))
     shared = SharedVocabulary(*names, target_size=size, own_size=size)
     return Bench(target, draft, other, shared, heads, letters)
 

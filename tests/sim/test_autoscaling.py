@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
-from cluster.autoscaling.fleet import Fleet, Limits
+from cluster.autoscaling.fleet import Fleet, FleetLimits
 from cluster.autoscaling.hysteresis import Decision, State, _whole
 from cluster.autoscaling.policy import Why
 from cluster.autoscaling.report import rows, summary
-from cluster.autoscaling.simulation import LONGEST_TAIL, POOLS, Outcome, Setup, Size, simulate
+from cluster.autoscaling.simulation import LONGEST_TAIL, POOLS, ScalingOutcome, Setup, Size, simulate
 from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival, made_up
 from cluster.config import AutoscalingConfig
@@ -26,11 +26,11 @@ def costs(slope: float = 0.01, jitter: float = 0.2) -> Costs:
     return Costs(verify={1: verify}, draft=draft, to_target=0.001, to_draft=0.001, jitter=jitter)
 
 
-def run(arrivals, *, seed: int = 0, sizes=SIZES, **options) -> Outcome:
+def run(arrivals, *, seed: int = 0, sizes=SIZES, **options) -> ScalingOutcome:
     return simulate(arrivals, Setup(costs(), 0.8, sizes, seed=seed, tail=4 * SOON, **options))
 
 
-def changes(outcome: Outcome, pool: str) -> list[int]:
+def changes(outcome: ScalingOutcome, pool: str) -> list[int]:
     return [change.decision.replicas for change in outcome.changes if change.pool == pool]
 
 
@@ -68,7 +68,7 @@ def test_a_steady_load_settles_and_noise_makes_nothing_flap(seed):
     assert len(settled) <= 4, (seed, settled)
 
 
-def flaps(outcome: Outcome, arrivals: list[Arrival]):
+def flaps(outcome: ScalingOutcome, arrivals: list[Arrival]):
     """Changes taken back soon, while the load was the same."""
     return [pair for pair in outcome.reversals(SOON) if pair[0].at > SETTLING and pair[1].at < arrivals[-1].at]
 
@@ -109,14 +109,14 @@ def test_growing_keeps_up_with_a_ramp():
 def test_prompts_that_nothing_decodes_beside_take_larger_steps():
     waits = {}
     for max_tokens in (0, 320, 1024):
-        (only,) = run([Arrival(1.0, 4096, 2)], limits=Limits(prompt_tokens=max_tokens)).finished
+        (only,) = run([Arrival(1.0, 4096, 2)], limits=FleetLimits(prompt_tokens=max_tokens)).finished
         waits[max_tokens] = only.wait
     assert waits[1024] < 0.9 * waits[320], "they read the weights less often"
     assert waits[0] == waits[320], "Limits.step_tokens is the least"
 
 
 def test_only_tokens_that_there_are_are_counted_as_computed():
-    fleet = Fleet(costs(), Speculating(costs(), 0.8, 0), Limits(), {"target": 1, "draft": 0, "router": 1})
+    fleet = Fleet(costs(), Speculating(costs(), 0.8, 0), FleetLimits(), {"target": 1, "draft": 0, "router": 1})
     for prompt in (16, 40, 700):
         before = fleet.target_report().computed
         fleet.open(Arrival(fleet.now, prompt, 1))
@@ -140,7 +140,7 @@ def test_drafters_sleep_while_nothing_is_asked_and_wake_when_something_is():
 
 def test_drafters_that_are_of_no_use_leave_and_try_again_ever_more_rarely():
     """Each token of a step costs as much as the step: no draft ever pays."""
-    setup = Setup(costs(slope=1.0), 0.3, SIZES, limits=Limits(draft_start=5.0))
+    setup = Setup(costs(slope=1.0), 0.3, SIZES, limits=FleetLimits(draft_start=5.0))
     outcome = simulate([Arrival(at, 10, 60) for at in range(0, 3000, 3)], setup)
     ups = [change for change in outcome.changes if change.pool == "draft" and change.decision.replicas]
     downs = [change for change in outcome.changes if change.pool == "draft" and not change.decision.replicas]
@@ -166,7 +166,7 @@ def test_every_decision_says_why():
 
 def test_requests_that_are_never_done_are_told_and_their_waits_count():
     arrivals = [Arrival(0.0, 10, 2), Arrival(10.0, 10, 10_000_000), Arrival(20.0, 10, 2)]
-    outcome = run(arrivals, sizes=dict.fromkeys(POOLS, Size(1, 1)), limits=Limits(places=1))
+    outcome = run(arrivals, sizes=dict.fromkeys(POOLS, Size(1, 1)), limits=FleetLimits(places=1))
     assert [one.first_at is not None for one in (*outcome.finished, *outcome.unfinished)] == [True, True, False]
     assert outcome.ended == pytest.approx(20.0 + LONGEST_TAIL, abs=0.2), "there is nothing to see afterwards"
     assert max(outcome.waits()) == outcome.waits(20.0)[0] == outcome.ended - 20.0

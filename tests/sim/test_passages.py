@@ -7,7 +7,7 @@ import pytest
 
 from speculation.draft_session import Candidate, Outcome
 from speculation.messages import Schedule, Source
-from speculation.simulation.agreement import Passage, Passages, made_up
+from speculation.simulation.agreement import AgreementPassage, Passages, made_up
 from speculation.simulation.costs import Costs, Curve
 from speculation.simulation.simulate import Setting, simulate, simulate_texts
 from speculation.sources.medusa import HeadGuesses
@@ -20,7 +20,7 @@ COSTS = Costs(VERIFY, Curve.straight(0.002, 0.04), to_target=0.0014, to_draft=0.
 LOOKUP, HEADS, SUFFIX = (frozenset({source}) for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX))
 
 
-def spoken(outcomes: list[Outcome], rng: Random) -> Passage:
+def spoken(outcomes: list[Outcome], rng: Random) -> AgreementPassage:
     """Words at random on which the models agree as in ``outcomes``."""
     tokens = tuple(rng.randrange(VOCABULARY) for _ in outcomes)
     places = tuple(
@@ -30,7 +30,7 @@ def spoken(outcomes: list[Outcome], rng: Random) -> Passage:
         )
         for token, outcome in zip(tokens, outcomes, strict=True)
     )
-    return Passage((1, 2, 3), tokens, places)
+    return AgreementPassage((1, 2, 3), tokens, places)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.TRIE, Schedule.SEQUENTIAL])
@@ -47,7 +47,7 @@ def test_whose_words_they_are_does_not_matter_to_a_drafter(schedule):
 def test_sources_at_the_target_read_the_words():
     rng = Random(SEED)
     verse = tuple(rng.randrange(VOCABULARY) for _ in range(25))
-    song = Passages([Passage((1, 2), verse * 4)], VOCABULARY)
+    song = Passages([AgreementPassage((1, 2), verse * 4)], VOCABULARY)
     rates = {
         sources: simulate_texts(Setting(sources=sources, drafters=0), COSTS, song, Random(SEED), tokens=200).rate
         for sources in (LOOKUP, frozenset[Source]())
@@ -73,7 +73,7 @@ def guessed(tokens: tuple[int, ...], right: float, rng: Random, heads: int = 3) 
 def test_heads_say_what_was_recorded_and_no_more_of_them_than_there_are(right, depth, expected):
     rng = Random(SEED)
     tokens = words(rng)
-    texts = Passages([Passage((1, 2), tokens, (), guessed(tokens, right, rng))], VOCABULARY)
+    texts = Passages([AgreementPassage((1, 2), tokens, (), guessed(tokens, right, rng))], VOCABULARY)
     setting = Setting(sources=HEADS, drafters=0, max_depth=depth)
     report = simulate_texts(setting, COSTS, texts, Random(SEED), tokens=400)
     assert report.tokens_per_verification == pytest.approx(expected, rel=0.08), f"seed {SEED}"
@@ -83,8 +83,8 @@ def test_heads_say_what_was_recorded_and_no_more_of_them_than_there_are(right, d
 
 def test_earlier_outputs_of_a_round_are_known_and_those_of_the_round_before_are_not():
     rng = Random(SEED)
-    different = [Passage((rng.randrange(VOCABULARY), 2), words(rng)) for _ in range(4)]
-    alike = [Passage((1, 2), different[0].tokens)] * 4
+    different = [AgreementPassage((rng.randrange(VOCABULARY), 2), words(rng)) for _ in range(4)]
+    alike = [AgreementPassage((1, 2), different[0].tokens)] * 4
     setting = Setting(sources=SUFFIX, drafters=0)
     found = [
         simulate_texts(setting, COSTS, Passages(passages, VOCABULARY), Random(SEED), tokens=8 * LENGTH, warm_up=0)
@@ -95,7 +95,7 @@ def test_earlier_outputs_of_a_round_are_known_and_those_of_the_round_before_are_
 
 
 def test_a_step_commits_no_more_than_the_depth_allows():
-    song = Passages([Passage((1, 2), (5, 6, 7, 8) * 25)], VOCABULARY)
+    song = Passages([AgreementPassage((1, 2), (5, 6, 7, 8) * 25)], VOCABULARY)
     for depth in (1, 3):
         setting = Setting(sources=LOOKUP, drafters=0, max_depth=depth)
         report = simulate_texts(setting, COSTS, song, Random(SEED), tokens=200)
@@ -106,7 +106,7 @@ def test_guesses_let_a_slow_drafter_draft_several_levels_at_once_where_words_com
     rng = Random(SEED)
     verse = tuple(rng.randrange(VOCABULARY) for _ in range(25))
     places = tuple((Candidate(token, 0.95),) for token in verse * 4)
-    song = Passages([Passage((1, 2), verse * 4, places)], VOCABULARY)
+    song = Passages([AgreementPassage((1, 2), verse * 4, places)], VOCABULARY)
     slow = replace(COSTS, draft=Curve.straight(0.015, 0.01))
     without, with_guesses = (
         simulate_texts(Setting(guesses=guesses), slow, song, Random(SEED), tokens=300) for guesses in (False, True)

@@ -13,7 +13,7 @@ from speculation.messages import Close, Sampling, Verification
 from speculation.poison_detector import PoisonDetector, Verdict
 from speculation.retry_state import RetryState
 from speculation.session import Session
-from speculation.simulation.faults import Run, Weather
+from speculation.simulation.faults import FaultRun, Weather
 
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5)
 LOSSY = Weather(loss=0.1, delay=0.01)
@@ -202,7 +202,7 @@ def found(weather: Weather, seeds: int = SEEDS) -> str:
     """What the simulator says to it; empty if it notices nothing."""
     for seed in range(seeds):
         try:
-            world = Run(seed, weather).run()
+            world = FaultRun(seed, weather).run()
             drafted = world.accepted / sum(map(len, world.emitted.values()))
             assert weather is not ROLLING or drafted > 0.5, f"only {drafted:.0%} of the tokens were drafted"
         except AssertionError as error:

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import pytest
 
-from target_service.scheduler import HEAD_START, MIN_PREFILL, Budget, Rank, Scheduler, Share, Step, rank
+from target_service.scheduler import HEAD_START, MIN_PREFILL, Budget, Rank, ScheduledStep, Scheduler, Share, rank
 from target_service.step_time import StepTime
 
 BLOCK = 16
@@ -138,7 +138,7 @@ class World:
         budget = self.budget
         return self._time.prefill_budget(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
 
-    def _check(self, step: Step[Session]) -> None:
+    def _check(self, step: ScheduledStep[Session]) -> None:
         """What must hold of every step."""
         running = self.scheduler.running
         for jobs in (running, self.scheduler.waiting):
@@ -153,7 +153,7 @@ class World:
         turns = sum(session.num_uncomputed_tokens == 1 for session in running) > self.budget.tokens // 2
         assert turns or running[0] is step.parts[0][0], "the first of all does not proceed"
 
-    def _pass(self, step: Step[Session]) -> None:
+    def _pass(self, step: ScheduledStep[Session]) -> None:
         """Compute it, in no time but the clock's."""
         decoding = [(session, one) for session, one in step.parts if session.num_uncomputed_tokens == 1]
         prompts = sum(one.num_scheduled_tokens for session, one in step.parts if session.num_uncomputed_tokens > 1)

@@ -3,7 +3,7 @@
 import pytest
 
 from speculation.events import FailureCode
-from speculation.simulation.faults import Run, Weather, main
+from speculation.simulation.faults import FaultRun, Weather, main
 
 SEEDS = 30
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5, hang_every=1.0, cut_every=1.0, drain_every=1.0)
@@ -15,11 +15,11 @@ def test_many_kinds_of_weather(capsys):
 
 def test_a_storm():
     for seed in range(5):
-        Run(seed, STORM).run()
+        FaultRun(seed, STORM).run()
 
 
 def test_a_calm_run_speculates_and_never_fails_over():
-    world = Run(1, Weather(delay=0.0005, agreement=1.0)).run()
+    world = FaultRun(1, Weather(delay=0.0005, agreement=1.0)).run()
     assert sum(session.reopened + session.moved for session in world.sessions.values()) == 0
     emitted = sum(map(len, world.emitted.values()))
     assert world.accepted > emitted / 2
@@ -27,14 +27,14 @@ def test_a_calm_run_speculates_and_never_fails_over():
 
 def test_a_seed_replays_exactly():
     def trace(seed: int) -> tuple[int, float, dict[int, list[int]]]:
-        world = Run(seed).run()
+        world = FaultRun(seed).run()
         return world.events, world.now, world.emitted
 
     assert trace(3) == trace(3)
 
 
 def test_workers_are_replaced_one_after_another_and_nobody_waits():
-    worlds = [Run(seed, Weather(delay=0.002, drain_every=0.2, agreement=0.5)).run() for seed in range(8)]
+    worlds = [FaultRun(seed, Weather(delay=0.002, drain_every=0.2, agreement=0.5)).run() for seed in range(8)]
     assert sum(session.moved for world in worlds for session in world.sessions.values()) > 8
     silence = max(world.longest_silence for world in worlds)
     assert silence < 0.1, "a session that moves pauses for a step and the way there, not longer"
@@ -45,7 +45,7 @@ def test_one_poison_request_is_failed_after_so_many_tries(harm, tries):
     """Two, and one more for each time that it was among others or had gone on before it did harm."""
     harmed: list[int] = []
     for seed in range(20):
-        world = Run(seed, Weather(poison=harm, poisonous=1)).run()
+        world = FaultRun(seed, Weather(poison=harm, poisonous=1)).run()
         assert list(world.failed.values()) == [FailureCode.FAULTY]
         harmed += world.harmed.values()
     assert min(harmed) == tries

@@ -18,17 +18,17 @@ import torch
 from alignment import checkpoints, distillation, report
 from alignment.batches import Batches
 from alignment.checkpoints import read_checkpoint, write_checkpoint, write_whole
-from alignment.distillation import Outcome, score
+from alignment.distillation import DistillationOutcome, score
 from alignment.errors import DiskError, SettingsError
 from alignment.training import Trainer
 from cluster.cli import main
 from engine.loader import load
 from models.corpus import SourceFile, train_tokenizer
-from models.pair import Shape, build, load_tokenizer, publish
+from models.pair import ModelShape, build, load_tokenizer, publish
 from tests.bundled import MODELS
 
-TARGET = Shape(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
-DRAFT = Shape(hidden_size=8, layers=1, heads=2, kv_heads=2, intermediate_size=16)
+TARGET = ModelShape(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
+DRAFT = ModelShape(hidden_size=8, layers=1, heads=2, kv_heads=2, intermediate_size=16)
 CONTEXT = 64
 QUICK = {
     "--steps": "6",
@@ -92,7 +92,7 @@ def test_it_makes_a_draft_better_at_what_the_target_says(
     run: Run, pair: Path, tmp_path: Path, objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(objective=objective, steps="12") == 0
-    outcome = Outcome(**told(tmp_path / "out")["figures"])
+    outcome = DistillationOutcome(**told(tmp_path / "out")["figures"])
     assert score(outcome.after) > score(outcome.before) + 0.01
     assert max(found for _, found in outcome.history) == pytest.approx(score(outcome.after))
     said = capsys.readouterr().out
@@ -266,18 +266,18 @@ def test_it_ends_early_when_nothing_gets_better(run: Run, tmp_path: Path, monkey
         lambda *_: {"written at 0": dict.fromkeys(("greedy", "coupled", "overlap"), next(figures))},
     )
     assert run(steps="18") == 0
-    outcome = Outcome(**told(tmp_path / "out")["figures"])
+    outcome = DistillationOutcome(**told(tmp_path / "out")["figures"])
     assert (outcome.best_step, outcome.steps) == (6, 18)
     monkeypatch.setattr(distillation, "EVALUATIONS", 9)
     figures = iter([0.5, 0.6] + [0.55] * 20)
     assert run("other", steps="18") == 0
-    outcome = Outcome(**told(tmp_path / "other")["figures"])
+    outcome = DistillationOutcome(**told(tmp_path / "other")["figures"])
     assert (outcome.best_step, outcome.steps) == (2, 2 + 2 * distillation.PATIENCE)
 
 
 def test_a_plot_of_the_way(tmp_path: Path) -> None:
     figures = {"written at 0": {"greedy": 0.5, "coupled": 0.4, "overlap": 0.45}}
-    outcome = Outcome(figures, figures, [[0, 0.4], [4, 0.5]], 4, 4)
+    outcome = DistillationOutcome(figures, figures, [[0, 0.4], [4, 0.5]], 4, 4)
     assert DRAW(outcome, tmp_path) == tmp_path / "alignment.png"
     assert (tmp_path / "alignment.png").read_bytes().startswith(b"\x89PNG")
 

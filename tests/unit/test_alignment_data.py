@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from alignment import data
-from alignment.data import BLOCK_BYTES, Conversation, Passage, Source, find_data, scattered
+from alignment.data import BLOCK_BYTES, Conversation, DataSource, Passage, find_data, scattered
 from alignment.errors import DataError
 
 ALPHABET = "abcdefgh  \n\nöé世🎉"
@@ -32,7 +32,7 @@ def test_the_blocks_of_a_text_are_the_text(tmp_path: Path, seed: int) -> None:
         text += "ö" * draw.randrange(2 * BLOCK_BYTES) + "\n" + text
     path = tmp_path / "text.txt"
     path.write_text(text, "utf-8")
-    source = Source(path, path.stat().st_size)
+    source = DataSource(path, path.stat().st_size)
     blocks = [passage.rest for block in range(source.blocks) for passage in source.read(block)]
     assert "".join(blocks) == text, f"seed {seed}"
     assert max(len(block.encode()) for block in blocks) <= BLOCK_BYTES + data.SLACK_BYTES + 3
@@ -133,7 +133,7 @@ class HugeFile:
 
 def test_ten_gigabytes_take_no_more_memory_than_a_block() -> None:
     huge: Any = HugeFile()
-    passages = data.Data([Source(huge, HugeFile.size)]).passages(3, held_out=False)
+    passages = data.Data([DataSource(huge, HugeFile.size)]).passages(3, held_out=False)
     next(passages)
     Endless.read_bytes = 0
     tracemalloc.start()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.acceptance import Acceptance
-from alignment.batches import InTurn
+from alignment.batches import BatchesInTurn
 from alignment.losses import OBJECTIVES, distillation_loss, log_probabilities, next_token_loss
 
 FORMULAS = {
@@ -107,7 +107,7 @@ class Numbered:
 
 
 def test_sources_take_turns_evenly_and_skip_nothing() -> None:
-    batches = InTurn((Numbered(0), 3), (Numbered(1), 1), (Numbered(2), 0))
+    batches = BatchesInTurn((Numbered(0), 3), (Numbered(1), 1), (Numbered(2), 0))
     assert [batches.at(step, 1, 1).tolist() for step in range(8)] == [
         [0, 0], [0, 1], [1, 0], [0, 2], [0, 3], [0, 4], [1, 1], [0, 5],
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from router.choice import SESSIONS, Candidate, Wanted, choose_drafter, choose_target
+from router.choice import SESSIONS, WantedWorker, WorkerCandidate, choose_drafter, choose_target
 from router.prefixes import BLOCK, REMEMBERED_BLOCKS, Prefixes, blocks_of
 from router.record import PRIOR, AcceptanceRecord
 from speculation.events import PeerId
@@ -15,17 +15,17 @@ from speculation.messages import Load, Welcome
 from transport.round_trip import LOST_SECONDS, PING_SECONDS, RoundTrip
 
 RNG = Random(1)
-BASE = Wanted("m", tokenizer=5, tokens=100)
+BASE = WantedWorker("m", tokenizer=5, tokens=100)
 
 
 def target(
     name: str, *, model: str = "m", tokenizer: int = 5, revision: int = 1, started: float = 1.0, **known: object
 ):
     welcome = Welcome("target", model, 100, 1000, tokenizer, revision=revision, started=started)
-    return Candidate(PeerId(name), welcome, **known)  # type: ignore[arg-type]
+    return WorkerCandidate(PeerId(name), welcome, **known)  # type: ignore[arg-type]
 
 
-def chosen(*candidates: Candidate, wanted: Wanted = BASE, choose=choose_target) -> set[str]:
+def chosen(*candidates: WorkerCandidate, wanted: WantedWorker = BASE, choose=choose_target) -> set[str]:
     """All that are picked in many tries."""
     return {str(choose(candidates, wanted, RNG)) for _ in range(60)}
 
@@ -70,14 +70,14 @@ def test_tokens_count_against_capacity_those_just_sent_too():
 
 
 def test_a_known_prefix_decides_among_similar_targets_but_never_overloads_one():
-    wanted = Wanted("m", 5, tokens=2000)
+    wanted = WantedWorker("m", 5, tokens=2000)
     knowing = [target("a", known_tokens=1900, sessions=count) for count in range(40)]
     other = target("b", sessions=3)
     assert chosen(knowing[5], other, wanted=wanted) == {"a"}
     assert chosen(knowing[20], other, wanted=wanted) == {"b"}
     crowd = [target(str(number), sessions=20) for number in range(4)]
     for sessions, expected in ((26, {"a"}), (32, {"0", "1", "2", "3"})):
-        long = Wanted("m", 5, tokens=40_000)
+        long = WantedWorker("m", 5, tokens=40_000)
         assert chosen(target("a", known_tokens=39_000, sessions=sessions), *crowd, wanted=long) == expected
 
 
@@ -100,16 +100,16 @@ def test_a_cache_that_cannot_hold_all_of_a_session_is_left_to_others():
     small = target("small", load=Load(free_tokens=300, capacity_tokens=300))
     large = target("large", load=Load(sessions=9, free_tokens=600, capacity_tokens=2000))
     assert chosen(small, large) == {"small"}
-    assert chosen(small, large, wanted=Wanted("m", 5, tokens=100, end=301)) == {"large"}
-    assert chosen(small, wanted=Wanted("m", 5, tokens=100, end=301)) == {"small"}  # which says what is wrong
+    assert chosen(small, large, wanted=WantedWorker("m", 5, tokens=100, end=301)) == {"large"}
+    assert chosen(small, wanted=WantedWorker("m", 5, tokens=100, end=301)) == {"small"}  # which says what is wrong
     unknown = target("unknown", sessions=20)
-    assert chosen(small, unknown, wanted=Wanted("m", 5, tokens=100, end=301)) == {"unknown"}
+    assert chosen(small, unknown, wanted=WantedWorker("m", 5, tokens=100, end=301)) == {"unknown"}
 
 
 def test_a_text_stays_on_its_revision():
     candidates = [target("old", revision=7, load=busy(30)), target("new", revision=3, started=50.0)]
-    assert chosen(*candidates, wanted=Wanted("m", 5, revision=7)) == {"old"}
-    assert chosen(candidates[1], wanted=Wanted("m", 5, revision=7)) == {"None"}
+    assert chosen(*candidates, wanted=WantedWorker("m", 5, revision=7)) == {"old"}
+    assert chosen(candidates[1], wanted=WantedWorker("m", 5, revision=7)) == {"None"}
 
 
 def test_a_drafter_serves_every_model_with_its_tokenizer_and_the_one_that_agrees_most_is_chosen():

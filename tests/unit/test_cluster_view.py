@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from router.cluster_view import ClusterView
-from router.event_log import LOOK_BACK, MAX_EVENTS, EventLog, Kind, LoggedEvent, SessionNotes
+from router.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent, SessionNotes
 from router.generation import ServedModel
 from router.metrics import RouterMetrics
 from router.pool import Peer, PoolEvents, WorkerPool
@@ -77,17 +77,17 @@ class Clock:
 def test_the_same_within_a_second_is_one_line_and_the_ring_is_bounded() -> None:
     clock = Clock()
     event_log = EventLog(clock)
-    event_log.note(Kind.WORKER_LOST, "worker a is gone:\n why", TARGET)
+    event_log.note(EventKind.WORKER_LOST, "worker a is gone:\n why", TARGET)
     for session in range(1000):
-        event_log.note(Kind.SESSION_REOPENED, f"session {session}", TARGET if session % 2 else DRAFT, session)
+        event_log.note(EventKind.SESSION_REOPENED, f"session {session}", TARGET if session % 2 else DRAFT, session)
     lost, first, second = event_log.lines
     assert (lost.text, lost.times) == ("worker a is gone: why", 1)
     assert (first.session, first.times, second.session, second.times) == (0, 500, 1, 500)
     clock.now += 1.0
-    event_log.note(Kind.SESSION_REOPENED, "later", TARGET, 7)
+    event_log.note(EventKind.SESSION_REOPENED, "later", TARGET, 7)
     assert [line.number for line in event_log.lines] == [1, 2, 3, 4]
     for worker in range(3 * MAX_EVENTS):
-        event_log.note(Kind.WORKER_UP, "x" * 1000, PeerId(str(worker)))
+        event_log.note(EventKind.WORKER_UP, "x" * 1000, PeerId(str(worker)))
     assert len(event_log.lines) == MAX_EVENTS
     assert event_log.lines[-1].number == 4 + 3 * MAX_EVENTS
     assert len(event_log.lines[-1].text) < 1000
@@ -110,10 +110,10 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     session.handle(0.0, Lost(TARGET))
     placed(other)
     (line,) = event_log.lines
-    assert (line.kind, line.worker, line.session, line.request) == (Kind.SESSION_REOPENED, other, 3, "req-1")
+    assert (line.kind, line.worker, line.session, line.request) == (EventKind.SESSION_REOPENED, other, 3, "req-1")
     notes.condemned(other, 3)
     notes.quarantined(DRAFT, "no q")
-    assert [line.kind for line in event_log.lines[1:]] == [Kind.SESSION_CONDEMNED, Kind.DRAFTER_QUARANTINED]
+    assert [line.kind for line in event_log.lines[1:]] == [EventKind.SESSION_CONDEMNED, EventKind.DRAFTER_QUARANTINED]
 
 
 def test_workers_that_come_and_go_are_told_of_once_each() -> None:
@@ -124,7 +124,7 @@ def test_workers_that_come_and_go_are_told_of_once_each() -> None:
     pool = WorkerPool(ignore, clock=clock, event_log=EventLog(clock))
     peer = pool.peers[TARGET] = Peer(TARGET, Role.TARGET, pool)
 
-    def kinds() -> list[Kind]:
+    def kinds() -> list[EventKind]:
         return [line.kind for line in pool.event_log.lines]
 
     peer.down("never up")
@@ -144,11 +144,11 @@ def test_workers_that_come_and_go_are_told_of_once_each() -> None:
     assert WorkerView.of(peer, None).rates is None, "a new start counts from zero"
     peer.down("cut")
     assert kinds() == [
-        Kind.WORKER_UP,
-        Kind.WORKER_DRAINING,
-        Kind.WORKER_GONE,
-        Kind.WORKER_UP,
-        Kind.WORKER_LOST,
+        EventKind.WORKER_UP,
+        EventKind.WORKER_DRAINING,
+        EventKind.WORKER_GONE,
+        EventKind.WORKER_UP,
+        EventKind.WORKER_LOST,
     ]
 
 
@@ -202,7 +202,7 @@ def test_everything_known_is_in_the_view() -> None:
             target,
         ),
         models=(ServedModel("m", 290, 256, 1),),
-        logged_events=(LoggedEvent(7, 1049.0, Kind.WORKER_UP, "up", TARGET),),
+        logged_events=(LoggedEvent(7, 1049.0, EventKind.WORKER_UP, "up", TARGET),),
         sessions=4,
         running=3,
         placing=1,

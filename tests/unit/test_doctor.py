@@ -15,14 +15,14 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.cli import main
-from cluster.completion import Tally
+from cluster.completion import CompletionTally
 from cluster.config import Config, RouterConfig
 from cluster.declaration import declaration
 from cluster.doctor import certificates, devices, distance, endpoint, machine, models, ray_nodes, versions, workers
 from cluster.doctor.finding import Level
 from cluster.doctor.weights import WeightsError, read_weights
 from cluster.parts import all_settings
-from cluster.placement import GPU_CLASS, Node
+from cluster.placement import GPU_CLASS, ClusterNode
 from cluster.pools import DraftConfig, ModelConfig, TargetConfig
 from engine.memory import GIB
 from speculation.events import Role
@@ -247,13 +247,13 @@ def test_driver_and_gpus(seen, config, words):
     ],
 )
 def test_memory(ranks, gpus, memory, level):
-    need = devices.Need("target", "target", ranks, weights=20 * GIB, cache=15 * GIB)
+    need = devices.DeviceNeed("target", "target", ranks, weights=20 * GIB, cache=15 * GIB)
     assert levels(devices.check_memory([need], devices.Devices(bool(gpus), None, gpus, memory))) == [level]
 
 
 def test_workers_that_share_a_gpu_are_added_up():
     def found(*shares):
-        needs = [devices.Need("target", "target", 1, 20 * GIB, 10 * GIB, share) for share in shares]
+        needs = [devices.DeviceNeed("target", "target", 1, 20 * GIB, 10 * GIB, share) for share in shares]
         return list(devices.check_memory(needs, devices.Devices(True, None, [LARGE], 0)))
 
     assert [finding.level for finding in found(0.5, 0.5)] == ["ok", "ok"]
@@ -264,7 +264,7 @@ def test_workers_that_share_a_gpu_are_added_up():
 
 def test_one_gpu_is_shared_as_at_the_start(monkeypatch):
     monkeypatch.setattr(devices, "seen", lambda: devices.Devices(True, "13.0", [LARGE], GIB))
-    judged: list[devices.Need] = []
+    judged: list[devices.DeviceNeed] = []
     monkeypatch.setattr(devices, "check_memory", lambda needs, _: judged.extend(needs) or ())
     assert levels(devices.check(Config())) == ["ok"]
     assert [need.share for need in judged] == [0.8, 0.2]
@@ -407,7 +407,7 @@ def test_certificate_files_that_are_missing_or_none(tmp_path, authorities):
 
 
 def node(address, gpus, gpu_class, **more):
-    return ray_nodes.Seen(address, Node(8.0, gpus, {GPU_CLASS: gpu_class}), **more)
+    return ray_nodes.Seen(address, ClusterNode(8.0, gpus, {GPU_CLASS: gpu_class}), **more)
 
 
 PLACED = Config(
@@ -439,7 +439,7 @@ def test_what_runs_on_the_nodes():
 
 def test_models_are_looked_for_where_they_may_be_read():
     config = Config(target=TargetConfig(gpus=1, gpu_class="large"), draft=DraftConfig(gpus=1, gpu_class="small"))
-    head, router = Node(0.0, 0.0, {}), Node(4.0, 0.0, {})
+    head, router = ClusterNode(0.0, 0.0, {}), ClusterNode(4.0, 0.0, {})
     small, large = (node("10.0.0.1", 1, kind).room for kind in ("small", "large"))
     found = [ray_nodes.models_on(config, place) for place in (head, router, small, large)]
     assert found == [[], [TARGET], [DRAFT, TARGET], [TARGET]]
@@ -590,11 +590,11 @@ def test_distance_pays_or_not():
 
 
 def test_the_same_text_with_and_without_drafts():
-    drafted = Tally(parts=["a", "b"], tokens=2, accepted=1, offered=2)
-    plain = Tally(parts=["ab"], tokens=2)
+    drafted = CompletionTally(parts=["a", "b"], tokens=2, accepted=1, offered=2)
+    plain = CompletionTally(parts=["ab"], tokens=2)
     assert only(endpoint.judge("http x", drafted, plain)).startswith("ok ")
     assert "no drafts were offered" in only(endpoint.judge("http x", plain, plain))
-    assert "the text differs" in only(endpoint.judge("http x", drafted, Tally(parts=["ac"], tokens=2)))
+    assert "the text differs" in only(endpoint.judge("http x", drafted, CompletionTally(parts=["ac"], tokens=2)))
 
 
 def test_nothing_serves():

@@ -8,7 +8,7 @@ from benchmarks.fit.agreement import agreement
 from benchmarks.fit.settings import DEPTH, Way
 from speculation.draft_session import Candidate
 from speculation.messages import Source
-from speculation.simulation.agreement import Passage
+from speculation.simulation.agreement import AgreementPassage
 
 DRAFT = Way("draft")
 LOOKUP = Way(None, frozenset({Source.LOOKUP}))
@@ -16,7 +16,7 @@ HEADS, SUFFIX = (Way(None, frozenset({source})) for source in (Source.MEDUSA, So
 BOTH = Way("draft", frozenset({Source.LOOKUP}))
 
 
-def passage(rights: str, tokens=None) -> Passage:
+def passage(rights: str, tokens=None) -> AgreementPassage:
     """``1``: the first choice is right; ``2``: the second; ``-``: none; a blank: nothing is proposed."""
     tokens = tuple(tokens or range(100, 100 + len(rights)))
     wrong = Candidate(7, 0.5)
@@ -26,7 +26,7 @@ def passage(rights: str, tokens=None) -> Passage:
         "-": lambda t: (wrong,),
     }
     places = tuple(offers[mark](token) if mark in offers else () for mark, token in zip(rights, tokens, strict=True))
-    return Passage((1, 2, 3), tokens, places)
+    return AgreementPassage((1, 2, 3), tokens, places)
 
 
 def test_a_draft_goes_on_until_its_first_choice_is_wrong():
@@ -56,7 +56,7 @@ def test_where_nothing_is_proposed_nothing_is_right():
 
 def test_lookup_copies_what_stood_there_before():
     words = [11, 12, 13, 14, 15, 11, 12, 13, 14, 15]
-    found = agreement(LOOKUP, [Passage((1, 2), tuple(words))])
+    found = agreement(LOOKUP, [AgreementPassage((1, 2), tuple(words))])
     assert [run.right for run in found.runs] == [0, 0, 0, 0, 0, 0, 0, 3, 2, 1]
     assert found.runs[7].offered == 3
 
@@ -69,7 +69,7 @@ def test_heads_are_followed_along_their_first_guesses_and_have_others_beside_the
         ((Candidate(99, 0.6), Candidate(13, 0.3)), (Candidate(14, 0.9),)),
         (),
     )
-    found = agreement(HEADS, [Passage((1, 2), (11, 12, 13, 14), (), guesses)])
+    found = agreement(HEADS, [AgreementPassage((1, 2), (11, 12, 13, 14), (), guesses)])
     assert [(run.offered, run.right, run.among) for run in found.runs] == [
         (0, 0, False),
         (2, 2, True),
@@ -81,8 +81,8 @@ def test_heads_are_followed_along_their_first_guesses_and_have_others_beside_the
 
 def test_earlier_outputs_are_those_of_the_passages_before():
     words = (11, 12, 13, 14, 15, 16)
-    same = Passage((1, 2), words)
-    found = agreement(SUFFIX, [same, Passage((3, 4), (21, 22, 23, 24, 25, 26)), same])
+    same = AgreementPassage((1, 2), words)
+    found = agreement(SUFFIX, [same, AgreementPassage((3, 4), (21, 22, 23, 24, 25, 26)), same])
     assert [run.right for run in found.runs[:12]] == [0] * 12
     assert [run.right for run in found.runs[12:]] == [0, 5, 4, 3, 2, 1], "three equal tokens are followed"
 

@@ -25,7 +25,7 @@ from cluster.config import load
 from speculation.draft_session import Candidate
 from speculation.messages import Source
 from speculation.simulation import estimates
-from speculation.simulation.agreement import Passage
+from speculation.simulation.agreement import AgreementPassage
 from speculation.simulation.costs import Costs, Curve
 
 VOCABULARY = 4000
@@ -36,19 +36,19 @@ LOOKUP, HEADS, SUFFIX = (Way(None, frozenset({source})) for source in (Source.LO
 FREE = Costs({1: Curve.straight(VERIFY, 0.0)}, Curve.straight(DRAFT, 0.0), to_target=0.0, to_draft=0.0)
 
 
-def passage(rng: Random, acceptance: float, length: int = 120) -> Passage:
+def passage(rng: Random, acceptance: float, length: int = 120) -> AgreementPassage:
     """Words at random; a drafter that is right so often, and knows nothing else."""
     tokens = tuple(rng.randrange(VOCABULARY) for _ in range(length))
     places = tuple(
         (Candidate(token if rng.random() < acceptance else (token + 1) % VOCABULARY, 0.8),) for token in tokens
     )
-    return Passage((1, 2), tokens, places)
+    return AgreementPassage((1, 2), tokens, places)
 
 
 def predictor(acceptance: float, costs: Costs = FREE, tokens: int = 160) -> Predictor:
     rng = Random(SEED)
     texts = [passage(rng, acceptance) for _ in range(4)]
-    passages = {"a": texts, None: [Passage(text.prompt, text.tokens) for text in texts]}
+    passages = {"a": texts, None: [AgreementPassage(text.prompt, text.tokens) for text in texts]}
     return Predictor(Known({"a": costs, None: costs}, passages, ["text"] * 4, VOCABULARY), SEED, tokens)
 
 
@@ -80,7 +80,7 @@ def test_with_even_odds_and_free_drafts_the_speed_up_is_near_that_of_the_textboo
 def test_lookup_alone_needs_no_drafter_and_lives_on_repetition():
     rng = Random(SEED)
     verse = tuple(rng.randrange(VOCABULARY) for _ in range(20))
-    texts = {None: [Passage((1, 2), verse * 6)]}
+    texts = {None: [AgreementPassage((1, 2), verse * 6)]}
     repeating = Predictor(Known({None: FREE}, texts, ["song"], VOCABULARY), SEED, 240)
     assert repeating.speedup(LOOKUP) > 3
     assert repeating.drafters(LOOKUP, 1, 0.0, 8) == 0
@@ -93,7 +93,9 @@ def test_a_way_with_heads_is_measured_by_steps_in_which_they_guess():
     heads = {1: Curve.straight(1.25 * VERIFY, 0.0)}
 
     def found(length: int) -> Predictor:
-        text = Passage((1, 2), tuple(range(2, length + 2)), (), ((), *[((Candidate(1, 0.5),),)] * (length - 1)))
+        text = AgreementPassage(
+            (1, 2), tuple(range(2, length + 2)), (), ((), *[((Candidate(1, 0.5),),)] * (length - 1))
+        )
         return Predictor(Known({None: FREE}, {None: [text]}, ["text"], VOCABULARY, heads=heads), SEED, 2 * length)
 
     assert found(30).speedup(HEADS) == pytest.approx(0.8, abs=0.01)
@@ -104,7 +106,7 @@ def test_a_way_with_heads_is_measured_by_steps_in_which_they_guess():
 def test_answers_that_were_given_before_speed_up_those_that_are_alike():
     rng = Random(SEED)
     answers = [tuple(rng.randrange(VOCABULARY) for _ in range(60)) for _ in range(2)]
-    texts = [Passage((rng.randrange(VOCABULARY), 2), answers[number % 2]) for number in range(6)]
+    texts = [AgreementPassage((rng.randrange(VOCABULARY), 2), answers[number % 2]) for number in range(6)]
     found = Predictor(Known({None: FREE}, {None: texts}, ["text"] * 6, VOCABULARY), SEED, 200)
     assert found.report(SUFFIX).tokens >= 360, "all of them, the last ones too"
     assert 2 < found.speedup(SUFFIX) < 4, f"two of six come as new; seed {SEED}"
@@ -113,7 +115,7 @@ def test_answers_that_were_given_before_speed_up_those_that_are_alike():
 
 
 def test_of_many_answers_no_more_are_gone_through_than_a_limit(monkeypatch):
-    texts = [Passage((1, 2), tuple(range(10 * number, 10 * number + 10))) for number in range(8)]
+    texts = [AgreementPassage((1, 2), tuple(range(10 * number, 10 * number + 10))) for number in range(8)]
     found = Predictor(Known({None: FREE}, {None: texts}, ["text"] * 8, VOCABULARY), SEED, 20)
     assert found.report(SUFFIX).tokens >= 72, "without the first token of each"
     monkeypatch.setattr(predict, "MOST_REMEMBERED", 35)

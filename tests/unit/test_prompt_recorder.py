@@ -20,7 +20,7 @@ from cluster.serving import router_settings
 from router import prompt_recorder
 from router.api import build_app
 from router.generation import ServedModel
-from router.prompt_recorder import PATTERN, Asked, PromptRecorder, RecordingError, RecordSettings
+from router.prompt_recorder import PATTERN, PromptRecorder, RecordedPrompt, RecordingError, RecordSettings
 from router.prompts import Prompt
 from router.service import Router, RouterError, RouterSettings
 from router.tokenizer import Tokenizer
@@ -38,9 +38,9 @@ def tokenizer() -> Tokenizer:
     return tiny_tokenizer()
 
 
-def asked(text: str) -> Asked:
+def asked(text: str) -> RecordedPrompt:
     body = json.dumps({"prompt": text}).encode()
-    return Asked("tiny", body, [Prompt(tokenizer().encode(text, special=True), text)], tokenizer())
+    return RecordedPrompt("tiny", body, [Prompt(tokenizer().encode(text, special=True), text)], tokenizer())
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:

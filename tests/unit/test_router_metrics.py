@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 from prometheus_client.parser import text_string_to_metric_families
 
-from draft_service.counters import Counters as DraftCounters
+from draft_service.counters import DraftCounters
 from router.acceptance_watch import AcceptanceWatch, WatchLimits
 from router.certificates import UNREADABLE
-from router.choice_reader import Chunk
+from router.choice_reader import TextChunk
 from router.errors import code_of
 from router.generation import GenerationError
 from router.metrics import RouterMetrics
@@ -27,7 +27,7 @@ from router.tally import Buckets, Tally
 from router.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS, TOTALS_OF_SOURCES
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Load
-from target_service.counters import Counters as TargetCounters
+from target_service.counters import TargetCounters
 
 TARGET, DRAFT = PeerId("target@10.0.0.1:7001"), PeerId("draft@10.0.0.2:7002")
 
@@ -80,7 +80,7 @@ def test_a_bound_belongs_to_its_own_bucket() -> None:
     assert buckets.counts == [2, 2, 1]
 
 
-async def chunks(*given: Chunk, error: Exception | None = None) -> AsyncGenerator[Chunk]:
+async def chunks(*given: TextChunk, error: Exception | None = None) -> AsyncGenerator[TextChunk]:
     for chunk in given:
         yield chunk
     if error is not None:
@@ -90,7 +90,7 @@ async def chunks(*given: Chunk, error: Exception | None = None) -> AsyncGenerato
 async def test_choices_are_counted_by_how_they_end() -> None:
     times = iter([1.5, 2.5, 3.0, 4.0])
     tally = Tally(clock=lambda: next(times))
-    first, last = Chunk(0, (), tokens=1), Chunk(0, (), finish=FinishReason.LENGTH)
+    first, last = TextChunk(0, (), tokens=1), TextChunk(0, (), finish=FinishReason.LENGTH)
     assert [c async for c in tally.observed(chunks(first, last), "m", 1, 1.0)] == [first, last]
     counts = tally.model("m")
     assert (counts.first_token.total, counts.latency.total) == (0.5, 1.5)

@@ -16,7 +16,7 @@ from cluster.run_top import Look, watch
 from cluster.top_screen import number, screen, span
 from router.cluster_shape import Cluster
 from router.cluster_view import ClusterView
-from router.event_log import Kind, LoggedEvent
+from router.event_log import EventKind, LoggedEvent
 from router.generation import ServedModel
 from router.metrics import RouterMetrics
 from router.snapshot import Snapshot, WorkerState, WorkerView
@@ -43,7 +43,9 @@ def view(targets: int = 2, events: int = 3) -> Cluster:
         for i in range(targets)
     ]
     workers.append(WorkerView(PeerId("draft@10.200.100.99:7002"), Role.DRAFT, WorkerState.DOWN, described=welcome))
-    lines = [LoggedEvent(i, 1000.0, Kind.WORKER_LOST, f"worker {i} \x1b[2J gone", PeerId("x")) for i in range(events)]
+    lines = [
+        LoggedEvent(i, 1000.0, EventKind.WORKER_LOST, f"worker {i} \x1b[2J gone", PeerId("x")) for i in range(events)
+    ]
     models = (ServedModel("bundled/target", 290, 256, 1),)
     snapshot = Snapshot(tuple(workers), models, tuple(lines), running=24, reopened=7)
     return ClusterView(RouterMetrics(Tally(lambda: 50.0), lambda: snapshot), lambda: 1050.0)()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 import models
 from alignment.batches import Batches
 from alignment.losses import next_token_loss
-from alignment.training import Plan, Trainer
+from alignment.training import Trainer, TrainingPlan
 from models.card import write_card
 from models.corpus import (
     CHAT_TEMPLATE,
@@ -31,7 +31,7 @@ from models.corpus import (
     train_tokenizer,
     write_prompts,
 )
-from models.pair import Shape, build, load, load_tokenizer, publish
+from models.pair import ModelShape, build, load, load_tokenizer, publish
 from router.chat_template import ChatTemplate
 from router.tool_calls import HermesParser, ToolCall, ToolForm
 
@@ -186,8 +186,8 @@ def test_an_epoch_visits_no_window_twice() -> None:
     assert len(set(starts.tolist())) == 3 * per_epoch
 
 
-TINY = Shape(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
-PLAN = Plan(
+TINY = ModelShape(hidden_size=16, layers=1, heads=2, kv_heads=2, intermediate_size=24)
+PLAN = TrainingPlan(
     steps=8,
     minutes=60.0,
     batch_tokens=32,

@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 
 from draft_service.overlap import Overlap, check
 from draft_service.reading import OtherVocabulary
-from draft_service.tokenizer import Tokenizer
+from draft_service.tokenizer import DraftTokenizer
 from draft_service.translation import read_vocabularies
 from draft_service.vocabulary import SharedVocabulary
 from engine.loader import load
@@ -24,14 +24,14 @@ from tests.bundled import MODELS
 from tests.other_tokenizers import OWN, byte_level, sentencepiece, shared, target
 
 
-def words(*pieces: str, name: str = "words") -> Tokenizer:
+def words(*pieces: str, name: str = "words") -> DraftTokenizer:
     """A byte-level tokenizer of these tokens alone."""
     backend = tokenizers.Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, []))
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(name, backend)
+    return DraftTokenizer(name, backend)
 
 
-def joined(one: Tokenizer, other: Tokenizer) -> SharedVocabulary:
+def joined(one: DraftTokenizer, other: DraftTokenizer) -> SharedVocabulary:
     return SharedVocabulary(one, other, target_size=one.size, own_size=other.size)
 
 
@@ -100,7 +100,7 @@ def test_tokens_that_cannot_be_read_as_bytes_are_refused():
     backend = tokenizers.Tokenizer(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match=r"^bert: its tokens cannot be read as bytes \(decoder: WordPiece\)"):
-        Tokenizer("bert", backend)
+        DraftTokenizer("bert", backend)
 
 
 def test_logits_are_read_where_the_target_has_the_shared_tokens():
