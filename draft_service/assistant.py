@@ -27,7 +27,7 @@ from speculation.guesses import Forward
 from speculation.messages import Source, Token
 
 PREFILL = 512
-"""Most tokens fed for one session in one step."""
+"""Most tokens computed for one session in one step."""
 FIRST_ODDS = 0.8
 """What a guess is believed to be worth before any was made."""
 WEIGHT = 0.1
@@ -50,7 +50,9 @@ class _Read:
     """Forwards since its last guess."""
 
     def unread(self, tokens: Sequence[Token], path: Sequence[Token]) -> Sequence[Token]:
-        """What must be fed before the token after ``tokens`` and ``path`` can be guessed; ends with the last of them.
+        """What must be computed before the token after ``tokens`` and ``path`` can be guessed.
+
+        Ends with the last of them.
 
         Committed tokens are ``tokens``; what was read beside them and the path is forgotten.
         """

@@ -48,7 +48,7 @@ class DraftBatchEntry:
     def rows(self) -> int:
         """How many rows are judged: those of the places drawn at.
 
-        Of a text that is fed without being drawn from it is the last one, which sees all others.
+        Of a text that is computed without being drawn from it is the last one, which sees all others.
         """
         return self.drawn or 1
 

@@ -15,7 +15,7 @@ class DraftCounters:
     reused: int = 0
     """Tokens taken over from the cache instead of being computed."""
     guessed: int = 0
-    """Guesses computed at the second level ..."""
+    """Guesses computed by staged drafting ..."""
     followed: int = 0
     """... and those that the draft model drew itself, so that they count as drafts that were expanded."""
     proposed: int = 0

@@ -72,9 +72,9 @@ class LookaheadLimits:
     batch: int = 64
     """Places expanded in one step."""
     prefill: int = 512
-    """Most committed tokens fed for one session in one step."""
+    """Most committed tokens computed for one session in one step."""
     prefill_from: int = 32
-    """Committed tokens missing in the cache of a session that drafts nothing, before they are fed all the same."""
+    """Committed tokens missing in the cache of a session that drafts nothing, before they are computed all the same."""
     draft: DraftLimits = DraftLimits()
 
 
@@ -223,7 +223,7 @@ class Lookahead:
         sequence.text.follow(len(kept))
         renumbered = sequence.cached.advance([pending[node] for node in kept])
         if len(kept) < sequence.session.trie.position - old_root.end or not len(sequence.session.trie):
-            # The target went another way, or further than was fed: nothing fed beyond the path can be used.
+            # The target went another way, or further than was computed: nothing computed beyond the path can be used.
             sequence.cached.rollback()
             sequence.pending = {}
             sequence.cached.truncate(min(sequence.cached.length, sequence.text.settle()))
@@ -319,7 +319,7 @@ class Lookahead:
             self._outcomes = []
 
     def _plan(self) -> list[DraftBatchEntry]:
-        """Missing committed tokens are fed first; of the draft places, as many as pay are expanded."""
+        """Missing committed tokens are computed first; of the draft places, as many as pay are expanded."""
         entries: list[DraftBatchEntry] = []
         frontiers: list[tuple[DraftSequence, Sequence[Node]]] = []
         context = self._engine.model.context
@@ -478,7 +478,7 @@ class Lookahead:
 def _computed_path(
     root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]
 ) -> list[Node]:
-    """The fed nodes below the old ``root`` that the newly committed tokens follow."""
+    """The computed nodes below the old ``root`` that the newly committed tokens follow."""
     path: list[Node] = []
     node: Node | None = root
     for token in tokens[root.end : verification.end]:

@@ -29,7 +29,7 @@ class DraftSequence:
     shaping: Shaping | None = None
     """What it does to its logits, if anything."""
     pending: dict[Node, int] = field(default_factory=dict)
-    """Nodes that were fed, by their index among the cache's pending nodes."""
+    """Nodes that were computed, by their index among the cache's pending nodes."""
     verified_at: float | None = None
     """When it was verified last; None: it was not yet."""
     drafting_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""The second level of a draft worker: what its own forwards are made to verify besides drafting.
+"""Staged drafting in a draft worker: what its own forwards are made to verify besides drafting.
 
 Decides for which sessions guesses are made and how many of them join the next forward, and goes on, after it, along
 those that the draft model drew itself. What becomes a draft is what would have become one without guesses, a forward

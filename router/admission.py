@@ -195,10 +195,10 @@ async def admitted(
 async def in_time(work: Awaitable[T], seconds: float | None, end: float | None) -> T:
     """What the work gives, if it does by then; raises :class:`GenerationError`. See :meth:`QuotaLease.end`."""
     try:
-        async with asyncio.timeout_at(end) as patience:
+        async with asyncio.timeout_at(end) as deadline:
             return await work
     except TimeoutError:
-        if not patience.expired():
+        if not deadline.expired():
             raise
         raise _over(seconds) from None
 

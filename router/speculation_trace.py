@@ -1,6 +1,6 @@
 """What a router sees of one session's speculation, for a request that wants to know.
 
-Proposals pass through the router on their way from drafter to target. A witness keeps those since the last commit, with
+Proposals pass through the router on their way from drafter to target. A trace keeps those since the last commit, with
 the router's own times, and gives them out with the next one. Few requests ask for it; all others have none.
 Drafts are numbered, so that who is told of them knows which branch a later proposal continues.
 """

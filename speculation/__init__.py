@@ -8,7 +8,7 @@ Read in this order:
 - The law. :mod:`messages` (the words), :mod:`noise` (the shared coin), :mod:`trie` (where drafts live),
   :mod:`acceptance` (which of them are kept).
 - One session at a worker. :mod:`target_session` verifies and commits, :mod:`draft_session` runs ahead of it;
-  :mod:`guesses` is the second level, a draft for the draft model. :mod:`sources` draft without one.
+  :mod:`guesses` is staged drafting, a draft for the draft model. :mod:`sources` draft without one.
 - How much. :mod:`calibration` (what a source's confidence is worth), :mod:`draft_latency` and :mod:`throughput`
   (whether drafts come in time), :mod:`budget` and :mod:`planner` (what a step of the target verifies),
   :mod:`lookahead_policy` (how far to draft).

@@ -1,4 +1,4 @@
-"""The second level: guesses at what a draft model draws, so that one forward of it can grow several levels of drafts.
+"""Staged drafting: guesses at what a draft model draws, so that one forward of it can grow several levels of drafts.
 
 A draft model is to guesses what a target is to drafts (Spector and Re 2023, "Staged Speculative Decoding",
 arXiv:2308.04623; Chen et al. 2023, "Cascade Speculative Drafting", arXiv:2312.11462), so everything here is the first

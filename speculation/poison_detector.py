@@ -12,8 +12,8 @@ and failed, and nobody else. That fails only in a router that has just started, 
 * Two deaths in a row may still be chance, where workers die anyway. A death is *blameless* once all sessions that were
   open there have gone well past the place where they were, or have finished. As many blameless deaths as there were
   lately, so many more tries it takes to prove anything, and some for deaths that others are suspected of. And a session
-  that was alone with the last of enough deaths is kept out for a while first. It is condemned if by then that has not
-  become more tries, and everyone else who was there is past it.
+  that was alone with the last of enough deaths is kept out for a while first. It counts as poison if by then that has
+  not become more tries, and everyone else who was there is past it.
 
     suspects    open there and unproven: one of them is tried next, alone
     implicated  all who were open there: while any is, the death is not blameless
@@ -21,7 +21,7 @@ and failed, and nobody else. That fails only in a router that has just started, 
     a, b and c run on t1, a unproven; t1 dies          implicated a, b, c; suspect a
     b and c go 16 tokens past where they were          implicated a
     a is tried alone on t2; t2 dies                    two deaths in a row, a the only suspect
-    ten seconds pass, and no worker died of nothing    a is condemned
+    ten seconds pass, and no worker died of nothing    a is poison
 
 A worker that said it would go is not a death. The same bookkeeping bounds how many sessions are opened again on one
 target at once, so that a crowd that lost its target does not bury the next.
@@ -61,11 +61,11 @@ class PoisonLimits:
     """Bounds, in counts and seconds."""
 
     tries: int = 2
-    """Deaths in a row under a session before it can be condemned."""
+    """Deaths in a row under a session before it can count as poison."""
     max_tries: int = 30
     """The same, however often workers die without anybody's fault."""
     watch: float = 10.0
-    """How long targets must live without a suspect that is kept out before it is condemned."""
+    """How long targets must live without a suspect that is kept out before it counts as poison."""
     memory: float = 300.0
     """For how long a death that nobody was guilty of speaks for the suspects."""
     per_target: int = 64
@@ -93,7 +93,7 @@ class _Death:
     implicated: set[SessionId]
     """Who may be guilty of it."""
     explained: bool = False
-    """Whether one of them was condemned."""
+    """Whether one of them was found to be poison."""
 
 
 @dataclass(slots=True)

@@ -316,7 +316,7 @@ class TargetSession:
             self.lookahead_policy.observe(matched, diverged, accepted, self._drafting.break_even)
 
     def _clock(self, at: float, count: int, offered: int) -> None:
-        """Measure the pace of steps with drafts, and note whether this one left some."""
+        """Measure the throughput of steps with drafts, and note whether this one left some."""
         previous, self.committed_at = self.committed_at, at
         if offered and previous is not None and self.miss is None:
             self.throughput.observe(count, at - previous)

@@ -77,7 +77,7 @@ class BatchEntry:
         return plain and not self.by_rejection and not self.prompt_logprob_rows
 
     def chunk(self, *, draws: bool = False) -> Chunk:
-        """What the engine computes: a chain of fed tokens, the offered tree hanging from its end.
+        """What the engine computes: a chain of scheduled tokens, the offered tree hanging from its end.
 
         The rows that tell of the prompt come first. ``draws``: let the step draw; the entry has to be plain. A row that
         is computed only to be judged is drawn as if greedy.
@@ -108,7 +108,7 @@ class BatchEntry:
         return True
 
     def draws(self) -> list[Draw]:
-        """How each wanted row is drawn: after the last fed token, then after each draft."""
+        """How each wanted row is drawn: after the last scheduled token, then after each draft."""
         if self.tree is None:
             return []
         session = self.sequence.session

@@ -94,7 +94,7 @@ class Demand:
 class Share:
     """What one session gets in a step.
 
-    ``num_scheduled_tokens`` of its uncached tokens and, if that is all of them, room for drafts.
+    ``num_scheduled_tokens`` of its uncomputed tokens and, if that is all of them, room for drafts.
     """
 
     num_scheduled_tokens: int = 0

@@ -43,7 +43,7 @@ class TargetSequence:
     hidden_D: Tensor | None = None
     """What they read next: the target's hidden state where its last token was drawn, until they have read it."""
     computed: int = 0
-    """Committed tokens that were fed for it since it was opened."""
+    """Committed tokens that were computed for it since it was opened."""
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     waits_since: float | None = None
     """When it began to wait for drafts, in seconds, if it does."""

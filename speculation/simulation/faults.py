@@ -31,7 +31,7 @@ STORMY_TRIES = 6
 """Where a storm begins with the first request, its first two deaths are as often chance as not."""
 CALMER_AFTER = 8.0
 """Virtual seconds in which faults become half as frequent. Who is suspected when a storm ends at once, and it is quiet
-from then on, is condemned, and rightly so by all that a router can know."""
+from then on, counts as poison, and rightly so by all that a router can know."""
 
 
 @dataclass(frozen=True, slots=True)

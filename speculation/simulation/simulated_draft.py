@@ -180,7 +180,7 @@ class SimulatedDrafter:
         return found
 
     def _guess(self, places: Mapping[SimulatedDraft, Sequence[Node]], tokens: int) -> dict[SimulatedDraft, int]:
-        """How many guesses of each session join a forward of ``tokens``, by the rule of the second level."""
+        """How many guesses of each session join a forward of ``tokens``, by the rule of staged drafting."""
         guessed = sorted(places, key=lambda sequence: -places[sequence][0].weight)[:MAX_SESSIONS]
         gain = sum(node.weight for nodes in places.values() for node in nodes)
         chances = [sequence.guess(places[sequence][0]) for sequence in guessed]

@@ -60,7 +60,7 @@ class Setting:
     """Draft sources, under the trie: of those at the target, such as read the text, what was recorded of Medusa heads
     along it, or earlier outputs."""
     guesses: bool = False
-    """Whether drafters have guesses of lookup at their own text verified beside their drafts (the second level)."""
+    """Whether drafters have guesses of lookup at their own text verified beside their drafts (staged drafting)."""
 
     @property
     def drafts(self) -> bool:
