@@ -36,7 +36,7 @@ test-all: setup
 
 # Every model family that is known to work, or not to, as tiny random models; six of them are in `make test`.
 families: setup
-	$(BIN)/python -m pytest -m families tests/unit/test_families.py $(ARGS)
+	$(BIN)/python -m pytest -m families tests/unit/engine/test_families.py $(ARGS)
 
 # Types beside all the rest: they take as long.
 check: setup
@@ -58,7 +58,7 @@ structure: setup
 	$(BIN)/python -m tests.structure $(ARGS)
 
 sim: setup
-	$(BIN)/python -m speculation.simulation.faults --seeds 2000 $(ARGS)
+	$(BIN)/python -m simulation.faults --seeds 2000 $(ARGS)
 
 # The engine, and the ways to draft without a small sibling. Another benchmark: make bench ARGS="speculation --quick"
 bench: setup

@@ -31,11 +31,11 @@ from alignment.errors import DataError, Interrupted, SettingsError
 from alignment.training import BAR, CHECKPOINT_SECONDS, rate_share
 from alignment.workplace import Workplace
 from engine.hidden import HiddenTap
-from engine.loader import load
+from engine.loading.loader import load
+from engine.loading.revision import revision_of
+from engine.loading.self_test import STOCK
 from engine.medusa import MedusaHeads, save
 from engine.model import Model
-from engine.revision import revision_of
-from engine.self_test import STOCK
 
 FARTHER = 0.8
 """What the loss of a head counts, relative to the one before (as in the authors' training)."""

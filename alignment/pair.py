@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from alignment.errors import SettingsError
-from engine.loader import load
+from engine.loading.loader import load
+from engine.loading.self_test import STOCK
 from engine.model import Model
-from engine.self_test import STOCK
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from benchmarks.http import settings as http
 from benchmarks.relay import settings as relay
 from benchmarks.serve import flags as serve
 from benchmarks.speculation import settings as speculation
-from cluster.flags import Parser
+from cluster.config.flags import Parser
 
 ABOUT = "measure decoding speed on this machine, against other ways to decode, and what faults do to streams"
 DETAILS = """\

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from benchmarks.harness.command import Bench, dated
 from benchmarks.harness.options import Options, flag, known
 from cluster.checkout import CHECKOUT
+from cluster.config.flags import FAILED
 from cluster.console import CommandError, say
-from cluster.flags import FAILED
 
 Figures = Sequence[dict[str, Any]]
 """What a part said, a line each."""

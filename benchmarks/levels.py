@@ -39,7 +39,8 @@ from cluster.console import say
 from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead
 from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
-from engine.build import EngineSettings, build, welcome
+from engine.build import build, welcome
+from engine.settings import EngineSettings
 from engine.step import Engine
 from models.corpus import read_prompts
 from models.pair import load

@@ -18,7 +18,7 @@ from benchmarks.harness.pair import Shape, stretched_heads, stretched_pair
 from benchmarks.turns import WARM_UP, Tally, accepted, held_out, rows, serving, take_turns, tell
 from cluster.console import say
 from router.generation import Generation
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from speculation.messages import Sampling, Source, Speculation
 
 CONTENDERS = {

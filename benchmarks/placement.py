@@ -27,7 +27,7 @@ from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import ROOT, slow_draft
 from benchmarks.harness.workers import WorkerPlan, connected, running
 from cluster.console import say
-from cluster.stretched import HIDDEN, LAYERS
+from cluster.local.stretched import HIDDEN, LAYERS
 from models.corpus import read_prompts
 from speculation.events import Role
 

@@ -20,7 +20,7 @@ from benchmarks.repetition_texts import KINDS, Request
 from benchmarks.turns import WARM_UP, Tally, rows, serving, take_turns, tell
 from cluster.console import say
 from router.generation import Generation
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from speculation.messages import RequestOptions, Sampling, Source, Speculation
 
 CONTENDERS = {

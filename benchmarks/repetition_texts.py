@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from router.request_schema import Body
-from router.structured import text_grammar
+from router.schema.request_schema import Body
+from router.schema.structured import text_grammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from benchmarks.turns import WARM_UP, Tally, accepted, decode, held_out, rows, s
 from cluster.console import say
 from router.dispatch import Dispatcher
 from router.generation import Generation
-from router.structured import json_schema_grammar
-from router.tokenizer import Tokenizer
+from router.schema.structured import json_schema_grammar
+from router.text.tokenizer import Tokenizer
 from speculation.messages import RequestOptions, Sampling, Source, Speculation, Token
 
 RECORD = {

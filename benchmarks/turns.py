@@ -25,7 +25,7 @@ from cluster.console import say
 from models.corpus import read_prompts
 from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from speculation.events import Role
 from speculation.messages import Source, SourceName, Token
 

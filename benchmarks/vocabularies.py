@@ -23,11 +23,12 @@ from benchmarks.harness.pair import ROOT, Shape, stretched_pair
 from benchmarks.harness.workers import WorkerPlan, connected, running
 from benchmarks.turns import WARM_UP, held_out, tell
 from cluster.console import say
-from draft_service.overlap import overlap
-from draft_service.translation import read_vocabularies
-from draft_service.vocabulary import SharedVocabulary
-from engine.build import EngineSettings, build
-from router.tokenizer import Tokenizer
+from draft_service.translation.overlap import overlap
+from draft_service.translation.translation import read_vocabularies
+from draft_service.translation.vocabulary import SharedVocabulary
+from engine.build import build
+from engine.settings import EngineSettings
+from router.text.tokenizer import Tokenizer
 from speculation.events import Role
 
 SAME, OTHER = ROOT / "models" / "draft", ROOT / "models" / "draft_other"

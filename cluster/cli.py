@@ -12,40 +12,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from cluster import (
-    openmp,
-    plugins,
-    run_align,
-    run_certs,
-    run_complete,
-    run_config,
-    run_doctor,
-    run_down,
-    run_router,
-    run_simulate,
-    run_top,
-    run_up,
-    run_worker,
-)
-from cluster.checks import CheckError
+from cluster import plugins
+from cluster.commands import align, certs, complete, config, doctor, down, router, simulate, top, up, worker
+from cluster.config.checks import CheckError
+from cluster.config.flags import BAD_INPUT, Parser
+from cluster.config.security import SecurityError
+from cluster.config.settings import ConfigError
 from cluster.console import CommandError, complain
-from cluster.flags import BAD_INPUT, Parser
-from cluster.security import SecurityError
-from cluster.settings import ConfigError
+from cluster.processes import openmp
 from transport.address import AddressError
 
 COMMANDS: dict[str, ModuleType] = {
-    "up": run_up,
-    "down": run_down,
-    "complete": run_complete,
-    "top": run_top,
-    "worker": run_worker,
-    "router": run_router,
-    "config": run_config,
-    "certs": run_certs,
-    "doctor": run_doctor,
-    "align": run_align,
-    "simulate": run_simulate,
+    "up": up,
+    "down": down,
+    "complete": complete,
+    "top": top,
+    "worker": worker,
+    "router": router,
+    "config": config,
+    "certs": certs,
+    "doctor": doctor,
+    "align": align,
+    "simulate": simulate,
 }
 
 DESCRIPTION = """\

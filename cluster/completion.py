@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from cluster.config.flags import BAD_INPUT, FAILED
 from cluster.console import CommandError
-from cluster.flags import BAD_INPUT, FAILED
 from transport.address import is_loopback
 
 SILENCE_SECONDS = 60.0

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config import Config, max_replicas_of, min_replicas_of
-from cluster.pools import Pool
+from cluster.config.config import Config, max_replicas_of, min_replicas_of
+from cluster.config.pools import Pool
 
 APPLICATION = "paceline"
 ROUTER = "Router"

@@ -16,21 +16,21 @@ import ray
 from ray import serve
 
 from cluster.autoscaling.serve_policy import figures
-from cluster.config import Config, from_mapping, max_replicas_of
+from cluster.config.config import Config, from_mapping, max_replicas_of
+from cluster.config.pools import Pool
+from cluster.config.security import check_http_exposure, check_worker_exposure, identity
+from cluster.config.serving import draft_settings, router_settings, shared_drafter, target_settings
+from cluster.config.vocabularies import worker_config
 from cluster.discovery import ENDPOINT, Handles, serve_directory
-from cluster.imports import worker_imports
-from cluster.parts import known, options
 from cluster.placement import ROUTER, need
-from cluster.pools import Pool
-from cluster.ray_metrics import RayExporter
-from cluster.ray_ranks import RayRanks
-from cluster.security import check_http_exposure, check_worker_exposure, identity
-from cluster.serving import draft_settings, router_settings, shared_drafter, target_settings
-from cluster.vocabularies import worker_config
-from router.api import build_app
-from router.prompt_recorder import PromptRecorder
+from cluster.processes.imports import worker_imports
+from cluster.ray.metrics import RayExporter
+from cluster.ray.parts import known, options
+from cluster.ray.ranks import RayRanks
+from router.http.api import build_app
+from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher
-from router.tokenizers import Tokenizers
+from router.text.tokenizers import Tokenizers
 from speculation.events import Role
 from transport.address import join
 from transport.tracing import Tracing
@@ -168,7 +168,7 @@ class Router:
 def application(args: dict[str, Any]) -> serve.Application:
     """The application that a configuration describes, given as a mapping: ``args`` where Serve deploys from a file.
 
-    Raises :class:`cluster.settings.ConfigError`.
+    Raises :class:`cluster.config.settings.ConfigError`.
     """
     return build(from_mapping(args, "args"))
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from speculation.draft_session import Outcome
+from simulation.costs import Costs
+from simulation.simulate import WITHIN, Bounds, Report, Setting, enough, simulate
+from speculation.drafting.draft_session import Outcome
 from speculation.messages import Schedule
-from speculation.simulation.costs import Costs
-from speculation.simulation.simulate import WITHIN, Bounds, Report, Setting, enough, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ class Simulator:
     def __init__(
         self, costs: Costs, outcomes: Sequence[Outcome], bounds: Bounds, tokens: int, request_tokens: int, seed: int
     ) -> None:
-        """See :func:`speculation.simulation.simulate.simulate`.
+        """See :func:`simulation.simulate.simulate`.
 
         All settings have requests of ``request_tokens`` tokens and start from ``seed``.
         """

@@ -1,6 +1,6 @@
 """What ``paceline top`` shows of a router's view of its cluster: as wide and as high as there is room.
 
-Draws only; where the view comes from is :mod:`cluster.run_top`'s business.
+Draws only; where the view comes from is :mod:`cluster.commands.top`'s business.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from router.cluster_shape import Cluster, EventPart, WorkerPart
+from router.telemetry.cluster_shape import Cluster, EventPart, WorkerPart
 
 STATES = {"up": "green", "draining": "yellow", "connecting": "yellow", "lost": "red"}
 BAD = ("worker_lost", "session_condemned", "drafter_quarantined")

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from cluster.checkout import BUNDLED
-from cluster.config import Config, from_mapping
+from cluster.config.config import Config, from_mapping
+from cluster.config.security import SecurityError, check_worker_exposure
+from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs
-from cluster.security import SecurityError, check_worker_exposure
-from cluster.settings import ConfigError
 from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container
 from deploy.pod_rules import GPU
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds

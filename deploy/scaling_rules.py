@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from cluster.autoscaling.serve_policy import IMPORT_PATH, declared
-from cluster.config import AutoscalingConfig, Config, from_mapping, max_replicas_of
+from cluster.config.config import AutoscalingConfig, Config, from_mapping, max_replicas_of
+from cluster.config.settings import ConfigError, described
 from cluster.placement import ROUTER
-from cluster.settings import ConfigError, described
 from deploy.manifests import Object
 
 POLICY = "autoscaling_policy"

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import Ask
-from engine.kv_cache import CachedSequence, CacheFull
-from engine.sampling import Draw, candidates
-from engine.shaping import Shape, shaped
-from engine.step import Chunk, Engine
-from speculation.budget import StepCost
-from speculation.draft_session import Candidate
-from speculation.guesses import Forward
+from engine.cache.kv_cache import CachedSequence, CacheFull
+from engine.interface import Chunk
+from engine.sampling.sampling import Draw, candidates
+from engine.shaping.shaping import Shape, shaped
+from engine.step import Engine
+from speculation.drafting.draft_session import Candidate
+from speculation.drafting.guesses import Forward
 from speculation.messages import Source, Token
+from speculation.verifying.budget import StepCost
 
 PREFILL = 512
 """Most tokens computed for one session in one step."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from draft_service.sequence import DraftSequence
 from engine.cuda.levels import Expanded
-from engine.sampling import Draw
-from engine.shaping import Shape
-from engine.step import Chunk
+from engine.interface import Chunk
+from engine.sampling.sampling import Draw
+from engine.shaping.shaping import Shape
 from speculation.messages import ANCHOR
 from speculation.trie import Node, VerificationTree
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from draft_service.batch_entry import DraftBatchEntry
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
-from speculation.draft_session import DraftLimits
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import SessionId
 from speculation.trie import Node
 from transport.worker import Outgoing

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from draft_service.batch_entry import DraftBatchEntry
 from draft_service.sequence import DraftSequence
+from engine.cache.kv_cache import ROOT, CacheFull
 from engine.cuda.levels import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, Levels, TreePlace
-from engine.kv_cache import ROOT, CacheFull
-from speculation.calibration import Calibration
-from speculation.draft_session import Candidate
+from speculation.drafting.draft_session import Candidate
 from speculation.messages import Rule, Source
 from speculation.trie import Node
+from speculation.verifying.calibration import Calibration
 
 SHARE = 0.5
 """Of the time between two verifications that a launch takes at most."""

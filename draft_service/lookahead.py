@@ -3,7 +3,8 @@
 It never waits to be asked. A place is worth the chance that the text gets there, so a session without drafts comes
 first, and among the branches of one session the likely outcomes of the verification now in flight. How many places go
 into a step is the target's own rule: as many as make the most of a second, but eight at least if there are so many
-(:mod:`speculation.budget`). A verification re-roots the trie and the cache together, and what survives is kept.
+(:mod:`speculation.verifying.budget`). A verification re-roots the trie and the cache together, and what survives is
+kept.
 """
 
 from __future__ import annotations
@@ -19,23 +20,21 @@ from torch import Tensor
 from draft_service.batch_entry import DraftBatchEntry
 from draft_service.counters import DraftCounters
 from draft_service.levels import DraftLevels, first_level, grow, withdraw
-from draft_service.reading import Reader, SameVocabulary
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import StagedDrafting
-from engine.compiling import Compiling
-from engine.grammar import GrammarConstraint, Grammars
+from draft_service.translation.reading import Reader, SameVocabulary
+from engine.cache.kv_cache import CacheFull
+from engine.host.upload import upload
 from engine.interface import FATAL
-from engine.kv_cache import CacheFull
 from engine.recorder import Recorder
-from engine.rejection import draw_sparse
-from engine.sampling import candidates
-from engine.shaping import Shaping, shaped
+from engine.sampling.rejection import draw_sparse
+from engine.sampling.sampling import candidates
+from engine.shaping.compiling import Compiling
+from engine.shaping.grammar import GrammarConstraint, Grammars
+from engine.shaping.shaping import Shaping, shaped
 from engine.step import Engine
-from engine.upload import upload
-from speculation.budget import StepCost
-from speculation.calibration import Calibration
 from speculation.demand import DraftDemand
-from speculation.draft_session import Candidate, DraftLimits, DraftSession, LookaheadDemand, Sync, best_places
+from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, LookaheadDemand, Sync, best_places
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -53,6 +52,8 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.trie import Node, VerificationTree
+from speculation.verifying.budget import StepCost
+from speculation.verifying.calibration import Calibration
 from transport.session_log import SessionLog
 from transport.tracing import SequenceTimings, Tracing
 from transport.worker import Outgoing

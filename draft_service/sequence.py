@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from draft_service.reading import Text
-from engine.kv_cache import CachedSequence
-from engine.shaping import Shaping
-from speculation.draft_session import DraftSession
+from draft_service.translation.reading import Text
+from engine.cache.kv_cache import CachedSequence
+from engine.shaping.shaping import Shaping
+from speculation.drafting.draft_session import DraftSession
 from speculation.trie import Node
 from transport.session_log import SessionLog
 from transport.tracing import SequenceTimings

@@ -12,15 +12,16 @@ from draft_service.assistant import Assistant
 from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.reading import Reader
 from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
-from draft_service.translation import read_vocabularies, translator
-from engine.build import EngineSettings, build, welcome
+from draft_service.translation.reading import Reader
+from draft_service.translation.translation import read_vocabularies, translator
+from engine.build import build, welcome
+from engine.leader import Ranks
 from engine.model import Model, ModelError
-from engine.parallel.leader import Ranks
 from engine.recorder import Recorder
+from engine.settings import EngineSettings
 from engine.step import Engine
-from speculation.draft_session import DraftLimits
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Welcome
 from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing

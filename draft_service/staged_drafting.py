@@ -16,13 +16,13 @@ from typing import Protocol
 
 from draft_service.batch_entry import DraftBatchEntry
 from draft_service.sequence import DraftSequence
-from speculation.budget import StepCost
-from speculation.calibration import Calibration
-from speculation.draft_session import Candidate
-from speculation.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
+from speculation.drafting.draft_session import Candidate
+from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.messages import Rule, Source, Token
 from speculation.sources.lookup import PromptLookup
 from speculation.trie import Node
+from speculation.verifying.budget import StepCost
+from speculation.verifying.calibration import Calibration
 
 INDEXED = 512
 """Committed tokens that lookup takes in at once; a long prompt is read over several steps."""

@@ -9,19 +9,19 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.cache_size import fitting_tokens
+from engine.cache.kv_cache import KVCache
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.interface import StepEngine
-from engine.kv_cache import KVCache
-from engine.loader import choose_device, load
+from engine.leader import Leader, Ranks
+from engine.loading.cache_size import fitting_tokens
+from engine.loading.loader import choose_device, load
+from engine.loading.revision import revision_of
+from engine.loading.split_check import check_devices, check_split
 from engine.medusa import MedusaHeads, load_heads
 from engine.model import Model, ModelError
 from engine.parallel.group import Group
-from engine.parallel.leader import Leader, Ranks
-from engine.parallel.plan import check_devices, check_split
 from engine.parallel.shards import splits_heads
-from engine.revision import revision_of
-from engine.settings import EngineSettings as EngineSettings
+from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
 from speculation.messages import Welcome

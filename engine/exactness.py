@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.cache.kv_cache import KVCache
 from engine.interface import Chunk
-from engine.kv_cache import KVCache
 from engine.model import Model
 from speculation.messages import EXACT
 

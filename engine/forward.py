@@ -19,18 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import Step, forward_context
+from engine.attention.attention import Step, forward_context
+from engine.cache.kv_store import KVStore, Move
+from engine.cache.sequence_state import SequenceState
 from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
 from engine.cuda.levels import Levels
-from engine.fused import fused_logits
 from engine.hidden import HiddenTap
-from engine.kv_store import KVStore, Move
-from engine.linear import products
+from engine.host.upload import upload
+from engine.layers.fused import fused_logits
+from engine.layers.linear import products
 from engine.model import Model
-from engine.sampling import Draw
-from engine.sequence_state import SequenceState
-from engine.upload import upload
+from engine.sampling.sampling import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StepInput:
     moves: Sequence[Move]
     """Slots to copy before anything is computed."""
     invariant: bool
-    """Whether attention has to be batch-invariant; see :mod:`engine.invariance`."""
+    """Whether attention has to be batch-invariant; see :mod:`engine.attention.invariance`."""
     row_classes: Sequence[int] = ()
     """Numbers of rows that rank 0 pads steps to, if it does; the others then use no more than these."""
 

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_cache import CachedSequence, KVCache
+from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.parallel.group import RankError
-from engine.sampling import Draw
+from engine.sampling.sampling import Draw
 
 FATAL = (RankError, torch.AcceleratorError)
 """After these no step succeeds any more: a rank is lost, or the device fails whatever it is asked. The worker has to

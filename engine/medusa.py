@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from engine.linear import pack_linears
+from engine.layers.linear import pack_linears
 from engine.model import Model, ModelError
 
 CONFIG = "config.json"

@@ -1,6 +1,6 @@
 """What a loaded model is, as the rest of the engine sees it.
 
-Decides nothing: a plain value that :mod:`engine.loader` fills in.
+Decides nothing: a plain value that :mod:`engine.loading.loader` fills in.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.cuda.attention import RowAttention
-from engine.kv_store import BLOCK
+from engine.attention.row_attention import RowAttention
+from engine.cache.kv_store import BLOCK
 
 
 class ModelError(Exception):
@@ -28,7 +28,7 @@ class CannotSpeculate(ModelError):
 
 @dataclass(frozen=True)
 class Model:
-    """A causal language model whose attention goes through :mod:`engine.attention`, if it can speculate."""
+    """A causal language model whose attention goes through :mod:`engine.attention.attention`, if it can speculate."""
 
     name: str
     module: nn.Module
@@ -65,6 +65,6 @@ class Model:
         return kind
 
     attention: RowAttention | None = None
-    """What computes its attention by rows; None: see :mod:`engine.attention`."""
+    """What computes its attention by rows; None: see :mod:`engine.attention.attention`."""
     weights: str = ""
     """How the weights are quantised and what that saves, for people; empty if they are not."""

@@ -17,13 +17,13 @@ class EngineSettings:
     dtype: str = "auto"
     device: str = "auto"
     quantization: str = NONE
-    """One of :data:`engine.quantisation.CHOICES`."""
+    """One of :data:`engine.loading.quantisation.CHOICES`."""
     threads: int = 1
     """CPU threads of a step."""
     plain_cuda: bool = False
     """Neither kernels of our own nor CUDA graphs."""
     cache_tokens: int = 0
-    """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.cache_size`)."""
+    """Room of the cache in tokens; 0: what the free memory allows (:mod:`engine.loading.cache_size`)."""
     gpu_share: float = 1.0
     """What part of a GPU each rank has, where it shares one with other workers."""
     tensor_parallel_size: int = 1

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.interface import Chunk
-from engine.kv_cache import CachedSequence, KVCache
 from engine.model import Model, ModelError
 
 STATE_NAMES = ("past_key_values", "cache_params", "state")
@@ -37,7 +37,7 @@ RIGHT_IN_PARTS = frozenset(
 """Model types whose caches stay right when a prompt is fed in parts; those of others get it in one go.
 
 A list, because in half precision no test at load could tell: the state that some lose between parts (mamba, jamba)
-weighs no more than rounding. It is held against float32 by tests/unit/test_families.py.
+weighs no more than rounding. It is held against float32 by tests/unit/engine/test_families.py.
 """
 
 

@@ -2,7 +2,7 @@
 
 Decides how chunks of different sequences are packed into one row, and keeps a step all-or-nothing. Which chunks are
 worth computing is the caller's decision; how they are computed is :mod:`engine.forward`'s; what the logits mean is
-:mod:`engine.sampling`'s.
+:mod:`engine.sampling.sampling`'s.
 
 Tensor legend: R rows asked for, V vocabulary, D hidden size.
 """
@@ -15,17 +15,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.cache.kv_cache import CacheFull, KVCache
+from engine.cache.kv_store import Move
 from engine.cuda.graphs import Record
 from engine.cuda.levels import Levels
 from engine.exactness import measure
 from engine.forward import ForwardPass, StepInput
-from engine.interface import Chunk as Chunk
-from engine.kv_cache import CacheFull, KVCache
-from engine.kv_store import Move
+from engine.interface import Chunk
+from engine.leader import Leader
 from engine.medusa import MedusaHeads
 from engine.model import Model, ModelError
-from engine.parallel.leader import Leader
-from engine.sampling import Draw
+from engine.sampling.sampling import Draw
 
 log = logging.getLogger(__name__)
 

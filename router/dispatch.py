@@ -1,4 +1,4 @@
-"""Runs the sessions of a router: the shell around :class:`speculation.session.Session`.
+"""Runs the sessions of a router: the shell around :class:`speculation.request.session.Session`.
 
 Takes the state machine's effects and performs them: chooses workers, sends, sets timers, hands committed tokens to
 whoever iterates. All on one event loop; the state machine decides, this module only carries out.
@@ -13,18 +13,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from router.event_log import SessionNotes
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import Durations
-from router.metrics import RouterMetrics
-from router.null_tracer import NullTracer
-from router.pool import PoolEvents, WorkerPool, outside_vocabulary
-from router.prefixes import blocks_of
-from router.run import Run
-from router.snapshot import Snapshot, WorkerView
-from router.speculation_trace import SpeculationTrace
-from router.tally import Tally
-from router.totals import Totals
+from router.sessions.event_log import SessionNotes
+from router.sessions.null_tracer import NullTracer
+from router.sessions.pool import PoolEvents, WorkerPool, outside_vocabulary
+from router.sessions.prefixes import blocks_of
+from router.sessions.run import Run
+from router.sessions.snapshot import Snapshot, WorkerView
+from router.sessions.speculation_trace import SpeculationTrace
+from router.sessions.tally import Tally
+from router.sessions.totals import Totals
+from router.telemetry.metrics import RouterMetrics
 from speculation.demand import RouterDemand
 from speculation.events import (
     Available,
@@ -65,8 +65,8 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.origin import from_draft_models
-from speculation.poison_detector import PoisonDetector, PoisonLimits
-from speculation.session import Phase, Session, SessionLimits, Workers
+from speculation.request.poison_detector import PoisonDetector, PoisonLimits
+from speculation.request.session import Phase, Session, SessionLimits, Workers
 from transport.codec import MalformedMessage
 from transport.session_log import SessionLog
 from transport.tls import Identity
@@ -93,9 +93,9 @@ class Dispatcher:
         identity: Identity | None = None,
         traced: Callable[[SessionId], NullTracer] = NullTracer,
     ) -> None:
-        """No workers are known yet: see ``pool.set_workers``. ``identity``: see :class:`router.pool.WorkerPool`.
+        """No workers are known yet: see ``.set_workers``. ``identity``: see :class:`.WorkerPool`.
 
-        ``traced`` makes what hears of each session; see :mod:`router.null_tracer`.
+        ``traced`` makes what hears of each session; see :mod:`router.sessions.null_tracer`.
         """
         self._limits, self._traced = limits, traced
         self._runs: dict[SessionId, Run] = {}

@@ -1,6 +1,6 @@
 """How much one caller may ask for: requests and tokens a minute, and requests at once.
 
-Pure accounts over a clock that is passed in. Who the callers are, and what they are told, :mod:`router.admission`
+Pure accounts over a clock that is passed in. Who the callers are, and what they are told, :mod:`router.http.admission`
 decides. Rates are buckets: full at first, refilled evenly, so a minute's worth may come at once, and never twice.
 
 Tokens are counted as they are used, so nobody knows beforehand how many a request will take: one that was let in is

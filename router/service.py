@@ -12,12 +12,12 @@ from functools import partial
 import uvicorn
 from starlette.applications import Starlette
 
-from router.api import ApiSettings, build_app
-from router.asgi import BoundedHttp
 from router.dispatch import Dispatcher, DispatchLimits
-from router.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
-from router.tokenizer import TokenizerError
-from router.tokenizers import Tokenizers
+from router.http.api import ApiSettings, build_app
+from router.http.asgi import BoundedHttp
+from router.http.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
+from router.text.tokenizer import TokenizerError
+from router.text.tokenizers import Tokenizers
 from speculation.events import Role
 from transport import address as addresses
 from transport.tls import Identity
@@ -64,7 +64,7 @@ def dispatcher(limits: DispatchLimits, identity: Identity | None, tracing: Traci
     """The session side of a router, with spans if there is ``tracing``."""
     if tracing is None:
         return Dispatcher(limits, identity)
-    from router.tracing import SessionSpans
+    from router.http.tracing import SessionSpans
 
     return Dispatcher(limits, identity, partial(SessionSpans, tracing))
 

@@ -7,12 +7,14 @@ Read in this order:
 
 - The law. :mod:`messages` (the words), :mod:`noise` (the shared coin), :mod:`trie` (where drafts live),
   :mod:`acceptance` (which of them are kept).
-- One session at a worker. :mod:`target_session` verifies and commits, :mod:`draft_session` runs ahead of it;
-  :mod:`guesses` is staged drafting, a draft for the draft model. :mod:`sources` draft without one.
-- How much. :mod:`calibration` (what a source's confidence is worth), :mod:`draft_latency` and :mod:`throughput`
-  (whether drafts come in time), :mod:`budget` and :mod:`planner` (what a step of the target verifies),
-  :mod:`lookahead_policy` (how far to draft).
-- The router's side. :mod:`events` and :mod:`session`, with :mod:`drafting` (its drafter) and :mod:`retry_state` (how
-  long to look for workers); :mod:`poison_detector` (whose request kills targets).
+- One session at a worker. :mod:`.verifying.target_session` verifies and commits, :mod:`.drafting.draft_session` runs
+  ahead of it; :mod:`.drafting.guesses` is staged drafting, a draft for the draft model. :mod:`sources` draft without
+  one.
+- How much. :mod:`.verifying.calibration` (what a source's confidence is worth), :mod:`.verifying.draft_latency` and
+  :mod:`.verifying.throughput_estimator` (whether drafts come in time), :mod:`.verifying.budget` and
+  :mod:`.verifying.planner` (what a step of the target verifies), :mod:`.verifying.lookahead_policy` (how far to draft).
+- The router's side. :mod:`events` and :mod:`.request.session`, with :mod:`.request.drafting` (its drafter) and
+  :mod:`.request.retry_state` (how long to look for workers); :mod:`.request.poison_detector` (whose request kills
+  targets).
 - All of it at work, under faults and against the clock: :mod:`simulation`.
 """

@@ -1,4 +1,4 @@
-"""What a session hears and what it does: the two vocabularies of :mod:`speculation.session`.
+"""What a session hears and what it does: the two vocabularies of :mod:`speculation.request.session`.
 
 Events go in, effects come out. Both are plain values, so a session can be driven by a router, a simulator or a test.
 """

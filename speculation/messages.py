@@ -1,7 +1,7 @@
 """The words that cross the wire, as plain values.
 
 Everything here is immutable and knows nothing about protobuf, sockets or clocks. ``transport.codec`` turns these into
-protobuf and back; ``speculation.session`` and the simulator exchange them directly.
+protobuf and back; ``speculation.request.session`` and the simulator exchange them directly.
 
 A session id is chosen by the router and is scoped to one (router, worker) stream. What the words mean here and
 everywhere:

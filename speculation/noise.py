@@ -4,7 +4,7 @@ Coupled sampling draws ``x = argmax_v (log p(v) + g(seed, position, v))`` (the G
 pure function of its counters, two workers that never talk draw with the same noise, whatever the batch, the number
 of draft tokens or the machine, and a token can be drawn again after a failure.
 
-This module is the reference. ``engine.noise`` holds the torch version, which must equal it bit for bit in the
+This module is the reference. ``engine.sampling.noise`` holds the torch version, which must equal it bit for bit in the
 integers; the floats may differ in the last place of a logarithm.
 
 The hash is two rounds of a 32-bit finaliser with full avalanche (constants found by hash-prospector, "lowbias32"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.cuda.draws import is_plain
-from engine.sampling import Draw
-from engine.shaping import Shape
-from engine.step import Chunk
+from engine.interface import Chunk
+from engine.sampling.draws import is_plain
+from engine.sampling.sampling import Draw
+from engine.shaping.shaping import Shape
 from speculation.acceptance import Chosen, Draft, Sampled
 from speculation.messages import ANCHOR, Rule, Sampling, Token
-from speculation.target_session import Commit
 from speculation.trie import VerificationTree
+from speculation.verifying.target_session import Commit
 from target_service.scheduler import Share
 from target_service.sequence import TargetSequence
 

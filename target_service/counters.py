@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from speculation.messages import Source, SourceName
 from speculation.sources.registry import registered
 from speculation.sources.suffix import SuffixStore
-from speculation.target_session import Commit
 from speculation.trie import InsertResult, VerificationTree
+from speculation.verifying.target_session import Commit
 
 
 def _by_source() -> dict[SourceName, int]:

@@ -15,8 +15,8 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from engine.logprobs import token_logprobs
-from engine.upload import upload
+from engine.host.upload import upload
+from engine.shaping.logprobs import token_logprobs
 from speculation.acceptance import AcceptanceResult
 from speculation.messages import Token, TokenLogprobs
 from target_service.batch_entry import BatchEntry

@@ -17,13 +17,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.interface import Chunk
 from engine.medusa import MedusaHeads
-from engine.sampling import Candidate, Draw, candidates
-from engine.shaping import Shape, shaped
-from engine.step import Chunk
+from engine.sampling.sampling import Candidate, Draw, candidates
+from engine.shaping.shaping import Shape, shaped
 from speculation.acceptance import AcceptanceResult
+from speculation.drafting.medusa import HeadGuesses, MedusaDrafts
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
-from speculation.sources.medusa import HeadGuesses, MedusaDrafts
 from speculation.trie import VerificationTree
 from target_service.batch_entry import BatchEntry
 from target_service.sequence import TargetSequence

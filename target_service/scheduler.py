@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from speculation.budget import room_for_drafts
+from speculation.verifying.budget import room_for_drafts
 
 HEAD_START = 10.0
 """Seconds that one level of priority is worth: of two sessions a level apart, the better one goes first unless it came

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from engine.grammar import GrammarConstraint
-from engine.kv_cache import CachedSequence, KVCache
-from engine.logprobs import token_logprobs
-from engine.shaping import Shaping
+from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.shaping.grammar import GrammarConstraint
+from engine.shaping.logprobs import token_logprobs
+from engine.shaping.shaping import Shaping
+from speculation.drafting.medusa import MedusaDrafts
 from speculation.messages import RefusalCode, Refused, TokenLogprobs, Verification
-from speculation.sources.medusa import MedusaDrafts
-from speculation.target_session import TargetSession
+from speculation.verifying.target_session import TargetSession
 from target_service.counters import TargetCounters
 from target_service.scheduler import Rank, rank
 from transport.session_log import SessionLog

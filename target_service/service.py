@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.build import EngineSettings, build_target, welcome
+from engine.build import build_target, welcome
 from engine.interface import StepEngine
+from engine.leader import Ranks
 from engine.model import ModelError
-from engine.parallel.leader import Ranks
 from engine.recorder import Recorder
+from engine.settings import EngineSettings
 from target_service.draft_model import Drafter, MakeDrafter, check_drafter
 from target_service.named_sources import load_sources
 from target_service.verify_loop import TargetLimits, VerifyLoop

@@ -2,8 +2,9 @@
 
 A step of ``n`` tokens is taken to last ``fixed + each * n`` seconds. Every step moves the two by the least that makes
 up for a part of the error (normalised least mean squares): a step of few tokens tells about the one, a step of many
-about the other, and what steps of one size cannot tell apart stays as it was. :class:`speculation.budget.StepCost`
-knows better what a few draft tokens cost; this line also holds for sizes that were never tried.
+about the other, and what steps of one size cannot tell apart stays as it was.
+:class:`speculation.verifying.budget.StepCost` knows better what a few draft tokens cost; this line also holds for sizes
+that were never tried.
 """
 
 from __future__ import annotations

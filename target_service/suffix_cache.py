@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from speculation.messages import Open, Rule
-from speculation.sources.local_sources import LocalSource
+from speculation.sources.registry import LocalSource
 from speculation.sources.suffix import SuffixLookup, SuffixStore
-from speculation.target_session import TargetSession
+from speculation.verifying.target_session import TargetSession
 
 IN_STEP = 32
 """Tokens indexed or forgotten in a step, and twice as many as it commits: some 2 us each."""

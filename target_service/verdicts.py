@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.rejection import verify_chains
-from engine.sampling import drawn
-from engine.shaping import shaped
+from engine.sampling.rejection import verify_chains
+from engine.sampling.sampling import drawn
+from engine.shaping.shaping import shaped
 from speculation.acceptance import AcceptanceResult, walk
 from speculation.messages import RefusalCode, Token
 from target_service.batch_entry import BatchEntry

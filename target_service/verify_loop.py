@@ -1,9 +1,9 @@
 """The verify loop of a target worker: every step commits at least one token for every session in it that decodes.
 
 A step takes the sessions' shares from the scheduler (:mod:`target_service.scheduler`) and, of the drafts at hand, those
-that pay (:mod:`speculation.planner`), runs all in one forward, draws the target's token on every row
-(:mod:`target_service.verdicts`), and lets each session decide what is kept (:mod:`speculation.target_session`). With no
-drafts it is plain decoding.
+that pay (:mod:`speculation.verifying.planner`), runs all in one forward, draws the target's token on every row
+(:mod:`target_service.verdicts`), and lets each session decide what is kept
+(:mod:`speculation.verifying.target_session`). With no drafts it is plain decoding.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.compiling import Compiling
-from engine.grammar import GrammarConstraint, Grammars
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
-from engine.shaping import Shaping
+from engine.shaping.compiling import Compiling
+from engine.shaping.grammar import GrammarConstraint, Grammars
+from engine.shaping.shaping import Shaping
 from speculation.acceptance import AcceptanceResult
 from speculation.demand import TargetDemand
 from speculation.messages import (
@@ -34,9 +34,9 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.planner import Asked, Planner
 from speculation.sources.local_sources import LookupBounds
 from speculation.sources.registry import registered
+from speculation.verifying.planner import Asked, Planner
 from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
 from target_service.draft_model import Drafter, DraftModel

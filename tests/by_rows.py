@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import PlainRowAttention, RowAttention
-from engine.cuda.rows import SLICE, Rows
-from engine.kv_cache import CachedSequence, KVCache
+from engine.attention.row_attention import PlainRowAttention, RowAttention
+from engine.attention.rows import SLICE, Rows
+from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.interface import Chunk
 from engine.model import Model
-from engine.step import Chunk, Engine
+from engine.step import Engine
 
 
 class PlainRows(PlainRowAttention):

@@ -10,10 +10,10 @@ import tokenizers
 from llguidance import LLMatcher
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from engine.kv_cache import KVCache
-from engine.loader import load
+from engine.cache.kv_cache import KVCache
+from engine.loading.loader import load
 from engine.step import Engine
-from tests.unit.engine_models import save_model
+from tests.unit.engine.engine_models import save_model
 
 STOP = 0
 CORPUS = ['{"name": "Ann", "age": 31, "tags": ["a", "bc"], "ok": true, "none": null, "size": -1.5}', "false [] {} kind"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from router.api import ApiSettings, build_app
-from router.tokenizer import Tokenizer
+from router.http.api import ApiSettings, build_app
+from router.text.tokenizer import Tokenizer
 from tests.fakes import FakeGenerator, FakeTokenizers
 
 

@@ -1,10 +1,10 @@
-"""From a body to a request in one call, as :class:`router.request_reader.RequestReader` does it in steps."""
+"""From a body to a request in one call, as :class:`router.http.request_reader.RequestReader` does it in steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.requests import ApiRequest, ModelEntry, model_asked, read_body, request_of
+from router.schema.requests import ApiRequest, ModelEntry, model_asked, read_body, request_of
 
 
 def parse_completion(body: bytes, offers: Mapping[str, ModelEntry], request_id: str) -> ApiRequest:

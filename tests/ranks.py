@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.rank_processes import RankProcesses
-from engine.build import EngineSettings, build
-from engine.parallel.leader import Loss
+from cluster.processes.rank_processes import RankProcesses
+from engine.build import build
+from engine.leader import Loss
+from engine.settings import EngineSettings
 from engine.step import Engine
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks take the GPUs where there are some")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster import run_rank
-from engine import build, loader
-from engine.layer_ops import PlainOps
+from cluster.processes import run_rank
+from engine import build
+from engine.layers.layer_ops import PlainOps
+from engine.loading import loader
 from tests.by_rows import PlainRows
 from tests.ranks import Watched
 
@@ -41,7 +42,7 @@ class Replays:
 
 def stand_ins(replace: Callable[[Any, str, Any], None]) -> None:
     """Put stand-ins in the place of kernels and graphs; ``replace`` sets an attribute of a module."""
-    import engine.cuda.kernels
+    import engine.layers.layer_kernels
 
     replace(loader, "find_attention", lambda context, *_: PlainRows(2, context))
     replace(loader, "pack_linears", lambda module: 0)

@@ -13,10 +13,11 @@ import torch
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import ROLE as DRAFT
-from engine.build import EngineSettings, build, build_target, welcome
+from engine.build import build, build_target, welcome
+from engine.cache.kv_cache import KVCache
 from engine.cpu.library import find_library
 from engine.interface import StepEngine
-from engine.kv_cache import KVCache
+from engine.settings import EngineSettings
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation
 from speculation.events import Role

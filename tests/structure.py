@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "structure.md"
 NO_ROOMS = ("docs", "tests")
 CODE = frozenset({".py", ".cpp", ".js", ".css", ".html", ".proto"})
 NOT_OURS = ("_pb2.py", "_pb2_grpc.py")
-ENVIRONMENT = "cluster/environment.py"
+ENVIRONMENT = "cluster/config/environment.py"
 """The module that reads the environment."""
 NOT_IMPORTED = frozenset({"accelerate", "cmeel-libomp"})
 """Declared for others: transformers loads models in pieces with the first, workers are started with the second."""

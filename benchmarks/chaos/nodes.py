@@ -23,8 +23,8 @@ import psutil  # type: ignore[import-untyped]
 from ray.cluster_utils import Cluster
 
 from cluster.console import say
-from cluster.niceness import NICENESS
 from cluster.placement import GPU_CLASS
+from cluster.processes.niceness import NICENESS
 
 HEAD = "127.0.0.2"
 HEAD_CPUS = 4

@@ -13,9 +13,9 @@ from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, c
 from benchmarks.chaos.stage import Stage, running
 from benchmarks.harness.options import known
 from benchmarks.harness.report import Result, Table, listed
+from cluster.config.flags import FAILED
 from cluster.console import say
-from cluster.flags import FAILED
-from cluster.ports import HeldPort
+from cluster.processes.ports import HeldPort
 
 COLUMNS = ("fault", "streams", "requests", "refused (429)", "failed", "text different", "longest silence",
            "first token", "whole after", "wanted", "holds")  # fmt: skip

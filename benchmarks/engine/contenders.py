@@ -17,10 +17,11 @@ from benchmarks.engine.steps import GREEDY, Part, StepParts, Work, chain, hooks
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Commit, Decoded, Run
 from benchmarks.harness.transformers_baseline import continue_greedily
-from cluster.config import Config
-from cluster.serving import target_settings
-from engine.build import EngineSettings, welcome
-from engine.sampling import Draw, sample
+from cluster.config.config import Config
+from cluster.config.serving import target_settings
+from engine.build import welcome
+from engine.sampling.sampling import Draw, sample
+from engine.settings import EngineSettings
 from engine.step import Engine
 from models.pair import load
 from router.generation import GenerationError
@@ -115,7 +116,7 @@ class Stock:
         self._model.generation_config.eos_token_id = None
 
     async def run(self, batch: Batch) -> Run:
-        """Continue prompts together, the shorter ones padded; a :data:`benchmarks.measure.Runner`.
+        """Continue prompts together, the shorter ones padded; a :data:`benchmarks.harness.measure.Runner`.
 
         All go on until the longest text is done. What a shorter one would go on with is no part of the run.
         """

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.engine.settings import EXPANSION, GROUP, HEAD_SIZE, Shape
 from benchmarks.harness.measure import Batch
-from cluster.config import Config
+from cluster.config.config import Config
 from models.pair import parameter_count, placed
 
 SEED = 0

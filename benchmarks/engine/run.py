@@ -40,7 +40,8 @@ from benchmarks.engine.steps import TRIES, StepParts, Steps, in_turn, pinned, re
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.workers import WorkerPlan, connected, running
-from engine.build import EngineSettings, build
+from engine.build import build
+from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation.events import Role
 
@@ -48,7 +49,7 @@ from speculation.events import Role
 def main(options: EngineOptions) -> int:
     """Build the model, measure, and report. Raises WorkerFailed, GenerationError, ModelError, TimeoutError."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("router.pool").setLevel(logging.ERROR)  # that its worker leaves is part of the plan
+    logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that its worker leaves is part of the plan
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Console(stderr=True).status("writing a model of random weights") as status,

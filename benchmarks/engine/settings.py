@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import FIGURES, BadInput, Options, between, flag
-from cluster.threads import usable_cores
+from cluster.local.threads import usable_cores
 
 HEAD_SIZE = 64
 GROUP = 4

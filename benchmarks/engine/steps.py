@@ -21,9 +21,10 @@ from random import Random
 import torch
 from torch import nn
 
-from engine.huge_pages import collapse
-from engine.sampling import Draw, sample
-from engine.step import Chunk, Engine
+from engine.host.huge_pages import collapse
+from engine.interface import Chunk
+from engine.sampling.sampling import Draw, sample
+from engine.step import Engine
 from speculation.messages import Sampling
 
 SEED = 0

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from benchmarks.fit.settings import DEPTH, SUFFIX_TOKENS, Way
 from benchmarks.speculation.records import Depth
+from simulation.agreement import AgreementPassage, Passages, Request
+from simulation.simulated_sources import OwnSources
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
-from speculation.simulation.agreement import AgreementPassage, Passages, Request
-from speculation.simulation.simulated_sources import OwnSources
-from speculation.sources.local_sources import LocalSource, Suggestion, local_sources
+from speculation.sources.local_sources import local_sources
+from speculation.sources.registry import LocalSource, Suggestion
 
 
 @dataclass(frozen=True, slots=True)

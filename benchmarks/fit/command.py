@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from benchmarks.harness.options import BadInput
 from cluster.checkout import BUNDLED
-from cluster.checks import check_heads, check_model, check_tokenizer
+from cluster.config.checks import check_heads, check_model, check_tokenizer
+from cluster.config.flags import FAILED, Parser
+from cluster.config.listed import count, round_trip, values
+from cluster.config.pools import DTYPES
 from cluster.console import CommandError
-from cluster.flags import FAILED, Parser
-from cluster.listed import count, round_trip, values
-from cluster.pools import DTYPES
-from cluster.threads import usable_cores
+from cluster.local.threads import usable_cores
 
 if TYPE_CHECKING:
     from benchmarks.fit.prompts import Prompt
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     from benchmarks.harness.processes import WorkerFailed
     from engine.model import ModelError
     from router.generation import GenerationError
-    from router.tokenizer import TokenizerError
+    from router.text.tokenizer import TokenizerError
 
     try:
         return main(options)

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from benchmarks.fit.serving import Decoded
 from benchmarks.fit.settings import FitError, FitOptions
-from engine.build import EngineSettings, build
-from engine.loader import read_config
+from engine.build import build
+from engine.interface import Chunk
+from engine.loading.loader import read_config
 from engine.medusa import MedusaHeads, read
-from engine.sampling import Draw, candidates
-from engine.step import Chunk, Engine
+from engine.sampling.sampling import Draw, candidates
+from engine.settings import EngineSettings
+from engine.step import Engine
+from speculation.drafting.medusa import HeadGuesses
 from speculation.messages import Sampling
-from speculation.sources.medusa import HeadGuesses
 from target_service.medusa import WIDTH
 
 FED = 512

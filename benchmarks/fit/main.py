@@ -18,8 +18,8 @@ from benchmarks.fit.settings import FitOptions
 from benchmarks.fit.validate import validate
 from benchmarks.harness.report import describe_machine
 from cluster.console import say, stages
-from router.tokenizer import Tokenizer
-from speculation.simulation.agreement import AgreementPassage
+from router.text.tokenizer import Tokenizer
+from simulation.agreement import AgreementPassage
 
 
 def main(options: FitOptions) -> int:
@@ -41,7 +41,7 @@ def write(result: report.FitResult, folder: Path) -> None:
 def fit(options: FitOptions) -> report.FitResult:
     """Measure, predict, choose and, if asked to, check."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("router.pool").setLevel(logging.ERROR)  # that workers come and go is part of the plan
+    logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers come and go is part of the plan
     tokenizer = Tokenizer.load(options.target)
     prompts = [prompt.tokens(tokenizer) for prompt in options.prompts]
     with stages() as progress, tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:

@@ -3,7 +3,7 @@
 Decided here: what the best depth is, how many drafters are enough, and from where on drafting is not worth its
 machines. The speed of a request hardly changes with the depth allowed once that is large enough, since the budget
 decides how much is verified; so the best depth is the smallest whose speed is within
-:data:`~speculation.simulation.simulate.WITHIN` of the best, in what is predicted and in what is measured alike.
+:data:`~simulation.simulate.WITHIN` of the best, in what is predicted and in what is measured alike.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from random import Random
 
 from benchmarks.fit.agreement import Agreement, agreement
 from benchmarks.fit.settings import DEPTH, PLAIN, Way
-from speculation.budget import rising
+from simulation.agreement import AgreementPassage, Passages, made_up
+from simulation.costs import Costs, Curve
+from simulation.simulate import WITHIN, Report, Setting, simulate, simulate_texts
 from speculation.messages import Schedule, Source
-from speculation.simulation.agreement import AgreementPassage, Passages, made_up
-from speculation.simulation.costs import Costs, Curve
-from speculation.simulation.simulate import WITHIN, Report, Setting, simulate, simulate_texts
+from speculation.verifying.budget import rising
 
 PAYS = 1.05
 """Below this speed-up drafting is not worth its machines."""

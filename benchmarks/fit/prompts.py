@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.options import BadInput
-from router.chat_template import TemplateError
-from router.tokenizer import Tokenizer
+from router.text.chat_template import TemplateError
+from router.text.tokenizer import Tokenizer
 from speculation.messages import Token
 
 BUNDLED = Path(__file__).parent.parent / "prompts"

@@ -16,8 +16,8 @@ from benchmarks.fit.agreement import Agreement
 from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
 from benchmarks.fit.settings import FitOptions, short
 from benchmarks.fit.validate import Validation
-from speculation.simulation import estimates
-from speculation.simulation.costs import Costs
+from simulation import estimates
+from simulation.costs import Costs
 
 SHOWN = (1, 2, 4, 8, 12)
 """Depths, and draft tokens a request, in tables."""

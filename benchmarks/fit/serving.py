@@ -24,11 +24,11 @@ from benchmarks.harness.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running
 from router.dispatch import Dispatcher
 from router.generation import Generation
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
+from simulation.costs import Costs, Curve
+from simulation.recorded import Line, UselessRecord, costs_in, slowdown
 from speculation.events import Role
 from speculation.messages import RequestOptions, Schedule, Source, Speculation, Token
-from speculation.simulation.costs import Costs, Curve
-from speculation.simulation.recorded import Line, UselessRecord, costs_in, slowdown
 
 TOGETHER = 16
 """Prompts decoded at a time for their text."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.fit.prompts import Prompt
 from benchmarks.harness.options import BadInput
+from simulation.simulate import Bounds
 from speculation.messages import Sampling, Source, Speculation
-from speculation.simulation.simulate import Bounds
 
 NONE = "none"
 SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX)}

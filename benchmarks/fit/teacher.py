@@ -4,8 +4,9 @@ The model, the shape of its candidates and the noise are those of a draft worker
 would say there while serving, whatever was drafted before.
 
 One with another tokenizer is asked place by place, since how it reads the text depends on its drafts: a token that it
-drafted stays as it is, and where the text leaves its drafts the end is cut anew (:mod:`draft_service.own_text`). Its
-first choice is taken to have been read ahead, as by a worker that is not late.
+drafted stays as it is, and where the text leaves its drafts the end is cut anew
+(:mod:`draft_service.translation.own_text`). Its first choice is taken to have been read ahead, as by a worker that is
+not late.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from torch import Tensor
 
 from benchmarks.fit.serving import Decoded
 from benchmarks.fit.settings import FitError, FitOptions
-from draft_service.overlap import TEXTS
-from draft_service.reading import Reader
-from draft_service.translation import Vocabularies, read_vocabularies, translator
-from engine.build import EngineSettings, build
-from engine.kv_cache import CachedSequence
-from engine.kv_store import PAGE
-from engine.sampling import Draw, candidates
-from engine.step import Chunk, Engine
-from speculation.draft_session import Candidate, DraftLimits
+from draft_service.translation.overlap import TEXTS
+from draft_service.translation.reading import Reader
+from draft_service.translation.translation import Vocabularies, read_vocabularies, translator
+from engine.build import build
+from engine.cache.kv_cache import CachedSequence
+from engine.cache.kv_store import PAGE
+from engine.interface import Chunk
+from engine.sampling.sampling import Draw, candidates
+from engine.settings import EngineSettings
+from engine.step import Engine
+from simulation.agreement import AgreementPassage
+from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.messages import Sampling, Token
-from speculation.simulation.agreement import AgreementPassage
 
 FED = 512
 """Tokens of one forward."""

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.engine.steps import Work
 from benchmarks.gpu.settings import CONTEXT, SHAPES, Shape, Sizes
-from engine.build import EngineSettings, build_alone
-from engine.cuda.attention import PlainRowAttention
+from engine.attention.row_attention import PlainRowAttention
+from engine.build import build_alone
 from engine.cuda.graphs import CudaRecorder, Record
-from engine.loader import from_module
-from engine.quantisation import NONE
+from engine.loading.loader import from_module
+from engine.settings import NONE, EngineSettings
 from engine.step import Engine
 
 SEED = 0

@@ -40,14 +40,16 @@ from benchmarks.gpu.settings import (
     launched,
     one_by_one,
 )
-from engine.cuda.attention import first_line
+from engine.attention.row_attention import first_line
+from engine.attention.rows import ROW_CLASSES
 from engine.cuda.levels import Growth, Levels, TreePlace
-from engine.cuda.rows import ROW_CLASSES
-from engine.quantisation import NONE, weight_bytes
-from engine.sampling import Draw, candidates
-from engine.step import Chunk, Engine
-from speculation.calibration import Calibration
+from engine.interface import Chunk
+from engine.loading.quantisation import weight_bytes
+from engine.sampling.sampling import Draw, candidates
+from engine.settings import NONE
+from engine.step import Engine
 from speculation.messages import EXACT, Source
+from speculation.verifying.calibration import Calibration
 
 
 def main(options: GpuOptions) -> int:

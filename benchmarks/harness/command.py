@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.options import BadInput, Options, add_flags
+from cluster.config.flags import FAILED, Parser
+from cluster.config.folders import is_folder
 from cluster.console import CommandError
-from cluster.flags import FAILED, Parser
-from cluster.folders import is_folder
 
 RESULTS = Path(__file__).parent.parent / "results"
 

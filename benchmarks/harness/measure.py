@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
-from router.pool import Traffic
+from router.sessions.pool import Traffic
 from speculation.events import Role
 from speculation.messages import RequestOptions, Sampling, Speculation, Token
 

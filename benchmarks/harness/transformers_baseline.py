@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from engine.loader import DTYPES
+from engine.loading.loader import DTYPES
 from models.pair import load
 
 

@@ -27,7 +27,7 @@ from benchmarks.http.settings import (
 )
 from cluster.checkout import BUNDLED
 from cluster.console import stages
-from router.asgi import REQUEST_ID_HEADER
+from router.http.asgi import REQUEST_ID_HEADER
 
 EVENT, LAST = b"data: ", b"data: [DONE]\n\n"
 SECONDS = 120.0

@@ -26,11 +26,11 @@ from starlette.types import ASGIApp
 from benchmarks.harness.processes import answer_lines
 from benchmarks.http.settings import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
 from cluster.checkout import BUNDLED
-from router.api import build_app
-from router.asgi import REQUEST_ID_HEADER
 from router.generation import Committed, Ended, Generation, ServedModel
-from router.tokenizer import Tokenizer
-from router.tokenizers import Tokenizers
+from router.http.api import build_app
+from router.http.asgi import REQUEST_ID_HEADER
+from router.text.tokenizer import Tokenizer
+from router.text.tokenizers import Tokenizers
 from speculation.messages import FinishReason
 
 MODEL = "target"

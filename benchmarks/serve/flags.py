@@ -26,7 +26,7 @@ from benchmarks.serve.settings import (
     Sweep,
     Swept,
 )
-from cluster.flags import Parser
+from cluster.config.flags import Parser
 
 ABOUT = "load on running servers with OpenAI's API, of any make, and how they compare"
 DETAILS = """\

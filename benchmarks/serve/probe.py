@@ -17,8 +17,8 @@ from benchmarks.serve.answer import Answer, AnswerError
 from benchmarks.serve.client import Refusal, read
 from benchmarks.serve.requests import Prompt, body, has_place, path
 from benchmarks.serve.settings import Contender, Make, ServeOptions, Swept, Variant
+from cluster.config.flags import FAILED
 from cluster.console import CommandError
-from cluster.flags import FAILED
 
 TOKENS = 4
 LIST_SECONDS = 10.0

@@ -215,7 +215,7 @@ def timelines(measured: Sequence[Measured], log: Log) -> list[Timeline]:
 def main(options: SpeculationOptions) -> int:
     """Build the pairs, measure, and report."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.getLogger("router.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
+    logging.getLogger("router.sessions.pool").setLevel(logging.ERROR)  # that workers are lost is part of the plan
     console = Console(stderr=True)
     outcomes = []
     for plan in options.plans:

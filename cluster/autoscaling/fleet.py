@@ -1,7 +1,7 @@
 """A simulated fleet under a trace: targets, drafters and routers that come and go, in steps of a tenth of a second.
 
 Requests are counted one by one, tokens flow: in each tick a target takes as many steps as fit, of the cost that
-:class:`speculation.simulation.costs.Costs` gives them. Prompts share its steps with running text as in
+:class:`simulation.costs.Costs` gives them. Prompts share its steps with running text as in
 :mod:`target_service.scheduler`. A replica takes its time to start; one that is taken away hands its sessions over,
 which compute their tokens again elsewhere. Drafters are as good as one: their work is spread evenly.
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival
+from simulation.costs import Costs
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
-from speculation.simulation.costs import Costs
 
 TICK = 0.1
 STRETCH = 2.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cluster.autoscaling.policy import Wanted, Why
-from cluster.config import AutoscalingConfig
+from cluster.config.config import AutoscalingConfig
 
 PATIENCE = 600.0
 """Seconds after which replicas that have still not started no longer keep the others from growing."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cluster.config import AutoscalingConfig
+from cluster.config.config import AutoscalingConfig
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
 
 NEGLIGIBLE = 0.05

@@ -20,7 +20,7 @@ from cluster.autoscaling import policy
 from cluster.autoscaling.decision_store import DecisionStore, Posted
 from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
 from cluster.autoscaling.policy import Wanted, Why
-from cluster.config import AutoscalingConfig, Config
+from cluster.config.config import AutoscalingConfig, Config
 from cluster.placement import ROUTER
 from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand, WorkerDemand
 from speculation.events import Role
@@ -88,7 +88,7 @@ class ServePolicy:
     """Made once by Serve's controller, then called every tenth of a second or so."""
 
     def __init__(self, pools: Sequence[Mapping[str, str]], settings: Mapping[str, Any] | None = None) -> None:
-        """``pools``: fields of :class:`Scaled`; ``settings``: of :class:`cluster.config.AutoscalingConfig`."""
+        """``pools``: fields of :class:`Scaled`; ``settings``: of :class:`cluster.config.config.AutoscalingConfig`."""
         self._pools = {pool["deployment"]: Scaled(**pool) for pool in pools}
         self._settings = AutoscalingConfig(**(settings or {}))
         self._decision_store = DecisionStore()

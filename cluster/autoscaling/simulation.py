@@ -20,9 +20,9 @@ from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
 from cluster.autoscaling.policy import Wanted
 from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival, seconds_of
-from cluster.config import AutoscalingConfig
+from cluster.config.config import AutoscalingConfig
+from simulation.costs import Costs
 from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand
-from speculation.simulation.costs import Costs
 
 POOLS = ("target", "draft", "router")
 LONGEST_TAIL = 3600.0

@@ -1,9 +1,9 @@
 """What drafting is worth in a simulated fleet: how much is verified, how far drafters run ahead, what that costs them.
 
-Averages, where :mod:`speculation.simulation.simulate` draws and compares tokens: a draft token is kept with the chance
+Averages, where :mod:`simulation.simulate` draws and compares tokens: a draft token is kept with the chance
 ``alpha`` if all before it were. The rules are those that serve, in small: a target verifies as many drafts as make the
 most tokens a second, and asks for no lead when that is none; else for a lead whose last token still has a fair chance
-(:mod:`speculation.lookahead_policy`).
+(:mod:`speculation.verifying.lookahead_policy`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from speculation.lookahead_policy import FAIR_CHANCE
-from speculation.simulation.costs import Costs
+from simulation.costs import Costs
+from speculation.verifying.lookahead_policy import FAIR_CHANCE
 
 MAX_LOOKAHEAD = 48
 

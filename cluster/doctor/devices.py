@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import Config
+from cluster.config.config import Config
+from cluster.config.folders import expanded
+from cluster.config.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
-from cluster.folders import expanded
-from cluster.gpus import divided
-from cluster.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig
-from engine.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
-from engine.loader import DTYPES, ModelError, choose_dtype, read_config
-from engine.memory import GIB, available_bytes
+from cluster.local.gpus import divided
+from engine.host.memory import GIB, available_bytes
+from engine.loading.cache_size import CPU_SHARE, CUDA_SHARE, bytes_a_token
+from engine.loading.loader import DTYPES, ModelError, choose_dtype, read_config
 
 DRIVER = Path("/proc/driver/nvidia/version")
 SMALLEST_CONTEXT = 4096

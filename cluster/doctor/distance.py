@@ -8,11 +8,11 @@ from random import Random
 
 from cluster.doctor.finding import Finding, ok, warning
 from cluster.doctor.workers import Met
+from simulation.agreement import made_up
+from simulation.costs import Costs, Curve
+from simulation.simulate import Bounds, Setting, simulate
 from speculation.events import Role
 from speculation.messages import Schedule
-from speculation.simulation.agreement import made_up
-from speculation.simulation.costs import Costs, Curve
-from speculation.simulation.simulate import Bounds, Setting, simulate
 
 PAYS = 1.05
 """Below this speed-up drafters are not worth their machines."""

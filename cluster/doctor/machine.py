@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import Config
+from cluster.config.config import Config
+from cluster.config.pools import chosen_threads
 from cluster.doctor.finding import Finding, ok, problem, warning
-from cluster.pools import chosen_threads
-from engine.memory import GIB
+from engine.host.memory import GIB
 from transport.address import AddressError, check_free, join
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.checks import CheckError, check_model, check_tokenizer
-from cluster.config import Config
+from cluster.config.checks import CheckError, check_model, check_tokenizer
+from cluster.config.config import Config
+from cluster.config.folders import expanded, is_folder
+from cluster.config.pools import DraftConfig, TargetConfig
+from cluster.config.vocabularies import difference
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights
-from cluster.folders import expanded, is_folder
-from cluster.pools import DraftConfig, TargetConfig
-from cluster.vocabularies import difference
-from engine.loader import ModelError, read_config
+from engine.loading.loader import ModelError, read_config
 from speculation.events import Role
 
 COPY_AGAIN = "copy the model folder again, or download it again"

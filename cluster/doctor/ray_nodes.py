@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config import Config
+from cluster.config.config import Config
+from cluster.config.pools import role_of
 from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
-from cluster.parts import all_settings
 from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, may_hold, need, needs, router_need
-from cluster.pools import role_of
+from cluster.ray.parts import all_settings
 from speculation.events import Role
 
 ANSWER_SECONDS = 60.0
@@ -96,7 +96,7 @@ def deployed(config: Config) -> Mapping[str, Any] | None:
     import ray
     from ray.serve.context import _get_global_client
 
-    from cluster.ray_cluster import join
+    from cluster.ray.cluster import join
 
     try:
         join(config)
@@ -112,7 +112,7 @@ def deployed(config: Config) -> Mapping[str, Any] | None:
 
 def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
     """All of the above for the cluster at ``ray.address``; fills in the workers that serve there."""
-    from cluster.ray_cluster import join
+    from cluster.ray.cluster import join
 
     try:
         join(config)

@@ -1,8 +1,8 @@
 """Writes the Grafana dashboard: ``python -m deploy.monitoring.dashboard`` puts ``dashboard.json`` beside this file.
 
 What is shown stands in :data:`ROWS`; everything else is how Grafana wants it written down. Two kinds of series are read
-differently (see :mod:`router.metrics`): what a router did is added up over routers, what a worker says of itself is the
-same from every router, so the maximum is taken first.
+differently (see :mod:`router.telemetry.metrics`): what a router did is added up over routers, what a worker says of
+itself is the same from every router, so the maximum is taken first.
 """
 
 from __future__ import annotations

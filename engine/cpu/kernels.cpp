@@ -439,7 +439,7 @@ struct Stack {
   int half;  // weights and cache are bfloat16
 };
 
-struct Rows {  // see engine/cuda/rows.py
+struct Rows {  // see engine/attention/rows.py
   int count;
   int page;  // slots of a page of the cache
   const int *slots, *keys, *home, *pages, *branch, *group, *common, *numbers;

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention import Step, current_step
+from engine.attention.attention import Step, current_step
+from engine.attention.row_attention import RowAttention
+from engine.cache.kv_store import BLOCK, KVStore
 from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
-from engine.cuda.attention import RowAttention
-from engine.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
-from engine.huge_pages import collapse
-from engine.kv_store import BLOCK, KVStore
-from engine.linear import packs_bfloat16
+from engine.host.huge_pages import collapse
+from engine.layers.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
+from engine.layers.linear import packs_bfloat16
 
 
 class CpuRows(RowAttention):
@@ -85,9 +85,9 @@ class CpuStack(FusedStack):
     """All decoder layers and the final norm, in the place of one decoder layer."""
 
     def __init__(self, stock: Any, library: Library, current: Callable[[], Step]) -> None:
-        """``stock``: as :class:`engine.fused.FusedStack` takes it. ``current``: the step of the forward in progress.
+        """``stock``: as :class:`.FusedStack` takes it. ``current``: the step of the forward in progress.
 
-        Raises :class:`engine.fused.Unrecognised` for sizes that are not computed here; then nothing has changed.
+        Raises :class:`engine.layers.fused.Unrecognised` for sizes that are not computed here; then nothing has changed.
         """
         if reason := _obstacle(stock, library.width):
             raise Unrecognised(reason)
@@ -226,7 +226,8 @@ def _obstacle(stock: Any, width: int) -> str:
 def fuse_on_cpu(module: Any, context: int) -> CpuRows:
     """Have a transformers model compute its decoder layers and its output layer here; :func:`unfuse_on_cpu` ends it.
 
-    ``context``: tokens of the longest sequence. Raises :class:`engine.fused.Unrecognised`; then nothing has changed.
+    ``context``: tokens of the longest sequence. Raises :class:`engine.layers.fused.Unrecognised`; then nothing has
+    changed.
     """
     if next(module.parameters()).dtype == torch.bfloat16 and packs_bfloat16():
         raise Unrecognised("oneDNN multiplies bfloat16 with instructions of its own on this processor")

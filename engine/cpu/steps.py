@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.attention import Step
-from engine.cuda.attention import RowAttention
+from engine.attention.attention import Step
+from engine.attention.row_attention import RowAttention
+from engine.attention.rows import Packed, Rows, as_wanted, packed
+from engine.cache.kv_store import KVStore
+from engine.cache.sequence_state import SequenceState
 from engine.cuda.graphs import Compute
-from engine.cuda.rows import Packed, Rows, as_wanted, packed
-from engine.kv_store import KVStore
-from engine.sampling import Draw
-from engine.sequence_state import SequenceState
+from engine.sampling.sampling import Draw
 
 MAX_ROWS = 4096
 """Of a piece of a step."""

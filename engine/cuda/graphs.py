@@ -1,7 +1,7 @@
 """Steps recorded once, then replayed: on CUDA the host takes longer to launch their kernels than these to run.
 
-Every step is replayed, whatever it is made of: it is laid out as rows (:mod:`engine.cuda.rows`), padded to a class of
-rows, and what was recorded for that class reads it from a buffer that stays where it is. A step larger than the
+Every step is replayed, whatever it is made of: it is laid out as rows (:mod:`engine.attention.rows`), padded to a class
+of rows, and what was recorded for that class reads it from a buffer that stays where it is. A step larger than the
 largest class is computed in pieces. Where nothing can be recorded the same rows are computed kernel by kernel.
 
 A recording is compared with the computation it was made from, and all are compared again after the last was made, since
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import Step
-from engine.cuda.attention import RowAttention, first_line
-from engine.cuda.draws import DRAWN_ROWS, drawn_in_step
-from engine.cuda.rows import ROW_CLASSES, Packed, Rows, as_wanted, empty_buffer, packed
-from engine.kv_store import KVStore
-from engine.sampling import Draw
-from engine.sequence_state import SequenceState
+from engine.attention.attention import Step
+from engine.attention.row_attention import RowAttention, first_line
+from engine.attention.rows import ROW_CLASSES, Packed, Rows, as_wanted, empty_buffer, packed
+from engine.cache.kv_store import KVStore
+from engine.cache.sequence_state import SequenceState
+from engine.sampling.draws import DRAWN_ROWS, drawn_in_step
+from engine.sampling.sampling import Draw
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class StepShape:
 
     rows: int
     longest: int
-    """No row sees more tokens; one of :meth:`~engine.cuda.attention.RowAttention.tiers`."""
+    """No row sees more tokens; one of :meth:`~engine.attention.row_attention.RowAttention.tiers`."""
     noise: bool = False
     """Whether rows are drawn at temperatures above 0."""
 
@@ -99,10 +99,10 @@ class RowSteps:
 
         ``agreed``: whether what succeeded here did so on all ranks that compute the same, which ask at the same time.
         ``vocabulary``: how many of the X are logits to draw from, where recorded steps of up to
-        :data:`~engine.cuda.draws.DRAWN_ROWS` rows do so; 0: none does.
+        :data:`~engine.sampling.draws.DRAWN_ROWS` rows do so; 0: none does.
         """
         self.drawn_R2: Tensor | None = None
-        """What the last step drew, as :func:`~engine.cuda.draws.drawn_in_step` has it; None: it did not."""
+        """What the last step drew, as :func:`~engine.sampling.draws.drawn_in_step` has it; None: it did not."""
         self._compute, self._store, self._attention = compute, store, attention
         self._layers, self._context, self._record, self._agreed = layers, context, record, agreed
         self._pages = -(-context // attention.page)

@@ -5,9 +5,10 @@ draws of every place become leaves, the best leaves of every session the rows of
 at the end tells what was expanded and what may follow. A level is recorded once and replayed as often as levels are
 wanted, so the host neither lays out nor draws anything between them.
 
-Decided here: which leaves a level expands. They are those that :meth:`speculation.draft_session.DraftSession.frontier`
-would choose one level later: of all leaves of the session, new ones and the best that were left over, the likeliest
-by what :mod:`speculation.calibration` makes of the draws. What is expanded for nothing costs time, never a wrong draft.
+Decided here: which leaves a level expands. They are those that
+:meth:`speculation.drafting.draft_session.DraftSession.frontier` would choose one level later: of all leaves of the
+session, new ones and the best that were left over, the likeliest by what :mod:`speculation.verifying.calibration` makes
+of the draws. What is expanded for nothing costs time, never a wrong draft.
 
 Tensor legend: N sessions, W places that a level expands of each, M = N * W rows, C draws kept at a place, K levels,
 H leaves left over, L = H + K * W places (first those that leaves hang from), P = H + K * W * C leaves, B slots of a
@@ -25,16 +26,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import first_line
+from engine.attention.row_attention import first_line
+from engine.attention.rows import Rows, fixed_size, max_wanted
 from engine.cuda.graphs import TOLERANCE, Basis, StepShape
-from engine.cuda.rows import Rows, fixed_size, max_wanted
-from engine.noise import gumbel, keys_at
-from engine.sampling import RIVALS
-from engine.upload import to_device, upload
-from speculation.calibration import BINS, CELLS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS, OddsTable
+from engine.host.upload import to_device, upload
+from engine.sampling.noise import gumbel, keys_at
+from engine.sampling.sampling import RIVALS
 from speculation.messages import Sampling, Token
 from speculation.noise import splitmix64
 from speculation.trie import MIN_CONFIDENCE
+from speculation.verifying.calibration import BINS, CELLS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS, OddsTable
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Growth:
     children: int
     """Drafts that hang from a place."""
     factors: Sequence[float]
-    """Of the session, see :meth:`speculation.calibration.Calibration.factors`."""
+    """Of the session, see :meth:`speculation.verifying.calibration.Calibration.factors`."""
     blocks: Sequence[int]
     """The block table of its sequence."""
     rows: Sequence[int]
@@ -593,10 +594,10 @@ NOWHERE = TreePlace(0, 0, ())
 def best_draws(
     logits_MV: Tensor, greedy_M1: Tensor, temperature_M1: Tensor, keys_M: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`engine.sampling.candidates` finds for draws without filters, left on the device.
+    """What :func:`engine.sampling.sampling.candidates` finds for draws without filters, left on the device.
 
     Tokens, confidences, and whether they may be drawn at all, ``[M, k]`` each. ``keys_M``: of the noise
-    (:func:`engine.noise.keys_at`); None: all rows are greedy.
+    (:func:`engine.sampling.noise.keys_at`); None: all rows are greedy.
     """
     perturbed_MV = logits_MV
     if keys_M is not None:

@@ -2,8 +2,8 @@
 
 transformers reads each rank's slice of the weights and computes correctly with it, but through distributed tensors and
 hooks, which cost more than small products do and which cannot be packed. So the plain layers are replaced: split ones
-by ordinary linear layers over the slice, which :mod:`engine.linear` then packs like any other. Layers of other kinds,
-such as experts, stay as transformers made them.
+by ordinary linear layers over the slice, which :mod:`engine.layers.linear` then packs like any other. Layers of other
+kinds, such as experts, stay as transformers made them.
 
 Tensor legend: N tokens, I inputs, O outputs, V vocabulary, D width of the embedding; each lowercase: this rank's slice.
 """

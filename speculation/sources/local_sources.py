@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from speculation.messages import Open
 from speculation.sources.lookup import LONGEST, SHORTEST, PromptLookup
 from speculation.sources.prediction import Prediction
-from speculation.sources.registry import LocalSource as LocalSource
-from speculation.sources.registry import Suggestion as Suggestion
-from speculation.sources.registry import made_for
+from speculation.sources.registry import LocalSource, made_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ drafts. Where they part, one of two things helps:
   parted; only if there is none after it, one before.
 
 A token costs a bounded number of steps, however long the prediction is: it is indexed little by little, and few places
-are compared. What the drafts are worth is learned like any source's (:mod:`speculation.calibration`), so a prediction
-that is wrong is soon no longer verified. It can make decoding faster, never different. Under the rejection rule its
-tokens are *chosen* (:class:`speculation.acceptance.Chosen`); that leaves the law of the text alone as long as the
-prediction was not itself drawn with the session's seed.
+are compared. What the drafts are worth is learned like any source's (:mod:`speculation.verifying.calibration`), so a
+prediction that is wrong is soon no longer verified. It can make decoding faster, never different. Under the rejection
+rule its tokens are *chosen* (:class:`speculation.acceptance.Chosen`); that leaves the law of the text alone as long as
+the prediction was not itself drawn with the session's seed.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from contextlib import suppress
 
 import httpx
 
-from cluster.ray_metrics import RayExporter
-from router.metrics import RouterMetrics
-from router.snapshot import Snapshot, WorkerState, WorkerView
-from router.tally import Tally
+from cluster.ray.metrics import RayExporter
+from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
+from router.sessions.tally import Tally
+from router.telemetry.metrics import RouterMetrics
 from speculation.events import PeerId, Role
 from speculation.messages import Load
 from tests.ports import free_port

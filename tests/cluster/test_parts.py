@@ -15,16 +15,16 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
 from cluster import serve_app
-from cluster.checks import CheckError, check_ranks
-from cluster.config import Override, from_mapping, load
-from cluster.declaration import declaration
+from cluster.config.checks import CheckError, check_ranks
+from cluster.config.config import Override, from_mapping, load
+from cluster.config.security import SecurityError
+from cluster.config.vocabularies import target_of
 from cluster.discovery import ServeDirectory, StaticDirectory
-from cluster.parts import SETTINGS, known, options, outline
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
-from cluster.ray_cluster import reason_in
-from cluster.security import SecurityError
+from cluster.ray.cluster import reason_in
+from cluster.ray.declaration import declaration
+from cluster.ray.parts import SETTINGS, known, options, outline
 from cluster.serve_app import build
-from cluster.vocabularies import target_of
 from speculation.events import Role
 
 

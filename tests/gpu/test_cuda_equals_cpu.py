@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from engine.build import EngineSettings, build
-from engine.quantisation import FP8_CAPABILITY
-from engine.sampling import Draw, noise_bits, sample
-from engine.step import Chunk
+from engine.build import build
+from engine.interface import Chunk
+from engine.loading.quantisation import FP8_CAPABILITY
+from engine.sampling.sampling import Draw, noise_bits, sample
+from engine.settings import EngineSettings
 from speculation import noise
 from speculation.messages import Sampling
 from tests.bundled import MODELS, held_out_prompts

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.fused import fuse
-from engine.layer_ops import LayerOps, Norm, PlainOps
+from engine.layers.fused import fuse
+from engine.layers.layer_ops import LayerOps, Norm, PlainOps
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here"
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def triton_ops() -> LayerOps:
-    from engine.cuda.kernels import TritonOps
+    from engine.layers.layer_kernels import TritonOps
 
     return TritonOps()
 
@@ -62,7 +62,15 @@ def test_a_row_has_the_same_bits_among_any_number(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_models_compute_what_transformers_does(dtype: torch.dtype) -> None:
-    from tests.unit.test_engine_fused import KNOWN, TOLERANCE, OneSequence, distance, logits_of, stock_logits, tiny
+    from tests.unit.engine.layers.test_fused import (
+        KNOWN,
+        TOLERANCE,
+        OneSequence,
+        distance,
+        logits_of,
+        stock_logits,
+        tiny,
+    )
 
     for family in KNOWN:
         module = tiny(family, dtype).cuda()

@@ -13,23 +13,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.build import EngineSettings, build
-from engine.cuda.attention import RowAttention, find_attention, trial_error
+from engine.attention.row_attention import RowAttention, find_attention, trial_error
+from engine.build import build
+from engine.cache.kv_cache import KVCache
+from engine.cache.kv_store import PAGE
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.cuda.levels import Growth, TreePlace
 from engine.exactness import EXACT
-from engine.kv_cache import KVCache
-from engine.kv_store import PAGE
-from engine.loader import Model, load
-from engine.rejection import verify_chains
-from engine.sampling import Draw, candidates, drawn, filtered_log_probs, sample
-from engine.step import Chunk, Engine
+from engine.interface import Chunk
+from engine.loading.loader import Model, load
+from engine.sampling.rejection import verify_chains
+from engine.sampling.sampling import Draw, candidates, drawn, filtered_log_probs, sample
+from engine.settings import EngineSettings
+from engine.step import Engine
 from speculation.acceptance import Chosen
-from speculation.calibration import Calibration
 from speculation.messages import Sampling, Source
+from speculation.verifying.calibration import Calibration
 from tests.bundled import MODELS, held_out_prompts
 from tests.by_rows import Twins, by_rows
-from tests.unit.engine_models import random_tokens, save_model
+from tests.unit.engine.engine_models import random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device: GPU equality is not checked here"

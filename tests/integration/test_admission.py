@@ -13,15 +13,15 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from router import asgi, auth
-from router.admission import AdmissionSettings
-from router.api import ApiSettings
-from router.asgi import MAX_HEAD_BYTES, BoundedHttp
-from router.auth import ApiKeys
-from router.bounds import ALWAYS_READ
+from router.http import asgi, auth
+from router.http.admission import AdmissionSettings
+from router.http.api import ApiSettings
+from router.http.asgi import MAX_HEAD_BYTES, BoundedHttp
+from router.http.auth import ApiKeys
 from router.limits import Allowance
-from router.request_schema import MAX_MESSAGES
-from router.tokenizer import Tokenizer
+from router.schema.bounds import ALWAYS_READ
+from router.schema.request_schema import MAX_MESSAGES
+from router.text.tokenizer import Tokenizer
 from tests.fakes import FakeGenerator, commits
 from tests.http_server import serve
 from tests.integration.test_http_api import CONTEXT, TEXT, events, fake, in_memory, length, model, shared

@@ -16,11 +16,11 @@ from alignment.errors import Interrupted
 from alignment.medusa import HeadTraining, MedusaOptions
 from alignment.workplace import Workplace
 from cluster.cli import main
-from engine.loader import Model, load
+from engine.loading.loader import Model, load
+from engine.loading.self_test import STOCK
 from engine.medusa import read
-from engine.self_test import STOCK
 from tests.bundled import MODELS
-from tests.unit.engine_models import random_tokens, save_model
+from tests.unit.engine.engine_models import random_tokens, save_model
 
 OPTIONS = MedusaOptions(heads=2, steps=36, batch_tokens=128, sequence=32, rate=1e-2)
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from router.api import build_app
 from router.generation import Committed, ServedModel
-from router.tokenizer import Tokenizer
+from router.http.api import build_app
+from router.text.tokenizer import Tokenizer
 from tests.fakes import EOS, FakeGenerator, FakeTokenizers, commits, logprobs_of, tiny_tokenizer
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]

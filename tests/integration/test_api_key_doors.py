@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from router import auth
-from router.api import ApiSettings, build_app
-from router.auth import OPEN_PATHS, ApiKeys
+from router.http import auth
+from router.http.api import ApiSettings, build_app
+from router.http.auth import OPEN_PATHS, ApiKeys
 from tests.fakes import FakeTokenizers
 from tests.http_server import serve
 from tests.integration.test_http_api import TEXT, fake, in_memory, shared

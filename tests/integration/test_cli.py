@@ -10,9 +10,9 @@ import sys
 import httpx
 import pytest
 
-from cluster.config import load
-from cluster.reading import Override
-from cluster.vocabularies import worker_config
+from cluster.config.config import load
+from cluster.config.reading import Override
+from cluster.config.vocabularies import worker_config
 from speculation.events import Role
 from tests.bundled import with_other_vocabulary
 from tests.cluster.processes import CHECKOUT, PATIENCE, Paceline, run

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from cluster import cli
-from router.cluster_shape import Cluster
 from router.service import Router, RouterSettings
+from router.telemetry.cluster_shape import Cluster
 from tests.stack import draft_worker, target_worker
 
 BODY = {"prompt": "def add(a, b):", "temperature": 0, "ignore_eos": True}

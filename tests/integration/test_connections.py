@@ -14,10 +14,10 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from router import asgi
-from router.api import build_app
-from router.asgi import MAX_HEAD_BYTES, BoundedHttp
 from router.generation import Committed
+from router.http import asgi
+from router.http.api import build_app
+from router.http.asgi import MAX_HEAD_BYTES, BoundedHttp
 from tests.fakes import FakeGenerator, FakeTokenizers
 from tests.integration.test_http_api import model, shared
 

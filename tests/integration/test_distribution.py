@@ -28,14 +28,13 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from draft_service.lookahead import Lookahead
-from draft_service.reading import OtherVocabulary
-from draft_service.tokenizer import DraftTokenizer
-from draft_service.vocabulary import SharedVocabulary
+from draft_service.translation.reading import OtherVocabulary
+from draft_service.translation.tokenizer import DraftTokenizer
+from draft_service.translation.vocabulary import SharedVocabulary
+from engine.cache.kv_cache import KVCache
 from engine.forward import StepInput
-from engine.kv_cache import KVCache
 from engine.model import Model
 from engine.step import Engine
-from speculation import planner
 from speculation.messages import (
     AllBut,
     Limits,
@@ -53,6 +52,7 @@ from speculation.messages import (
 )
 from speculation.sources.lookup import Continuation
 from speculation.sources.registry import register, unregister
+from speculation.verifying import planner
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from draft_service import in_turn
 from draft_service.in_turn import MAX_LEVELS, InTurn, Key, limits_in_turn
 from draft_service.levels import DraftLevels, LaunchTime
-from engine.build import EngineSettings, welcome
-from engine.kv_cache import KVCache
+from engine.build import welcome
+from engine.cache.kv_cache import KVCache
+from engine.interface import Chunk
 from engine.model import Model, ModelError
-from engine.step import Chunk, Engine
-from speculation.draft_session import DraftLimits
+from engine.settings import EngineSettings
+from engine.step import Engine
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Close,
     Limits,
@@ -37,7 +39,7 @@ from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.by_rows import by_rows
 from tests.grammars import CORPUS, STOP, regex, tiny_engine
 from tests.ranks import needs_no_gpu, on_ranks
-from tests.unit.engine_models import load_tiny, random_tokens, save_model
+from tests.unit.engine.engine_models import load_tiny, random_tokens, save_model
 from transport.worker import Outgoing
 
 LINK = "router"

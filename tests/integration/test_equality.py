@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.lookahead import LookaheadLimits
 from router.generation import Generation
-from speculation.draft_session import DraftLimits
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Open, Sampling, Source, Speculation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
@@ -85,7 +85,7 @@ async def test_a_seed_gives_the_same_text_whatever_is_drafted():
 
 @needs_exact_bf16
 async def test_bfloat16_text_does_not_depend_on_drafts_or_company(slow_target):
-    """Bit for bit, since no logit depends on the batch: see tests/unit/test_engine_invariance.py."""
+    """Bit for bit, since no logit depends on the batch: see tests/unit/engine/attention/test_invariance.py."""
     prompts = held_out_prompts()[:6]
     samplings = [Sampling(temperature=0.8 * (i % 2), seed=i) for i in range(len(prompts))]
     pairs = list(zip(prompts, samplings, strict=True))

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api import build_app
-from router.field_table import ROWS, Row, Support
-from router.request_schema import Kind
-from router.tokenizers import Tokenizers
+from router.http.api import build_app
+from router.schema.field_table import ROWS, Row, Support
+from router.schema.request_schema import Kind
+from router.text.tokenizers import Tokenizers
 from tests import stack
 from tests.bundled import MODELS
 

@@ -14,19 +14,19 @@ from benchmarks.fit.prompts import Prompt, PromptError
 from benchmarks.fit.settings import FitError, FitOptions, Way
 from benchmarks.harness.workers import RunningWorker, connected
 from draft_service.lookahead import Lookahead
-from draft_service.translation import read_vocabularies, translator
+from draft_service.translation.translation import read_vocabularies, translator
 from engine.build import build, build_target, welcome
-from engine.kv_store import PAGE
+from engine.cache.kv_store import PAGE
+from engine.interface import Chunk
 from engine.medusa import MedusaHeads, save
 from engine.recorder import Recorder
-from engine.step import Chunk
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
+from simulation.agreement import AgreementPassage
+from simulation.costs import Costs, Curve
 from speculation import digest as digests
+from speculation.drafting.medusa import MedusaDrafts
 from speculation.events import Role
 from speculation.messages import Limits, Open, SessionId, Source, Verification
-from speculation.simulation.agreement import AgreementPassage
-from speculation.simulation.costs import Costs, Curve
-from speculation.sources.medusa import MedusaDrafts
 from target_service.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts

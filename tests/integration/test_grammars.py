@@ -17,8 +17,8 @@ from benchmarks.random_schemas import random_schema
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.step import Engine
 from router.generation import Committed, Ended, Generation, GenerationError
-from router.tokenizer import Tokenizer
-from speculation.draft_session import DraftLimits
+from router.text.tokenizer import Tokenizer
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Close,
     FinishReason,

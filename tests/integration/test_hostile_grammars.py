@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from router import request_reader, structured
-from router.api import ApiSettings, build_app
-from router.grammar_checker import GrammarChecker
+from router.http import request_reader
+from router.http.api import ApiSettings, build_app
+from router.schema import structured
+from router.text.grammar_checker import GrammarChecker
 from tests.fakes import FakeTokenizers
 from tests.integration.test_connections import PATIENCE, connected
 from tests.integration.test_http_api import fake, in_memory, shared

@@ -15,10 +15,10 @@ import pytest
 import pytest_asyncio
 from starlette.types import Message
 
-from router.api import ApiSettings, build_app
 from router.errors import CODES
 from router.generation import Committed, Generation, GenerationError, ServedModel
-from router.tokenizer import Tokenizer
+from router.http.api import ApiSettings, build_app
+from router.text.tokenizer import Tokenizer
 from tests.fakes import EOS, FakeGenerator, FakeTokenizers, Script, commits, tiny_tokenizer
 from tests.http_server import serve
 

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api import build_app
 from router.generation import GenerationError, ServedModel
-from router.metrics import RouterMetrics
-from router.snapshot import Snapshot
-from router.tally import Tally
+from router.http.api import build_app
+from router.sessions.snapshot import Snapshot
+from router.sessions.tally import Tally
+from router.telemetry.metrics import RouterMetrics
 from tests.fakes import EOS, FakeGenerator, FakeTokenizers, commits, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

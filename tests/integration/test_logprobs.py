@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kv_cache import KVCache
+from engine.cache.kv_cache import KVCache
 from engine.step import Engine
 from speculation import digest as digests
 from speculation.messages import (
@@ -36,7 +36,7 @@ from speculation.messages import (
 from target_service import validation
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.unit.engine_models import Stock, load_tiny, save_model
+from tests.unit.engine.engine_models import Stock, load_tiny, save_model
 
 VOCABULARY = 96
 LINK = "router"

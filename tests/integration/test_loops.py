@@ -9,7 +9,7 @@ import pytest
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.build import build, welcome
 from engine.step import Engine
-from speculation.draft_session import DraftLimits
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Close,
     FinishReason,

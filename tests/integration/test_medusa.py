@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.build import EngineSettings, build, build_target, welcome
+from engine.build import build, build_target, welcome
+from engine.cache.kv_cache import KVCache
 from engine.interface import StepEngine
-from engine.kv_cache import KVCache
-from engine.loader import Model
+from engine.loading.loader import Model
 from engine.medusa import MedusaHeads, save
-from engine.sampling import Draw, filtered_log_probs
+from engine.sampling.sampling import Draw, filtered_log_probs
+from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation import digest as digests
 from speculation.messages import (
@@ -40,7 +41,7 @@ from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
 from tests.ranks import needs_no_gpu, on_ranks
-from tests.unit.engine_models import Stock, load_tiny, random_tokens, save_model
+from tests.unit.engine.engine_models import Stock, load_tiny, random_tokens, save_model
 
 LINK = "router"
 HIDDEN, VOCABULARY = 64, 256

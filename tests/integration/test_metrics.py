@@ -14,8 +14,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.service import Router, RouterSettings
-from speculation import planner
 from speculation.events import Role
+from speculation.verifying import planner
 from tests.monitoring import FROM_CONTROLLER, SCRAPING, expressions, needs_prometheus, rules_beside, unknown_names
 from tests.ports import free_port
 from tests.stack import draft_worker, target_worker

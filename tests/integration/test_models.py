@@ -12,14 +12,14 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from engine.revision import revision_of
+from engine.loading.revision import revision_of
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation, GenerationError
 from router.service import Router, RouterSettings
-from speculation import planner
 from speculation.events import PeerId, Role
 from speculation.messages import Sampling, Schedule, Source, Speculation
-from speculation.session import SessionLimits
+from speculation.request.session import SessionLimits
+from speculation.verifying import planner
 from tests.cluster.processes import PATIENCE
 from tests.integration.test_graceful_stop import hold
 from tests.stack import MODELS, Result, Running, decode, dispatcher, draft_worker, held_out_prompts, target_worker

@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from router.generation import Generation, ServedModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.fakes import EOS, FakeGenerator, commits, tiny_tokenizer
 from tests.http_server import serve
 

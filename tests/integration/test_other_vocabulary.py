@@ -13,12 +13,13 @@ from torch import Tensor
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import DraftSettings, start_draft
-from draft_service.translation import read_vocabularies, translator
+from draft_service.translation.translation import read_vocabularies, translator
 from engine.build import build, welcome
+from engine.interface import Chunk
 from engine.model import ModelError
-from engine.step import Chunk, Engine
-from router.tokenizer import Tokenizer
-from speculation.draft_session import DraftLimits
+from engine.step import Engine
+from router.text.tokenizer import Tokenizer
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Limits,
     Open,

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from engine.int8_linear import has_kernel
-from speculation import planner
+from engine.layers.int8_linear import has_kernel
 from speculation.messages import Sampling, Schedule, Source, Speculation
+from speculation.verifying import planner
 from tests.stack import decode, dispatcher, draft_worker, held_out_prompts, needs_invariant_bf16, target_worker
 
 NEW_TOKENS = 20

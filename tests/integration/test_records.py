@@ -10,9 +10,9 @@ import pytest
 from draft_service.lookahead import Lookahead
 from engine.build import build, welcome
 from engine.recorder import Recorder
+from simulation import recorded
+from simulation.simulate import Setting, simulate
 from speculation.messages import Limits, Open, Sampling, Schedule, SessionId, Source, Speculation
-from speculation.simulation import recorded
-from speculation.simulation.simulate import Setting, simulate
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import held_out_prompts, settings
 

@@ -17,9 +17,9 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from router import page
-from router.api import ApiSettings, build_app
 from router.generation import ServedModel
-from router.openapi import description as describe
+from router.http.api import ApiSettings, build_app
+from router.http.openapi import description as describe
 from tests.fakes import EOS, FakeGenerator, FakeTokenizers, commits, tiny_tokenizer
 
 CHECKED = [

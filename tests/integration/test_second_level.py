@@ -5,14 +5,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cluster.cli import main
-from cluster.config import Override, load
-from cluster.serving import draft_settings
+from cluster.config.config import Override, load
+from cluster.config.serving import draft_settings
 from draft_service.service import DraftSettings, start_draft
-from engine.build import EngineSettings
 from engine.model import ModelError
-from speculation.budget import StepCost
-from speculation.guesses import Forward
+from engine.settings import EngineSettings
+from speculation.drafting.guesses import Forward
 from speculation.messages import Rule, Sampling, Schedule, Source, Speculation
+from speculation.verifying.budget import StepCost
 from tests.bundled import MODELS, with_other_vocabulary
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from draft_service.lookahead import Lookahead, LookaheadLimits
+from engine.cache.kv_cache import KVCache
 from engine.forward import StepInput
-from engine.kv_cache import KVCache
-from engine.sampling import Draw, sample
-from engine.shaping import Shaping
+from engine.sampling.sampling import Draw, sample
+from engine.shaping.shaping import Shaping
 from engine.step import Engine
 from speculation.acceptance import finish_at
-from speculation.draft_session import DraftLimits
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Limits,
     Open,
@@ -41,7 +41,7 @@ from speculation.messages import (
 )
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.unit.test_engine_shaping import VOCABULARY, by_transformers
+from tests.unit.engine.shaping.test_shaping import VOCABULARY, by_transformers
 from transport.worker import Outgoing
 
 LINK = "router"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.stack import decode, dispatcher, draft_worker, target_worker
-from tests.unit.engine_models import Stock, random_tokens, save_model
-from tests.unit.test_families import FAMILIES
+from tests.unit.engine.engine_models import Stock, random_tokens, save_model
+from tests.unit.engine.test_families import FAMILIES
 
 NEW_TOKENS = 24
 PROMPTS = [tuple(random_tokens(length, seed=length)) for length in (18, 30, 11)]

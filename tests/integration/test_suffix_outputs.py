@@ -14,8 +14,8 @@ import pytest
 from draft_service.lookahead import Lookahead
 from engine.build import build, welcome
 from engine.step import Engine
-from router.api import ApiSettings
-from router.auth import ApiKeys
+from router.http.api import ApiSettings
+from router.http.auth import ApiKeys
 from router.service import Router, RouterSettings
 from speculation.messages import (
     Close,

@@ -11,18 +11,21 @@ from random import Random
 import pytest
 import torch
 
-from cluster.rank_processes import RankProcesses
+from cluster.processes.rank_processes import RankProcesses
 from draft_service.lookahead import Lookahead
-from engine.build import EngineSettings, build, welcome
+from engine import leader
+from engine.build import build, welcome
+from engine.interface import Chunk
 from engine.model import ModelError
-from engine.parallel import group, leader
+from engine.parallel import group
 from engine.parallel.group import RankError
-from engine.step import Chunk, Engine
+from engine.settings import EngineSettings
+from engine.step import Engine
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Speculation, Verification
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.ranks import Watched, needs_no_gpu, on_ranks
 from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
-from tests.unit.engine_models import save_model
+from tests.unit.engine.engine_models import save_model
 
 pytestmark = needs_no_gpu
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.tool_calls import Found, HermesParser, ToolCall
+from router.text.tool_calls import Found, HermesParser, ToolCall
 from tests.fakes import EOS
 from tests.integration.test_answers import PATHS, TOOL_TEMPLATE, WEATHER, call, encode, generator, post, whole
 

@@ -274,8 +274,9 @@ async def test_a_collector_that_is_not_there_costs_nothing_but_spans(caplog: pyt
 
 def test_nothing_of_opentelemetry_is_imported_while_tracing_is_off() -> None:
     code = (
-        "import sys; import cluster.serving, router.service, transport.worker; "
-        "from cluster.config import Config; s = cluster.serving.router_settings(Config()); router.service.Router(s); "
+        "import sys; import cluster.config.serving, router.service, transport.worker; "
+        "from cluster.config.config import Config; "
+        "s = cluster.config.serving.router_settings(Config()); router.service.Router(s); "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=120)

@@ -17,7 +17,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from router.dispatch import Dispatcher
 from router.generation import Generation
-from router.pool import PoolEvents, Traffic, WorkerPool
+from router.sessions.pool import PoolEvents, Traffic, WorkerPool
 from speculation import digest as digests
 from speculation.events import PeerId, Role
 from speculation.messages import (

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from cluster.logs import JsonFormatter, TextFormatter
+from cluster.processes.logs import JsonFormatter, TextFormatter
 from router.generation import Generation
 from speculation.messages import Sampling, SessionId
 from tests.stack import dispatcher, draft_worker, held_out_prompts, target_worker

@@ -15,13 +15,13 @@ from torch import Tensor
 from draft_service.levels import DraftLevels, LaunchTime
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
-from engine.build import EngineSettings, welcome
-from engine.cuda.attention import RowAttention
+from engine.attention.row_attention import RowAttention
+from engine.build import welcome
 from engine.cuda.levels import Levels
 from engine.model import Model
+from engine.settings import EngineSettings
 from speculation import digest as digests
-from speculation.budget import StepCost
-from speculation.draft_session import DraftLimits
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Close,
     Limits,
@@ -35,8 +35,9 @@ from speculation.messages import (
     Verification,
 )
 from speculation.trie import Node
+from speculation.verifying.budget import StepCost
 from tests.by_rows import PlainRows, by_rows
-from tests.unit.engine_models import load_tiny, random_tokens
+from tests.unit.engine.engine_models import load_tiny, random_tokens
 
 ROUTER = "router"
 LIMITS = DraftLimits(lead=12, nodes=400, children=3, width=4, min_weight=0.001)
@@ -408,7 +409,7 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """In Triton's interpreter, not recorded: in groups of rows that read common keys, across the ends of pages."""
     pytest.importorskip("triton")
     for name, value in {"BLOCK": 16, "UNROLLED": 1, "SHORT_SPLIT": 16, "SHORT_SPLITS": 2, "LONGER_SPLITS": 1}.items():
-        monkeypatch.setattr(f"engine.cuda.attention.{name}", value)
+        monkeypatch.setattr(f"engine.attention.row_attention.{name}", value)
     monkeypatch.setattr(RowAttention, "spare", 16)
     model = load_tiny("llama", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=64)
 

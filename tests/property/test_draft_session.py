@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculation.draft_session import (
+from speculation.drafting.draft_session import (
     FIRST_CREDIT,
     IGNORED_BEFORE_REPUSH,
     LARGEST_SHARE,
@@ -17,8 +17,8 @@ from speculation.draft_session import (
     Sync,
 )
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Speculation, Token
-from speculation.target_session import TargetSession
 from speculation.trie import InsertResult, Node
+from speculation.verifying.target_session import TargetSession
 from transport.codec import encode_to_worker
 
 VOCABULARY = 1000

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from engine import known_blocks
-from engine.kv_cache import CachedSequence, CacheFull, KVCache
-from engine.kv_store import CLEAR, Move
+from engine.cache import known_blocks
+from engine.cache.kv_cache import CachedSequence, CacheFull, KVCache
+from engine.cache.kv_store import CLEAR, Move
 
 OPERATIONS = 1_000
 LIVES = 6

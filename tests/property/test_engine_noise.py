@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import noise as torch_noise
-from engine.noise import gumbel, keys_at, noise_bits
+from engine.sampling import noise as torch_noise
+from engine.sampling.noise import gumbel, keys_at, noise_bits
 from speculation import noise as reference
 
 LARGEST = 200_001

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.paceline.v1 import worker_pb2 as pb
-from router.pool import Peer, PoolEvents, WorkerPool, outside_vocabulary
+from router.sessions.pool import Peer, PoolEvents, WorkerPool, outside_vocabulary
 from speculation import digest as digests
 from speculation.events import (
     Available,
@@ -52,7 +52,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.session import Phase, Session
+from speculation.request.session import Phase, Session
 from transport.client import Incoming
 from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker, encode_to_worker
 

@@ -12,11 +12,19 @@ from typing import Any, cast
 import pytest
 import torch
 
-import engine.grammar
+import engine.shaping.grammar
 from benchmarks.random_schemas import random_schema
-from engine.compiling import Compiling
-from engine.grammar import COMPILE_SECONDS, KEPT, Compiled, GrammarConstraint, GrammarError, Grammars, Vocabulary
 from engine.model import Model
+from engine.shaping.compiling import Compiling
+from engine.shaping.grammar import (
+    COMPILE_SECONDS,
+    KEPT,
+    Compiled,
+    GrammarConstraint,
+    GrammarError,
+    Grammars,
+    Vocabulary,
+)
 from speculation.constraint import MAX_GRAMMAR_BYTES
 from speculation.messages import Limits, Open, RequestOptions, Sampling, SessionId, Token
 from tests.grammars import STOP, json_grammar, regex, save_tokenizer

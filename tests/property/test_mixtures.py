@@ -23,20 +23,18 @@ import torch
 
 from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead
-from draft_service.reading import OtherVocabulary
 from draft_service.staged_drafting import Guesser, StagedDrafting
 from draft_service.staged_drafting import Lookup as LookupGuesses
-from draft_service.tokenizer import DraftTokenizer
-from draft_service.vocabulary import SharedVocabulary
-from engine.kv_cache import KVCache
-from engine.loader import load
+from draft_service.translation.reading import OtherVocabulary
+from draft_service.translation.tokenizer import DraftTokenizer
+from draft_service.translation.vocabulary import SharedVocabulary
+from engine.cache.kv_cache import KVCache
+from engine.loading.loader import load
 from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.step import Engine
-from speculation import planner
 from speculation.acceptance import AcceptanceResult
-from speculation.budget import StepCost
-from speculation.guesses import Forward
+from speculation.drafting.guesses import Forward
 from speculation.messages import (
     ANCHOR,
     Limits,
@@ -56,13 +54,15 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.sources.registry import register, unregister
-from speculation.target_session import TargetSession
+from speculation.verifying import planner
+from speculation.verifying.budget import StepCost
+from speculation.verifying.target_session import TargetSession
 from target_service.scheduler import Budget
 from target_service.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.covering import Row, covering
 from tests.grammars import STOP, TINY, save_tokenizer
-from tests.unit.engine_models import save_model
+from tests.unit.engine.engine_models import save_model
 from transport.worker import Outgoing
 
 Text = list[Token] | str

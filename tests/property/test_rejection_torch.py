@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import rejection
-from engine.rejection import draw_sparse, verify_chains
-from engine.sampling import Draw, filtered_log_probs, sample
+from engine.sampling import rejection
+from engine.sampling.rejection import draw_sparse, verify_chains
+from engine.sampling.sampling import Draw, filtered_log_probs, sample
 from speculation import noise as reference
 from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled, keep_chain, residual
 from speculation.messages import SUPPORT_TOTAL, Sampling, Support

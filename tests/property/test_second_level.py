@@ -13,13 +13,13 @@ from draft_service.assistant import Assistant
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import Lookup, StagedDrafting
-from engine.build import EngineSettings, build, welcome
-from engine.kv_cache import KVCache
+from engine.build import build, welcome
+from engine.cache.kv_cache import KVCache
+from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation import digest as digests
-from speculation.budget import StepCost
-from speculation.draft_session import DraftLimits
-from speculation.guesses import MAX_SESSIONS, Forward
+from speculation.drafting.draft_session import DraftLimits
+from speculation.drafting.guesses import MAX_SESSIONS, Forward
 from speculation.messages import (
     Limits,
     Open,
@@ -33,6 +33,7 @@ from speculation.messages import (
     Token,
     Verification,
 )
+from speculation.verifying.budget import StepCost
 from tests.bundled import MODELS, held_out_prompts
 
 ROUTER = "router"

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.rejection import draw_sparse, verify_chains
-from engine.sampling import Draw, filtered_log_probs, sample
-from engine.shaping import Mask, Shaping, shaped
+from engine.sampling.rejection import draw_sparse, verify_chains
+from engine.sampling.sampling import Draw, filtered_log_probs, sample
+from engine.shaping.shaping import Mask, Shaping, shaped
 from speculation.messages import Limits, Open, Sampling, SessionId, Token
 from tests.property.test_rejection_torch import LARGEST_DEVIATION, OTHER, POSITION, TARGET, TOKENS, deviation
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from speculation import digest as digests
 from speculation.messages import ANCHOR, Limits, Open, Proposal, RequestOptions, Sampling, SessionId, Token
-from speculation.target_session import TargetSession
 from speculation.trie import SpeculationTrie, TrieLimits
+from speculation.verifying.target_session import TargetSession
 
 VOCABULARY = 4
 END = 24

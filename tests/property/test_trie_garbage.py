@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulation.toy_workers import VOCABULARY, target_only, toy_model
 from speculation import digest as digests
 from speculation.messages import (
     ANCHOR,
@@ -22,9 +23,8 @@ from speculation.messages import (
     Support,
     Token,
 )
-from speculation.simulation.toy_workers import VOCABULARY, target_only, toy_model
-from speculation.target_session import TargetSession
 from speculation.trie import InsertResult, TrieLimits, VerificationTree
+from speculation.verifying.target_session import TargetSession
 
 PROMPT = (3, 1, 4, 1, 5)
 END = len(PROMPT) + 30

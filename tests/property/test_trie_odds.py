@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculation.calibration import Calibration
 from speculation.messages import Source, Token
 from speculation.trie import MIN_CONFIDENCE, SpeculationTrie, TrieLimits
+from speculation.verifying.calibration import Calibration
 
 CHILDREN = 8
 VOCABULARY = CHILDREN + 1

@@ -17,13 +17,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.kv_cache import KVCache
-from engine.kv_store import CLEAR
-from engine.sampling import Draw, sample
-from engine.step import Chunk, Engine
-from engine.threads import set_threads
+from engine.cache.kv_cache import KVCache
+from engine.cache.kv_store import CLEAR
+from engine.cpu.threads import set_threads
+from engine.interface import Chunk
+from engine.sampling.sampling import Draw, sample
+from engine.step import Engine
 from speculation import digest as digests
-from speculation import planner
 from speculation.messages import (
     ANCHOR,
     Close,
@@ -42,11 +42,12 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
+from speculation.verifying import planner
 from target_service import scheduler
 from target_service.scheduler import Budget
 from target_service.verdicts import NOT_FINITE
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from tests.unit.engine_models import load_tiny
+from tests.unit.engine.engine_models import load_tiny
 
 VOCABULARY = 32
 CONTEXT = 96

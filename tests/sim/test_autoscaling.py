@@ -12,8 +12,8 @@ from cluster.autoscaling.report import rows, summary
 from cluster.autoscaling.simulation import LONGEST_TAIL, POOLS, ScalingOutcome, Setup, Size, simulate
 from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival, made_up
-from cluster.config import AutoscalingConfig
-from speculation.simulation.costs import Costs, Curve
+from cluster.config.config import AutoscalingConfig
+from simulation.costs import Costs, Curve
 
 SIZES = {"target": Size(1, 8), "draft": Size(0, 8), "router": Size(1, 4)}
 SETTLING = 300.0

@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 
+from simulation.agreement import made_up
+from simulation.costs import Costs, Curve
+from simulation.simulate import Report, Setting, simulate
 from speculation.messages import Schedule
-from speculation.payoff import Payoff
-from speculation.simulation.agreement import made_up
-from speculation.simulation.costs import Costs, Curve
-from speculation.simulation.simulate import Report, Setting, simulate
+from speculation.verifying.payoff import Payoff
 
 SEED = 7
 MIN_RATIO = 0.97

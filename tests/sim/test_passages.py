@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from speculation.draft_session import Candidate, Outcome
+from simulation.agreement import AgreementPassage, Passages, made_up
+from simulation.costs import Costs, Curve
+from simulation.simulate import Setting, simulate, simulate_texts
+from speculation.drafting.draft_session import Candidate, Outcome
+from speculation.drafting.medusa import HeadGuesses
 from speculation.messages import Schedule, Source
-from speculation.simulation.agreement import AgreementPassage, Passages, made_up
-from speculation.simulation.costs import Costs, Curve
-from speculation.simulation.simulate import Setting, simulate, simulate_texts
-from speculation.sources.medusa import HeadGuesses
 
 SEED = 7
 VOCABULARY = 4000

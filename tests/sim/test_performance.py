@@ -7,14 +7,15 @@ from random import Random
 
 import pytest
 
-from speculation import digest, planner
-from speculation.draft_session import NONE_RIGHT, Candidate, DraftSession, Outcome
+from simulation import recorded
+from simulation.agreement import made_up
+from simulation.costs import Costs, Curve
+from simulation.recorded import UselessRecord
+from simulation.simulate import Bounds, Report, Setting, enough, simulate
+from speculation import digest
+from speculation.drafting.draft_session import NONE_RIGHT, Candidate, DraftSession, Outcome
 from speculation.messages import Limits, Open, Sampling, Schedule, SessionId, Verification
-from speculation.simulation import recorded
-from speculation.simulation.agreement import made_up
-from speculation.simulation.costs import Costs, Curve
-from speculation.simulation.recorded import UselessRecord
-from speculation.simulation.simulate import Bounds, Report, Setting, enough, simulate
+from speculation.verifying import planner
 
 SEED = 7
 VERIFY, DRAFT = 0.030, 0.002
@@ -166,7 +167,8 @@ def test_a_seed_replays_exactly():
 
 
 def test_it_notices_a_target_that_keeps_what_it_did_not_draw(monkeypatch):
-    from speculation import acceptance, target_session
+    from speculation import acceptance
+    from speculation.verifying import target_session
 
     def generous(tokens, parents, drawn):
         outcome = acceptance.walk(tokens, parents, drawn)

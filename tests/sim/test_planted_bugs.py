@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from speculation import acceptance, target_session
+from simulation.faults import FaultRun, Weather
+from speculation import acceptance
 from speculation.events import Emit, Send
 from speculation.messages import Close, Sampling, Verification
-from speculation.poison_detector import PoisonDetector, Verdict
-from speculation.retry_state import RetryState
-from speculation.session import Session
-from speculation.simulation.faults import FaultRun, Weather
+from speculation.request.poison_detector import PoisonDetector, Verdict
+from speculation.request.retry_state import RetryState
+from speculation.request.session import Session
+from speculation.verifying import target_session
 
 STORM = Weather(loss=0.05, doubling=0.1, delay=0.01, crash_every=0.5)
 LOSSY = Weather(loss=0.1, delay=0.01)
@@ -217,6 +218,6 @@ def test_without_a_bug_nothing_is_found(weather: Weather):
 
 @pytest.mark.parametrize(("plant", "weather"), PLANTS, ids=[plant.__name__ for plant, _ in PLANTS])
 def test_it_is_found(plant: Plant, weather: Weather, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("speculation.simulation.fault_world.HORIZON", 100.0)
+    monkeypatch.setattr("simulation.fault_world.HORIZON", 100.0)
     plant(monkeypatch)
     assert found(weather), plant.__doc__

@@ -26,12 +26,12 @@ from random import Random
 
 import pytest
 
-from speculation.draft_session import DraftLimits
+from simulation import recorded
+from simulation.recorded import Recorded
+from simulation.simulate import Bounds, Report, Setting, simulate
+from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Schedule
-from speculation.payoff import Payoff
-from speculation.simulation import recorded
-from speculation.simulation.recorded import Recorded
-from speculation.simulation.simulate import Bounds, Report, Setting, simulate
+from speculation.verifying.payoff import Payoff
 
 DATA = Path(__file__).parent / "data"
 SEED = 1

@@ -6,7 +6,7 @@ import pytest
 
 from tests.words import ROOT, in_one_process, may_match
 
-TRIE, HTTP = ROOT / "tests/unit/test_trie.py", ROOT / "tests/integration/test_schemathesis.py"
+TRIE, HTTP = ROOT / "tests/unit/speculation/test_trie.py", ROOT / "tests/integration/test_schemathesis.py"
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_what_is_said_by_modules_that_are_imported_counts() -> None:
         ("", ["tests"], False),
         ("", ["tests/unit"], False),
         ("trie", ["tests"], True),
-        ("", ["tests/unit/test_trie.py"], True),
-        ("", ["tests/unit/test_trie.py::test_one", "tests/unit/test_text.py"], True),
-        ("", ["tests/unit/test_trie.py", "tests/sim"], False),
+        ("", ["tests/unit/speculation/test_trie.py"], True),
+        ("", ["tests/unit/speculation/test_trie.py::test_one", "tests/unit/router/text/test_text.py"], True),
+        ("", ["tests/unit/speculation/test_trie.py", "tests/sim"], False),
     ],
 )
 def test_few_tests_share_a_process(expression: str, arguments: list[str], expected: bool) -> None:

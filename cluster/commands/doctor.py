@@ -1,0 +1,182 @@
+"""``paceline doctor``: checks an installation and says what to fix."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from cluster.config import environment
+from cluster.config.config import Config, from_mapping
+from cluster.config.flags import BAD_INPUT, FAILED, Parser, add_file, add_setting, configuration, overrides_in
+from cluster.config.security import identity, own_api_key
+from cluster.config.settings import ConfigError
+from cluster.console import CommandError, say, stages
+from cluster.doctor.finding import Finding, Level, ok, problem
+from cluster.worker_list import WorkerListError, read_list
+from speculation.events import Role
+from transport.address import parse
+
+ABOUT = "check an installation and say what to fix"
+DETAILS = """\
+Without arguments: this machine and the configured models. With addresses also what runs there. One line for each
+finding: ok, warning or problem, and what to do. Exit code 1 if there is a problem.
+
+  paceline doctor
+  paceline doctor --config paceline.yaml --address auto
+  paceline doctor --address auto                           with the configuration that a RayService runs with
+  paceline doctor --target 10.0.0.5:7001 --draft 10.0.0.6:7002 --target-step-ms 30
+  paceline doctor --url http://127.0.0.1:8000
+"""
+DRAFT_STEP_MS, ACCEPTANCE = 2.0, 0.8
+"""Where the flags do not say otherwise; as ``paceline simulate`` has it."""
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def add(parser: Parser) -> None:
+    """Its flags."""
+    for role in ("target", "draft"):
+        about = f"a running {role} worker (may be repeated)"
+        parser.add_argument(f"--{role}", action="append", default=[], metavar="HOST:PORT", help=about)
+    parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers, as `paceline router` takes it")
+    parser.add_argument("--url", metavar="URL", help="where Paceline serves HTTP; two short completions are run")
+    about = "sent there (default: the variable OPENAI_API_KEY, else the first key of security.api_keys)"
+    parser.add_argument("--api-key", metavar="KEY", help=about)
+    add_setting(parser, "--address", "ray.address")
+    distance = parser.add_argument_group("whether drafting pays at the measured distance")
+    about = "a step of the target that computes one token; without it nothing is said"
+    distance.add_argument("--target-step-ms", type=float, metavar="X", help=about)
+    about = f"a step of the drafter that expands one place (default: {DRAFT_STEP_MS:g})"
+    distance.add_argument("--draft-step-ms", type=float, default=DRAFT_STEP_MS, metavar="X", help=about)
+    about = f"chance that the drafter's first choice is right (default: {ACCEPTANCE:g})"
+    distance.add_argument("--acceptance", type=float, default=ACCEPTANCE, metavar="X", help=about)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_file(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, report, and say by the exit code whether there is a problem."""
+    listed = _listed(args)
+    _check_distance(args)
+    found = list(_findings(args, listed))
+    if args.json:
+        say(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        for finding in found:
+            say(str(finding))
+        counts = Counter(finding.level for finding in found)
+        say(", ".join(f"{counts[level]} {level.value}" for level in Level))
+    return FAILED if any(finding.level is Level.PROBLEM for finding in found) else 0
+
+
+def _findings(args: argparse.Namespace, listed: dict[Role, list[str]]) -> Iterator[Finding]:
+    from cluster.doctor import versions
+
+    with stages() as report:
+        report("looking at versions")
+        yield from _guarded("versions", versions.check)
+        try:
+            config, source = _configuration(args)
+        except ConfigError as error:
+            yield problem("configuration", str(error), "correct it; `paceline config` prints every setting")
+            return
+        yield ok("configuration", source)
+        for name, check in _checks(args, config, listed):
+            report(f"looking at {name}")
+            yield from _guarded(name, check)
+
+
+def _configuration(args: argparse.Namespace) -> tuple[Config, str]:
+    """What is to be checked, and where it stands: without a file, what is deployed where ``--address`` says."""
+    config = configuration(args)
+    if args.config is None and _on_ray(config):
+        from cluster.doctor import ray_nodes
+
+        deployed = ray_nodes.deployed(config)
+        if deployed is not None:
+            source = f"as deployed at {config.ray.address}, and flags"
+            return from_mapping(deployed, "deployed", overrides=overrides_in(args)), source
+    return config, str(args.config) if args.config else "the defaults, and flags"
+
+
+def _on_ray(config: Config) -> bool:
+    return config.backend == "ray" and config.ray.address != "local"
+
+
+def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[tuple[str, Check]]:
+    """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
+    from cluster.doctor import devices, endpoint, machine, models, ray_nodes
+
+    yield "models", lambda: models.check(config)
+    yield "certificates", lambda: _certificates(config)
+    if not (_on_ray(config) or any(listed.values()) or args.url):
+        yield "devices", lambda: devices.check(config)
+        yield "this machine", lambda: machine.check(config)
+    if _on_ray(config):
+        yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed)
+    yield "workers", lambda: _workers(args, config, listed)
+    if args.url:
+        yield args.url, lambda: endpoint.check(args.url, _api_key(args, config))
+
+
+def _certificates(config: Config) -> Iterator[Finding]:
+    security = config.security
+    if security.certificate:
+        from cluster.doctor import certificates
+
+        yield from certificates.check_all(security.certificate, security.key, security.authority)
+
+
+def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[str]]) -> Iterator[Finding]:
+    from cluster.doctor import distance, workers
+
+    met = asyncio.run(workers.meet_all(listed, identity(config, "router") if any(listed.values()) else None))
+    yield from workers.judge(met)
+    if args.target_step_ms is not None:
+        steps = distance.Steps(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
+        yield from distance.judge(met, steps)
+
+
+def _api_key(args: argparse.Namespace, config: Config) -> str:
+    """From the flag, else the environment as other clients have it, else where the configuration says they are."""
+    if args.api_key is not None:
+        return str(args.api_key)
+    return environment.api_key() or own_api_key(config)
+
+
+def _guarded(name: str, check: Check) -> Iterator[Finding]:
+    """A check that fails in a way nobody foresaw is a finding as well, and ends no other."""
+    try:
+        yield from check()
+    except Exception as error:  # whatever it was, the other checks may still tell why
+        reason = next(iter(str(error).strip().splitlines()), "")
+        yield problem(name, f"cannot be checked: {type(error).__name__}: {reason}", "report this, with the line")
+
+
+def _listed(args: argparse.Namespace) -> dict[Role, list[str]]:
+    """Addresses from flags and file; raises AddressError, CommandError."""
+    listed = {Role.TARGET: list(args.target), Role.DRAFT: list(args.draft)}
+    for address in (*args.target, *args.draft):
+        parse(address)
+    if args.workers is not None:
+        try:
+            for role, addresses in read_list(args.workers).items():
+                listed[role] += addresses
+        except WorkerListError as error:
+            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+    return listed
+
+
+def _check_distance(args: argparse.Namespace) -> None:
+    for flag, value, maximum in (
+        ("--target-step-ms", args.target_step_ms, 60_000.0),
+        ("--draft-step-ms", args.draft_step_ms, 60_000.0),
+        ("--acceptance", args.acceptance, 1.0),
+    ):
+        if value is not None and not 0 < value <= maximum:
+            raise CommandError(f"{flag} {value:g}: must be above 0 and at most {maximum:g}", BAD_INPUT)

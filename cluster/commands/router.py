@@ -1,0 +1,135 @@
+"""``paceline router``: one router in this process, for workers at fixed addresses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+from cluster.config.checks import check_tokenizer
+from cluster.config.config import Config
+from cluster.config.flags import (
+    AFTER_INPUT,
+    BAD_INPUT,
+    FAILED,
+    add_file,
+    add_parent,
+    add_repeated,
+    add_section,
+    add_speculative_config,
+    add_tracing,
+    configuration,
+)
+from cluster.config.security import check_http_exposure, check_security
+from cluster.config.serving import router_settings
+from cluster.console import CommandError, say, stages
+from cluster.discovery import StaticDirectory
+from cluster.processes.logs import add_flags, set_up
+from cluster.processes.notify import READY, STOPPING, notify
+from cluster.processes.parent import exit_with
+from cluster.worker_list import FileDirectory, WorkerListError
+from speculation.events import Role
+from transport.address import check_free, join, parse
+
+ABOUT = "run one router: the HTTP address in front of workers"
+DETAILS = """\
+Serves the OpenAI-compatible API. Workers may come and go; the router keeps trying to reach them.
+
+  paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
+  paceline router --workers workers.txt       lines such as "draft 10.0.0.6:7002"; read again when it changes
+"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
+    parser.add_argument(
+        "--target", action="append", default=[], metavar="HOST:PORT", help="a target worker (may be repeated)"
+    )
+    parser.add_argument(
+        "--draft", action="append", default=[], metavar="HOST:PORT", help="a draft worker (may be repeated)"
+    )
+    parser.add_argument("--workers", type=Path, metavar="FILE", help="a list of workers instead; may change meanwhile")
+    add_section(parser, "router", without=("replicas", "labels"))
+    add_section(parser, "security")
+    add_speculative_config(parser)
+    add_section(parser, "admission", without=("cors_origins",))
+    add_repeated(parser, "--cors-origin", "admission.cors_origins")
+    add_tracing(parser)
+    add_file(parser)
+    add_flags(parser)
+    add_parent(parser)
+    parser.add_argument(AFTER_INPUT, action="store_true", help="connect to workers once standard input has ended")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    if args.exit_with is not None:
+        exit_with(args.exit_with)
+    set_up(args)
+    config = configuration(args)
+    check_http_exposure(config)
+    check_security(config, ("router",))
+    check_free(join(config.router.host, config.router.port))
+    directory = _directory(args)
+    if config.router.tokenizer:
+        check_tokenizer(config.router.tokenizer)
+    if args.after_input:
+        importlib.import_module("router.service")  # most of a start, and workers take longer
+        sys.stdin.buffer.read()
+    return asyncio.run(_serve(config, directory))
+
+
+def _directory(args: argparse.Namespace) -> FileDirectory | StaticDirectory:
+    """Where the router learns its workers from; raises AddressError, CommandError."""
+    if args.workers is not None:
+        if args.target or args.draft:
+            raise CommandError("give either --workers or --target and --draft", BAD_INPUT)
+        try:
+            return FileDirectory(args.workers)
+        except WorkerListError as error:
+            raise CommandError(f"--workers {error}", BAD_INPUT) from error
+    if not args.target:
+        raise CommandError("give --target HOST:PORT, at least once, or --workers FILE", BAD_INPUT)
+    for address in (*args.target, *args.draft):
+        parse(address)
+    return StaticDirectory({Role.TARGET: args.target, Role.DRAFT: args.draft})
+
+
+async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> int:
+    from router.service import Router, RouterError
+
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    targets, drafts = (tuple(directory.workers[role]) for role in (Role.TARGET, Role.DRAFT))
+    router = Router(router_settings(config, targets=targets, drafts=drafts))
+    starting = asyncio.create_task(router.start())
+    stop = asyncio.create_task(stopped.wait())
+    try:
+        with stages() as report:
+            report(f"waiting for a target worker at {', '.join(targets)}")
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            directory.start(router.set_workers)
+            models = router.dispatcher.models.values()
+            named = config.router.model_name if len(models) == 1 else ""
+            served = ", ".join(f"model {named or model.name}, context {model.context}" for model in models)
+            say(f"router ready on {router.address} ({served})")
+            notify(READY)
+            await stop
+    except RouterError as error:
+        raise CommandError(str(error), FAILED) from error
+    finally:
+        notify(STOPPING)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one does not wait for running requests
+            loop.add_signal_handler(number, os._exit, 128 + number)
+        starting.cancel()
+        stop.cancel()
+        await router.stop()
+        directory.close()
+    return 0

@@ -1,0 +1,364 @@
+"""``paceline simulate``: what speed to expect, of a recorded or a made-up set-up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from cluster.commands import autoscale
+from cluster.config.config import default_of
+from cluster.config.flags import BAD_INPUT, Parser
+from cluster.config.listed import Value, count, number, round_trip, values
+from cluster.console import CommandError, stages
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cluster.sweep import Simulator, Sweep
+    from simulation.costs import Costs
+    from speculation.drafting.draft_session import Outcome
+
+ABOUT = "predict decoding speed for other distances, loads and numbers of workers"
+DETAILS = (
+    """\
+A model in virtual time, which takes its decisions with the code that serves. It starts from the records of a
+run (workers with --record FILE; best with plain and drafted requests in turn, and no added delay):
+
+  paceline simulate --record target.jsonl --record draft.jsonl --rtt 0,5,20
+
+or from figures:
+
+  paceline simulate --target-step-ms 30 --draft-step-ms 2 --acceptance 0.8 --rtt 20 \\
+    --sessions 1,4,16,64 --drafters 1,2,4
+
+A GPU that pads its steps to classes of rows, and that target and drafter share:
+
+  paceline simulate --rows 16:6.2,32:6.4,64:6.8,128:8.5 --session-ms 0.1 --draft-step-ms 1.1 --launch-ms 0.2 \\
+    --shared-device
+
+Flags of a sweep take several values, separated by commas or by repeating the flag; all combinations are run.
+
+"""
+    + autoscale.DETAILS
+)
+MADE_UP = {
+    "target_step_ms": 30.0,
+    "verify_slope": 0.01,
+    "draft_step_ms": 2.0,
+    "draft_slope": 0.04,
+    "relay_ms": 1.4,
+    "launch_ms": 0.0,
+    "session_ms": 0.0,
+    "branching": 1.0,
+    "acceptance": 0.8,
+}
+"""A made-up set-up, where the flags do not say otherwise."""
+BOUNDS = {
+    "target_step_ms": (0.001, 60_000.0),
+    "verify_slope": (0.0, 10.0),
+    "draft_step_ms": (0.001, 60_000.0),
+    "draft_slope": (0.0, 10.0),
+    "relay_ms": (0.0, 60_000.0),
+    "launch_ms": (0.0, 60_000.0),
+    "session_ms": (0.0, 60_000.0),
+    "branching": (1.0, 100.0),
+    "acceptance": (0.0, 1.0),
+}
+SHARED_CONTENTION, SHARED_DRAFT_CONTENTION = 1.25, 2.3
+"""How many times as long steps of a target and of a drafter take beside each other, as measured on an H100 that they
+share by time: 4.5B parameters and 6.2 ms a step for the one, the bundled draft and 1.1 ms for the other."""
+SWEEP = {
+    "rtt": "0",
+    "sessions": "1",
+    "targets": "1",
+    "drafters": "1",
+    "schedule": "trie,sequential,parallel,plain",
+    "draft_length": "3,5,8",
+}
+"""What is swept, where the flags do not say otherwise."""
+MAX_COUNT = 4096
+"""Sessions, workers, or tokens of a draft."""
+LENGTHS = {"max_draft": (0, 64), "tokens": (1, 10**6), "request_tokens": (2, 10**6)}
+"""Bounds of what every run of a sweep has in common."""
+TOKENS, REQUEST_TOKENS = 1000, 128
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+PIPE_WIDTH = 200
+"""Columns of a table that goes to a file."""
+
+
+def add(parser: Parser) -> None:
+    """Its flags."""
+    recorded = parser.add_argument_group("a recorded set-up")
+    recorded.add_argument("--record", type=Path, action="append", metavar="FILE", help="records of a worker; repeat")
+    made_up = parser.add_argument_group("a made-up set-up")
+    for name, about in (
+        ("target_step_ms", "a step of the target that computes one token"),
+        ("verify_slope", "cost of each further token, as a share of that"),
+        ("draft_step_ms", "a step of the drafter that expands one place"),
+        ("draft_slope", "cost of each further place, as a share of that"),
+        ("relay_ms", "way of a message from worker to worker, without any distance"),
+        ("launch_ms", "what the host does between two steps of a worker"),
+        ("session_ms", "what each session adds to a step of the target"),
+        ("branching", "how many times as long a step of the target takes whose drafts branch"),
+        ("acceptance", "chance that the drafter's first choice is right"),
+    ):
+        text = f"{about} (default: {MADE_UP[name]:g})"
+        made_up.add_argument(_flag(name), type=float, metavar="X", help=text)
+    about = "chance that a further choice is right where those before it are not (default: 0.6 of --acceptance)"
+    made_up.add_argument("--coverage", type=float, metavar="X", help=about)
+    about = "numbers of rows that the target's steps are padded to, and what they take, instead of --target-step-ms"
+    made_up.add_argument("--rows", action="append", metavar="N:MS", help=about)
+    times = f"{SHARED_CONTENTION:g} and {SHARED_DRAFT_CONTENTION:g} times"
+    about = f"target and drafter share one GPU: beside each other they take {times} as long, as on an H100"
+    made_up.add_argument("--shared-device", action="store_true", default=None, help=about)
+    sweep = parser.add_argument_group("what is swept")
+    for name, about in (
+        ("rtt", "added round trip between router and drafters, in ms"),
+        ("sessions", "requests at a time"),
+        ("targets", "target workers"),
+        ("drafters", "draft workers"),
+        ("schedule", "how drafting and verification take turns"),
+        ("draft_length", "tokens of a draft under sequential and parallel; the best is shown"),
+    ):
+        text = f"{about} (default: {SWEEP[name]})"
+        sweep.add_argument(_flag(name), action="append", metavar="X,Y", help=text)
+    other = parser.add_argument_group("the run and its results")
+    maximum = default_of("speculation.max_draft")
+    about = f"most draft tokens verified for a session in a step (default: {maximum})"
+    other.add_argument("--max-draft", type=int, metavar="N", help=about)
+    other.add_argument("--tokens", type=int, metavar="N", help=f"tokens a session (default: {TOKENS})")
+    about = f"tokens of a request, after which the next begins (default: {REQUEST_TOKENS})"
+    other.add_argument("--request-tokens", type=int, metavar="N", help=about)
+    other.add_argument("--jitter", type=float, default=0.0, metavar="X", help="relative spread of steps (default: 0)")
+    other.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures (default: 0)")
+    other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
+    other.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was swept")
+    autoscale.add(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and report."""
+    if args.autoscale:
+        return _autoscale(args)
+    from cluster.sweep import plot, table, write_csv
+
+    sweep = _sweep(args)
+    _check_results(args, sweep)
+    simulator = _simulator(args)
+    with stages() as progress:
+        rows = simulator.rows(sweep, progress)
+        verdicts = list(simulator.verdicts(sweep))
+    _show(table(rows), verdicts)
+    if args.csv:
+        write_csv(rows, args.csv)
+    if args.plot:
+        plot(rows, sweep, args.plot)
+    return 0
+
+
+def _autoscale(args: argparse.Namespace) -> int:
+    from cluster.autoscaling.report import decisions, plot, summary, table, write_csv
+
+    for name in (*SWEEP, *LENGTHS):
+        if getattr(args, name) is not None:
+            raise CommandError(f"{_flag(name)} belongs to a sweep, not to --autoscale", BAD_INPUT)
+    _check_files(args)
+    costs, outcomes = _set_up(args)
+    with stages() as progress:
+        progress(f"trace {args.autoscale}")
+        outcome = autoscale.run(args, costs, outcomes)
+    _show(table(outcome), [*decisions(outcome), *summary(outcome)])
+    if args.csv:
+        write_csv(outcome, args.csv)
+    if args.plot:
+        plot(outcome, args.plot)
+    return 0
+
+
+def _show(table: Table, verdicts: Sequence[str]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    console.print(table)
+    for verdict in verdicts:
+        console.print(verdict, soft_wrap=True)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _sweep(args: argparse.Namespace) -> Sweep:
+    from cluster.sweep import SCHEDULES, Sweep
+
+    def schedule(text: str) -> str:
+        if text not in SCHEDULES:
+            raise ValueError(f"one of {', '.join(SCHEDULES)}")
+        return text
+
+    def workers(text: str) -> int:
+        return count(text, MAX_COUNT)
+
+    def of(name: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
+        return values(args, name, SWEEP[name], parse)
+
+    return Sweep(
+        schedules=of("schedule", schedule),
+        draft_lengths=of("draft_length", workers),
+        rtts=of("rtt", round_trip),
+        sessions=of("sessions", workers),
+        targets=of("targets", workers),
+        drafters=of("drafters", workers),
+    )
+
+
+def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
+    """What would only fail once all is simulated."""
+    from cluster.sweep import axes_of
+
+    _check_files(args)
+    if args.plot and not axes_of(sweep):
+        raise CommandError("--plot needs several values of --rtt, --sessions or --drafters", BAD_INPUT)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    for name in ("csv", "plot"):
+        file = getattr(args, name)
+        if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise CommandError(f"--{name} {file}: must be a file in a folder that exists", BAD_INPUT)
+    if not args.plot:
+        return
+    if args.plot.suffix not in PLOT_FORMATS:
+        raise CommandError(f"--plot {args.plot}: must end in one of {', '.join(PLOT_FORMATS)}", BAD_INPUT)
+    if not find_spec("matplotlib"):
+        raise CommandError("--plot needs matplotlib: pip install matplotlib", BAD_INPUT)
+
+
+def _simulator(args: argparse.Namespace) -> Simulator:
+    from cluster.sweep import Simulator
+    from simulation.simulate import Bounds
+
+    usual = {"max_draft": default_of("speculation.max_draft"), "tokens": TOKENS, "request_tokens": REQUEST_TOKENS}
+    given: dict[str, Any] = {name: getattr(args, name) for name in LENGTHS}
+    given |= {name: usual[name] for name, value in given.items() if value is None}
+    for name, (minimum, maximum) in LENGTHS.items():
+        _within(name, given[name], minimum, maximum)
+    costs, outcomes = _set_up(args)
+    bounds = Bounds(drafts_per_session=given["max_draft"])
+    return Simulator(costs, outcomes, bounds, given["tokens"], given["request_tokens"], args.seed)
+
+
+def _set_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
+    """What steps cost and how the models agree."""
+    for name, minimum, maximum in (("jitter", 0.0, 1.0), ("seed", 0, 2**63)):
+        _within(name, getattr(args, name), minimum, maximum)
+    costs, outcomes = _recorded(args) if args.record else _made_up(args)
+    return replace(costs, jitter=args.jitter), outcomes
+
+
+def _within(name: str, value: float, minimum: float, maximum: float) -> None:
+    if not minimum <= value <= maximum:
+        raise CommandError(f"{_flag(name)} {value:g}: must be from {minimum:g} to {maximum:g}", BAD_INPUT)
+
+
+def _made_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
+    from simulation.agreement import made_up
+    from simulation.costs import Costs, Curve
+
+    given = {name: default if getattr(args, name) is None else getattr(args, name) for name, default in MADE_UP.items()}
+    for name, value in given.items():
+        minimum, maximum = BOUNDS[name]
+        _within(name, value, minimum, maximum)
+    if args.coverage is not None:
+        _within("coverage", args.coverage, 0, 1)
+    relay, launch = given["relay_ms"] / 1000, given["launch_ms"] / 1000
+    steps = _steps(args)
+    verify = Curve.straight(given["target_step_ms"] / 1000, given["verify_slope"])
+    costs = Costs(
+        verify={1: Curve((rows, seconds, 1.0) for rows, seconds in steps.items()) if steps else verify},
+        draft=Curve.straight(given["draft_step_ms"] / 1000, given["draft_slope"]),
+        to_target=relay,
+        to_draft=relay,
+        verify_each=given["session_ms"] / 1000,
+        branching=given["branching"],
+        row_classes=tuple(sorted(steps)),
+        verify_pause=launch,
+        draft_pause=launch,
+    )
+    if args.shared_device:
+        costs = replace(costs, contention=SHARED_CONTENTION, draft_contention=SHARED_DRAFT_CONTENTION)
+    return costs, made_up(Random(args.seed), given["acceptance"], args.coverage)
+
+
+def _steps(args: argparse.Namespace) -> dict[int, float]:
+    """Seconds of the target's steps by the rows they are padded to; none: they are as large as what they compute."""
+
+    def pair(text: str) -> tuple[int, float]:
+        rows, _, step = text.partition(":")
+        minimum, maximum = BOUNDS["target_step_ms"]
+        try:
+            seconds = number(step, maximum) / 1000
+            if 1000 * seconds >= minimum:
+                return count(rows, MAX_COUNT), seconds
+        except ValueError:
+            pass
+        raise ValueError("rows and milliseconds, such as 16:6.2")
+
+    if args.rows is None:
+        return {}
+    for name in ("target_step_ms", "verify_slope"):
+        if getattr(args, name) is not None:
+            raise CommandError(f"{_flag(name)} and --rows say what a step takes; give one of them", BAD_INPUT)
+    return dict(values(args, "rows", "", pair))
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def _recorded(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:
+    from simulation.recorded import UselessRecord, read
+
+    for name in [*MADE_UP, "coverage", "rows", "shared_device"]:
+        if getattr(args, name) is not None:
+            raise CommandError(f"{_flag(name)} belongs to a made-up set-up; --record says it already", BAD_INPUT)
+    try:
+        found = read([line for file in args.record for line in _lines(file)])
+    except UselessRecord as error:
+        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {error}", BAD_INPUT) from error
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"not what a worker of this version writes: {type(error).__name__}: {error}"
+        raise CommandError(f"--record {' and '.join(map(str, args.record))}: {message}", BAD_INPUT) from error
+    return found.costs, found.outcomes
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of one record. A last line that is cut short, by ``kill -9`` say, is left out."""
+    try:
+        with file.open(encoding="utf-8") as stream:
+            for number, text in enumerate(stream, 1):
+                if text.endswith("\n"):
+                    yield _line(file, number, text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise CommandError(f"--record {file}: {reason}; give what a worker wrote with --record", BAD_INPUT) from error
+
+
+def _line(file: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or line.get("role") not in ("target", "draft"):
+        raise CommandError(f"--record {file}: line {number} is not one that a worker writes with --record", BAD_INPUT)
+    return line

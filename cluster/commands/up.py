@@ -1,0 +1,226 @@
+"""``paceline up``: everything at once, on this machine or on a Ray cluster, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from typing import Protocol
+
+from cluster.config.checks import check
+from cluster.config.config import Config, max_replicas_of, min_replicas_of
+from cluster.config.flags import (
+    BAD_INPUT,
+    FAILED,
+    add_file,
+    add_repeated,
+    add_section,
+    add_setting,
+    add_speculative_config,
+    add_tracing,
+    configuration,
+)
+from cluster.config.pools import Pool
+from cluster.config.security import own_api_key
+from cluster.console import CommandError, Stages, complain, say, stages
+from cluster.local import gpus, threads
+from cluster.local.stretched import ABOUT as STRETCHED
+from cluster.local.stretched import stretched
+from transport.address import join
+
+ABOUT = "serve: start router, target and draft workers, and keep them running"
+DETAILS = """\
+Runs the Ray Serve application, with Ray on this machine by default; --backend local runs plain processes
+instead. The bundled model pair is served unless you name others; a draft with the target's tokenizer is best.
+
+  paceline up
+  paceline up --target ./llama-8b --draft ./llama-1b --dtype bf16
+  paceline up --target-replicas 2 --draft-replicas 2 --router-replicas 2
+  paceline up --target ./llama-8b --no-speculation
+  paceline up --config paceline.yaml --port 8001
+  paceline up --config paceline.yaml --address auto --detach     on a Ray cluster, to stay; again to change it
+  paceline up --stretched --demo         the bundled target at the cost of a larger model, and what drafting gains
+"""
+DEMO_PROMPT = "def fib(n):"
+HTTP_SECONDS = 60.0
+"""How long the HTTP address may take to answer once all workers are ready."""
+
+
+class Backend(Protocol):
+    """What runs the workers and routers."""
+
+    def start(self, report: Stages) -> None:
+        """Start everything; raises :class:`cluster.console.CommandError`."""
+        ...
+
+    def watch(self) -> None:
+        """Keep it running; returns or raises CommandError only when that is not possible any more."""
+        ...
+
+    def leave(self) -> None:
+        """Let it run on, also when this process ends; ``stop`` then ends nothing."""
+        ...
+
+    def stop(self) -> None:
+        """End everything that was started, also after a start that failed halfway."""
+        ...
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
+    add_setting(parser, "--target", "target.model", about="target model: folder or hub id")
+    add_setting(
+        parser, "--draft", "draft.model", about="draft model: folder or hub id, best with the target's tokenizer"
+    )
+    add_setting(parser, "--draft-placement", "draft.placement")
+    add_setting(parser, "--medusa", "target.medusa")
+    add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
+    add_setting(parser, "--device", "target.device", "draft.device")
+    add_setting(parser, "--quantization", "target.quantization")
+    add_setting(parser, "--draft-quantization", "draft.quantization")
+    add_setting(parser, "--threads", "target.threads", "draft.threads")
+    add_setting(parser, "--tensor-parallel-size", "target.tensor_parallel_size")
+    add_setting(parser, "--draft-tensor-parallel-size", "draft.tensor_parallel_size")
+    add_speculative_config(parser)
+    add_setting(parser, "--no-speculation", "speculation.enabled", about="plain decoding, no draft workers")
+    add_setting(parser, "--host", "router.host")
+    add_setting(parser, "--port", "router.port")
+    add_setting(parser, "--allow-remote", "router.allow_remote")
+    add_setting(parser, "--model-name", "router.model_name")
+    add_setting(parser, "--record-prompts", "router.record_prompts")
+    add_section(parser, "security")
+    add_section(parser, "admission", without=("cors_origins",))
+    add_repeated(parser, "--cors-origin", "admission.cors_origins")
+    add_tracing(parser)
+    for role in ("target", "draft", "router"):
+        add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
+    add_setting(parser, "--backend", "backend")
+    add_setting(parser, "--address", "ray.address")
+    parser.add_argument(
+        "--stretched", action="store_true", help="serve the bundled target at the cost of a larger model, same text"
+    )
+    parser.add_argument("--demo", action="store_true", help="stream one completion, with its speed-up, when ready")
+    parser.add_argument(
+        "--detach", action="store_true", help="on a running cluster: return when it serves, and leave it serving"
+    )
+    add_file(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start, say how to use it, and keep it running."""
+    config = configuration(args)
+    if args.stretched:
+        with stages() as report:
+            config = stretched(config, report)
+    if args.detach and (config.backend != "ray" or config.ray.address == "local"):
+        raise CommandError("--detach leaves the application on a running Ray cluster: name it by --address", BAD_INPUT)
+    check(config)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT as well: in the background it starts out ignored
+        signal.signal(number, signal.default_int_handler)
+    config = gpus.settled(threads.settled(config))
+    backend = _backend(config, detach=args.detach)
+    try:
+        with stages() as report:
+            backend.start(report)
+            report("waiting for HTTP to answer", "router")
+            _await_http(config)
+        _introduce(config)
+        if args.stretched:
+            say(f"The bundled target is stretched to the cost of {STRETCHED}; what it says is unchanged.")
+        if args.demo:
+            _demo(config)
+        _say_how_to_use(config, args.detach)
+        if args.detach:
+            backend.leave()
+            return 0
+        backend.watch()
+    except KeyboardInterrupt:
+        return 0
+    except CommandError as error:
+        complain(f"paceline: {error}")  # before stopping, which takes seconds
+        return error.code
+    finally:
+        # Stopping is not interrupted: a second Ctrl-C must not leave orphans.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with stages() as report:
+            report("leaving" if args.detach else "stopping")
+            backend.stop()
+    return FAILED
+
+
+def _backend(config: Config, *, detach: bool) -> Backend:
+    if config.backend == "ray":
+        from cluster.ray.cluster import RayCluster
+
+        return RayCluster(config, detach=detach)
+    from cluster.local.backend import LocalProcesses
+
+    return LocalProcesses(config)
+
+
+def _url(config: Config) -> str:
+    anywhere = config.router.host in ("0.0.0.0", "::")
+    return f"http://{join('127.0.0.1' if anywhere else config.router.host, config.router.port)}"
+
+
+def _await_http(config: Config) -> None:
+    """Until the API says which model it serves."""
+    import httpx
+
+    from cluster.completion import bearer
+
+    headers = bearer(own_api_key(config))
+    deadline, last = time.monotonic() + HTTP_SECONDS, "no answer"
+    with httpx.Client(trust_env=False, timeout=5.0, headers=headers) as client:
+        while time.monotonic() < deadline:
+            try:
+                answer = client.get(f"{_url(config)}/v1/models")
+                if answer.is_success and answer.json()["data"]:
+                    return
+                last = f"status {answer.status_code}: {answer.text[:200]}"
+            except httpx.TransportError as error:
+                last = str(error)
+            time.sleep(0.1)
+    raise CommandError(f"{_url(config)} does not serve within {HTTP_SECONDS:.0f} s ({last})", FAILED)
+
+
+def _size(pool: Pool) -> str:
+    """How many replicas it has, or may have."""
+    fewest, largest = min_replicas_of(pool.settings), max_replicas_of(pool.settings)
+    return str(fewest) if fewest == largest else f"{fewest} to {largest}"
+
+
+def _introduce(config: Config) -> None:
+    say(f"Paceline serves at {_url(config)}")
+    pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if max_replicas_of(p.settings)]
+    shared = [draft.model for pool in config.pools() if (draft := config.shared_draft(pool))]
+    drafts = f", drafting in turn with {', '.join(shared)}" if shared else "" if config.drafts else ", no drafts"
+    say(f"  {', '.join(pools)}{drafts}, on {config.backend}")
+
+
+def _say_how_to_use(config: Config, detached: bool) -> None:
+    """The page's address comes last, where it is still in sight."""
+    url = _url(config)
+    other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    say("\nTry, in another terminal:")
+    say(f'  paceline complete "{DEMO_PROMPT}"{other}')
+    data = '{"prompt": "def fib(n):", "max_tokens": 64}'
+    key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if config.security.api_keys else ""
+    say(f"  curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{data}'")
+    if key:
+        say(f"Both take one of the API keys in {config.security.api_keys} from the variable OPENAI_API_KEY.")
+    removal = f"It is left running; start again to change it, `paceline down --address {config.ray.address}` ends it."
+    say(f"\n{removal if detached else 'Ctrl-C stops it.'} In a browser, with every draft in sight: {url}")
+
+
+def _demo(config: Config) -> None:
+    from cluster.commands.complete import show
+    from cluster.completion import CompletionRequest
+
+    say(f"\nA completion of {DEMO_PROMPT!r}:")
+    try:
+        request = CompletionRequest(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0, api_key=own_api_key(config))
+        show(_url(config), request, compare=True)
+    except CommandError as error:
+        complain(f"paceline: the demo failed: {error}")

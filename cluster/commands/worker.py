@@ -1,0 +1,158 @@
+"""``paceline worker``: one worker in this process, until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from cluster.config.checks import (
+    check_assistant,
+    check_heads,
+    check_listen,
+    check_model,
+    check_shared_draft,
+    check_target_tokenizer,
+)
+from cluster.config.config import Config
+from cluster.config.flags import (
+    BAD_INPUT,
+    FAILED,
+    Parser,
+    add_file,
+    add_parent,
+    add_repeated,
+    add_section,
+    add_setting,
+    add_shared_draft,
+    add_tracing,
+    configuration,
+)
+from cluster.config.pools import SHARED
+from cluster.config.security import check_security, identity
+from cluster.config.serving import draft_settings, shared_drafter, target_settings
+from cluster.console import CommandError, complain, say, stages
+from cluster.processes.imports import worker_imports
+from cluster.processes.logs import add_flags, set_up
+from cluster.processes.notify import READY, STOPPING, notify
+from cluster.processes.parent import exit_with
+from cluster.processes.rank_processes import RankProcesses
+from speculation.events import Role
+
+if TYPE_CHECKING:
+    from transport.worker import Worker
+
+ABOUT = "run one target or draft worker in this process"
+DETAILS = """\
+Loads a model and listens for routers. Prints one line when it is ready. SIGTERM or Ctrl-C let its sessions move
+or end, for up to drain_timeout seconds, and stop it; a second one stops it at once.
+
+  paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
+  paceline worker target --model ./llama-8b --draft-model ./llama-1b      both in one process, in turn
+  paceline worker draft --model ./llama-1b --listen 127.0.0.1:7002 --threads 2
+  paceline worker draft --model ./qwen-0.5b --target-tokenizer ./llama-8b
+"""
+LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
+
+
+def add(parser: Parser) -> None:
+    """Its flags."""
+    roles = parser.add_subparsers(dest="role", title="roles", metavar="{target,draft}", required=True)
+    for role, about in (("target", "runs the served model"), ("draft", "runs a small model ahead of it")):
+        worker = roles.add_parser(role, help=about, description=f"A {role} worker: {about}.")
+        worker.add_argument(
+            "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
+        )
+        add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels", "sources", "placement"))
+        add_setting(worker, "--allow-remote", "router.allow_remote")
+        add_section(worker, "security", without=("api_keys",))
+        if role == "target":
+            add_setting(worker, "--max-draft", "speculation.max_draft")
+            add_repeated(worker, "--source", "target.sources")
+            add_shared_draft(worker, "--draft-model")
+        else:
+            add_setting(worker, "--lead", "speculation.lead")
+        add_tracing(worker)
+        add_file(worker)
+        add_flags(worker)
+        add_parent(worker)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    if args.exit_with is not None:
+        exit_with(args.exit_with)
+    set_up(args)
+    config = configuration(args)
+    check_listen(args.listen, config)
+    check_security(config, (args.role,))
+    check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
+    if args.role == "target" and config.target.medusa:
+        check_heads(config.target.medusa, "--medusa")
+    if args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models:
+        check_model(config.draft.model, "--draft-model")
+        check_shared_draft(config.target, config.draft, "--draft-model")
+    if args.role == "draft":
+        check_assistant(config.draft, "--assistant")
+        if config.draft.target_tokenizer:
+            check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")
+    return asyncio.run(_serve(args.role, config, args.listen))
+
+
+async def _serve(role: str, config: Config, listen: str) -> int:
+    """Load, say so, and wait for the end; a signal during loading ends the process at once."""
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Loading runs in a thread that cannot be interrupted, and nothing is at stake yet.
+        loop.add_signal_handler(number, os._exit, 128 + number)
+    worker = await _start(role, config, listen)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    settings = config.target if role == "target" else config.draft
+    say(f"{role} worker ready on {worker.address} ({settings.model}, {worker.welcome.dtype})")
+    notify(READY)
+    failed = asyncio.create_task(worker.wait())
+    stop = asyncio.create_task(stopped.wait())
+    await asyncio.wait({failed, stop}, return_when=asyncio.FIRST_COMPLETED)
+    notify(STOPPING)
+    error = failed.exception() if failed.done() else None
+    failed.cancel()
+    stop.cancel()
+    if error is None:
+        await _end(worker, config.drain_timeout, loop)
+        return 0
+    await worker.stop()
+    complain(f"paceline: the {role} worker failed: {type(error).__name__}: {error}")
+    return FAILED
+
+
+async def _end(worker: Worker, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
+    """Drain; a second signal ends the process at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, os._exit, 128 + number)
+    await worker.drain(seconds)
+
+
+async def _start(role: str, config: Config, listen: str) -> Worker:
+    with stages() as report:
+        report("starting PyTorch")
+        with worker_imports(config, Role(role)):
+            from draft_service.service import start_draft
+            from engine.model import ModelError
+            from engine.parallel.group import RankError
+            from engine.recorder import RecordError
+            from speculation.sources.registry import SourceError
+            from target_service.service import start_target
+
+        known = identity(config, role)
+        try:
+            if role == "target":
+                own, drafter = target_settings(config), shared_drafter(config)
+                return await start_target(own, listen, report, RankProcesses(), known, drafter)
+            return await start_draft(draft_settings(config), listen, report, RankProcesses(), known)
+        except (ModelError, RecordError, SourceError) as error:
+            raise CommandError(str(error), BAD_INPUT) from error
+        except RankError as error:
+            raise CommandError(str(error), FAILED) from error

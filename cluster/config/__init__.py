@@ -1,0 +1,1 @@
+"""Settings: what exists, where it is read, what is refused, and what each part is started with."""

@@ -1,0 +1,159 @@
+"""What can be found wrong before anything is started: models, ports, certificates, exposure.
+
+Cheap on purpose: reads a few small files, imports neither torch nor ray. What only loading can show is left to the
+workers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cluster.config.check_error import CheckError as CheckError
+from cluster.config.config import Config, max_replicas_of
+from cluster.config.folders import expanded, is_folder
+from cluster.config.pools import DraftConfig, Pool, TargetConfig
+from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
+from cluster.config.vocabularies import difference
+from speculation.events import Role
+from transport.address import check_free, join, parse
+
+ROLES = ("router", "target", "draft")
+
+
+def check(config: Config) -> None:
+    """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, SecurityError, AddressError."""
+    check_bounds(config)
+    if config.backend == "local" and config.router.replicas > 1:
+        raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
+    check_http_exposure(config)
+    here = config.backend == "local" or config.ray.address == "local"
+    check_security(config, ROLES if here else ())
+    if here:  # in a cluster it may be our own, to be updated
+        check_free(join(config.router.host, config.router.port))
+    pools = config.pools()
+    for pool in pools:
+        _check_models(config, pool)
+    check_ranks(config)
+    for pool in pools:
+        check_assistant(pool.settings, f"{pool.path}.assistant")
+        if pool.role is Role.TARGET:
+            check_tokenizer(config.router.tokenizer or pool.settings.model)
+
+
+def _check_models(config: Config, pool: Pool) -> None:
+    if max_replicas_of(pool.settings) or pool.role is Role.TARGET:
+        check_model(pool.settings.model, _setting_of(pool))
+    if isinstance(pool.settings, TargetConfig) and pool.settings.medusa:
+        check_heads(pool.settings.medusa, f"{pool.path}.medusa")
+    if isinstance(pool.settings, TargetConfig) and (draft := config.shared_draft(pool)):
+        check_model(draft.model, "--draft")
+        check_shared_draft(pool.settings, draft, "--draft")
+
+
+def _setting_of(pool: Pool) -> str:
+    """How the user gave its model."""
+    return f"{pool.path}.model" if pool.model else f"--{pool.path}"
+
+
+def check_bounds(config: Config) -> None:
+    """Whether numbers of replicas can follow the load as they shall. Raises :class:`CheckError`."""
+    for path, pool in [("router", config.router), *((pool.path, pool.settings) for pool in config.pools())]:
+        if not pool.max_replicas:
+            continue
+        if config.backend != "ray":
+            raise CheckError(
+                f"{path}.max_replicas is {pool.max_replicas}, but without Ray numbers of replicas do not follow the "
+                f"load; set {path}.replicas"
+            )
+        if pool.min_replicas > pool.max_replicas:
+            raise CheckError(
+                f"{path}.min_replicas is {pool.min_replicas}, which is more than its max_replicas, {pool.max_replicas}"
+            )
+
+
+def check_ranks(config: Config) -> None:
+    """Whether Ray can reserve what each rank asks for. Raises :class:`CheckError`."""
+    if config.backend != "ray":
+        return
+    for pool in config.pools():
+        ranks, gpus = pool.settings.tensor_parallel_size, pool.settings.gpus
+        if ranks > 1 and gpus != int(gpus):
+            raise CheckError(
+                f"{pool.path}.gpus is {gpus:g}, but with tensor_parallel_size {ranks} every rank needs a GPU of its "
+                "own; give 1, or 0 on a CPU"
+            )
+        if ranks > 1 and not gpus and not config.ray.cpus_per_worker:
+            raise CheckError(
+                f"{pool.path}.tensor_parallel_size is {ranks}, but its ranks reserve nothing in Ray, which then cannot "
+                f"keep them together; set {pool.path}.gpus or ray.cpus_per_worker above 0"
+            )
+
+
+def check_listen(address: str, config: Config) -> None:
+    """Whether a worker may and can listen there. Raises SecurityError, AddressError."""
+    check_worker_exposure(parse(address)[0], config)
+    check_free(address)
+
+
+def check_model(model: str, flag: str) -> None:
+    """Whether this is a model folder, or may be a hub id. The loader has the last word."""
+    folder = expanded(model)
+    try:
+        is_folder, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
+    except OSError as error:
+        raise CheckError(f"{flag} {model}: cannot be read: {error.strerror}") from error
+    if is_folder:
+        if not has_config:
+            raise CheckError(f"{flag} {model}: not a model folder, it has no config.json")
+        return
+    if exists:
+        raise CheckError(f"{flag} {model}: is a file; give the folder that holds config.json and the weights")
+    parts = model.split("/")
+    if len(parts) != 2 or not all(parts) or model[0] in "./~" or Path(parts[0]).is_dir():
+        raise CheckError(f"{flag} {model}: no such folder; give a model folder or a hub id such as Org/Name")
+
+
+def check_assistant(settings: TargetConfig | DraftConfig, flag: str) -> None:
+    """Whether a draft worker's assistant, if it has one, may guess for its model. Raises :class:`CheckError`."""
+    if not isinstance(settings, DraftConfig) or not settings.assistant:
+        return
+    check_model(settings.assistant, flag)
+    if detail := difference(settings.model, settings.assistant):
+        raise CheckError(
+            f"{flag} {settings.assistant}: its vocabulary is not that of the draft model {settings.model} ({detail}); "
+            "choose a model with the draft model's tokenizer"
+        )
+
+
+def check_shared_draft(target: TargetConfig, draft: DraftConfig, flag: str) -> None:
+    """Whether a draft model can work in a target's process. Raises :class:`CheckError`."""
+    if detail := difference(target.model, draft.model):
+        raise CheckError(
+            f"{flag} {draft.model}: its vocabulary is not that of the target {target.model} ({detail}), so it cannot "
+            "draft in the target's process; choose a model with the target's tokenizer, or set draft.placement to own"
+        )
+
+
+def check_heads(folder: str, flag: str) -> None:
+    """Whether this is a folder of Medusa heads. The loader has the last word."""
+    if not os.path.isfile(expanded(folder) / "config.json"):
+        raise CheckError(f"{flag} {folder}: not a folder of Medusa heads, there is no config.json in it")
+
+
+def check_target_tokenizer(path: str, flag: str) -> None:
+    """Whether this is a folder with a tokenizer, or may be a hub id."""
+    folder = expanded(path)
+    if not is_folder(folder):
+        check_model(path, flag)
+    elif not (folder / "tokenizer.json").is_file():
+        raise CheckError(
+            f"{flag} {path}: has no tokenizer.json; give the target's model folder, or one with its tokenizer"
+        )
+
+
+def check_tokenizer(model: str) -> None:
+    """Whether a model folder has the tokenizer that the router needs."""
+    folder = expanded(model)
+    if is_folder(folder) and not (folder / "tokenizer.json").is_file():
+        raise CheckError(f"{model}: has no tokenizer.json; give a folder that has with --tokenizer")

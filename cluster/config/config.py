@@ -1,0 +1,381 @@
+"""Every setting of Paceline, in one typed value: what exists, its default, what is allowed, and where it came from.
+
+A value is looked for among the flags, then in the configuration file (YAML), then here. The only module that reads
+settings from files; nothing is read from the environment. An unknown key is an error that names the nearest valid one.
+
+A cluster serves one model, of the sections ``target`` and ``draft``, or those listed under ``models``: each a target
+pool with any number of draft pools, for which those two sections hold the defaults; see :mod:`cluster.config.pools`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config.pools import (
+    CPU,
+    OWN,
+    SHARED,
+    TARGET_POOL,
+    DraftConfig,
+    ModelConfig,
+    Pool,
+    TargetConfig,
+    node_labels,
+)
+from cluster.config.reading import DEFAULT_POOL, MODELS, Override, Reader, Values, document_in
+from cluster.config.settings import ConfigError, Rule, rule_in, settings_of
+from cluster.config.settings import setting as _setting
+from speculation.events import Role
+from speculation.messages import Rule as AcceptanceRule
+from speculation.messages import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Routers: the HTTP address, and the life of every request."""
+
+    host: str = _setting("127.0.0.1", "interface to serve HTTP on")
+    port: int = _setting(8000, "port to serve HTTP on", at_least=1, at_most=65535)
+    replicas: int = _setting(1, "number of routers (one with the local backend)", at_least=1, at_most=256)
+    min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=256)
+    max_replicas: int = _setting(
+        0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=256
+    )
+    model_name: str = _setting("", "name of the model in the API (default: what its workers call it)")
+    tokenizer: str = _setting("", "folder or hub id of the tokenizer (default: the target's)")
+    max_sessions: int = _setting(1024, "generations at once per router; more get status 429", at_least=1)
+    allow_remote: bool = _setting(False, "listen beyond loopback even where there is no authentication")
+    drain_timeout: float = _setting(
+        600.0, "seconds that running requests have when a router is told to stop", at_least=0, at_most=86400
+    )
+    record_prompts: str = _setting(
+        "", "folder that prompts are recorded in, for `paceline align`; a request may opt out by store (default: none)"
+    )
+    record_megabytes: int = _setting(1024, "recorded prompts that are kept; the oldest go", at_least=1, at_most=1 << 20)
+    labels: str = node_labels()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How drafting goes, unless a request says otherwise. Only the rule bears on the text, and not on its law."""
+
+    enabled: bool = _setting(True, "start draft workers and use what they propose")
+    rule: str = _setting(
+        "coupled",
+        "what keeps a draft token: coupled (one text for a seed, whatever is drafted) or rejection (the textbook rule)",
+        choices=tuple(AcceptanceRule),
+    )
+    schedule: str = _setting(
+        "trie",
+        "when to draft: trie (ahead, along likely outcomes); sequential and parallel are baselines for comparison",
+        choices=tuple(Schedule),
+    )
+    drafters: bool = _setting(True, "draft with a model, on draft workers; without, sources at the target draft alone")
+    lookup: bool = _setting(True, "also propose what followed the same words before (prompt lookup); needs no worker")
+    lookup_min: int = _setting(2, "equal tokens below which lookup follows no earlier place", at_least=1, at_most=64)
+    lookup_max: int = _setting(8, "equal tokens beyond which it follows the latest place", at_least=1, at_most=64)
+    max_depth: int = _setting(32, "longest path of drafts verified in one step", at_least=1, at_most=64)
+    max_draft: int = _setting(12, "most draft tokens verified for a session in one step", at_least=1, at_most=64)
+    lead: int = _setting(48, "how many tokens a drafter may run ahead", at_least=1, at_most=256)
+    push_bytes: float = _setting(
+        58.0, "bytes of drafts pushed to a target for each committed token (coupled rule)", at_least=16, at_most=4096
+    )
+    children: int = _setting(3, "alternatives drafted at one place", at_least=1, at_most=8)
+    width: int = _setting(4, "most places of a session that a drafter goes on from in one step", at_least=1, at_most=64)
+
+
+@dataclass(frozen=True, slots=True)
+class RayConfig:
+    """The Ray cluster that the ray backend uses."""
+
+    address: str = _setting("local", "local: start Ray on this machine; auto or HOST:PORT: a running cluster")
+    num_cpus: int = _setting(16, "logical CPUs of a local Ray; not a limit on computing", at_least=2, at_most=1024)
+    cpus_per_worker: float = _setting(0.1, "logical CPUs that Ray reserves for a worker", at_least=0, at_most=1024)
+    placement_timeout: float = _setting(20.0, "seconds in which Ray must find room for every worker", at_least=1)
+    object_store_mb: int = _setting(80, "object store of a local Ray, in MB (tokens never pass it)", at_least=76)
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who may talk to whom. ``{role}`` in a certificate's path stands for router, target or draft."""
+
+    certificate: str = _setting(
+        "", "certificate in PEM, for TLS between routers and workers; {role} stands for the role"
+    )
+    key: str = _setting("", "its private key in PEM")
+    authority: str = _setting("", "certificates in PEM of who signs for routers and workers")
+    api_keys: str = _setting("", "file with an API key a line, bare or as NAME: KEY; without it everybody may ask")
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingConfig:
+    """When pools with ``max_replicas`` grow and shrink. On Ray only; see :mod:`cluster.autoscaling`."""
+
+    queue_s: float = _setting(1.0, "seconds of prompts that may wait at the targets", at_least=0.001, at_most=3600)
+    clear_s: float = _setting(
+        30.0, "seconds in which more targets shall work off what waits too long", at_least=0.1, at_most=86400
+    )
+    load: float = _setting(
+        0.7, "share of the targets' speed, places and cache that shall be in use at most", at_least=0.01, at_most=1
+    )
+    delivery: float = _setting(
+        0.5, "share of the lead that targets ask for which drafters shall deliver", at_least=0.01, at_most=1
+    )
+    streams: int = _setting(256, "open streams that are enough for one router", at_least=1)
+    margin: float = _setting(
+        0.2, "share of what remains that must be to spare before a pool shrinks", at_least=0, at_most=0.9
+    )
+    up_s: float = _setting(3.0, "seconds that a pool must be too small before it grows", at_least=0, at_most=86400)
+    down_s: float = _setting(
+        120.0, "seconds that a pool must be too large before it shrinks", at_least=0, at_most=86400
+    )
+    pause_s: float = _setting(15.0, "seconds between two growths of a pool", at_least=0, at_most=86400)
+    rest_s: float = _setting(
+        120.0,
+        "seconds that drafters which were of no use stay away; doubles each time in a row",
+        at_least=0,
+        at_most=86400,
+    )
+    interval_s: float = _setting(1.0, "seconds between two reports of a replica", at_least=0.1, at_most=60)
+    window_s: float = _setting(10.0, "seconds over which reports are averaged", at_least=0.5, at_most=600)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """What a router lets in. Limits hold for every API key that has none of its own; without keys, for all together."""
+
+    requests_per_minute: int = _setting(0, "requests a minute per router (0: no limit)", at_least=0)
+    tokens_per_minute: int = _setting(
+        0, "tokens a minute, of prompts and generated, per router (0: no limit)", at_least=0
+    )
+    concurrent_requests: int = _setting(0, "requests under way at once per router (0: no limit)", at_least=0)
+    request_timeout: float = _setting(
+        0.0, "seconds that a request has if it asks for none (0: as many as it takes)", at_least=0, at_most=86400
+    )
+    max_request_timeout: float = _setting(
+        0.0, "seconds that no request goes beyond (0: no limit)", at_least=0, at_most=86400
+    )
+    cors_origins: str = _setting(
+        "",
+        "web origins whose pages may use the API, separated by commas, or *",
+        pattern=r"(\*|https?://[^\s,/]+(, *https?://[^\s,/]+)*)?",
+        form="* or origins such as https://app.example.org, http://localhost:3000",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """OpenTelemetry spans of requests, in routers and workers. Off by default."""
+
+    enabled: bool = _setting(False, "send spans to where OTEL_EXPORTER_OTLP_ENDPOINT says")
+    otlp_endpoint: str = _setting(
+        "",
+        "send spans there, by OTLP over gRPC, such as http://localhost:4317",
+        pattern=r"(https?://[^\s/]+/?)?",
+        form="an address such as http://localhost:4317",
+    )
+    sample: float = _setting(1.0, "share of requests traced, of those that no caller traces", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings."""
+
+    backend: str = _setting("ray", "what runs the workers: ray, or local processes", choices=("ray", "local"))
+    start_timeout: float = _setting(
+        600.0, "seconds in which every worker must have loaded its model", at_least=1, at_most=86400
+    )
+    drain_timeout: float = _setting(
+        30.0,
+        "seconds in which a worker that is told to stop lets its sessions move or end",
+        at_least=0,
+        at_most=86400,
+    )
+    target: TargetConfig = TargetConfig()
+    draft: DraftConfig = DraftConfig()
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)
+    """By name in the API. Empty: there is one, of ``target`` and ``draft``."""
+    router: RouterConfig = RouterConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    ray: RayConfig = RayConfig()
+    security: SecurityConfig = SecurityConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+    tracing: TracingConfig = TracingConfig()
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether the number of some workers or of routers follows the load."""
+        pools = [self.router, *(pool.settings for pool in self.pools())]
+        return any(pool.max_replicas for pool in pools)
+
+    @property
+    def drafts(self) -> int:
+        """How many draft workers to start."""
+        return sum(pool.settings.replicas for pool in self.pools() if pool.role is Role.DRAFT)
+
+    def pools(self) -> list[Pool]:
+        """All pools of workers: each model's target pool, then its draft pools, if drafts are wanted at all.
+
+        Also those with no replicas.
+        """
+        found = []
+        for model, pools in self._models().items():
+            found.append(Pool(Role.TARGET, model, TARGET_POOL, pools.target))
+            if self.drafts_with_models:
+                found += [
+                    Pool(Role.DRAFT, model, name, settings)
+                    for name, settings in pools.drafts.items()
+                    if settings.placement != SHARED
+                ]
+        return found
+
+    @property
+    def drafts_with_models(self) -> bool:
+        """Whether draft models are wanted at all."""
+        return self.speculation.enabled and self.speculation.drafters
+
+    def shared_draft(self, pool: Pool) -> DraftConfig | None:
+        """The draft model that works in the processes of this target pool, if one does."""
+        if pool.role is not Role.TARGET or not self.drafts_with_models:
+            return None
+        drafts = self._models()[pool.model].drafts.values()
+        return next((settings for settings in drafts if settings.placement == SHARED), None)
+
+    def of_worker(self, pool: Pool) -> Config:
+        """The configuration that a worker of the pool is started with: its own settings in ``target`` or ``draft``.
+
+        Those of the draft model in a target's process are in ``draft`` as well.
+        """
+        if pool.role is Role.TARGET:
+            draft = self.shared_draft(pool) or replace(self.draft, placement=OWN)
+            return replace(self, models={}, target=pool.settings, draft=draft)  # type: ignore[arg-type]
+        return replace(self, models={}, draft=pool.settings)  # type: ignore[arg-type]
+
+    def _models(self) -> Mapping[str, ModelConfig]:
+        return self.models or {"": ModelConfig(self.target, {DEFAULT_POOL: self.draft})}
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The same settings as plain values, as :func:`from_mapping` takes them."""
+        return asdict(self)
+
+    def to_yaml(self) -> str:
+        """The same settings as a configuration file."""
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
+
+
+def min_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
+    """How many replicas a pool begins with, and always has."""
+    return pool.min_replicas if pool.max_replicas else pool.replicas
+
+
+def max_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
+    """How many replicas a pool may come to have; 0: there is no such pool."""
+    return pool.max_replicas or pool.replicas
+
+
+SECTIONS: Mapping[str, type[Any]] = {
+    "target": TargetConfig,
+    "draft": DraftConfig,
+    "router": RouterConfig,
+    "speculation": SpeculationConfig,
+    "ray": RayConfig,
+    "security": SecurityConfig,
+    "autoscaling": AutoscalingConfig,
+    "admission": AdmissionConfig,
+    "tracing": TracingConfig,
+}
+
+
+def rule_of(key: str) -> Rule:
+    """What is known of the setting with this dotted path."""
+    return rule_in(_SETTINGS[key])
+
+
+def default_of(key: str) -> object:
+    """Its default."""
+    return _SETTINGS[key].default
+
+
+def load(path: Path | None = None, overrides: Iterable[Override] = ()) -> Config:
+    """The configuration from a file (if any) with flags over it. Raises :class:`ConfigError`."""
+    document = {} if path is None else document_in(path)
+    return from_mapping(document, path or "", path.parent if path else Path(), overrides)
+
+
+def from_mapping(
+    document: Mapping[Any, object], where: object, base: Path = Path(), overrides: Iterable[Override] = ()
+) -> Config:
+    """The configuration from what a file holds; ``where`` is for messages, folders are meant relative to ``base``.
+
+    Raises :class:`ConfigError`.
+    """
+    values, shape = _READER.read(where, document, base, overrides)
+    sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
+    sections["draft"] = _placed(where, "draft", sections["draft"])
+    models = {name: _model(where, name, shape[name], sections, values) for name in shape}
+    if models and sections["router"].model_name:
+        given = sections["router"].model_name
+        raise ConfigError(
+            f"{where}: router.model_name is {given!r}; leave it empty, the keys of {MODELS} are the names"
+        )
+    shortest, longest = sections["speculation"].lookup_min, sections["speculation"].lookup_max
+    if shortest > longest:
+        bound = f"it must be at most speculation.lookup_max ({longest})"
+        raise ConfigError(f"{where or 'settings'}: speculation.lookup_min is {shortest}; {bound}")
+    own = {path[0]: value for path, value in values.items() if len(path) == 1}
+    return Config(**sections, models=models, **own)  # type: ignore[arg-type]
+
+
+_SETTINGS: dict[str, Field[Any]] = {entry.name: entry for entry in settings_of(Config)}
+for _name, _kind in SECTIONS.items():
+    _SETTINGS |= {f"{_name}.{entry.name}": entry for entry in settings_of(_kind)}
+_READER = Reader(_SETTINGS, tuple(SECTIONS))
+
+
+def _under(values: Values, *path: str) -> dict[str, Any]:
+    return {key[-1]: value for key, value in values.items() if key[:-1] == path}
+
+
+def _model(where: object, name: str, drafts: Iterable[str], sections: Mapping[str, Any], values: Values) -> ModelConfig:
+    """A model of ``models``: what is said of its pools, over the sections that hold the defaults."""
+    target = replace(sections["target"], **{"name": name} | _under(values, MODELS, name, "target"))
+    if target.name != name:
+        raise ConfigError(f"{where}: models.{name}.target.name is {target.name!r}; the key {name!r} is the name")
+    pools = {pool: replace(sections["draft"], **_under(values, MODELS, name, "drafts", pool)) for pool in drafts}
+    shared = [pool for pool, settings in pools.items() if settings.placement == SHARED]
+    if len(shared) > 1:
+        raise ConfigError(
+            f"{where}: models.{name} has {len(shared)} draft pools with placement shared; a target has one"
+        )
+    return ModelConfig(
+        target,
+        {pool: _placed(where, f"models.{name}.drafts.{pool}", settings) for pool, settings in pools.items()},
+    )
+
+
+def _placed(where: object, path: str, draft: DraftConfig) -> DraftConfig:
+    """The same with what follows from its placement. Raises :class:`ConfigError` where that contradicts the rest."""
+    at = f"{where or 'settings'}: {path}"
+    if draft.placement == CPU:
+        if draft.device not in ("auto", "cpu"):
+            raise ConfigError(f"{at}.placement is cpu, but its device is {draft.device}; leave one of them out")
+        return replace(draft, device="cpu")
+    if draft.placement == SHARED:
+        for name in ("target_tokenizer", "assistant"):
+            if getattr(draft, name):
+                raise ConfigError(
+                    f"{at}.placement is shared, which {path}.{name} cannot be used with; leave it out, or set "
+                    f"{path}.placement to own"
+                )
+        if draft.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{at}.placement is shared, so it computes on one rank, but {path}.tensor_parallel_size is "
+                f"{draft.tensor_parallel_size}; leave it out, or set {path}.placement to own"
+            )
+    return draft

@@ -1,0 +1,246 @@
+"""Pools of workers, and the settings of the workers in them.
+
+They are the sections ``target`` and ``draft`` of :mod:`cluster.config.config`, and what ``models`` says of each pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cluster.checkout import BUNDLED
+from cluster.config.reading import DEFAULT_POOL, in_file_names
+from cluster.config.settings import AUTO
+from cluster.config.settings import setting as _setting
+from speculation.events import Role
+
+Threads = int | Literal["auto"]
+NO_QUANTIZATION = "none"
+QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
+OWN, SHARED, CPU = "own", "shared", "cpu"
+"""Where drafting takes place: on draft workers, in the process of the target, or on draft workers' CPUs."""
+DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
+TARGET_POOL = "target"
+"""Name of a model's target pool."""
+KINDS = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}
+"""What names of deployments in Ray Serve begin with."""
+
+
+def _max_replicas() -> Any:
+    return _setting(0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=1024)
+
+
+def _dtype() -> Any:
+    return _setting("auto", "number format: bf16 where the hardware computes it, else fp32", choices=DTYPES)
+
+
+def _device() -> Any:
+    return _setting("auto", "where to compute: auto, cpu, cuda, cuda:1 ...")
+
+
+def _threads() -> Any:
+    about = "CPU threads of a step (default: auto: `paceline up` divides the cores of one machine, else 1)"
+    return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
+
+
+def _quantization() -> Any:
+    about = (
+        "smaller weights: none, int8, int8-dynamic (activations too: fastest on a CPU) or fp8 (on a GPU that has it)"
+    )
+    return _setting(NO_QUANTIZATION, about, choices=QUANTIZATIONS)
+
+
+def _plain_cuda() -> Any:
+    return _setting(False, "no kernels of our own and no CUDA graphs, on a CPU no C++: slower, to rule them out")
+
+
+def node_labels() -> Any:
+    """The setting that keeps processes to some Ray nodes."""
+    pair = r"[A-Za-z0-9][\w./-]*=[\w.-]*"
+    about = "only on Ray nodes with these labels, besides that of gpu_class: KEY=VALUE, KEY=VALUE"
+    form = "labels such as paceline.io/role=router, zone=a"
+    return _setting("", about, pattern=rf"({pair}(, *{pair})*)?", form=form)
+
+
+def _ranks() -> Any:
+    about = "ranks, each with its own GPU where there are GPUs, that compute every step together"
+    return _setting(1, about, at_least=1, at_most=64)
+
+
+def _join_timeout() -> Any:
+    return _setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
+
+
+def _step_timeout() -> Any:
+    about = "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never)"
+    return _setting(60.0, about, at_least=0, at_most=86400)
+
+
+def _cache_tokens() -> Any:
+    return _setting(0, "room of the cache in tokens (0: what the free memory allows)", at_least=0)
+
+
+def _record() -> Any:
+    return _setting("", "file to record every step in, as JSON lines, for benchmarks and the simulator")
+
+
+def _sources() -> Any:
+    entry = r"\w[\w.]*(:\w+)?"
+    about = (
+        "draft sources of your own, as Python modules that register them: MODULE or MODULE:NAME, separated by commas"
+    )
+    return _setting("", about, pattern=rf"({entry}(, *{entry})*)?", form="modules such as my_drafts or my_drafts:Again")
+
+
+def _gpus() -> Any:
+    about = "GPUs of a rank of a worker: what Ray reserves, and below 1 what part of a GPU's memory it may fill"
+    return _setting(0.0, about, at_least=0, at_most=64)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig:
+    """Target workers: they run the served model and decide every token."""
+
+    model: str = _setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
+    name: str = _setting("", "name the model is served under (default: last part of the model path)")
+    replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
+    min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
+    max_replicas: int = _max_replicas()
+    dtype: str = _dtype()
+    device: str = _device()
+    quantization: str = _quantization()
+    plain_cuda: bool = _plain_cuda()
+    medusa: str = _setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
+    tensor_parallel_size: int = _ranks()
+    join_timeout: float = _join_timeout()
+    threads: Threads = _threads()
+    cache_tokens: int = _cache_tokens()
+    step_timeout: float = _step_timeout()
+    max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
+    max_waiting: int = _setting(1024, "sessions queued behind them; more are refused", at_least=0, at_most=1 << 20)
+    step_tokens: int = _setting(320, "most tokens computed in a step of running text", at_least=2, at_most=1 << 20)
+    prompt_tokens: int = _setting(
+        1024,
+        "most tokens of prompts in a step in which no text runs, if more than step_tokens",
+        at_least=0,
+        at_most=1 << 20,
+    )
+    step_ms: float = _setting(
+        50.0,
+        "milliseconds that prompts may stretch a step of running text to; twice its time is always allowed",
+        at_least=0,
+    )
+    sources: str = _sources()
+    suffix_tokens: int = _setting(
+        65536,
+        "tokens of earlier outputs kept to draft from, some 350 bytes each (0: none)",
+        at_least=0,
+        at_most=1 << 22,
+    )
+    suffix_scope: str = _setting(
+        "key",
+        "whose earlier outputs a request drafts from: those of its API key, those of all, or none (off)",
+        choices=("key", "all", "off"),
+    )
+    record: str = _record()
+    gpus: float = _gpus()
+    gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: large)")
+    labels: str = node_labels()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """Draft workers: they run a small model ahead of the target. Without any, decoding is plain."""
+
+    model: str = _setting(str(BUNDLED / "draft"), "model folder, or a hub id; best with the target's tokenizer")
+    placement: str = _setting(
+        OWN,
+        "where to draft: own (workers of their own, ahead of the target), shared (in each target's process, in turn "
+        "with it, where both would share a GPU or cores) or cpu (workers of their own, on the CPU)",
+        choices=(OWN, SHARED, CPU),
+    )
+    target_tokenizer: str = _setting(
+        "", "folder or hub id of the target's tokenizer, if it is another (default: found out where both are folders)"
+    )
+    name: str = _setting("", "name in logs (default: last part of the model path)")
+    replicas: int = _setting(1, "number of draft workers", at_least=0, at_most=1024)
+    min_replicas: int = _setting(0, "never fewer, where their number follows the load", at_least=0, at_most=1024)
+    max_replicas: int = _max_replicas()
+    dtype: str = _dtype()
+    device: str = _device()
+    quantization: str = _quantization()
+    plain_cuda: bool = _plain_cuda()
+    tensor_parallel_size: int = _ranks()
+    join_timeout: float = _join_timeout()
+    threads: Threads = _threads()
+    cache_tokens: int = _cache_tokens()
+    step_timeout: float = _step_timeout()
+    second_level: str = _setting(
+        "lookup",
+        "guesses that a forward of the draft model verifies, to draft several levels at once: lookup, or none",
+        choices=("lookup", "none"),
+    )
+    assistant: str = _setting(
+        "", "model folder, or a hub id, of a still smaller model that guesses so; same tokenizer as the draft model"
+    )
+    max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
+    record: str = _record()
+    gpus: float = _gpus()
+    gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
+    labels: str = node_labels()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model in the API: its target pool, and its draft pools by name."""
+
+    target: TargetConfig = TargetConfig()
+    drafts: Mapping[str, DraftConfig] = field(default_factory=lambda: {DEFAULT_POOL: DraftConfig()})
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers that are alike: what is placed, scaled and replaced together."""
+
+    role: Role
+    model: str
+    """Key of its model in ``models``; empty where the sections ``target`` and ``draft`` describe the only one."""
+    name: str
+    """Unique among the pools of the model: :data:`TARGET_POOL`, or the name of a draft pool."""
+    settings: TargetConfig | DraftConfig
+
+    @property
+    def path(self) -> str:
+        """Where its settings stand in the configuration, for messages: ``draft``, ``models.llama.drafts.small``."""
+        if not self.model:
+            return self.role.value
+        within = self.name if self.role is Role.TARGET else f"drafts.{self.name}"
+        return f"models.{self.model}.{within}"
+
+    @property
+    def deployment(self) -> str:
+        """Its name in Ray Serve: ``DraftWorker``, ``DraftWorker-llama.small``."""
+        kind = KINDS[self.role]
+        if not self.model:
+            return kind
+        model = in_file_names(self.model)
+        return f"{kind}-{model}" if self.role is Role.TARGET else f"{kind}-{model}.{self.name}"
+
+    def __str__(self) -> str:
+        """For people and process titles: ``draft``, ``draft small of llama``."""
+        if not self.model:
+            return self.role.value
+        return (
+            f"{self.role} of {self.model}" if self.role is Role.TARGET else f"{self.role} {self.name} of {self.model}"
+        )
+
+
+def role_of(deployment: str) -> Role | None:
+    """Whose workers a deployment in Ray Serve holds, by its name; None: nobody's, as that of the routers."""
+    return next((role for role, kind in KINDS.items() if deployment.partition("-")[0] == kind), None)
+
+
+def chosen_threads(worker: TargetConfig | DraftConfig) -> int:
+    """How many threads a worker computes with; one where nobody chose for it."""
+    return worker.threads if isinstance(worker.threads, int) else 1

@@ -1,0 +1,187 @@
+"""Settings of one part, from the configuration: what a worker or a router is started with, whoever starts it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.config.config import AdmissionConfig, Config, RouterConfig
+from cluster.config.pools import SHARED, DraftConfig, TargetConfig, chosen_threads
+from cluster.config.security import api_keys, identity
+from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
+from speculation.messages import Rule as AcceptanceRule
+from speculation.sources.local_sources import LookupBounds
+
+if TYPE_CHECKING:  # they bring torch
+    from draft_service.service import DraftSettings
+    from engine.settings import EngineSettings
+    from router.http.admission import AdmissionSettings
+    from router.http.prompt_recorder import RecordSettings
+    from router.service import RouterSettings
+    from target_service.draft_model import MakeDrafter
+    from target_service.service import TargetSettings
+    from transport.tracing import TraceSettings
+
+SHARED_GPU = 0.15
+"""What part of a GPU the weights and the cache of a draft model in a target's process may fill, unless its ``gpus`` say
+so; the target has what is left."""
+READY_SECONDS = 25.0
+"""How long a router waits for its first target worker before it gives up with a reason."""
+
+
+def target_settings(config: Config) -> TargetSettings:
+    """A target worker."""
+    from target_service.scheduler import Budget
+    from target_service.service import TargetSettings
+    from target_service.suffix_cache import SuffixScope, SuffixSettings
+    from target_service.verify_loop import TargetLimits
+
+    budget = Budget(
+        tokens=config.target.step_tokens,
+        drafts_per_session=config.speculation.max_draft,
+        seconds=config.target.step_ms / 1000,
+        alone=config.target.prompt_tokens,
+    )
+    limits = TargetLimits(
+        running=config.target.max_running,
+        waiting=config.target.max_waiting,
+        budget=budget,
+        lookup=LookupBounds(config.speculation.lookup_min, config.speculation.lookup_max),
+        suffix=SuffixSettings(config.target.suffix_tokens, SuffixScope(config.target.suffix_scope)),
+    )
+    settings = _engine(config.target), limits, config.target.record, config.target.step_timeout
+    sources = tuple(name.strip() for name in config.target.sources.split(",") if name.strip())
+    return TargetSettings(*settings, trace_settings(config), sources)
+
+
+def shared_drafter(config: Config) -> MakeDrafter | None:
+    """What loads the draft model that a target's process is to have; None: it has none.
+
+    ``config``: what the target is started with, see :meth:`cluster.config.config.Config.of_worker`.
+    """
+    if config.draft.placement != SHARED or not config.drafts_with_models:
+        return None
+    from draft_service.service import build_in_turn
+
+    # One process has one number of threads.
+    of_gpu = config.draft.gpus or SHARED_GPU * (config.target.gpus if 0 < config.target.gpus < 1 else 1.0)
+    draft = replace(config.draft, threads=chosen_threads(config.target), gpus=of_gpu)
+    settings = draft_settings(replace(config, draft=draft))
+    return lambda progress: build_in_turn(settings, progress)
+
+
+def draft_settings(config: Config) -> DraftSettings:
+    """A draft worker."""
+    from draft_service.lookahead import LookaheadLimits
+    from draft_service.service import DraftSettings
+    from speculation.drafting.draft_session import DraftLimits
+
+    speculation = config.speculation
+    draft = DraftLimits(
+        lead=speculation.lead,
+        nodes=max(speculation.lead, DraftLimits().nodes),
+        children=speculation.children,
+        width=speculation.width,
+        bytes_a_token=speculation.push_bytes,
+    )
+    limits = LookaheadLimits(sessions=config.draft.max_sessions, draft=draft)
+    return DraftSettings(
+        engine=_engine(config.draft),
+        limits=limits,
+        record=config.draft.record,
+        step_timeout=config.draft.step_timeout,
+        trace=trace_settings(config),
+        target_tokenizer=config.draft.target_tokenizer,
+        lookup=config.draft.second_level == "lookup",
+        assistant=config.draft.assistant,
+    )
+
+
+def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tuple[str, ...] = ()) -> RouterSettings:
+    """A router for workers at these addresses. Raises :class:`cluster.config.security.SecurityError`."""
+    from router.dispatch import DispatchLimits
+    from router.http.api import ApiSettings
+    from router.service import RouterSettings
+
+    return RouterSettings(
+        targets=targets,
+        drafts=drafts,
+        host=config.router.host,
+        port=config.router.port,
+        tokenizer=config.router.tokenizer,
+        ready_timeout=READY_SECONDS,
+        drain_timeout=config.router.drain_timeout,
+        api=ApiSettings(
+            model_name=config.router.model_name or None,
+            speculation=speculation(config),
+            api_keys=api_keys(config),
+            admission=_admission(config.admission),
+        ),
+        limits=DispatchLimits(sessions=config.router.max_sessions),
+        identity=identity(config, "router"),
+        trace=trace_settings(config),
+        record=_record(config.router),
+    )
+
+
+def _record(chosen: RouterConfig) -> RecordSettings | None:
+    from router.http.prompt_recorder import RecordSettings
+
+    folder = chosen.record_prompts
+    return RecordSettings(Path(folder), chosen.record_megabytes << 20) if folder else None
+
+
+def trace_settings(config: Config) -> TraceSettings | None:
+    """Where spans go; None: tracing is off."""
+    from transport.tracing import TraceSettings
+
+    chosen = config.tracing
+    on = chosen.enabled or chosen.otlp_endpoint
+    return TraceSettings(chosen.otlp_endpoint, chosen.sample) if on else None
+
+
+def _admission(chosen: AdmissionConfig) -> AdmissionSettings:
+    from router.http.admission import AdmissionSettings
+    from router.limits import Allowance
+
+    return AdmissionSettings(
+        allowance=Allowance(chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests),
+        timeout=chosen.request_timeout,
+        max_timeout=chosen.max_request_timeout,
+        cors_origins=tuple(origin.strip() for origin in chosen.cors_origins.split(",") if origin.strip()),
+    )
+
+
+def speculation(config: Config) -> Speculation:
+    """What requests get that do not say otherwise. Where it is off, one that asks for it gets drafters, if any."""
+    chosen = config.speculation
+    unwanted: set[SourceName] = set() if chosen.lookup else {Source.LOOKUP}
+    unwanted |= set() if chosen.drafters else {Source.DRAFT}
+    sources: Sources = AllBut(frozenset(unwanted)) if chosen.enabled else frozenset({Source.DRAFT})
+    return Speculation(
+        enabled=chosen.enabled,
+        max_depth=chosen.max_depth,
+        rule=AcceptanceRule(chosen.rule),
+        schedule=Schedule(chosen.schedule),
+        sources=sources,
+    )
+
+
+def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
+    from engine.settings import EngineSettings
+
+    return EngineSettings(
+        model=worker.model,
+        dtype=worker.dtype,
+        device=worker.device,
+        quantization=worker.quantization,
+        plain_cuda=worker.plain_cuda,
+        threads=chosen_threads(worker),
+        cache_tokens=worker.cache_tokens,
+        gpu_share=worker.gpus if 0 < worker.gpus < 1 else 1.0,
+        medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
+        tensor_parallel_size=worker.tensor_parallel_size,
+        join_timeout=worker.join_timeout,
+        name=worker.name,
+    )

@@ -1,0 +1,116 @@
+"""How workers share the GPUs of this machine where the configuration says nothing of them.
+
+Decides what part of a GPU each rank may fill (``gpus``), and with the local backend, which GPUs a worker sees. On Ray
+that part is reserved, and Ray decides which. Whoever sets ``gpus`` or a device such as ``cuda:1`` anywhere has decided.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from cluster.config.config import Config, max_replicas_of
+from cluster.config.environment import VISIBLE_GPUS as VISIBLE
+from cluster.config.environment import visible_gpus
+from cluster.config.pools import SHARED, DraftConfig, ModelConfig, Pool, TargetConfig
+from cluster.console import complain
+from cluster.local.threads import GPU_DEVICES, Unmeasured, output_of
+from speculation.events import Role
+
+COUNT_SECONDS = 60.0
+
+TARGET_WEIGHT = 4
+"""What a target gets of a GPU that it shares, when each drafter gets one."""
+TARGET_MIN = 0.52
+"""It gets more than half, so that Ray never puts two ranks of a worker on the same GPU."""
+
+
+@cache
+def here() -> int:
+    """How many GPUs torch finds on this machine."""
+    if not any(path.exists() for path in GPU_DEVICES):
+        return 0
+    try:
+        return int(output_of([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], COUNT_SECONDS))
+    except Unmeasured as error:
+        complain(f"paceline: cannot count the GPUs ({error}); workers take what is free of the first")
+        return 0
+
+
+def settled(config: Config) -> Config:
+    """The same configuration, with what each rank is to have of this machine's GPUs, if it runs here."""
+    return divided(config, here()) if config.backend == "local" or config.ray.address == "local" else config
+
+
+def divided(config: Config, gpus: int) -> Config:
+    """The same of ``gpus`` GPUs; unchanged where somebody has decided."""
+    pools = [pool for pool in config.pools() if max_replicas_of(pool.settings) and pool.settings.device != "cpu"]
+    if not gpus or not all(_open(pool.settings) for pool in pools):
+        return config
+    shares = _shares(pools, gpus)
+    if config.backend == "ray" and _ranks_may_meet(pools, shares):
+        return config
+
+    def shared(worker: Any, role: Role) -> Any:
+        fixed = worker.device == "cpu" or (isinstance(worker, DraftConfig) and worker.placement == SHARED)
+        return worker if fixed else replace(worker, gpus=shares[role])
+
+    models = {
+        name: ModelConfig(
+            shared(model.target, Role.TARGET),
+            {pool: shared(draft, Role.DRAFT) for pool, draft in model.drafts.items()},
+        )
+        for name, model in config.models.items()
+    }
+    if models:
+        return replace(config, models=models)
+    return replace(config, target=shared(config.target, Role.TARGET), draft=shared(config.draft, Role.DRAFT))
+
+
+class Turns:
+    """Gives each worker of this machine the GPUs with the most room left."""
+
+    def __init__(self, gpus: int) -> None:
+        """``gpus``: how many there are."""
+        self._left = [1.0] * gpus
+
+    def environment(self, worker: TargetConfig | DraftConfig) -> dict[str, str]:
+        """What makes the next worker see its own only."""
+        if not self._left or worker.device not in ("auto", "cuda"):
+            return {}
+        by_room = sorted(range(len(self._left)), key=lambda gpu: -self._left[gpu])
+        chosen = sorted(by_room[: worker.tensor_parallel_size])
+        for gpu in chosen:
+            self._left[gpu] -= worker.gpus or 1.0
+        known = visible_gpus()
+        return {VISIBLE: ",".join(known[gpu] if gpu < len(known) and known[gpu] else str(gpu) for gpu in chosen)}
+
+
+def _ranks_may_meet(pools: list[Pool], shares: dict[Role, float]) -> bool:
+    """Whether Ray might put two ranks of a worker on the same GPU."""
+    return any(pool.settings.tensor_parallel_size > 1 and shares[pool.role] <= 0.5 for pool in pools)
+
+
+def _open(worker: TargetConfig | DraftConfig) -> bool:
+    return not worker.gpus and worker.device in ("auto", "cuda")
+
+
+def _shares(pools: list[Pool], gpus: int) -> dict[Role, float]:
+    """Of each role's ranks. On no GPU can they add up to more than 1, wherever Ray puts them."""
+    targets, drafts = (
+        sum(max_replicas_of(pool.settings) * pool.settings.tensor_parallel_size for pool in pools if pool.role is role)
+        for role in (Role.TARGET, Role.DRAFT)
+    )
+    if targets + drafts <= gpus:
+        return {Role.TARGET: 1.0, Role.DRAFT: 1.0}
+    of_targets = max(TARGET_WEIGHT / (TARGET_WEIGHT + drafts), TARGET_MIN) if targets else 0.0
+    crowd = max(math.ceil(targets / gpus), 1)
+    return {Role.TARGET: _rounded(of_targets / crowd), Role.DRAFT: _rounded((1 - of_targets) / max(drafts, 1))}
+
+
+def _rounded(share: float) -> float:
+    """As finely as Ray counts, never up."""
+    return math.floor(share * 10_000 + 1e-6) / 10_000

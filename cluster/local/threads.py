@@ -1,0 +1,136 @@
+"""How many threads ``paceline up`` gives its workers where the configuration says ``auto``.
+
+On a GPU, with several workers of a kind or ranks of a worker, on other machines, with a single core, or where a number
+is given for one of the two, ``auto`` is 1. One target and one drafter that compute on the cores of this machine are
+measured, once, and get the division that :mod:`cluster.local.cores` predicts to be faster; so does a target that drafts
+in turn with itself. When they cannot be measured, the drafter gets one core and the target the others: that is never an
+error, and it is not tried again for a day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.config.config import Config
+from cluster.config.settings import AUTO
+from cluster.console import complain, say, stages
+from cluster.local.core_cache import default_cache, key_of
+from cluster.local.cores import CoreDivision, Measured, decoded, divide, thread_counts, threads_in_turn
+from cluster.processes.child import ours, spawn
+from cluster.processes.openmp import environment as openmp_environment
+
+MEASURE_SECONDS = 10.0
+"""How long measuring may take, loading included: it delays the first start, and gains little where cores are busy."""
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""
+
+
+class Unmeasured(Exception):
+    """Why there are no step times, in a few words."""
+
+
+def settled(config: Config) -> Config:
+    """The same configuration, with numbers of threads; says which after a measurement, nothing where one is known."""
+    cores = usable_cores()
+    if not divisible(config, cores):
+        return config
+    cache, key, failure = default_cache(), key_of(config, cores), ""
+    measured = cache.get(key, cores)
+    fresh = measured is None and not cache.failed(key, time.time())
+    if fresh:
+        try:
+            measured = _measured(config, cores)
+        except Unmeasured as error:
+            failure = str(error)
+            cache.put_failure(key, time.time())
+        else:
+            cache.put(key, measured)
+    settled, how = _divided(config, cores, measured)
+    if failure:
+        complain(f"paceline: {cores} cores: {how}; if that is fastest could not be measured ({failure}), see --threads")
+    elif fresh:
+        say(f"{cores} cores: {how}, the fastest as measured at this first start")
+    return settled
+
+
+def _divided(config: Config, cores: int, measured: Measured | None) -> tuple[Config, str]:
+    """With the threads of the better division, and its words. Unmeasured, the drafter has one core."""
+    if _drafts_in_turn(config):
+        threads = threads_in_turn(cores, measured) if measured else cores - 1
+        how = f"{threads} for the target and its draft model, which take turns"
+        return replace(config, target=replace(config.target, threads=threads)), how
+    division = divide(cores, measured) if measured else CoreDivision(cores - 1, 1)
+    target = replace(config.target, threads=division.target)
+    return replace(config, target=target, draft=replace(config.draft, threads=division.draft)), str(division)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, and so may what it starts."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def divisible(config: Config, cores: int) -> bool:
+    """Whether there is something to choose: one target and one draft model, on CPU cores of this machine."""
+    here = config.backend == "local" or config.ray.address == "local"
+    workers = (config.target, config.draft)
+    fixed = not config.models and not config.autoscales
+    alone = fixed and config.target.replicas == 1 and (config.drafts == 1 or _drafts_in_turn(config))
+    alone = alone and all(worker.tensor_parallel_size == 1 for worker in workers)
+    free = all(worker.threads == AUTO and not worker.gpus and _on_cpu(worker.device) for worker in workers)
+    return cores >= 2 and here and alone and free
+
+
+def _drafts_in_turn(config: Config) -> bool:
+    return config.shared_draft(config.pools()[0]) is not None
+
+
+def _on_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not any(path.exists() for path in GPU_DEVICES))
+
+
+def _measured(config: Config, cores: int) -> Measured:
+    """Raises :class:`Unmeasured`."""
+    with stages() as report:
+        seconds = f"{MEASURE_SECONDS:g} s at most, at the first start of a pair"
+        report(f"timing both models to divide {cores} cores between them ({seconds})")
+        said = output_of(measuring(config, cores), MEASURE_SECONDS)
+    try:
+        return decoded(json.loads(said), cores)
+    except ValueError as error:
+        raise Unmeasured(str(error)) from error
+
+
+def measuring(config: Config, cores: int) -> list[str]:
+    """The command line of :mod:`cluster.local.core_times` for these models."""
+    command = ours("cluster.local.core_times", "--exit-with", str(os.getpid()))
+    for role, worker in (("target", config.target), ("draft", config.draft)):
+        command += [f"--{role}", worker.model, f"--{role}-dtype", worker.dtype]
+        command += [f"--{role}-quantization", worker.quantization]
+    return [*command, "--threads", *map(str, thread_counts(cores))]
+
+
+def output_of(command: Sequence[str], seconds: float) -> str:
+    """What the command prints. It is over when this returns or raises, also on Ctrl-C. Raises :class:`Unmeasured`."""
+    # Offline: to download a model is for its worker, which has the time.
+    process = spawn(command, {"HF_HUB_OFFLINE": "1"} | openmp_environment())
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise Unmeasured(f"not done within {seconds:g} s") from None
+        finally:
+            process.kill()
+    if process.returncode < 0:
+        raise Unmeasured(f"killed by signal {-process.returncode}")
+    if process.returncode:
+        raise Unmeasured((errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return output

@@ -1,0 +1,1 @@
+"""Child processes: started, watched, prepared and told to end."""

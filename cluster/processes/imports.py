@@ -1,0 +1,159 @@
+"""What a worker does about its imports: PyTorch and transformers, which are most of its start.
+
+They leave objects that live as long as it does. Looking for garbage among them while they come takes a tenth of the
+time; looking through them later would stop everything for 0.4 s, once in a while.
+
+transformers imports whatever is installed and some model might need: distributed tensors, the compiler, two libraries
+for quantised and for scattered weights. That is a third of the time. A worker whose model is read whole, as it is,
+needs none of it, and says so; whether that holds is decided here, by settings and the model's folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from cluster.config.config import Config
+from cluster.config.folders import expanded
+from cluster.config.pools import SHARED, DraftConfig, TargetConfig
+from speculation.events import Role
+
+UNUSED = ("accelerate", "torchao")
+"""Packages that transformers finds not installed in a process that does without."""
+STORED_OTHERWISE = (b'"quantization_config"', b'"compression_config"')
+"""What the config.json of a model says whose weights are not read as they are."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect nothing while the block imports modules, and never look at what is there in the end."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def worker_imports(config: Config, role: Role) -> Iterator[None]:
+    """:func:`uncollected`, and for a worker that is started with this configuration, without what it has no use for."""
+    with uncollected():
+        if reads_plain_weights(config, role):
+            do_without()
+        yield
+
+
+def reads_plain_weights(config: Config, role: Role) -> bool:
+    """Whether the worker's models are folders of plain weights that it reads whole. What a hub has is not known."""
+    workers: list[TargetConfig | DraftConfig] = [config.target] if role is Role.TARGET else [config.draft]
+    models = [workers[0].model]
+    if role is Role.DRAFT and config.draft.assistant:
+        models.append(config.draft.assistant)
+    elif role is Role.TARGET and config.draft.placement == SHARED:
+        workers.append(config.draft)
+        models.append(config.draft.model)
+    whole = all(worker.tensor_parallel_size == 1 and worker.quantization == "none" for worker in workers)
+    return whole and all(_stores_plain_weights(model) for model in models)
+
+
+def _stores_plain_weights(model: str) -> bool:
+    try:
+        described = (expanded(model) / "config.json").read_bytes()
+    except OSError:
+        return False
+    return not any(word in described for word in STORED_OTHERWISE)
+
+
+def do_without() -> None:
+    """Have this process do without :data:`UNUSED`, and transformers without distributed tensors, from now on.
+
+    Comes before transformers is imported. The compiler still comes once something is really compiled.
+    """
+    import torch.distributed
+
+    sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]  # None: Python's own word for "not there"
+    if _Compiler.NAME not in sys.modules:
+        stand_in = sys.modules[_Compiler.NAME] = _Compiler()
+        sys.meta_path.insert(0, _CompilerParts(stand_in))
+    available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        from transformers.utils.import_utils import is_torch_distributed_available
+
+        is_torch_distributed_available()  # it asks once
+    finally:
+        torch.distributed.is_available = available
+
+
+class _Compiler(ModuleType):
+    """Stands for torch._dynamo, a second of imports, for as long as functions are only marked for it.
+
+    Nobody reads the marks. Whoever asks for anything else, or imports a part of the package, has all of it imported.
+    """
+
+    NAME = "torch._dynamo"
+    LIGHT_PART = f"{NAME}._trace_wrapped_higher_order_op"
+    """What the masks of transformers import of it, which needs nothing of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__(self.NAME)
+        spec = self.__spec__ = importlib.util.find_spec(self.NAME)
+        assert spec is not None and spec.submodule_search_locations is not None
+        self.__path__ = spec.submodule_search_locations
+
+    @staticmethod
+    def disable(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+        return (lambda marked: marked) if fn is None else fn
+
+    @staticmethod
+    def allow_in_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn
+
+    assume_constant_result = allow_in_graph
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.replaced(), name)
+
+    def replaced(self) -> ModuleType:
+        """The package itself, from now on."""
+        if sys.modules.get(self.NAME) is self:
+            del sys.modules[self.NAME]
+            package = importlib.import_module(self.NAME)
+            if light := sys.modules.get(self.LIGHT_PART):
+                setattr(package, self.LIGHT_PART.rpartition(".")[2], light)
+        return importlib.import_module(self.NAME)
+
+
+class _CompilerParts(MetaPathFinder, Loader):
+    """Imports parts of torch._dynamo: with them comes the whole package."""
+
+    def __init__(self, stand_in: _Compiler) -> None:
+        self._stand_in = stand_in
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        here = sys.modules.get(_Compiler.NAME) is self._stand_in
+        if not here or not fullname.startswith(f"{_Compiler.NAME}.") or fullname == _Compiler.LIGHT_PART:
+            return None
+        self._stand_in.replaced()
+        return ModuleSpec(fullname, self) if fullname in sys.modules else PathFinder.find_spec(fullname, path, target)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]  # which has come meanwhile
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass

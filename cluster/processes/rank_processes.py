@@ -1,0 +1,119 @@
+"""The ranks of a tensor-parallel worker as its child processes, on its machine.
+
+They end when the worker ends, however it does: the kernel ends them (see :mod:`cluster.processes.parent`), and where it
+does not, the end of their input tells them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING
+
+from cluster.config.flags import BAD_INPUT, FAILED
+from cluster.console import complain
+from cluster.processes.child import environment, ours
+
+if TYPE_CHECKING:
+    from engine.leader import Loss
+    from engine.parallel.group import RankTask
+
+REMEMBERED_LINES = 40
+
+
+@dataclass(eq=False)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_LINES))
+
+
+class RankProcesses:
+    """All ranks of one worker but its own. Implements :class:`engine.leader.Ranks`."""
+
+    own_gpus = False
+    module = "cluster.processes.run_rank"
+    """What a rank runs."""
+
+    def __init__(self) -> None:
+        """Nothing is started yet."""
+        self._ranks: dict[int, _Rank] = {}
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """By rank."""
+        return {number: rank.process.pid for number, rank in self._ranks.items()}
+
+    def start(self, tasks: Sequence[RankTask]) -> None:
+        """Start them all; the kernel ends them with the thread that calls this. Raises OSError."""
+        for task in tasks:
+            process = subprocess.Popen(
+                ours(self.module, str(os.getpid())),
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the worker, which then ends them
+            )
+            rank = self._ranks[task.rank] = _Rank(process)
+            assert process.stdin and process.stdout
+            threading.Thread(
+                target=self._follow, args=(task.rank, rank, process.stdout), daemon=True, name=f"rank {task.rank}"
+            ).start()
+            process.stdin.write(pickle.dumps(task))
+            process.stdin.flush()  # left open: its end is the worker's end
+
+    def wait(self) -> Loss:
+        """Block until one has ended."""
+        from engine.leader import Loss
+
+        number = self._ended.get()
+        return Loss(number, self.about(number), refused=self._ranks[number].process.returncode == BAD_INPUT)
+
+    def about(self, rank: int) -> str:
+        """How it ended, or the last it said."""
+        known = self._ranks.get(rank)
+        if known is None:
+            return "was not started"
+        code = known.process.poll()
+        said = known.said[-1].removeprefix("paceline: ") if known.said else ""
+        if code is None:
+            return f"runs, and said last: {said}" if said else "runs, and has said nothing"
+        if code < 0:
+            return f"was killed by signal {-code}"
+        return said or f"ended with exit code {code}"
+
+    def stop(self, seconds: float) -> None:
+        """Let them end by themselves for so long, then kill them."""
+        deadline = time.monotonic() + seconds
+        for rank in self._ranks.values():
+            try:
+                rank.process.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait()
+
+    def end_worker(self, loss: Loss, reason: str) -> None:
+        """End this process at once, with what the rank said and one line of the reason."""
+        rank = self._ranks.get(loss.rank)
+        if rank is not None and (rank.process.returncode or 0) > 0:  # the traceback of an exception
+            for line in rank.said:
+                complain(f"[rank {loss.rank}] {line}")
+        complain(f"paceline: the worker ends, it has lost a rank: {reason}")
+        os._exit(FAILED)
+
+    def _follow(self, number: int, rank: _Rank, output: IO[bytes]) -> None:
+        with output:
+            for line in output:
+                text = line.decode(errors="replace").rstrip()
+                if text:
+                    rank.said.append(text)
+        rank.process.wait()
+        self._ended.put(number)

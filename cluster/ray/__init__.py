@@ -1,0 +1,1 @@
+"""The Ray backend: what is deployed, where it is placed, and how it is started."""

@@ -1,0 +1,433 @@
+"""The Ray backend: starts Ray (or joins a cluster), deploys the application, and says why when that fails.
+
+A deployment that cannot be placed never fails by itself in Ray, and one that fails says so deep in a traceback. So
+room is checked before, the state is polled with our own deadlines, and the one line that matters is dug out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from cluster.config.config import Config
+from cluster.config.environment import current
+from cluster.config.flags import FAILED
+from cluster.config.security import check_worker_exposure
+from cluster.console import CommandError, Stages, complain
+from cluster.placement import APPLICATION, ClusterNode, lacking, needs
+from cluster.processes.niceness import NICENESS
+from cluster.ray.declaration import declaration
+from cluster.ray.token import check_token
+from transport.address import join as join_address
+from transport.address import parse
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+POLL_SECONDS = 0.25
+WATCH_SECONDS = 2.0
+REFUSAL_SECONDS = 0.5
+REACH_SECONDS = 5.0
+GONE_SECONDS = 60.0
+
+OURS = frozenset(
+    {
+        "AddressError",
+        "CheckError",
+        "ConfigError",
+        "ModelError",
+        "RankError",
+        "RecordError",
+        "SecurityError",
+        "SourceError",
+        "TokenizerError",
+    }
+)
+"""Errors whose text says all."""
+_ERROR_LINE = re.compile(r"^\s*(?:[\w.]*\.)?(\w*(?:Error|Exception))\b(?:\(.*?\))?: (.+)$")
+
+
+class RayCluster:
+    """The application on Ray Serve, for as long as this process runs, unless it leaves it there."""
+
+    def __init__(self, config: Config, *, detach: bool = False) -> None:
+        """Nothing is started yet. ``detach``: what is deployed already may be changed, since it is left at the end."""
+        self._config, self._detach = config, detach
+        self._local = config.ray.address == "local"
+        self._needs = {need.deployment: need for need in needs(config)}
+        self._connected = self._found = self._deployed = self._serves = False
+        self._room_since = 0.0
+
+    def start(self, report: Stages) -> None:
+        """Start everything and wait until it serves. Raises :class:`cluster.console.CommandError`."""
+        report("starting Ray" if self._local else f"joining Ray at {self._config.ray.address}")
+        self._connect()
+        self._check_alone()
+        self._check_room()
+        report("starting Ray Serve")
+        self._deploy()
+        self._await(report)
+        self._serves = True
+
+    def watch(self) -> None:
+        """Serve heals the application; this only notices when all of Ray is gone. Returns never."""
+        import ray
+        from ray import serve
+
+        told = ""
+        while True:
+            time.sleep(WATCH_SECONDS)
+            if self._local and _broken():
+                raise CommandError("Ray is gone: one of its processes has ended", FAILED)
+            try:
+                status = serve.status().applications[APPLICATION]
+            except (ray.exceptions.RayError, KeyError) as error:
+                raise CommandError(f"Ray is gone: {type(error).__name__}", FAILED) from error
+            said = self._unhealthy(status)
+            if said != told:
+                complain(said or "all replicas are well again")
+                told = said
+
+    def leave(self) -> None:
+        """Let the cluster go on serving."""
+        self._deployed = self._serves = False
+
+    def stop(self) -> None:
+        """End the application and what of Ray was started here."""
+        if not self._connected:
+            return
+        import ray
+
+        # In a thread of its own, since Ray waits for a minute when its processes end meanwhile: whoever ends this one
+        # may have ended all of its group, or of its service.
+        ending = Thread(target=self._end_application, daemon=True)
+        ending.start()
+        while ending.is_alive() and not (self._local and _broken()):
+            ending.join(POLL_SECONDS)
+        if self._local and _broken():
+            _end_own_processes()
+        ray.shutdown()
+
+    def _end_application(self) -> None:
+        with contextlib.suppress(Exception):  # Ray may be gone already; then there is nothing to end
+            if (self._serves or (self._deployed and not self._local)) and not self._found:
+                _apply([])
+                _await_gone()
+
+    def _connect(self) -> None:
+        if self._local:
+            _prepare_environment()
+        self._connected = True  # also when interrupted halfway: there may be processes to end
+        join(self._config)
+
+    def _check_alone(self) -> None:
+        """Two that both believe they own the application would take it from each other."""
+        from ray import serve
+
+        self._found = not self._local and APPLICATION in serve.status().applications
+        if self._found and not self._detach:
+            address = self._config.ray.address
+            raise CommandError(
+                f"Paceline is deployed at {address} already; change it with --detach, or remove it with "
+                f"`paceline down --address {address}`",
+                FAILED,
+            )
+
+    def _check_room(self) -> None:
+        import ray
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        if not self._local:
+            hosts = [node["NodeManagerAddress"] for node in nodes]
+            for host in hosts:
+                check_worker_exposure(host, self._config)
+            check_token(self._config, ray.get_runtime_context().gcs_address, hosts)
+        described = [
+            ClusterNode(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0), node.get("Labels") or {})
+            for node in nodes
+        ]
+        # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.
+        reason = lacking(self._needs.values(), described)
+        if reason:
+            raise CommandError(reason, FAILED)
+
+    def _deploy(self) -> None:
+        from ray import serve
+
+        router = self._config.router
+        patience = str(int(self._config.ray.placement_timeout))
+        environment = {"RAY_SERVE_SLOW_STARTUP_WARNING_S": patience, "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "2"}
+        try:
+            serve.start(
+                proxy_location="HeadOnly" if self._local else "EveryNode",
+                http_options={"host": router.host, "port": router.port},
+                logging_config={"log_level": "WARNING", "enable_access_log": False},
+                controller_options={"runtime_env": {"env_vars": environment}},
+            )
+            check_http(self._config)
+            self._deployed = True
+            _apply([declaration(self._config)])
+        except CommandError:
+            raise
+        except Exception as error:  # whatever Serve raises: it could not be deployed
+            raise CommandError(f"cannot start Ray Serve: {_first_line(error)}", FAILED) from error
+
+    def _await(self, report: Stages) -> None:
+        """Poll until all replicas run, one fails, or a deadline passes."""
+        from ray import serve
+
+        deadline = time.monotonic() + self._config.start_timeout
+        while True:
+            status = serve.status().applications.get(APPLICATION)
+            if status is not None:
+                if status.status == "RUNNING":
+                    return
+                if _leaving(status):
+                    self._room_since = time.monotonic()
+                self._raise_if_hopeless(status)
+                self._show(status, report)
+            if time.monotonic() > deadline:
+                raise CommandError(f"not ready within {self._config.start_timeout:.0f} s (start_timeout)", FAILED)
+            time.sleep(POLL_SECONDS)
+
+    def _raise_if_hopeless(self, status: ApplicationStatusOverview) -> None:
+        for name, deployment in status.deployments.items():
+            if "failed to start" in deployment.message:
+                raise CommandError(f"{self._called(name)} cannot start: {reason_in(deployment.message)}", FAILED)
+            if "to be scheduled" in deployment.message and not self._local:
+                seconds = self._config.ray.placement_timeout
+                if time.monotonic() < self._room_since + seconds:
+                    continue
+                wanted = self._needs.get(name, name)
+                raise CommandError(f"Ray found no room within {seconds:.0f} s for {wanted}", FAILED)
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise CommandError(f"cannot start: {reason_in(status.message)}", FAILED)
+
+    def _show(self, status: ApplicationStatusOverview, report: Stages) -> None:
+        for name, need in self._needs.items():
+            deployment = status.deployments.get(name)
+            states = deployment.replica_states if deployment else {}
+            running = sum(count for state, count in states.items() if state == "RUNNING")
+            report(f"{running} of {need.replicas} ready", need.name)
+
+    def _called(self, deployment: str) -> str:
+        """A deployment in our words."""
+        return self._needs[deployment].name if deployment in self._needs else deployment
+
+    def _unhealthy(self, status: ApplicationStatusOverview) -> str:
+        waiting = [f"{self._called(name)}: {entry.status.value}" for name, entry in status.deployments.items()]
+        return "" if status.status == "RUNNING" else f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
+
+
+def _leaving(status: ApplicationStatusOverview) -> bool:
+    """Whether replicas of an earlier configuration still hold the room that its successors wait for."""
+    from ray.util import list_named_actors
+
+    states = [entry for deployment in status.deployments.values() for entry in deployment.replica_states.items()]
+    if any(count and state == "STOPPING" for state, count in states):
+        return True
+    # Serve's status no longer tells of a deployment that it is deleting, but its replicas keep their names.
+    names = [entry["name"].split("#") for entry in list_named_actors(all_namespaces=True)]
+    application = f"SERVE_REPLICA::{APPLICATION}"
+    return any(name[0] == application and name[1] not in status.deployments for name in names if len(name) == 3)
+
+
+def _apply(ours: list[dict[str, Any]]) -> None:
+    """Have Serve run these applications besides all that are not Paceline's, which it would otherwise end."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    client: Any = _get_global_client()
+    known = client.get_serve_details()["applications"]
+    others = [entry["deployed_app_config"] for name, entry in known.items() if name != APPLICATION]
+    wanted = [*filter(None, others), *ours]
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": wanted}))
+
+
+def check_http(config: Config) -> None:
+    """Whether Serve listens where the configuration says: one that ran before keeps its address, told another or not.
+
+    What guards that address was judged by the configuration's. Raises :class:`cluster.console.CommandError`.
+    """
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    found, router, address = client.http_config, config.router, config.ray.address
+    if (found.host, found.port) != (router.host, router.port):
+        where = f"listens on {join_address(found.host, found.port)}" if found.host else "serves no HTTP"
+        raise CommandError(
+            f"Ray Serve runs at {address} already and {where}, not on {join_address(router.host, router.port)}; set "
+            f"router.host and router.port to that, or end it first: `paceline down --address {address}`, or `serve "
+            "shutdown` if it is not Paceline's",
+            FAILED,
+        )
+
+
+def _drain_seconds() -> float:
+    """How long the replicas of the application may take to end."""
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    deployments = client.get_serve_details()["applications"][APPLICATION]["deployments"].values()
+    return max((entry["deployment_config"]["graceful_shutdown_timeout_s"] for entry in deployments), default=0.0)
+
+
+def _await_gone(seconds: float = GONE_SECONDS) -> bool:
+    """Until Serve has ended the application, but no longer than so many seconds. Whether it has."""
+    from ray import serve
+
+    deadline = time.monotonic() + seconds
+    while APPLICATION in serve.status().applications:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def join(config: Config) -> None:
+    """Start Ray or connect to the cluster. Raises :class:`cluster.console.CommandError`; ``ray.shutdown`` undoes it."""
+    settings = config.ray
+    options: dict[str, Any] = {}
+    if settings.address == "local":
+        size = settings.object_store_mb << 20
+        options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
+    else:
+        _check_reachable(settings.address)
+    import ray
+
+    try:
+        with _uninterrupted():
+            ray.init(
+                address=settings.address,
+                namespace=APPLICATION,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **options,
+            )
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError ... all end the same way
+        raise CommandError(f"cannot start or reach Ray: {_first_line(error)}", FAILED) from error
+    from ray import serve  # noqa: F401 - sets the level of its logger when first imported
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
+
+
+def remove(config: Config, report: Stages) -> None:
+    """Remove the application from a running cluster, and Serve with it when nothing else is served there.
+
+    Waits until its streams have ended. Raises :class:`cluster.console.CommandError`.
+    """
+    join(config)
+    import ray
+    from ray import serve
+
+    try:
+        if APPLICATION not in serve.status().applications:
+            raise CommandError(f"no Paceline is deployed at {config.ray.address}", FAILED)
+        drain = _drain_seconds()
+        _apply([])
+        report(f"waiting until streams have ended, for {drain:.0f} s at most")
+        if not _await_gone(drain + GONE_SECONDS):
+            where, seconds = config.ray.address, drain + GONE_SECONDS
+            raise CommandError(
+                f"Paceline has not ended at {where} within {seconds:.0f} s; Serve goes on ending it", FAILED
+            )
+        if not serve.status().applications:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()
+
+
+def reason_in(message: str) -> str:
+    """The line of a Serve status message that says why: the last error of the innermost traceback."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [match for line in lines if (match := _ERROR_LINE.match(line))]
+    if not errors:
+        return lines[-1] if lines else "no reason given; see Ray's logs"
+    kind, reason = errors[-1].groups()
+    return reason if kind in OURS else f"{kind}: {reason}"
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    try:
+        with socket.create_connection(parse(address), timeout=REACH_SECONDS):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CommandError(f"no Ray cluster at {address} ({reason}); --address takes its HOST:PORT", FAILED) from error
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put off Ctrl-C and SIGTERM: Ray crashes when it is interrupted while it starts, and replaces our handlers."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])
+    if came:
+        raise KeyboardInterrupt
+
+
+def _prepare_environment() -> None:
+    """Settings of Ray that can only be made through the environment, for a Ray of our own."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
+    os.environ["RAY_enable_metrics_collection"] = "0"  # noqa: SIM112 - so named by Ray
+    os.environ.update(NICENESS)
+    # Whoever reserves no GPU sees all, as a plain process does, also where the environment tells Ray to hide them.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # Ray listens on all interfaces. A token of this run's own keeps others out, and no file is written for it.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _broken() -> bool:
+    """Whether a process has ended, or is about to, without which the Ray that was started here is none."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    if node is None:
+        return False
+    return any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes()) or _refuses(node.gcs_address)
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens there: Ray's control process stops to at once when told to end, and ends seconds later."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=REFUSAL_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # too busy to answer
+        return False
+
+
+def _end_own_processes() -> None:
+    """Kill what is left of a Ray of our own: whoever carries this run's token."""
+    token = f"RAY_AUTH_TOKEN={current()['RAY_AUTH_TOKEN']}".encode()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        number = int(file.parent.name)
+        with contextlib.suppress(OSError):  # somebody else's, or it has just ended
+            if number != os.getpid() and token in file.read_bytes().split(b"\0"):
+                os.kill(number, signal.SIGKILL)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

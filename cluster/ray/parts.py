@@ -1,0 +1,146 @@
+"""What each part of the application has to know of the configuration, so that a change replaces only whom it concerns.
+
+When the ``args`` of an application change, Serve replaces all its replicas; when the options of one deployment do, only
+those of that one. So what ``paceline up`` deploys has in its ``args`` no more than which deployments there are
+(:func:`outline`), and each replica finds its settings (:func:`part`) in its environment (:func:`known`). Where Serve is
+given all settings in ``args``, as by a RayService, those hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cluster.checkout import CHECKOUT
+from cluster.config.config import (
+    AdmissionConfig,
+    AutoscalingConfig,
+    Config,
+    RayConfig,
+    RouterConfig,
+    SpeculationConfig,
+    from_mapping,
+    max_replicas_of,
+)
+from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
+from cluster.config.environment import VISIBLE_GPUS, replica_settings
+from cluster.config.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_threads
+from cluster.config.reading import DEFAULT_POOL
+from cluster.placement import need, router_need
+from cluster.processes.niceness import NICENESS
+from cluster.processes.openmp import environment as openmp_environment
+from speculation.events import Role
+
+STOP_SECONDS = 5.0
+"""What a replica needs to end once it has drained."""
+LOCAL_DRAIN_SECONDS = 10.0
+"""How long the requests of a router on this machine may go on when it is to end."""
+ROUTER_SURGE = 25
+"""Percent of the routers, one at least, that are started before those they replace stop: one alone leaves no gap.
+Workers need the GPUs of those they replace."""
+
+
+def outline(config: Config) -> Config:
+    """Which deployments there are, and nothing else."""
+    chosen = config.speculation
+    speculation = SpeculationConfig(enabled=chosen.enabled, drafters=chosen.drafters)
+    pools = _with_pools(config, _default)
+    return Config(
+        target=pools.target,
+        draft=pools.draft,
+        models=pools.models,
+        speculation=speculation,
+        ray=RayConfig(address=config.ray.address),
+    )
+
+
+def part(config: Config, own: Pool | None) -> Config:
+    """What the replicas of a pool depend on, or the routers (None).
+
+    Of other pools those are their targets' models and names: drafters draft for these, routers speak of them. A draft
+    model in a target's process is a part of that target.
+    """
+
+    def seen(pool: Pool) -> Any:
+        if own is not None and pool.deployment == own.deployment:
+            return pool.settings
+        if own is not None and pool.settings is config.shared_draft(own):
+            return pool.settings
+        if pool.role is Role.TARGET and (own is None or own.model == pool.model):
+            return replace(_default(pool), model=pool.settings.model, name=pool.settings.name)
+        return _default(pool)
+
+    shared = replace(_with_pools(config, seen), autoscaling=AutoscalingConfig(), start_timeout=Config().start_timeout)
+    if own is None:
+        return replace(shared, router=_one(config.router))
+    return replace(shared, router=RouterConfig(), admission=AdmissionConfig())
+
+
+def known(config: Config) -> Config:
+    """The settings of the replica that calls this: those in its environment, else ``config``, which Serve was given."""
+    settings = replica_settings()
+    return from_mapping(json.loads(settings), SETTINGS) if settings else config
+
+
+def all_settings(application: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``args`` of an entry of ``applications`` that hold all settings; None where replicas have them."""
+    actors = [entry.get("ray_actor_options") or {} for entry in application.get("deployments") or []]
+    environments = [(actor.get("runtime_env") or {}).get("env_vars") or {} for actor in actors]
+    return None if any(SETTINGS in environment for environment in environments) else application.get("args")
+
+
+def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dict[str, Any]:
+    """How Serve is to start and end the replicas of a pool, or the routers (None).
+
+    ``settings``: with their settings in their environment.
+    """
+    local = config.ray.address == "local"
+    threads = chosen_threads(pool.settings) if pool else 1
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **NICENESS}
+    if pool is not None:
+        environment |= openmp_environment()
+    if local:  # the nodes of a cluster have Paceline installed
+        environment["PYTHONPATH"] = str(CHECKOUT)
+    if pool is not None and not local and not pool.settings.gpus and not pool.settings.device.startswith("cuda"):
+        environment[VISIBLE_GPUS] = ""  # Ray shows all GPUs of a node to those that reserve none
+    if settings:
+        environment[SETTINGS] = json.dumps(part(config, pool).to_mapping())
+    if pool is not None:
+        drain = {"graceful_shutdown_timeout_s": config.drain_timeout + STOP_SECONDS}
+        return need(pool, config).deployment_options(environment) | drain
+    # Its requests are streams of minutes, which a replacement must not cut.
+    drain = {"graceful_shutdown_timeout_s": LOCAL_DRAIN_SECONDS if local else config.router.drain_timeout}
+    return router_need(config).deployment_options(environment) | drain | {"max_surge_percent": ROUTER_SURGE}
+
+
+def _default(pool: Pool) -> Any:
+    """The settings of a pool of which nothing is said; the target of one of several models has the model's name."""
+    if isinstance(pool.settings, DraftConfig):
+        return DraftConfig(placement=pool.settings.placement)
+    return TargetConfig(name=pool.model)
+
+
+def _one(settings: Any) -> Any:
+    """One replica where there are some or may be: their number stands beside, since it changes often."""
+    default = type(settings)()
+    bounds = {"min_replicas": default.min_replicas, "max_replicas": default.max_replicas}
+    return replace(settings, replicas=min(max_replicas_of(settings), 1), **bounds)
+
+
+def _with_pools(config: Config, changed: Callable[[Pool], Any]) -> Config:
+    """The same with other settings of each pool, and one replica wherever there are some or may be."""
+
+    def change(pool: Pool) -> Any:
+        return _one(replace(changed(pool), replicas=min(max_replicas_of(pool.settings), 1), max_replicas=0))
+
+    if not config.models:
+        target = change(Pool(Role.TARGET, "", TARGET_POOL, config.target))
+        return replace(config, target=target, draft=change(Pool(Role.DRAFT, "", DEFAULT_POOL, config.draft)))
+    models = {}
+    for name, model in config.models.items():
+        drafts = {pool: change(Pool(Role.DRAFT, name, pool, settings)) for pool, settings in model.drafts.items()}
+        target = change(Pool(Role.TARGET, name, TARGET_POOL, model.target))
+        models[name] = replace(model, target=target, drafts=drafts)
+    return replace(config, models=models, target=TargetConfig(), draft=DraftConfig())

@@ -1,0 +1,1 @@
+"""Attention over the cache, whatever of it a query may see and however it is batched."""

@@ -1,0 +1,318 @@
+"""Attention of the rows of a step over the paged cache, whatever the rows are for.
+
+One way for prompts, decoding, chains and trees of drafts, fit for CUDA graphs: what is launched depends on the number
+of rows only. A row's result has the same bits alone, in any tree, in any batch, and computed again elsewhere
+(:mod:`engine.attention.row_attention_kernels`). :func:`plain_attention` defines what is computed; at load the kernels
+are tried against it, and not used where they differ.
+
+Keys are read in splits that lie at fixed positions, short ones at first, longer ones far back: a text of 8,000 tokens
+keeps a GPU busy with one row, and one of 128,000 needs no more than three times as many programs.
+
+Tensor legend: T rows, Q query heads, H key/value heads, S slots, D key head size, E value head size, N splits.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.rows import ROW_CLASSES, SLICE, Rows, empty_buffer, packed
+from engine.cache.kv_store import PAGE
+from engine.cache.sequence_state import SequenceState
+from engine.host.upload import upload
+
+log = logging.getLogger(__name__)
+
+BLOCK, UNROLLED = 32, 4
+"""Keys that are read at a time, and how often before a loop turns."""
+
+SHORT_SPLIT, SHORT_SPLITS, LONGER_SPLITS = 256, 32, 16
+"""Keys of the first splits and how many these are; then so many of twice the keys, and so on."""
+
+CHUNK = 16
+"""Splits that are added up at a time."""
+
+MIN_ROWS = 16
+"""Of a matrix product: heads of a group, of as many tokens as fit."""
+
+LARGEST_HEAD = 256
+
+TRIAL_ROWS = 16
+
+DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+"""Largest accepted error in the trial, whose results are of size 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Octave:
+    """Splits of one length, side by side."""
+
+    first_position: int
+    split: int
+    """Keys of each."""
+    count: int
+    first_split: int
+
+    @property
+    def end(self) -> int:
+        """The first position behind them."""
+        return self.first_position + self.count * self.split
+
+
+def octaves(context: int) -> list[Octave]:
+    """The splits of a sequence of up to ``context`` tokens. Those of a shorter one are the same as far as they go."""
+    found = [Octave(0, SHORT_SPLIT, min(SHORT_SPLITS, -(-context // SHORT_SPLIT)), 0)]
+    while (last := found[-1]).end < context:
+        split = 2 * last.split
+        count = min(LONGER_SPLITS, -(-(context - last.end) // split))
+        found.append(Octave(last.end, split, count, last.first_split + last.count))
+    return found
+
+
+class RowAttention:
+    """The kernels, and memory for their intermediate results, which all layers and steps share."""
+
+    replayed = True
+    """Whether steps are padded and recorded, to be replayed."""
+    spare = ROW_CLASSES[-1]
+    """Slots of the cache that are nobody's, for padding."""
+
+    def __init__(self, context: int, heads_per_key: int, device: torch.device, page: int = PAGE) -> None:
+        """``context``: tokens of the longest sequence; ``heads_per_key``: query heads that share a key head."""
+        self.page = page
+        """Slots of a block of the cache."""
+        self.group = max(1, MIN_ROWS // heads_per_key)
+        """Rows that read common keys together."""
+        self._octaves = octaves(context)
+        starts = [octave.first_position + i * octave.split for octave in self._octaves for i in range(octave.count)]
+        self._starts = upload([*starts, self._octaves[-1].end], device, torch.int32)
+        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    @property
+    def splits(self) -> int:
+        """Of the longest sequence."""
+        return self._octaves[-1].first_split + self._octaves[-1].count
+
+    def tiers(self) -> tuple[int, ...]:
+        """Lengths of sequences that are worth telling apart, ascending; a step of short ones launches less."""
+        return tuple(sorted({self._octaves[0].end, self._octaves[-1].end}))
+
+    def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
+        """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
+        return ""
+
+    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:
+        """Whether it computes attention of these dtypes and sizes."""
+        dtypes = {query_TQD.dtype, keys_SHD.dtype, values_SHE.dtype}
+        largest = max(keys_SHD.shape[-1], values_SHE.shape[-1])
+        return len(dtypes) == 1 and dtypes <= DTYPES and largest <= LARGEST_HEAD
+
+    def __call__(
+        self,
+        query_TQD: Tensor,
+        keys_SHD: Tensor,
+        values_SHE: Tensor,
+        rows: Rows,
+        *,
+        longest: int,
+        scaling: float | None = None,
+        window: int | None = None,
+        cap: float | None = None,
+        sinks_Q: Tensor | None = None,
+    ) -> Tensor:
+        """``[T, Q, E]``. Every row sees itself and what is before it on its branch, ``window`` tokens in all.
+
+        ``longest``: one of :meth:`tiers`; no row sees more. ``cap``: scores s become ``cap * tanh(s / cap)``.
+        ``sinks_Q``: a score per head that takes part in the softmax and has no value. Rows that see nothing get zeros.
+        """
+        query_TQD = query_TQD.contiguous()
+        out_TQE = query_TQD.new_empty(*query_TQD.shape[:2], values_SHE.shape[-1])
+        for start in range(0, len(query_TQD), SLICE):
+            stop = min(start + SLICE, len(query_TQD))
+            part = rows.cut(start, stop)
+            self._launch(
+                query_TQD[start:stop],
+                keys_SHD,
+                values_SHE,
+                part,
+                out_TQE[start:stop],
+                [octave for octave in self._octaves if octave.first_position < longest],
+                query_TQD.shape[-1] ** -0.5 if scaling is None else scaling,
+                window or 0,
+                cap,
+                sinks_Q,
+            )
+        return out_TQE
+
+    def _launch(
+        self,
+        query_TQD: Tensor,
+        keys_SHD: Tensor,
+        values_SHE: Tensor,
+        rows: Rows,
+        out_TQE: Tensor,
+        used: list[Octave],
+        scale: float,
+        window: int,
+        cap: float | None,
+        sinks_Q: Tensor | None,
+    ) -> None:
+        # Imported here: torch's builds for CPUs come without it.
+        from triton import next_power_of_2
+
+        from engine.attention.row_attention_kernels import add_splits, attend_splits
+
+        tokens, query_heads, size = query_TQD.shape
+        key_heads, value_size = values_SHE.shape[1:]
+        sums, maxima, totals = self._memory(query_heads, value_size, query_TQD.device)
+        value_padded = max(16, next_power_of_2(value_size))
+        for octave in used:
+            attend_splits[tokens, key_heads, octave.count](
+                query_TQD, keys_SHD, values_SHE, sums, maxima, totals,
+                rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T, rows.group_T, rows.common_T, rows.numbers_F,
+                scale, cap or 1.0, self.splits, octave.first_split, octave.first_position,
+                QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
+                SIZE=size, SIZE_PADDED=max(16, next_power_of_2(size)),
+                VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
+                PAGE=self.page, SPLIT=octave.split, BLOCK=BLOCK, UNROLLED=UNROLLED,
+                ROWS=max(MIN_ROWS, next_power_of_2(self.group * (query_heads // key_heads))),
+                WINDOW=window, CAPPED=cap is not None,
+                PRECISION="ieee" if query_TQD.dtype == torch.float32 else "tf32",
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
+        add_splits[tokens, query_heads](
+            sums, maxima, totals, rows.keys_T, self._starts, totals if sinks_Q is None else sinks_Q, out_TQE,
+            self.splits, used[-1].first_split + used[-1].count,
+            QUERY_HEADS=query_heads, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
+            CHUNK=CHUNK, WINDOW=window, SINKS=sinks_Q is not None, num_warps=4,
+        )  # fmt: skip
+
+    def _memory(self, heads: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if (heads, size) not in self._scratch:
+            shape = (SLICE, heads, self.splits)
+            self._scratch[heads, size] = (
+                torch.empty(*shape, size, device=device),
+                torch.empty(shape, device=device),
+                torch.empty(shape, device=device),
+            )
+        return self._scratch[heads, size]
+
+
+def find_attention(context: int, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> RowAttention | None:
+    """The kernels for a model on this device; None where there are none that compute right, which is logged."""
+    if device.type != "cuda" or dtype not in DTYPES:
+        return None
+    attention = RowAttention(context, heads_per_key, device)
+    try:
+        error = trial_error(attention, heads_per_key, dtype, device)
+    except Exception as refusal:  # no Triton, an old driver, a GPU it does not know
+        why = first_line(refusal)
+    else:
+        if error <= TOLERANCE[dtype]:  # not if it is NaN
+            return attention
+        why = f"its results are off by {error:.2g}"
+    log.warning("attention is computed without kernels of its own, which is slower and not exact: %s", why)
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    line = next(iter(str(error).strip().splitlines()), "no reason given")
+    return f"{type(error).__name__}: {line}"
+
+
+@torch.inference_mode()
+def trial_error(attention: RowAttention, heads_per_key: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest difference between the kernels and the plain computation, over a step of every kind of row."""
+    heads, size, slots = 2, 64, 12 * PAGE
+    generator = torch.Generator().manual_seed(11)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    keys_SHD, values_SHE = random(slots, heads, size), random(slots, heads, size)
+    longest = attention.tiers()[-1]
+    chain = SequenceState(PAGE, [7, 2, 11, 0, 5], 0, 4 * PAGE + 9, [-1, 0, 1], [0, 1, 2])
+    chain.pending_slots = [chain.home(chain.length + i) for i in range(3)]
+    tree = SequenceState(PAGE, [9, 1], 0, PAGE - 1, [-1, -1, 1, 2, 0], [0, 0, 1, 2, 1])
+    tree.pending_slots = [PAGE + 3, tree.home(PAGE - 1), PAGE, PAGE + 9, PAGE + 4]
+    prompt = SequenceState(PAGE, [4], 0, 0, list(range(-1, 7)), list(range(8)), [4 * PAGE + i for i in range(8)])
+    chunks = [(chain, 3), (tree, 5), (prompt, 8)]
+    (piece,) = packed([0] * TRIAL_ROWS, [], chunks, group=attention.group, max_rows=TRIAL_ROWS, pages=5)
+    buffer = empty_buffer(TRIAL_ROWS, 5, device)
+    numbers = piece.host_buffer(TRIAL_ROWS, slots)
+    buffer[: len(numbers)] = numbers.to(device)
+    rows = Rows.within(buffer, TRIAL_ROWS)
+    # Large queries make every row look at few keys, so that no result is small.
+    query_TQD = 4 * random(TRIAL_ROWS, heads * heads_per_key, size)
+    worst = 0.0
+    for how in ({}, {"window": 70}, {"cap": 20.0}, {"sinks_Q": random(heads * heads_per_key)}):
+        found_TQE = attention(query_TQD, keys_SHD, values_SHE, rows, longest=longest, **how)
+        expected_TQE = plain_attention(query_TQD, keys_SHD, values_SHE, rows, **how)
+        error = (found_TQE.float() - expected_TQE).abs().max()
+        worst = float(torch.maximum(error, error.new_tensor(worst)))  # NaN stays NaN
+    return worst
+
+
+def plain_attention(
+    query_TQD: Tensor,
+    keys_SHD: Tensor,
+    values_SHE: Tensor,
+    rows: Rows,
+    *,
+    page: int = PAGE,
+    scaling: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks_Q: Tensor | None = None,
+) -> Tensor:
+    """What :class:`RowAttention` computes, row by row in float32, ``[T, Q, E]``."""
+    heads, group = keys_SHD.shape[1], query_TQD.shape[1] // keys_SHD.shape[1]
+    numbers = rows.numbers_F.tolist()
+    out_TQE = torch.zeros(*query_TQD.shape[:2], values_SHE.shape[-1], device=query_TQD.device)
+    columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T)
+    for t, (seen, home, pages, branch) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        first = max(0, seen - window) if window else 0
+        slots = [
+            numbers[pages + p // page] * page + p % page if p < home else numbers[branch + p - home]
+            for p in range(first, seen)
+        ]
+        if not slots:
+            continue
+        query_HGD = query_TQD[t].float().view(heads, group, -1)
+        scores_HGK = torch.einsum("hgd,khd->hgk", query_HGD, keys_SHD[slots].float())
+        scores_HGK = scores_HGK * (query_TQD.shape[-1] ** -0.5 if scaling is None else scaling)
+        if cap is not None:
+            scores_HGK = cap * torch.tanh(scores_HGK / cap)
+        if sinks_Q is not None:
+            scores_HGK = torch.cat((scores_HGK, sinks_Q.float().view(heads, group, 1)), -1)
+        weights_HGK = scores_HGK.softmax(-1)[..., : len(slots)]
+        out_TQE[t] = torch.einsum("hgk,khe->hge", weights_HGK, values_SHE[slots].float()).flatten(0, 1)
+    return out_TQE
+
+
+class PlainRowAttention(RowAttention):
+    """:func:`plain_attention` in place of the kernels: on any device, in any number format, slowly."""
+
+    spare = 64
+
+    def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
+        """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
+        return ""
+
+    def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
+        """Whatever it is."""
+        return True
+
+    def __call__(
+        self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, rows: Rows, *, longest: int, **how: Any
+    ) -> Tensor:
+        """As the kernels."""
+        assert int(rows.keys_T.max()) <= longest, "a row sees more than the step was made for"
+        return plain_attention(query_TQD, keys_SHD, values_SHE, rows, page=self.page, **how).to(query_TQD.dtype)

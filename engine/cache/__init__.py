@@ -1,0 +1,1 @@
+"""Keys and values of all sequences: who holds which slot, and the tensors themselves."""

@@ -1,0 +1,383 @@
+"""Which slot of the cache holds which token.
+
+Decides which slot a token gets, which blocks sequences share, and when a block is free again. Every committed token has
+a *home* that follows from its position and the sequence's block table; pending nodes lie in the homes of later
+positions, the lowest first, so that the first path of a tree usually is at home already. A node that is committed from
+elsewhere is moved home. Blocks full of committed tokens become known by their tokens, and other sequences with the same
+prefix take them over. What is shared or known is never written again.
+
+Knows nothing about masks, tensors or models.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import torch
+
+from engine.cache.block_ledger import BlockLedger
+from engine.cache.known_blocks import KnownBlock
+from engine.cache.kv_store import BLOCK, CLEAR, KVStore, Move
+from engine.cache.moves import Moves
+from engine.cache.sequence_state import ROOT, SequenceState
+
+__all__ = ["ROOT", "CacheFull", "CachedSequence", "KVCache", "SequenceState"]
+
+
+class CacheFull(Exception):
+    """There are not enough free slots. Nothing was changed."""
+
+
+class KVCache:
+    """Slots for ``capacity`` tokens (rounded up to whole blocks), in every layer.
+
+    The books only; the tensors are in ``store``.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        capacity: int,
+        *,
+        block: int = BLOCK,
+        spare: int = 0,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """``spare``: see :class:`engine.cache.kv_store.KVStore`."""
+        if capacity < 1 or block < 1:
+            raise ValueError(f"capacity and block must be positive, got {capacity} and {block}")
+        blocks = -(-capacity // block)
+        self.capacity = blocks * block
+        self.block = block
+        self.ledger = BlockLedger(blocks)
+        self.moves = Moves()
+        self.sequences: set[CachedSequence] = set()
+        self.store = KVStore(layers, self.capacity, dtype=dtype, device=device, spare=spare)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that fit into blocks nobody holds; a sequence also has the spare slots of its own blocks."""
+        return self.ledger.free * self.block
+
+    def sequence(self, tokens: Sequence[int] | None = None) -> CachedSequence:
+        """A new, empty sequence. Whoever asked for it must :meth:`~CachedSequence.free` it.
+
+        ``tokens``: the committed tokens that it will hold, prompt included, as a list that grows while the sequence is
+        in use; None: it shares nothing.
+        """
+        sequence = CachedSequence(self, tokens)
+        self.sequences.add(sequence)
+        return sequence
+
+    def take_moves(self) -> list[Move]:
+        """What ``store.move`` has to do, at once, before the next forward writes anything; then it counts as done.
+
+        Appending may add moves too: take them after the last append.
+        """
+        return self.moves.take()
+
+    def check(self) -> None:
+        """Assert that every block is free, or held exactly as often as there are sequences with it."""
+        for sequence in self.sequences:
+            sequence.check()
+        self.ledger.check(Counter(block for sequence in self.sequences for block in sequence.blocks))
+
+
+class CachedSequence(SequenceState):
+    """The cached state of one session, and what changes it.
+
+    The *place* of a pending node is the position whose home it lies in.
+    """
+
+    among_others = True
+    """Whether others may read across its slots, giving them no weight."""
+
+    def __init__(self, cache: KVCache, tokens: Sequence[int] | None) -> None:
+        super().__init__(cache.block)
+        self._cache = cache
+        self._tokens = tokens
+        self._places: list[int] = []  # of the pending nodes
+        # of the leading full blocks; not always our own: another may have been first
+        self._known: list[KnownBlock] = []
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def blocks_needed(self, count: int) -> int:
+        """How many fewer blocks will be free once ``count`` more tokens were appended."""
+        if not count:
+            return 0
+        beyond = self.length + len(self.parents) + count - len(self.blocks) * self.block
+        return (-(-beyond // self.block) if beyond > 0 else 0) + self._tail_is_shared
+
+    # -- pending nodes -------------------------------------------------------------------------------------------------
+
+    def append(self, parents: Sequence[int]) -> list[int]:
+        """Add one pending node per entry and return their slots. Raises :class:`CacheFull`."""
+        depths = self.depths[:]
+        for index, parent in enumerate(parents, start=len(depths)):
+            if not ROOT <= parent < index:
+                raise ValueError(f"pending node {index} cannot have parent {parent}; a parent must precede its child")
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        assert self in self._cache.sequences, "append() to a sequence that was freed"
+        places = self._free_places(len(parents))
+        self._reserve(len(parents))
+        slots = self._homes(places)
+        self.parents += parents
+        self.depths = depths
+        self.pending_slots += slots
+        if not self._places and self.is_chain:
+            self._branches = [()] * len(places)
+        self._places += places
+        return slots
+
+    def retract(self, count: int) -> None:
+        """Drop the ``count`` nodes appended last."""
+        keep = self.pending - count
+        assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
+        for nodes in (self.parents, self.depths, self.pending_slots, self._places, self._branches):
+            del nodes[keep:]
+        self._trim()
+
+    def regraft(self, count: int, kept: Sequence[int], parents: Sequence[int]) -> None:
+        """Of the ``count`` nodes appended last keep ``kept``, ascending, under other parents, and drop the others.
+
+        ``kept`` counts from the first of the nodes; ``parents`` are pending nodes as numbered afterwards, or -1.
+        """
+        first = self.pending - count
+        assert first >= 0, f"cannot regraft {count} of {self.pending} pending nodes"
+        assert all(-1 < a < b for a, b in pairwise([*kept, count])), f"not ascending nodes of {count}: {list(kept)}"
+        for holding in (self.pending_slots, self._places):
+            holding[first:] = [holding[first + node] for node in kept]
+        del self.parents[first:], self.depths[first:]
+        for parent in parents:
+            assert ROOT <= parent < self.pending, f"{parent} is no node before {self.pending}"
+            self.depths.append(0 if parent == ROOT else self.depths[parent] + 1)
+            self.parents.append(parent)
+        assert len(self.parents) == len(self._places), f"{len(parents)} parents for {len(kept)} nodes"
+        self._trim()
+
+    def rollback(self) -> None:
+        """Drop all pending nodes."""
+        self.retract(self.pending)
+
+    def discard(self, count: int) -> None:
+        """Drop the ``count`` nodes appended last and clear their slots: what they hold is no number.
+
+        Whoever reads across a slot that is not his own gives it no weight, but nothing times NaN is NaN.
+        """
+        self._cache.moves.note([(CLEAR, slot) for slot in self.pending_slots[self.pending - count :]])
+        self.retract(count)
+
+    def advance(self, path: Sequence[int]) -> dict[int, int]:
+        """Commit ``path``: pending nodes, root first, each the child of the one before.
+
+        Descendants of its last node (with an empty path: everything) stay pending; the rest is freed. Returns the new
+        index of each survivor by its old one. Costs time in the number of pending nodes, not in the prefix.
+        """
+        last = ROOT
+        for node in path:
+            if not 0 <= node < self.pending or self.parents[node] != last:
+                raise ValueError(f"pending node {node} is not a child of {last}; cannot commit {list(path)}")
+            last = node
+        renumbered: dict[int, int] = {}
+        for node, parent in enumerate(self.parents):
+            if parent == last or parent in renumbered:
+                renumbered[node] = len(renumbered)
+        self._bring_home(path, renumbered.keys() | path)
+        self.length += len(path)
+        self.parents = [renumbered.get(self.parents[node], ROOT) for node in renumbered]
+        self.depths = [self.depths[node] - len(path) for node in renumbered]
+        self._places = [self._places[node] for node in renumbered]
+        self.pending_slots = self._homes(self._places)
+        self._branches.clear()
+        self._trim()
+        self._publish()
+        return renumbered
+
+    # -- committed tokens ----------------------------------------------------------------------------------------------
+
+    def reuse(self) -> int:
+        """Take over what the cache knows of the tokens that come next; returns how many tokens that was.
+
+        Never the last token: it has to be computed for what follows it. Nothing may be pending. Worth a try whenever
+        more than one token is to be computed: other sequences may have computed them meanwhile.
+        """
+        self._assert_settled("reuse()")
+        if self._tokens is None:
+            return 0
+        self._publish()
+        before, max_reused = self.length, len(self._tokens) - 1
+        known, above = self._cache.ledger.known, self._last_known
+        if above is None:
+            return 0
+        while (end := (len(self._known) + 1) * self.block) <= max_reused:
+            found = known.find(above, tuple(self._tokens[end - self.block : end]))
+            if found is None:
+                break
+            self._share(found, end)
+            self._known.append(found)
+            above = found
+        start = len(self._known) * self.block
+        nearest, common = known.nearest(above, self._tokens[start : min(start + self.block, max_reused)])
+        if nearest is not None and start + common - self.length >= max(1, self.block // 4):  # else not worth a copy
+            self._share(nearest, start + common)
+        return self.length - before
+
+    def truncate(self, length: int) -> None:
+        """Shorten the committed prefix to ``length`` tokens. Nothing may be pending."""
+        self._assert_settled("truncate()")
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate {self.length} tokens to {length}")
+        self.length = length
+        del self._known[length // self.block :]
+        self._trim()
+
+    def free(self) -> None:
+        """Give everything back. Harmless when done twice."""
+        self._cut(0)
+        for holdings in (self.parents, self.depths, self.pending_slots, self._places, self._branches, self._known):
+            holdings.clear()
+        self.length = 0
+        self._cache.sequences.discard(self)
+
+    def check(self) -> None:
+        """Assert that every token has a slot to itself, and that what may be written is held by nobody else."""
+        assert len(self.blocks) == self._used, f"{len(self.blocks)} blocks are held, {self._used} are used"
+        assert len(set(self._places)) == len(self._places), f"two nodes share a place: {self._places}"
+        assert min(self._places, default=self.length) >= self.length, "a node lies among the committed tokens"
+        assert self.pending_slots == [self.home(place) for place in self._places]
+        assert self.branches == SequenceState.state(self).branches, "a branch is not where it was found"
+        ledger = self._cache.ledger
+        for block in self.blocks[self.length // self.block if self.pending else len(self.blocks) :]:
+            assert ledger.holders(block) == 1 and block not in ledger.known, f"block {block} is shared, yet written"
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _used(self) -> int:
+        """How many blocks it takes up to the last token, committed or pending."""
+        end = max(self._places) + 1 if self._places else self.length
+        return -(-end // self.block)
+
+    @property
+    def _tail_is_shared(self) -> bool:
+        """Whether the block that the next token goes into is held by others too. Never so while nodes are pending."""
+        ends_inside = self.length % self.block > 0
+        return ends_inside and self._cache.ledger.holders(self.blocks[self.length // self.block]) > 1
+
+    @property
+    def _last_known(self) -> KnownBlock | None:
+        """The last full block in the tree of known ones; None: it could not be made known."""
+        if len(self._known) < self.length // self.block:
+            return None
+        return self._known[-1] if self._known else self._cache.ledger.known.root
+
+    def _assert_settled(self, what: str) -> None:
+        if self.pending:
+            raise ValueError(f"{what} with {self.pending} pending nodes; roll back or advance first")
+
+    def _homes(self, places: Sequence[int]) -> list[int]:
+        block, blocks = self.block, self.blocks
+        return [blocks[place // block] * block + place % block for place in places]
+
+    def _free_places(self, count: int) -> Sequence[int]:
+        """Lowest first: holes left by refused branches are filled before new ground is broken."""
+        if not self._places:
+            return range(self.length, self.length + count)
+        taken = set(self._places)
+        places: list[int] = []
+        place = self.length
+        while len(places) < count:
+            if place not in taken:
+                places.append(place)
+            place += 1
+        return places
+
+    def _reserve(self, count: int) -> None:
+        """Make sure that there are blocks of our own for ``count`` more nodes."""
+        needed = self.blocks_needed(count)
+        if needed > self._cache.ledger.free:
+            raise CacheFull(f"{count} tokens need {needed} free blocks, there are {self._cache.ledger.free}")
+        if count:
+            self._own_tail()
+        while len(self.blocks) * self.block < self.length + self.pending + count:
+            self._push(self._cache.ledger.take(after=self.blocks[-1] if self.blocks else None))
+
+    def _own_tail(self) -> None:
+        """Copy the block that the next token goes into, if it must not be written."""
+        ledger, index = self._cache.ledger, self.length // self.block
+        if self.length % self.block == 0:
+            return
+        tail = self.blocks[index]
+        if ledger.holders(tail) == 1 and tail not in ledger.known:
+            return
+        if ledger.holders(tail) == 1 and not ledger.free:
+            ledger.forget(tail)
+            return
+        own = ledger.take(after=self.blocks[index - 1] if index else None)
+        sources = self.committed_slots(index * self.block)
+        self._cut(index)
+        self._push(own)
+        self._cache.moves.note(zip(sources, self.committed_slots(index * self.block), strict=True))
+
+    def _bring_home(self, path: Sequence[int], kept: Collection[int]) -> None:
+        """Note the moves after which the nodes of ``path`` lie at home; ``kept`` are all nodes whose data matters."""
+        node_at = {self._places[node]: node for node in kept}
+        for position, node in enumerate(path, start=self.length):
+            place = self._places[node]
+            if place == position:
+                continue
+            slot, home = self.home(place), self.home(position)
+            moves = [(slot, home)]
+            other = node_at.get(position)
+            if other is None:
+                del node_at[place]
+            else:
+                moves.append((home, slot))
+                self._places[other], node_at[place] = place, other
+            self._places[node], node_at[position] = position, node
+            self._cache.moves.note(moves)
+
+    def _publish(self) -> None:
+        """Make full blocks known. One that is known already from another sequence stays ours alone."""
+        if self._tokens is None:
+            return
+        assert len(self._tokens) >= self.length, f"{self.length} tokens are cached, {len(self._tokens)} are known"
+        known = self._cache.ledger.known
+        while self._known and not known.holds(self._known[-1]):
+            self._known.pop()
+        for index in range(len(self._known), self.length // self.block):
+            above = self._known[-1] if self._known else known.root
+            tokens = tuple(self._tokens[index * self.block : (index + 1) * self.block])
+            found = known.find(above, tokens) or known.add(above, tokens, self.blocks[index])
+            if found is None:
+                return
+            self._known.append(found)
+
+    def _share(self, known: KnownBlock, length: int) -> None:
+        """Let a known block stand for the tokens behind the full blocks, up to ``length``."""
+        self._cache.ledger.hold(known.block)
+        self._cut((length - 1) // self.block)
+        self._push(known.block)
+        self.length = length
+
+    def _trim(self) -> None:
+        """Give back the blocks behind the last token."""
+        self._cut(self._used)
+
+    def _cut(self, keep: int) -> None:
+        """Give back all but the first ``keep`` blocks."""
+        if keep >= len(self.blocks):
+            return
+        for block in reversed(self.blocks[keep:]):
+            self._cache.ledger.give(block)
+        del self.blocks[keep:]
+        self.adjacent = min(self.adjacent, keep)
+
+    def _push(self, block: int) -> None:
+        if self.adjacent == len(self.blocks) and (not self.blocks or block == self.blocks[-1] + 1):
+            self.adjacent += 1
+        self.blocks.append(block)

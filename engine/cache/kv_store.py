@@ -1,0 +1,109 @@
+"""The tensors of the cache: keys and values of every layer, one slot per token.
+
+Decides how they are laid out in memory. Knows slots by number only; whose they are is :mod:`engine.cache.kv_cache`'s,
+so that each rank of a tensor-parallel group can have a store of its own for the heads it computes, under one set of
+books.
+
+Tensor legend: H key/value heads, S slots, D key head size, E value head size, T tokens of one write.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.host.upload import upload
+
+BLOCK = 16
+"""Slots of a block of the cache, where no kernel wants more."""
+
+PAGE = 64
+"""Slots of a block where a step is computed by rows: a page (:mod:`engine.attention.row_attention`)."""
+
+Move = tuple[int, int]
+"""From which slot to which."""
+
+CLEAR = -1
+"""As the source of a move: no slot, but zeros."""
+
+
+class KVStore:
+    """Room for ``slots`` tokens in every layer.
+
+    Stored token by token, ``[S, H, D]``: a run of slots is then one matrix of keys in place, for all heads together as
+    for each, and a block of slots is a page as paged kernels expect it.
+    """
+
+    def __init__(
+        self, layers: int, slots: int, *, dtype: torch.dtype, device: torch.device | str, spare: int = 0
+    ) -> None:
+        """``spare``: slots behind the others that are nobody's, for what pads a step."""
+        self.slots = slots
+        self.spare = spare
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._keys: list[Tensor | None] = [None] * layers
+        self._values: list[Tensor | None] = [None] * layers
+
+    def write(
+        self, layer: int, slots_T: Tensor, first: int | None, key_1HTD: Tensor, value_1HTE: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store one layer's keys and values; return all of that layer's, ``[S, H, D]`` and ``[S, H, E]``.
+
+        ``first`` is the first slot when ``slots_T`` is one ascending run, which is copied faster than scattered ones.
+        """
+        assert key_1HTD.dtype == value_1HTE.dtype == self.dtype, (
+            f"layer {layer} writes {key_1HTD.dtype} to {self.dtype}"
+        )
+        keys_SHD, values_SHE = self.layer(layer, key_1HTD.shape[1], key_1HTD.shape[-1], value_1HTE.shape[-1])
+        key_THD, value_THE = key_1HTD[0].transpose(0, 1), value_1HTE[0].transpose(0, 1)
+        if first is not None:
+            stop = first + len(key_THD)
+            keys_SHD[first:stop] = key_THD
+            values_SHE[first:stop] = value_THE
+        else:
+            keys_SHD.index_copy_(0, slots_T, key_THD)
+            values_SHE.index_copy_(0, slots_T, value_THE)
+        return keys_SHD, values_SHE
+
+    def layer(self, layer: int, heads: int, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of one layer, ``[S, H, D]`` and ``[S, H, E]``, to be read and written in place."""
+        keys_SHD, values_SHE = self._keys[layer], self._values[layer]
+        if keys_SHD is None or values_SHE is None:
+            # Allocated at the first use because head counts and sizes differ between models and even between layers.
+            keys_SHD, values_SHE = self._allocate(heads, key_size), self._allocate(heads, value_size)
+            self._keys[layer], self._values[layer] = keys_SHD, values_SHE
+        return keys_SHD, values_SHE
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy slots to slots in every layer, all at once: a slot may be both a source and a destination.
+
+        Where memory is too short for that, nothing is copied.
+        """
+        if not moves:
+            return
+        sources_M = upload([source for source, _ in moves if source != CLEAR], self.device)
+        destinations_M = upload([destination for source, destination in moves if source != CLEAR], self.device)
+        cleared_C = upload([destination for source, destination in moves if source == CLEAR], self.device)
+        everything = [stored for stored in (*self._keys, *self._values) if stored is not None]
+        moved = [stored.index_select(0, sources_M) for stored in everything]
+        for stored, moved_MHD in zip(everything, moved, strict=True):
+            stored.index_copy_(0, destinations_M, moved_MHD)
+            stored.index_fill_(0, cleared_C, 0)
+
+    def _allocate(self, heads: int, size: int) -> Tensor:
+        # Zeros, not empty: a masked slot still takes part in the matmul, and 0 * NaN would be NaN. For the same reason
+        # what a broken step wrote is cleared.
+        return _zeros((self.slots + self.spare, heads, size), self.dtype, self.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on a CPU, take up no memory before something is written: the operating system's empty pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

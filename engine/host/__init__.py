@@ -1,0 +1,1 @@
+"""What the machine gives: memory, threads, and ways to the device."""

@@ -1,0 +1,1 @@
+"""From a model's files to a model that was tried: numbers, quantisation, revision, self-test."""

@@ -1,0 +1,72 @@
+"""How many tokens the cache has room for, where nobody says: as many as the free memory allows.
+
+The tensors of the cache take what they take from the start on a GPU; on a CPU only once they are used, so there a
+share of what is available is enough, and several workers can do so on one machine. Workers that share a GPU are told
+what part of it they have: what is free says nothing of what others are about to take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.host.memory import GIB, available_bytes, gpu_memory
+from engine.model import Model, ModelError
+
+CUDA_SHARE, CPU_SHARE = 0.9, 0.25
+"""What the cache may have: of a GPU's memory together with the weights, the rest being for activations; of what is free
+on a CPU."""
+
+MAX_CONTEXTS = 64
+"""More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
+
+
+def fitting_tokens(model: Model, parts: int = 1, *, gpu_share: float = 1.0) -> int:
+    """Room for the memory left after loading ``model``. Raises :class:`ModelError` if no context fits.
+
+    ``parts``: among how many ranks the heads are divided. Each has a GPU of its own, or ``gpu_share`` of one; on a CPU
+    they share the memory.
+    """
+    on_cuda = model.device.type == "cuda"
+    allowed = allowed_bytes(model.device, gpu_share)
+    a_token = -(-token_bytes(model) // (parts if on_cuda else 1))
+    fitting = allowed // a_token
+    if fitting < model.context:
+        needed = model.context * a_token / GIB
+        of = (
+            f"{CUDA_SHARE * gpu_share:.0%} of the GPU, less the weights"
+            if on_cuda
+            else f"{CPU_SHARE:.0%} of what is free"
+        )
+        raise ModelError(
+            f"{model.name}: a cache for one context of {model.context} tokens needs {needed:.2f} GiB, it may "
+            f"have {allowed / GIB:.2f} GiB ({of}); "
+            f"set cache_tokens to serve shorter texts: {fitting} fit"
+        )
+    return min(fitting, MAX_CONTEXTS * model.context)
+
+
+def allowed_bytes(device: torch.device, gpu_share: float) -> int:
+    """What a cache may take, in bytes."""
+    if device.type != "cuda":
+        return int(CPU_SHARE * available_bytes())
+    gpu = gpu_memory(device)
+    # What is free counts too: there may be others who know nothing of shares.
+    return max(0, int(min(CUDA_SHARE * gpu_share * gpu.total - gpu.own, CUDA_SHARE * gpu.free)))
+
+
+def token_bytes(model: Model) -> int:
+    """What one token takes in the cache, in all layers, in bytes."""
+    return bytes_a_token(model.config.get_text_config(decoder=True), model.dtype.itemsize)
+
+
+def bytes_a_token(config: Any, itemsize: int) -> int:
+    """The same of a text model's configuration, with ``itemsize`` bytes a number."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # the latent is spread out to all heads before it is cached
+        sizes = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    else:
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        sizes = 2 * size * (getattr(config, "num_key_value_heads", None) or heads)
+    return int(config.num_hidden_layers * sizes * itemsize)

@@ -1,0 +1,504 @@
+"""What model do we run, and does our attention compute it correctly.
+
+Decides dtype and device, reads weights and tokenizer with plain transformers, has the linear layers quantised and
+packed, and refuses what cannot be served with one line that says why. Whether the numbers are right is
+:mod:`engine.loading.self_test`'s to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging as transformers_logging
+
+from engine.attention.attention import NAME, current_step
+from engine.attention.row_attention import RowAttention, find_attention
+from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu
+from engine.cpu.threads import set_threads
+from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
+from engine.layers.linear import pack_linears
+from engine.loading.quantisation import check, quantise, weight_bytes
+from engine.loading.self_test import STOCK, SelfTest
+from engine.model import CannotSpeculate, Model, ModelError
+from engine.parallel.group import Group
+from engine.parallel.shards import own_part, use_slices
+from engine.settings import NONE
+from engine.stateful import RIGHT_IN_PARTS
+
+__all__ = [
+    "Model",
+    "ModelError",
+    "choose_device",
+    "choose_dtype",
+    "digest_of",
+    "from_module",
+    "load",
+    "read_config",
+    "read_tokenizer",
+    "tokens_of",
+]
+
+log = logging.getLogger(__name__)
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+Progress = Callable[[str], None]
+T = TypeVar("T")
+
+
+def load(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    quantization: str = NONE,
+    pack: bool = True,
+    self_test: bool = True,
+    without_speculation: bool = False,
+    group: Group | None = None,
+    by_rows: bool = True,
+    progress: Progress | None = None,
+) -> Model:
+    """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
+
+    ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1).
+    ``quantization``: one of :data:`engine.loading.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's
+    layout (CPU only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised
+    and :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load
+    the same. ``by_rows``: compute steps by rows (CUDA only), if that is right here. ``progress`` hears a
+    line before each slow part.
+    """
+    report = progress or (lambda _: None)
+    set_threads(threads)
+    local = _local(path)
+    chosen_device = choose_device(device) if group is None else group.device
+    chosen_dtype = choose_dtype(dtype, chosen_device)
+    check(quantization, chosen_dtype, chosen_device)
+    report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
+    with _quiet():
+        module = _read_module(path, local, chosen_dtype, group).to(chosen_device)
+        tokens = tokens_of(read_tokenizer(path))
+    return from_module(
+        path,
+        module,
+        tokens,
+        chosen_dtype,
+        chosen_device,
+        quantization=quantization,
+        pack=pack,
+        self_test=self_test,
+        without_speculation=without_speculation,
+        group=group,
+        by_rows=by_rows,
+        report=report,
+    )
+
+
+def from_module(
+    name: str,
+    module: Any,
+    tokens: dict[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantization: str = NONE,
+    pack: bool = True,
+    self_test: bool = True,
+    without_speculation: bool = False,
+    group: Group | None = None,
+    by_rows: bool = True,
+    report: Progress = lambda _: None,
+) -> Model:
+    """What :func:`load` makes of a transformers model that is in memory already, which is changed. Raises ModelError.
+
+    ``tokens``: of its tokenizer, by name; empty if it has none. The others are as there.
+    """
+    if device.type == "cuda":
+        # It plans anew for every number of keys, which changes with each token, and keeps all plans.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    _check_numbers(name, module)
+    model = _describe(name, module, tokens, dtype, device)
+    test = SelfTest(model) if self_test else None
+    if test is not None:
+        report("computing reference logits")
+        _guarded(test.expect, lambda why: ModelError(f"model type {model.kind!r} is not supported: {why}"))
+    try:
+        on_cpu = device.type == "cpu"
+        return _for_speculation(model, test, report, quantization, group, pack=pack and on_cpu, by_rows=by_rows)
+    except CannotSpeculate as reason:
+        if not without_speculation or quantization != NONE or group is not None:
+            raise
+        return _for_plain_decoding(model, test, report, reason)
+
+
+def _for_speculation(
+    model: Model,
+    test: SelfTest | None,
+    report: Progress,
+    quantization: str,
+    group: Group | None,
+    *,
+    pack: bool,
+    by_rows: bool,
+) -> Model:
+    """Let the model compute through :mod:`engine.attention.attention`; raises :class:`CannotSpeculate`."""
+    module: Any = model.module
+    if module._is_stateful:
+        raise CannotSpeculate(model, "it keeps a recurrent state, which cannot roll back")
+    if group is not None:
+        use_slices(module, group)
+    if quantization != NONE:
+        report(f"quantising linear layers to {quantization}")
+        model = _quantised(model, quantization)
+    if pack and by_rows and group is None and quantization == NONE:
+        try:
+            return _in_one_call(model, test, report)
+        except (Unrecognised, CannotSpeculate) as reason:
+            report(f"decoder layers are computed one operation at a time: {reason}")
+    if pack:
+        report("packing linear layers")
+        pack_linears(module)
+        _leave_file(module)
+    if test is not None and quantization != NONE:
+        drift = _guarded(partial(test.expect_quantised, model), partial(CannotSpeculate, model))
+        report(f"{model.weights}; logits moved by {drift:.2g} (relative)")
+    with _quiet():
+        module.set_attn_implementation(NAME)
+    if group is not None:
+        group.meet()
+    attention = _attention(model) if by_rows else None
+    if group is not None and not group.minimum(int(attention is not None)):
+        attention = None
+    if attention is not None:
+        report(_fuse(module) or "decoder layers are computed fused")
+    return _tested(replace(model, attention=attention), test, report)
+
+
+def _in_one_call(model: Model, test: SelfTest | None, report: Progress) -> Model:
+    """The model with its decoder layers computed by :mod:`engine.cpu`; raises Unrecognised or CannotSpeculate."""
+    module: Any = model.module
+    attention = fuse_on_cpu(module, model.context)
+    try:
+        report("decoder layers are computed fused")
+        _leave_file(module)
+        with _quiet():
+            module.set_attn_implementation(NAME)
+        model = replace(model, attention=attention)
+        if test is not None:
+            _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
+    except BaseException:
+        unfuse_on_cpu(module)
+        raise
+    return model
+
+
+def _fuse(module: Any) -> str:
+    """Have layers that are known computed fused; returns why not, or nothing."""
+    from engine.layers.layer_kernels import TritonOps
+
+    ops = TritonOps()
+    reason = fuse(module, ops.dtypes, lambda base: RowOpsStack(base, ops, current_step))
+    return f"decoder layers are computed as transformers wrote them: {reason}" if reason else ""
+
+
+def _attention(model: Model) -> RowAttention | None:
+    """What computes its attention by rows; None where that cannot be had."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    per_key = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    return find_attention(model.context, per_key, model.dtype, model.device)
+
+
+def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
+    """The model as it passes its test: with layers that are not fused, without attention by rows, if need be."""
+    if test is None:
+        return model
+    try:
+        _passed(report, _guarded(partial(test.check, model), partial(CannotSpeculate, model)))
+    except CannotSpeculate as reason:
+        if model.attention is None:
+            raise
+        if unfuse(model.module):
+            log.warning("decoder layers are computed as transformers wrote them, which is slower: %s", reason)
+            return _tested(model, test, report)
+        log.warning("steps are not computed by rows, which is slower: %s", reason)
+        return _tested(replace(model, attention=None), test, report)
+    return model
+
+
+def _for_plain_decoding(model: Model, test: SelfTest | None, report: Progress, reason: CannotSpeculate) -> Model:
+    """Let the model compute over its own cache; raises :class:`ModelError`."""
+    plain = replace(model, no_speculation=str(reason), whole_prompts=model.kind not in RIGHT_IN_PARTS)
+    if test is not None:
+        report(f"{reason}; trying without")
+        try:
+            _passed(report, _guarded(partial(test.check_stateful, plain), partial(CannotSpeculate, model)))
+        except CannotSpeculate as failure:
+            raise ModelError(f"{reason}; nor can it be served without: {failure}") from failure
+    return plain
+
+
+def _passed(report: Progress, difference: float) -> None:
+    report(f"self-test passed: logits within {difference:.1g} of the stock forward (relative)")
+
+
+def _local(path: str) -> bool:
+    """Whether ``path`` is a folder here; raises for what was surely meant to be one, so that nothing is downloaded."""
+    folder = Path(path).expanduser()
+    try:
+        is_folder, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    if is_folder:
+        if not has_config:
+            raise ModelError(f"{path}: not a model folder, it has no config.json")
+        return True
+    if exists:
+        raise ModelError(f"{path}: is a file; give the folder that holds config.json and the weights")
+    parts = path.split("/")
+    meant_as_hub_id = len(parts) == 2 and all(parts) and path[0] not in "./~" and not Path(parts[0]).is_dir()
+    if not meant_as_hub_id:
+        raise ModelError(f"{path}: no such folder; give a model folder or a hub id such as Org/Name")
+    return False
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of this name; auto: a GPU where there is one. Raises ModelError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} cannot be used here: {_first_line(error)}") from error
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The number format of this name; auto: bfloat16 where the device computes it, else float32. Raises ModelError.
+
+    Never float16 unless asked for: what was trained in bfloat16 may overflow there.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware does, instead of emulating it; taken for granted of a GPU that torch does not see here."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return True
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+
+
+def read_config(path: str) -> Any:
+    """The configuration of the causal language model in a folder, or of a hub id. Raises ModelError."""
+    local = _local(path)
+    try:
+        config = AutoConfig.from_pretrained(Path(path).expanduser() if local else path, local_files_only=local)
+    except Exception as error:
+        raise ModelError(f"{path}: cannot read the configuration: {_first_line(error)}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
+    return config
+
+
+def _read_module(path: str, local: bool, dtype: torch.dtype, group: Group | None) -> Any:
+    folder = Path(path).expanduser() if local else path
+    config = read_config(path)
+    try:
+        module: Any
+        loaded: dict[str, Any]
+        module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=STOCK,
+            local_files_only=local,
+            output_loading_info=True,
+            distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
+        )
+    except Exception as error:
+        raise ModelError(f"{path}: cannot load the weights: {_first_line(error)}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        # transformers fills these with random numbers and only warns.
+        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
+    return module.eval().requires_grad_(False)
+
+
+def _check_numbers(path: str, module: Any) -> None:
+    """Refuse weights that are no numbers: they would make every logit one that is none.
+
+    Those that are stored quantised are not looked at, float8 (which torch cannot compare) among them: what is no number
+    in them, or in scales they hold, is found by the self-test.
+    """
+    for name, parameter in module.named_parameters():
+        tensor = own_part(parameter)
+        plain = type(tensor.data) is torch.Tensor and tensor.is_floating_point() and tensor.itemsize > 1
+        if not plain or not tensor.numel():
+            continue
+        if not all(end.isfinite() for end in tensor.aminmax()):
+            raise ModelError(f"{path}: tensor {name!r} holds NaN or infinite values in {tensor.dtype}")
+
+
+def read_tokenizer(path: str) -> Any:
+    """Transformers' tokenizer of a folder or hub id; None if a folder has none. Raises ModelError."""
+    folder = Path(path).expanduser()
+    local = folder.is_dir()
+    if local and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        with _quiet():
+            return AutoTokenizer.from_pretrained(folder if local else path, local_files_only=local)
+    except Exception as error:
+        raise ModelError(f"{path}: cannot read the tokenizer: {_first_line(error)}") from error
+
+
+def tokens_of(tokenizer: Any) -> dict[str, int]:
+    """Token to id; empty when there is no tokenizer."""
+    vocabulary: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
+    # Without its files transformers may invent a tokenizer that knows its special tokens only.
+    return vocabulary if tokenizer is not None and len(vocabulary) > len(tokenizer.all_special_ids) else {}
+
+
+def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype, device: torch.device) -> Model:
+    config = module.config.get_text_config(decoder=True)
+    vocabulary = config.vocab_size
+    if tokens:
+        vocabulary = min(vocabulary, max(tokens.values()) + 1)
+    stops = _token_ids(config.eos_token_id) | _token_ids(getattr(module.generation_config, "eos_token_id", None))
+    return Model(
+        name=path,
+        module=module,
+        config=module.config,
+        vocabulary=vocabulary,
+        context=_context(config),
+        stop_tokens=frozenset(token for token in stops if 0 <= token < vocabulary),
+        tokenizer_digest=digest_of(tokens),
+        dtype=dtype,
+        device=device,
+        layers=config.num_hidden_layers,
+        weights=_quantised_before(module),
+    )
+
+
+def _quantised_before(module: Any) -> str:
+    """What to say of weights that were stored quantised; empty for others."""
+    quantizer = getattr(module, "hf_quantizer", None)
+    return f"{quantizer.quantization_config.quant_method.value} weights of {_size(module)}" if quantizer else ""
+
+
+def _size(module: Any) -> str:
+    return f"{weight_bytes(module) / 1e6:.0f} MB"
+
+
+def _context(config: Any) -> int:
+    """Positions up to which packed sequences compute what they would alone."""
+    context: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+    # Attention in fixed chunks is a mask the attention function is not told about.
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        context = min(context, config.attention_chunk_size)
+    # This one rotates by the longest sequence of the whole batch; up to the trained length it does not. ("dynamic" does
+    # so from max_position_embeddings on, where the context ends anyway.)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # some have one per kind of layer
+        if part.get("rope_type") == "longrope":
+            trained = part.get("original_max_position_embeddings")
+            context = min(context, trained or getattr(config, "original_max_position_embeddings", None) or context)
+    return context
+
+
+def _token_ids(value: int | list[int] | None) -> set[int]:
+    if value is None:
+        return set()
+    return set(value) if isinstance(value, list) else {value}
+
+
+def digest_of(tokens: dict[str, int]) -> int:
+    """64-bit digest of the id-to-token map; 0 when there is none."""
+    if not tokens:
+        return 0
+    digest = hashlib.blake2b(digest_size=8)
+    for token, token_id in sorted(tokens.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _quantised(model: Model, quantization: str) -> Model:
+    """The same model, its weights quantised in place."""
+    module: Any = model.module
+    if model.weights:
+        raise ModelError(f"{model.name}: its weights are quantised already; quantization must be {NONE}")
+    before = _size(module)
+    if not quantise(module, quantization):
+        raise ModelError(f"model type {model.kind!r} has no linear layers that could be quantised to {quantization}")
+    return replace(model, weights=f"{quantization} weights of {_size(module)} instead of {before}")
+
+
+def _leave_file(module: Any) -> None:
+    """Copy what is left of the weights out of the checkpoint, which stays mapped as long as anything is read from it.
+
+    All of its pages are this process's memory then: those of the packed weights a second time, for nothing.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if type(tensor.data) is torch.Tensor:  # others are quantised, and were made anew
+            tensor.data = tensor.data.clone()
+
+
+def _guarded(part: Callable[[], T], failed: Callable[[str], ModelError]) -> T:
+    """Run a part of the self-test; whatever a model does in it ends as one clear line."""
+    try:
+        with _quiet():
+            return part()
+    except ModelError:
+        raise
+    except Exception as error:
+        raise failed(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and advice out of a server's output."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

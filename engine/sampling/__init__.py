@@ -1,0 +1,1 @@
+"""From logits to tokens: noise, filters, draws and the rejection rule."""

@@ -1,0 +1,1 @@
+"""From committed tokens to what a client reads: choices, chunks, JSON."""

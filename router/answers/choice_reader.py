@@ -1,0 +1,236 @@
+"""One choice of an answer, from what is committed to what a client gets: text, tool calls, tokens beside their text.
+
+Decides what belongs together in one chunk. Streamed answers send the chunks, the others gather them, so both are equal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from router.answers.logprobs import ShownToken, TokenNames
+from router.generation import Committed, Details, Ended, GenerationError
+from router.schema.requests import ApiRequest
+from router.text.text import Delta, Piece, TextRules, TextStream
+from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import Found, ToolCall, parser_of
+from speculation.events import StepMetadata
+from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
+from speculation.origin import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShown:
+    """What an answer shows of a choice's prompt."""
+
+    text: str = ""
+    """With which the answer begins; empty unless it was asked for."""
+    ids: tuple[Token, ...] = ()
+    """If they were asked for."""
+    tokens: tuple[ShownToken, ...] = ()
+    """With their log-probabilities, if these were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """What one commit adds to choice ``index``; the last one of a choice has ``finish``.
+
+    ``tokens``, ``accepted`` and ``offered`` leave out what lies behind a stop string: a draft token that was
+    accepted there counts as if it had not been offered.
+    """
+
+    index: int
+    pieces: tuple[Piece, ...] = ()
+    tokens: int = 0
+    accepted: int = 0
+    offered: int = 0
+    cached: int = 0
+    """With the first commit: how many tokens of the prompt were in the target's cache."""
+    finish: FinishReason | None = None
+    position: int = 0
+    """Where the tokens stand in the whole sequence, prompt included."""
+    origins: tuple[Origin, ...] = ()
+    """Where each token came from."""
+    refused: tuple[SourceName, ...] = ()
+    """Where each draft came from that was not kept."""
+    took: float = 0.0
+    """Seconds that the target's step took."""
+    waited: float = 0.0
+    """Seconds that it had waited for drafts before it."""
+    details: Details | None = None
+    """If the request wants them."""
+    prompt: PromptShown | None = None
+    """Comes once, before any commit, where something of the prompt is shown."""
+    shown: tuple[ShownToken, ...] = ()
+    """The tokens whose text is out with this chunk, if they were asked for."""
+    content: str | None = None
+    """What of the text is content, where tool calls are searched for; None: all of it."""
+    calls: tuple[ToolCall, ...] = ()
+    called: bool = False
+    """With the finish: the model called a tool."""
+
+    @property
+    def text(self) -> str:
+        """What the reader of the answer sees."""
+        return "".join(piece.text for piece in self.pieces) if self.content is None else self.content
+
+
+class ChoiceReader:
+    """Reads one choice."""
+
+    def __init__(self, request: ApiRequest, index: int, tokenizer: Tokenizer) -> None:
+        """Nothing is committed yet."""
+        generation = request.generations[index]
+        self._index, self._generation, self._tokenizer = index, generation, tokenizer
+        self._form, self._tools = request.form, request.tools
+        self._prompt = request.prompts[index // request.n]
+        self._prompt_only = request.prompt_only
+        rules = TextRules(
+            request.stop,
+            generation.stop_tokens,
+            self._form.stop_string,
+            generation.min_tokens,
+            _hidden(request, tokenizer),
+        )
+        self._text = TextStream(tokenizer, rules, generation.prompt if request.continues else ())
+        self._names = TokenNames(tokenizer, as_ids=self._form.names_as_ids)
+        self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
+        """Tokens whose text is not out."""
+        self._before = len(self._prompt.text(tokenizer)) if self._form.echo else 0
+        """Characters of the answer before the text."""
+        self._parser = None if self._tools.form is None else parser_of(self._tools.form, self._tools.names)
+        self._calls = 0
+        self._position = len(generation.prompt)
+        self._begun = False
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether nothing has to be generated."""
+        return self._prompt_only and self._form.of_prompt is None
+
+    def read(self, item: Committed | Ended) -> Iterator[TextChunk]:
+        """What an item of the generation adds; nothing follows a chunk with ``finish``."""
+        match item:
+            case Committed():
+                if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
+                    yield replace(self.prompt(item.metadata), cached=item.cached if self._prompt_only else 0)
+                self._begun = True
+                delta, found = self._taken(item)
+                yield self._parsed(self._of_commit(item, delta), found)
+            case Ended():
+                rest = self._text.finish()
+                finish = FinishReason.STOP if rest.stopped else item.reason
+                chunk = TextChunk(
+                    self._index, rest.pieces, finish=finish, shown=self._out(rest), position=self._position
+                )
+                yield self._parsed(chunk, self._found(rest))
+            case _:
+                assert_never(item)
+
+    def prompt(self, metadata: StepMetadata = StepMetadata()) -> TextChunk:
+        """What is shown of the prompt; the whole choice, if nothing else is asked for."""
+        shown = PromptShown(
+            text=self._prompt.text(self._tokenizer) if self._form.echo else "",
+            ids=self._generation.prompt if self._form.token_ids else (),
+            tokens=() if self._form.of_prompt is None else self._prompt_tokens(metadata),
+        )
+        return TextChunk(self._index, prompt=shown, finish=FinishReason.LENGTH if self._prompt_only else None)
+
+    def _prompt_tokens(self, metadata: StepMetadata) -> tuple[ShownToken, ...]:
+        prompt, top_logprobs = self._generation.prompt, self._form.of_prompt or 0
+        if len(metadata.prompt_logprobs) != len(prompt) - 1:
+            raise GenerationError("internal", "the target told no log-probabilities of the prompt")
+        starts = self._prompt.starts(self._tokenizer)
+        logprobs = (None, *metadata.prompt_logprobs)
+        return tuple(self._names.shown(*place, top_logprobs) for place in zip(prompt, starts, logprobs, strict=True))
+
+    def _of_commit(self, commit: Committed, delta: Delta) -> TextChunk:
+        logprobs: tuple[TokenLogprobs | None, ...] = commit.metadata.logprobs
+        if self._form.logprobs is None:
+            logprobs = (None,) * len(commit.tokens)
+        elif len(logprobs) != len(commit.tokens):
+            raise GenerationError("internal", "the target told no log-probabilities")
+        self._waiting.extend(zip(commit.tokens, logprobs, strict=True))
+        accepted = min(commit.accepted, delta.tokens)
+        position, self._position = self._position, self._position + delta.tokens
+        return TextChunk(
+            self._index,
+            delta.pieces,
+            tokens=delta.tokens,
+            accepted=accepted,
+            offered=commit.offered - (commit.accepted - accepted),
+            cached=commit.cached,
+            finish=FinishReason.STOP if delta.stopped else None,
+            position=position,
+            origins=commit.origins[: delta.tokens],
+            refused=commit.refused,
+            took=commit.metadata.took_us / 1e6,
+            waited=commit.metadata.waited_us / 1e6,
+            details=commit.details,
+            shown=self._out(delta),
+        )
+
+    def _out(self, delta: Delta) -> tuple[ShownToken, ...]:
+        """The tokens whose text has come out with it."""
+        out = [(*self._waiting.popleft(), start) for start in delta.starts]
+        if self._form.logprobs is None and not self._form.token_ids:
+            return ()
+        top_logprobs = self._form.logprobs or 0
+        return tuple(
+            self._names.shown(token, self._before + start, logprobs, top_logprobs) for token, logprobs, start in out
+        )
+
+    def _taken(self, commit: Committed) -> tuple[Delta, Found]:
+        """The text of a commit, and what it turned out to be.
+
+        Where the first call is the end it is looked for after every token: what was committed behind it at the same
+        time must not be read, or the answer would depend on the drafts.
+        """
+        if self._parser is None or self._tools.several:
+            delta = self._text.push(commit.tokens, commit.origins)
+            return delta, self._found(delta)
+        taken, found = Delta(()), Found()
+        for token, origin in zip(commit.tokens, commit.origins, strict=True):
+            delta = self._text.push((token,), (origin,))
+            taken, found = taken.then(delta), found.then(self._found(delta))
+            if found.calls:
+                return taken.then(self._text.cut()), found
+            if taken.stopped:
+                break
+        return taken, found
+
+    def _found(self, delta: Delta) -> Found:
+        """What the text turned out to be, where calls are searched for; up to the first, if that is the end."""
+        found = Found()
+        if self._parser is None:
+            return found
+        text = "".join(piece.text for piece in delta.pieces)
+        for part in [text] if self._tools.several else text:
+            found = found.then(self._parser.push(part))
+            if found.calls and not self._tools.several:
+                break
+        return found
+
+    def _parsed(self, chunk: TextChunk, found: Found) -> TextChunk:
+        """With the tool calls taken out of the text. The first one is the end, where there may be no second."""
+        if self._parser is None:
+            return chunk
+        if chunk.finish is not None and (self._tools.several or not found.calls):
+            found = found.then(self._parser.finish())
+        calls, finish = found.calls, chunk.finish
+        if calls and not self._tools.several:
+            calls, finish = calls[:1], FinishReason.STOP
+        self._calls += len(calls)
+        called = finish is FinishReason.STOP and self._calls > 0
+        return replace(chunk, content=found.content, calls=tuple(calls), finish=finish, called=called)
+
+
+def _hidden(request: ApiRequest, tokenizer: Tokenizer) -> frozenset[Token] | None:
+    """Tokens that do not show in the text; None: the tokenizer's special ones."""
+    if request.form.special:
+        return frozenset()
+    if request.tools.form is None:
+        return None
+    return tokenizer.hidden - {tokenizer.token_of(mark) for mark in request.tools.form.marks}

@@ -1,0 +1,252 @@
+"""Answers in OpenAI's JSON, streamed and not, and errors.
+
+Decides shapes only. Beyond OpenAI's fields there are two of our own: ``usage.completion_tokens_details``
+counts ``accepted_draft_tokens`` and ``rejected_draft_tokens``, and ``speculation`` tells where tokens came from
+(:mod:`router.answers.speculation_answer`): in every chunk that stands for a commit, even one without text, if
+``stream_options.include_speculation`` is set, and at the end if ``speculation.details`` is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.answers.choice_reader import PromptShown, TextChunk
+from router.answers.logprobs import ShownToken, of_chat, of_completion, of_prompt
+from router.answers.speculation_answer import Statistics, commit_body
+from router.errors import CODES, ErrorCode
+from router.schema.answer_fields import AnswerForm
+from router.schema.request_schema import Kind
+from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import ToolCall
+
+Json = dict[str, Any]
+
+CALL_ID_DIGITS = 24
+"""Of the id of a tool call: other servers take back no more than 40 characters."""
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event, on one line for whoever splits at Unicode's line ends too."""
+    data = encode(value)
+    for end, escape in _LINE_ENDS:
+        data = data.replace(end, escape)
+    return b"data: " + data + b"\n\n"
+
+
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+"""That JSON leaves as they are; in UTF-8 no other characters hold their bytes."""
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream that went well."""
+
+
+def error_body(code: ErrorCode, message: str, param: str | None = None) -> Json:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": code.type.value, "param": param, "code": code.name}}
+
+
+def internal_error_body() -> Json:
+    """For a fault of this server: says nothing of what went wrong, which the log does."""
+    return error_body(CODES["internal"], "internal error")
+
+
+def model_body(name: str, created: int, context: int) -> Json:
+    """One entry of ``/v1/models``; ``max_model_len`` is vLLM's name for the context."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "paceline",
+        "max_model_len": context,
+    }
+
+
+@dataclass(slots=True)
+class Usage:
+    """Counts of one request; ``add`` takes every chunk of it.
+
+    What is said of a prompt is counted once, of the first of its ``n`` choices: the others find it in the cache.
+    """
+
+    prompt: int
+    n: int = 1
+    choices: int = 1
+    """Of all prompts together."""
+    completion: int = 0
+    cached: int = 0
+    ended: int = 0
+    """Choices that are over."""
+    statistics: Statistics = field(default_factory=Statistics)
+
+    def add(self, chunk: TextChunk) -> None:
+        """Count a chunk."""
+        self.completion += chunk.tokens
+        self.ended += chunk.finish is not None
+        self.statistics.add(chunk)
+        if chunk.index % self.n == 0:
+            self.cached += chunk.cached
+
+    def body(self) -> Json:
+        """The ``usage`` object."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": self.statistics.usage(),
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """A whole choice, gathered from its chunks."""
+
+    texts: list[str] = field(default_factory=list)
+    shown: list[ShownToken] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    prompt: PromptShown = PromptShown()
+    finish: str | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Take the next chunk."""
+        self.prompt = chunk.prompt or self.prompt
+        self.texts.append(chunk.text)
+        self.shown += chunk.shown
+        self.calls += chunk.calls
+        self.finish = finish_name(chunk) or self.finish
+
+
+def finish_name(chunk: TextChunk) -> str | None:
+    """OpenAI's name for why a choice ended; None: it has not."""
+    if chunk.finish is None:
+        return None
+    return "tool_calls" if chunk.called else chunk.finish.value
+
+
+@dataclass(slots=True)
+class Envelope:
+    """What all parts of one answer share."""
+
+    kind: Kind
+    id: str
+    created: int
+    model: str
+    tokenizer: Tokenizer
+    include_usage: bool = False
+    continuous_usage: bool = False
+    include_speculation: bool = False
+    details: bool = False
+    form: AnswerForm = AnswerForm()
+    _called: dict[int, int] = field(default_factory=dict)
+    """Tool calls that each choice of a stream has made."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage, commits: Sequence[TextChunk] = ()) -> Json:
+        """The answer that is not streamed; ``choices`` in their order, ``commits`` for the details."""
+        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        name = "chat.completion" if self.kind == "chat" else "text_completion"
+        body = self._outer(name, bodies) | {"usage": usage.body()}
+        if self.details:
+            told = [{"index": chunk.index} | commit_body(chunk, self.tokenizer) for chunk in commits]
+            body["speculation"] = {"commits": told, "summary": usage.statistics.summary()}
+        return body | self._of_prompt(choices[0].prompt) if self.kind == "chat" else body
+
+    def opening(self, index: int, prompt: PromptShown | None) -> Json:
+        """Chat only: the first chunk of a choice, which gives the role."""
+        body = self._chunk([self._choice(index, {"role": "assistant", "content": ""}, "", None)])
+        return body | self._of_prompt(prompt or PromptShown())
+
+    def text(self, chunk: TextChunk) -> Json:
+        """A chunk with the text of a commit, or of the prompt."""
+        prompt = chunk.prompt or PromptShown()
+        delta: Json = {"content": chunk.text} if chunk.text or not chunk.calls else {}
+        if chunk.calls:
+            first = self._called.get(chunk.index, 0)
+            self._called[chunk.index] = first + len(chunk.calls)
+            calls = self._calls(chunk.index, chunk.calls, first)
+            delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
+        choice = self._choice(chunk.index, delta, prompt.text + chunk.text, None)
+        choice |= self._beside(prompt, chunk.shown) | (self._of_prompt(prompt) if self.kind == "completion" else {})
+        body = self._chunk([choice])
+        if self.include_speculation and chunk.prompt is None:
+            body["speculation"] = commit_body(chunk, self.tokenizer)
+        return body
+
+    def closing(self, chunk: TextChunk, usage: Usage) -> Json:
+        """The last chunk of a choice; that of the last choice has the summary."""
+        body = self._chunk([self._choice(chunk.index, {}, "", finish_name(chunk))])
+        if self.details and usage.ended == usage.choices:
+            body["speculation"] = {"summary": usage.statistics.summary()}
+        return body
+
+    def usage(self, usage: Usage) -> Json:
+        """The last chunk of a stream that asked for it."""
+        return self._chunk([]) | {"usage": usage.body()}
+
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        text = choice.prompt.text + "".join(choice.texts)
+        content: Json = {"text": text}
+        if self.kind == "chat":
+            said = None if choice.calls and not text else text
+            content = {"message": {"role": "assistant", "content": said, "refusal": None}}
+            if choice.calls:
+                content["message"]["tool_calls"] = self._calls(index, choice.calls)
+        body = {"index": index, **content, "logprobs": None, "finish_reason": choice.finish}
+        body |= self._beside(choice.prompt, choice.shown)
+        return body | self._of_prompt(choice.prompt) if self.kind == "completion" else body
+
+    def _beside(self, prompt: PromptShown, shown: Sequence[ShownToken]) -> Json:
+        """What stands in a choice beside its text."""
+        body: Json = {}
+        if self.form.logprobs is not None:
+            echoed = prompt.tokens if self.form.echo else ()
+            tokens = [*echoed, *shown]
+            body["logprobs"] = (of_chat if self.kind == "chat" else of_completion)(tokens)
+        if self.form.token_ids:
+            body["token_ids"] = [token.token for token in shown]
+        return body
+
+    def _of_prompt(self, prompt: PromptShown) -> Json:
+        """VLLM's fields about the prompt: in each choice of a completion, beside the choices of a chat."""
+        body: Json = {}
+        if prompt.ids:
+            body["prompt_token_ids"] = list(prompt.ids)
+        if self.form.prompt_logprobs is not None:
+            body["prompt_logprobs"] = of_prompt(prompt.tokens, self.form.prompt_logprobs)
+        return body
+
+    def _calls(self, index: int, calls: Sequence[ToolCall], first: int = 0) -> list[Json]:
+        """Of choice ``index``, whose call number ``first`` is the first of these."""
+        return [
+            {
+                "id": f"call_{hashlib.sha256(f'{self.id} {index} {number}'.encode()).hexdigest()[:CALL_ID_DIGITS]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls, first)
+        ]
+
+    def _choice(self, index: int, delta: Json, text: str, finish: str | None) -> Json:
+        content = {"delta": delta} if self.kind == "chat" else {"text": text}
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+        return self._outer(name, choices) | ({"usage": None} if self.include_usage else {})
+
+    def _outer(self, name: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }

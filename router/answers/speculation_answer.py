@@ -1,0 +1,160 @@
+"""What an answer says of speculation, in JSON.
+
+Every streamed chunk that stands for a commit, if ``stream_options.include_speculation`` is set:
+
+    {"accepted": a, "offered": o, "tokens": n, "position": p, "pieces": [{"text": "...", "drafted": d, "source": s}]}
+
+``n`` tokens were committed at position ``p`` and after (positions count the prompt), ``a`` of them drafted, out of
+``o`` draft tokens verified. The texts of the pieces together are the text of the chunk; ``s`` is a draft source, or
+``recovered``, ``bonus`` or ``target`` (:mod:`speculation.origin`). With ``speculation.details`` also
+
+    "step": {"start": s, "end": s, "waited": s},
+    "proposals": [{"source": "draft", "start": s, "end": s, "anchor": p, "after": m,
+                   "tokens": [{"id": i, "text": "...", "number": m}], "parents": [-1, 0], "confidence": [0.9, 0.8]}]
+
+the target's step and what drafters had proposed since the commit before, in seconds since the choice began, by the
+router's clock: an end is when it heard of it, a start that minus what the worker says it took. Draft tokens are
+numbered; a proposal continues the one numbered ``after``, or the committed text at position ``anchor``. An answer with
+details ends with the ``summary`` of all its choices; one that is not streamed also has ``commits``: what the chunks
+would have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.answers.choice_reader import TextChunk
+from router.generation import Passed
+from router.text.tokenizer import Tokenizer
+from speculation.messages import Source, SourceName
+from speculation.origin import Origin, Own
+
+Json = dict[str, Any]
+DIGITS = 6
+"""Of seconds: microseconds are what workers tell."""
+
+
+def commit_body(chunk: TextChunk, tokenizer: Tokenizer) -> Json:
+    """What a chunk says of its commit."""
+    body: Json = {
+        "accepted": chunk.accepted,
+        "offered": chunk.offered,
+        "tokens": chunk.tokens,
+        "position": chunk.position,
+        "pieces": [
+            {"text": piece.text, "drafted": piece.drafted, "source": str(piece.origin)} for piece in chunk.pieces
+        ],
+    }
+    if chunk.details is not None:
+        end = chunk.details.at
+        body["step"] = {
+            "start": round(end - chunk.took, DIGITS),
+            "end": round(end, DIGITS),
+            "waited": round(chunk.waited, DIGITS),
+        }
+        body["proposals"] = [_proposal(passed, tokenizer) for passed in chunk.details.passed]
+    return body
+
+
+def _proposal(passed: Passed, tokenizer: Tokenizer) -> Json:
+    proposal = passed.proposal
+    return {
+        "source": proposal.source.value,
+        "start": round(passed.at - proposal.took_us / 1e6, DIGITS),
+        "end": round(passed.at, DIGITS),
+        "anchor": proposal.anchor_position,
+        "after": passed.after,
+        "tokens": [
+            {"id": token, "text": tokenizer.decode([token]), "number": number}
+            for token, number in zip(proposal.tokens, passed.numbers, strict=True)
+        ],
+        "parents": list(proposal.parents),
+        "confidence": [round(value, 3) for value in proposal.confidence],
+    }
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What became of drafts in one request: counts over all chunks of all its choices."""
+
+    steps: int = 0
+    drafts: int = 0
+    """Steps that verified drafts."""
+    waits: int = 0
+    wait_seconds: float = 0.0
+    accepted: Counter[SourceName] = field(default_factory=Counter)
+    refused: Counter[SourceName] = field(default_factory=Counter)
+    own: Counter[Own] = field(default_factory=Counter)
+    kept: Counter[int] = field(default_factory=Counter)
+    """By how many drafts were kept: how many of the steps that verified some."""
+    reopened: dict[int, int] = field(default_factory=dict)
+    targets: dict[int, str] = field(default_factory=dict)
+    drafters: dict[int, str] = field(default_factory=dict)
+    """By choice: where it was last."""
+
+    def add(self, chunk: TextChunk) -> None:
+        """Count a chunk."""
+        if not chunk.tokens:
+            return
+        self.steps += 1
+        self.waits += chunk.waited > 0
+        self.wait_seconds += chunk.waited
+        for origin in chunk.origins:
+            self._came(origin)
+        self.refused.update(chunk.refused)
+        if chunk.offered:
+            self.drafts += 1
+            self.kept[chunk.accepted] += 1
+        if chunk.details is not None:
+            self.reopened[chunk.index] = chunk.details.reopened
+            self.targets[chunk.index] = chunk.details.target
+            if chunk.details.draft is not None:
+                self.drafters[chunk.index] = chunk.details.draft
+
+    def _came(self, origin: Origin) -> None:
+        if isinstance(origin, Own):
+            self.own[origin] += 1
+        else:
+            self.accepted[origin] += 1
+
+    def usage(self) -> Json:
+        """``completion_tokens_details``: drafts of all sources, and, by OpenAI's names, those of the prediction."""
+        return {
+            "accepted_draft_tokens": self.accepted.total(),
+            "rejected_draft_tokens": self.refused.total(),
+            "accepted_prediction_tokens": self.accepted[Source.PREDICTION],
+            "rejected_prediction_tokens": self.refused[Source.PREDICTION],
+        }
+
+    def summary(self) -> Json:
+        """All of it."""
+        drafted = self.accepted | self.refused
+        seen = [*(source for source in Source if source in drafted), *sorted(drafted.keys() - set(Source))]
+        return {
+            "steps": self.steps,
+            "waits": self.waits,
+            "wait_seconds": round(self.wait_seconds, DIGITS),
+            "by_source": {
+                str(source): {
+                    "accepted": self.accepted[source],
+                    "offered": self.accepted[source] + self.refused[source],
+                }
+                for source in seen
+            },
+            "own": {own.value: self.own[own] for own in Own},
+            "by_position": self._by_position(),
+            "mean_acceptance_length": 1 + self.accepted.total() / self.drafts if self.drafts else None,
+            "reopened": sum(self.reopened.values()),
+            "target": sorted(set(self.targets.values())),
+            "draft": sorted(set(self.drafters.values())),
+        }
+
+    def _by_position(self) -> list[float]:
+        """Of the steps that verified drafts, the share that kept at least one, at least two, and so on."""
+        longest = max(self.kept, default=0)
+        return [
+            round(sum(steps for kept, steps in self.kept.items() if kept >= place) / self.drafts, 4)
+            for place in range(1, longest + 1)
+        ]

@@ -1,0 +1,369 @@
+"""The OpenAI-compatible HTTP API: a Starlette application over a :class:`router.generation.Generator`.
+
+Decides which endpoint does what, when the headers of a stream are sent (with its first commit, so a refusal
+before it still has its own status), and how errors are answered. The shapes stand in :mod:`router.answers.responses`,
+the fields in :mod:`router.schema.requests`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router import page
+from router.answers import responses
+from router.answers.choice_reader import TextChunk
+from router.answers.choices import run_choices
+from router.answers.responses import Choice, Envelope, Json, Usage
+from router.errors import ApiError, ErrorCode, code_of, code_of_status
+from router.generation import GenerationError, Generator, ServedModel
+from router.http import openapi
+from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
+from router.http.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
+from router.http.auth import ApiKeys, RequireKey
+from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
+from router.http.request_reader import RequestReader
+from router.schema.request_schema import Kind
+from router.schema.requests import ModelEntry, no_such_model
+from router.sessions.snapshot import Snapshot
+from router.sessions.tally import Tally
+from router.telemetry.cluster_view import ClusterView
+from router.telemetry.metrics import RouterMetrics, own_version
+from router.text.tokenizers import Tokenizers
+from speculation.messages import Speculation
+from transport.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status of an answer that nobody receives (nginx's number); seen in access logs only."""
+
+CLOSING = frozenset({"body_too_large", "request_timeout", "draining"})
+"""Refusals after which a connection is of no use: what is left of a body must not be read, or the router stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Bounds and names of the API."""
+
+    model_name: str | None = None
+    """Public name of the model where there is one only; by default, and otherwise, the name its workers give it."""
+    max_body_bytes: int = 4 << 20
+    max_choices: int = 16
+    """Prompts times ``n`` of one request."""
+    retry_after_s: float = 1.0
+    """What a refused client is told to wait where nobody knows better."""
+    speculation: Speculation = Speculation()
+    """How drafting goes where a request does not say."""
+    api_keys: ApiKeys | None = None
+    """Who may use the API; None: everybody."""
+    admission: AdmissionSettings = AdmissionSettings()
+
+
+_CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),  # keys come in a header, never in a cookie, so no header needs to be kept out
+    "expose_headers": (REQUEST_ID_HEADER, "retry-after", "x-should-retry", *RATE_HEADERS),
+}
+
+
+def build_app(
+    generator: Generator,
+    tokenizers: Tokenizers,
+    settings: ApiSettings | None = None,
+    metrics: RouterMetrics | None = None,
+    tracing: Tracing | None = None,
+    recorder: PromptRecorder | None = None,
+) -> Starlette:
+    """The application. It owns nothing: ``generator`` is started and stopped by the caller.
+
+    ``metrics`` are those of the router behind ``generator``; without them only requests are counted, and nothing is
+    known of workers. ``tracing`` makes a span of every request; without it there are none. ``recorder`` keeps prompts;
+    without it none are kept.
+    """
+    settings = settings or ApiSettings()
+    metrics = metrics or RouterMetrics(Tally(), Snapshot)
+    admission = Admission(settings.admission)
+    metrics.accounts = admission.accounts
+    middleware = [Middleware(RequestIds)]
+    if origins := settings.admission.cors_origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **_CORS))
+    if settings.api_keys is not None:
+        middleware.append(Middleware(RequireKey, settings.api_keys, metrics.tally.answered))
+    if tracing is not None:
+        from router.http.tracing import TraceRequests
+
+        middleware.append(Middleware(TraceRequests, tracing))
+    middleware.append(Middleware(Admit, admission, metrics.tally.answered))
+    api = _Api(generator, tokenizers, settings, metrics, recorder)
+    return Starlette(
+        routes=[
+            *page.routes(),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+            Route("/v1/models", api.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+            Route("/health", api.health, methods=["GET"]),
+            Route("/ready", api.ready, methods=["GET"]),
+            Route("/metrics", api.exposition, methods=["GET"]),
+            Route("/openapi.json", api.description, methods=["GET"]),
+            Route("/cluster", api.cluster, methods=["GET"]),
+        ],
+        middleware=middleware,
+        exception_handlers={
+            ApiError: api.on_api_error,
+            GenerationError: api.on_generation_error,
+            HTTPException: api.on_http_exception,
+            ClientDisconnect: api.on_disconnect,
+            Exception: api.on_crash,
+        },
+    )
+
+
+class _Api:
+    """The endpoints."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizers: Tokenizers,
+        settings: ApiSettings,
+        metrics: RouterMetrics,
+        recorder: PromptRecorder | None,
+    ) -> None:
+        self._generator = generator
+        offered = partial(
+            ModelEntry,
+            max_choices=settings.max_choices,
+            speculation=settings.speculation,
+            records=recorder is not None,
+        )
+        self._reader = RequestReader(generator, tokenizers, offered, settings.model_name)
+        self._settings = settings
+        self._metrics = metrics
+        self._tally = metrics.tally
+        self._recorder = recorder
+        self._cluster = ClusterView(metrics)
+        self._started = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, "completion")
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, "chat")
+
+    async def models(self, _request: Request) -> Response:
+        """What is served now: none while no target worker was connected."""
+        return _json({"object": "list", "data": [self._model_body(*named) for named in self._reader.models().items()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._reader.check_served()
+        models = self._reader.models()
+        if name not in models:
+            raise no_such_model(name, models)
+        return _json(self._model_body(name, models[name]))
+
+    async def health(self, _request: Request) -> Response:
+        """200 as long as the process serves, whatever the workers do."""
+        return _json({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        """200 while requests can be served, 503 with the reason while not."""
+        reason = self._metrics.unready
+        return _json(
+            {"status": "ready", "exact": self._metrics.exact}
+            if reason is None
+            else {"status": "unready", "reason": reason},
+            status=503 if reason else 200,
+        )
+
+    async def exposition(self, request: Request) -> Response:
+        """The metrics of this router, for Prometheus; those of API keys only for who has one."""
+        known = self._settings.api_keys is None or hasattr(request.state, "api_key_name")
+        body, content_type = self._metrics.exposition(request.headers.get("accept", ""), accounts=known)
+        return Response(body, headers={"content-type": content_type})
+
+    async def description(self, _request: Request) -> Response:
+        """What this API takes and gives, in OpenAPI's terms."""
+        return _json(openapi.description(own_version()))
+
+    async def cluster(self, _request: Request) -> Response:
+        """What this router knows of the cluster; see :mod:`router.telemetry.cluster_view`."""
+        return _json(dict(self._cluster()), headers={"cache-control": "no-store"})
+
+    def _model_body(self, name: str, model: ServedModel) -> Json:
+        return responses.model_body(name, self._started, model.context)
+
+    async def _generate(self, request: Request, kind: Kind) -> Response:
+        arrived = self._tally.clock()
+        body = await read_body(request, self._settings.max_body_bytes)
+        async with AsyncExitStack() as unless_answered:
+            answering = self._answer(request, kind, body, arrived, unless_answered)
+            answer = await while_connected(request.receive, answering)
+            unless_answered.pop_all()
+        return answer
+
+    async def _answer(
+        self, request: Request, kind: Kind, body: bytes, arrived: float, unless_answered: AsyncExitStack
+    ) -> Response:
+        """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
+        lease, admission = request.state.lease, self._settings.admission
+        longest = seconds_allowed(None, request.headers, admission)
+        reading = self._reader.read(kind, body, request.state.request_id)
+        parsed, served = await in_time(reading, longest, lease.end(longest))
+        parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
+        if self._recorder is not None and parsed.store:
+            self._recorder.take(RecordedPrompt(parsed.model, body, parsed.prompts, served.tokenizer))
+        seconds = seconds_allowed(parsed.timeout, request.headers, admission)
+        lease.take_prompt(parsed.prompt_tokens)
+        prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
+        envelope = Envelope(
+            parsed.kind,
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=parsed.model,
+            tokenizer=served.tokenizer,
+            include_usage=parsed.include_usage,
+            continuous_usage=parsed.continuous_usage,
+            include_speculation=parsed.include_speculation,
+            details=parsed.details,
+            form=parsed.form,
+        )
+        chunks = self._tally.observed(
+            run_choices(parsed, self._generator, served.tokenizer), served.model.name, len(parsed.generations), arrived
+        )
+        chunks = admitted(chunks, lease, seconds)
+        usage = Usage(parsed.prompt_tokens, parsed.n, len(parsed.generations))
+        request.state.parsed, request.state.usage = parsed, usage
+        if parsed.stream:
+            failed = partial(self._failed_midway, request)
+            unless_answered.push_async_callback(chunks.aclose)
+            first = await anext(chunks)
+            return EventStream(_events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
+        return _json(await _whole(chunks, envelope, usage))
+
+    def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
+        """A stream that had begun ends with an error."""
+        self._tally.answered(code)
+        request.state.error = code.name
+        crash = None if isinstance(error, GenerationError) else error
+        log.error(
+            "a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request.state.request_id}
+        )
+
+    def on_api_error(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
+
+    def on_generation_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, GenerationError)
+        request.state.error = error.code
+        return self._refusal(code_of(error.code), error.message, retry_after=error.retry_after)
+
+    def on_http_exception(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = code_of_status(error.status_code)
+        message = f"{request.method} {request.url.path}: {code.meaning}"
+        return self._refusal(code, message, headers=dict(error.headers or {}))
+
+    def on_disconnect(self, _request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    def on_crash(self, request: Request, _error: Exception) -> Response:
+        """The framework raises the error again afterwards, so that the server logs it."""
+        # The handler of last resort stands outside the middleware that adds the id.
+        headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
+        self._tally.answered(code_of("internal"))
+        return _json(responses.internal_error_body(), code_of("internal").status, headers)
+
+    def _refusal(
+        self,
+        code: ErrorCode,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        retry_after: float | None = None,
+    ) -> Response:
+        self._tally.answered(code)
+        headers = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
+        if code.retryable:
+            headers["retry-after"] = str(math.ceil(retry_after or self._settings.retry_after_s))
+        if code.name in CLOSING:
+            headers["connection"] = "close"
+        return _json(responses.error_body(code, message, param), code.status, headers)
+
+
+def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(responses.encode(body), status, headers, media_type="application/json")
+
+
+async def _whole(chunks: AsyncGenerator[TextChunk], envelope: Envelope, usage: Usage) -> Json:
+    gathered = [Choice() for _ in range(usage.choices)]
+    commits: list[TextChunk] = []
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            usage.add(chunk)
+            gathered[chunk.index].add(chunk)
+            if envelope.details and chunk.tokens:
+                commits.append(chunk)
+    return envelope.whole(gathered, usage, commits)
+
+
+async def _events(
+    first: TextChunk,
+    chunks: AsyncGenerator[TextChunk],
+    envelope: Envelope,
+    usage: Usage,
+    failed: Callable[[ErrorCode, Exception], None],
+) -> AsyncGenerator[bytes]:
+    """The whole stream. After its first byte a failure can only be told in an event, which ends it."""
+    opened: set[int] = set()
+    async with aclosing(chunks):
+        try:
+            for body in _chunk_bodies(first, envelope, usage, opened):
+                yield responses.event(body)
+            async for chunk in chunks:
+                for body in _chunk_bodies(chunk, envelope, usage, opened):
+                    yield responses.event(body)
+        except GenerationError as error:
+            failed(code_of(error.code), error)
+            yield responses.event(responses.error_body(code_of(error.code), error.message))
+            return
+        except Exception as error:
+            failed(code_of("internal"), error)
+            yield responses.event(responses.internal_error_body())
+            return
+    if envelope.include_usage:
+        yield responses.event(envelope.usage(usage))
+    yield responses.DONE
+
+
+def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> list[Json]:
+    """The events for one chunk; usually one."""
+    usage.add(chunk)
+    bodies = []
+    if envelope.kind == "chat" and chunk.index not in opened:
+        opened.add(chunk.index)
+        bodies.append(envelope.opening(chunk.index, chunk.prompt))
+    of_prompt = chunk.prompt is not None and envelope.kind == "completion"
+    if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.include_speculation and chunk.tokens):
+        bodies.append(envelope.text(chunk))
+    if chunk.finish is not None:
+        bodies.append(envelope.closing(chunk, usage))
+    return [body | {"usage": usage.body()} for body in bodies] if envelope.continuous_usage else bodies

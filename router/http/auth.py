@@ -1,0 +1,226 @@
+"""API keys: who may use the HTTP API, read from a file and again when it changes.
+
+The file has one key a line, bare or as ``NAME: KEY``, and behind it the key's own limits, as in
+``alice: KEY requests_per_minute=60 tokens_per_minute=0`` (0: none); empty lines and lines that begin with ``#`` say
+nothing. Logs, metrics and limits know a key by its name, or the number of its line; the key itself is never shown, and
+only its hash is kept. Keys of one name share their limits, so that one can replace the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router import page
+from router.answers import responses
+from router.errors import CODES, ErrorCode
+from router.limits import LIMIT_NAMES
+from transport.files import stamp
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | page.PATHS
+"""Answered without a key: for probes, scrapers and browsers; they say nothing of any request or holder."""
+LOOK_SECONDS = 1.0
+"""How often the file is looked at, at most; only when a request comes."""
+FILE_BYTES = 1 << 20
+MAX_KEYS = 1000
+"""Every one is compared with what a request brings."""
+REFUSAL = CODES["invalid_api_key"]
+SCOPE_CHARACTERS = 32
+SHORTEST_KEY = 16
+"""Characters; less can be guessed."""
+
+_SECRET = secrets.token_bytes(32)
+_LINE = re.compile(r"(?:(?P<name>[\w.@ -]{1,64}):\s*)?(?P<key>[A-Za-z0-9._~+/=-]+)(?P<limits>(?:\s+\w+=\S*)*)")
+MAX_LIMIT = 1 << 40
+"""That can be given to a key."""
+
+
+class KeyFileError(Exception):
+    """A key file that cannot be used. One line that names the file, and no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Whom a key belongs to."""
+
+    name: str
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Its own, by the names of :class:`router.limits.Allowance`."""
+    scope: str = ""
+    """What stands for it at workers: a digest of the name. Without one the key is digested, with a secret of this
+    process, since the number of a line may come to mean another key."""
+
+
+class ApiKeys:
+    """The keys of a file. Used from one thread."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Reads the file; raises :class:`KeyFileError`."""
+        self._path, self._clock = path, clock
+        self._seen = stamp(path)
+        self._keys = _digests(path)
+        self._looked = clock()
+
+    def name_of(self, key: str) -> str | None:
+        """The name of a key's holder; None if there is none."""
+        holder = self.holder_of(key)
+        return None if holder is None else holder.name
+
+    def holder_of(self, key: str) -> Holder | None:
+        """Whose key this is; None if nobody's. Takes the same time for every key of a length."""
+        self._look()
+        digest, found = _digest(key), None
+        for known, holder in self._keys.items():
+            if hmac.compare_digest(known, digest):
+                found = holder
+        return found
+
+    def _look(self) -> None:
+        """Read the file again if it changed; what cannot be used is reported once, and changes nothing."""
+        now = self._clock()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        seen = stamp(self._path)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._keys = _digests(self._path)
+            log.info("read %d API keys from %s", len(self._keys), self._path)
+        except KeyFileError as error:
+            log.error("API keys %s; the earlier keys stay valid", error)
+
+
+class RequireKey:
+    """Middleware: no request passes without a known key, except to :data:`OPEN_PATHS`."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, refused: Callable[[ErrorCode], None]) -> None:
+        """Wraps ``app``. ``refused`` hears of every answer given here."""
+        self._app, self._keys, self._refused = app, keys, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Put the key's name and limits into ``request.state``, as ``api_key_...``, or answer with status 401."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scheme, _, key = Request(scope).headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else ""
+        holder = self._keys.holder_of(given) if given else None
+        if holder is None and scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if holder is None:
+            self._refused(REFUSAL)
+            await _refusal(given=bool(given))(scope, receive, send)
+            return
+        scope.setdefault("state", {}).update(
+            api_key_name=holder.name, api_key_limits=holder.limits, api_key_scope=holder.scope
+        )
+        await self._app(scope, receive, send)
+
+
+def _refusal(*, given: bool) -> Response:
+    message = "this API key is not known here" if given else "give an API key in a header: 'Authorization: Bearer KEY'"
+    headers = {
+        "www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer",
+        "x-should-retry": "false",
+        # The body was not read, so nothing else can come over this connection.
+        "connection": "close",
+    }
+    body = responses.encode(responses.error_body(REFUSAL, message))
+    return Response(body, REFUSAL.status, headers, media_type="application/json")
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """The names of all keys in a file, by key. Raises :class:`KeyFileError`."""
+    return {key: holder.name for key, holder in _read(path).items()}
+
+
+def _read(path: Path) -> dict[str, Holder]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES + 1)
+    except OSError as error:
+        raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > FILE_BYTES:
+        raise KeyFileError(f"{path}: is larger than {FILE_BYTES} bytes")
+    try:
+        text = content.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise KeyFileError(f"{path}: is not ASCII text") from error
+    keys = _parsed(path, text)
+    if not keys:
+        raise KeyFileError(f"{path}: has no keys; write one on each line, such as `openssl rand -hex 32` prints")
+    if len(keys) > MAX_KEYS:
+        raise KeyFileError(f"{path}: has {len(keys)} keys, more than {MAX_KEYS}")
+    return keys
+
+
+def _parsed(path: Path, text: str) -> dict[str, Holder]:
+    lines: dict[str, int] = {}
+    keys: dict[str, Holder] = {}
+    named: dict[str, tuple[int, Holder]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise KeyFileError(f"{path}: line {number} is neither KEY nor NAME: KEY, of letters, digits and ._~+/=-")
+        key = match["key"]
+        if len(key) < SHORTEST_KEY:
+            raise KeyFileError(f"{path}: the key in line {number} is shorter than {SHORTEST_KEY} characters")
+        if key in lines:
+            raise KeyFileError(f"{path}: line {number} has the same key as line {lines[key]}")
+        limits = _limits(f"{path}: line {number}", match["limits"])
+        holder = Holder(match["name"] or f"line {number}", limits, _scope(match["name"], key))
+        first, twin = named.setdefault(holder.name, (number, holder))
+        if twin.limits != holder.limits:
+            raise KeyFileError(f"{path}: line {number} gives {holder.name} other limits than line {first}")
+        lines[key] = number
+        keys[key] = holder
+    return keys
+
+
+def _limits(where: str, text: str) -> dict[str, int]:
+    limits: dict[str, int] = {}
+    for entry in text.split():
+        name, _, value = entry.partition("=")
+        if name not in LIMIT_NAMES:
+            # Not shown: it may be part of a key that was put there by mistake.
+            raise KeyFileError(f"{where} has an unknown limit; there are {', '.join(LIMIT_NAMES)}")
+        if name in limits:
+            raise KeyFileError(f"{where} says {name} twice")
+        if not value.isdecimal() or int(value[:20]) > MAX_LIMIT:
+            raise KeyFileError(f"{where}: {name} must be a whole number from 0 (none) to {MAX_LIMIT}")
+        limits[name] = int(value)
+    return limits
+
+
+def _scope(name: str | None, key: str) -> str:
+    if name:
+        return hashlib.sha256(f"scope of {name}".encode()).hexdigest()[:SCOPE_CHARACTERS]
+    return hmac.new(_SECRET, key.encode(), hashlib.sha256).hexdigest()[:SCOPE_CHARACTERS]
+
+
+def _digests(path: Path) -> dict[bytes, Holder]:
+    return {_digest(key): holder for key, holder in _read(path).items()}
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, so that comparing takes the same time for every key."""
+    return hashlib.sha256(key.encode()).digest()

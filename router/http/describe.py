@@ -1,0 +1,93 @@
+"""Writes ``docs/api.md`` from the fields of requests and the table of errors.
+
+``python -m router.http.describe > docs/api.md``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from router.errors import CODES
+from router.schema.field_table import ROWS, Row, Support
+from router.schema.json_schema import in_words
+
+_INTRODUCTION = """\
+# The HTTP API
+
+<!-- Written by `python -m router.http.describe > docs/api.md` from the models of request bodies; do not edit. -->
+
+`POST /v1/completions` and `POST /v1/chat/completions` are OpenAI's, with vLLM's additional fields. An application moves
+here by changing its base URL. `GET /v1/models` lists what is served; `/openapi.json` describes everything to machines.
+
+Every field is in the table below. One that is not is refused with a 400 that names it, whatever its value; so is one
+that is here but refused, unless its value asks for nothing. For a field of the table `null` is the same as leaving it
+out. Nothing is silently ignored: only the labels at the end of the table have no effect. "chat" and "text" say which of
+the two endpoints knows a field that is not on both.
+
+How the text is made (drafted or not, by whom, on which workers) never changes it: for the same seed it is the same.
+`speculation.rule` `rejection` alone is weaker: drafts change which text a seed gives, and not how likely each text is.
+
+## Request fields
+"""
+
+_ANSWERS = """\
+
+## Answers
+
+- `logprobs` are the model's own: before penalties, biases, masks, temperature and filters. There is one entry for each
+  token of the answer, in the chunk in which its text is complete. Tokens behind a stop string have none; the stop token
+  that ends a text has one. A token that is a part of a character is written `bytes:\\xf0\\x9f`; tokens that share a
+  character share its `text_offset`. `bytes` is null for special tokens. Minus infinity is written -9999.
+- In a completion's `top_logprobs` the token that was drawn is always there, beyond the number asked for if need be.
+- With `echo` the answer begins with the prompt, as it was given. With `max_tokens` 0 and `echo` nothing is generated.
+- `prompt_logprobs`, and `echo` with `logprobs`, have the prompt computed without the prefix cache. The `rank` of a
+  prompt token that is not among the likeliest is null.
+- Tool calls are found in the text by the form that the model's chat template shows. A streamed call comes whole, in one
+  chunk. What looks like a call and is none stays text.
+
+## Errors
+
+An error is `{"error": {"message", "type", "param", "code"}}`; `param` is the path of the field at fault. Within a
+stream it is the last event.
+
+| code | status | type | try again | meaning |
+|---|---|---|---|---|
+"""
+
+
+def document() -> str:
+    """The page."""
+    fields = "| field | | values | default | what it does, or why it does not |\n|---|---|---|---|---|\n"
+    errors = (
+        f"| `{row.name}` | {row.status} | `{row.type}` | {'yes' if row.retryable else 'no'} | {row.meaning} |\n"
+        for row in CODES.values()
+    )
+    return _INTRODUCTION + "\n" + fields + "".join(map(_line, _ordered(ROWS))) + _ANSWERS + "".join(errors)
+
+
+def _ordered(rows: Sequence[Row]) -> list[Row]:
+    """What a request must have, what it may have, what is refused, and labels; else as in the table."""
+    needed = {row.name for row in rows if row.required}
+    rank = {Support.SUPPORTED: 0, Support.REFUSED: 1, Support.LABEL: 2}
+    return sorted(rows, key=lambda row: (rank[row.support], row.name.partition("[")[0] not in needed))
+
+
+def _line(row: Row) -> str:
+    where = {"both": "", "completion": " (text)", "chat": " (chat)"}[row.where]
+    support = str(row.support)
+    if row.support is Support.REFUSED:
+        neutral = [f"`{json.dumps(value)}`" for value in row.schema["enum"] if value is not None]
+        values = f"only {' or '.join(neutral)}" if neutral else ""
+        return f"| `{row.name}`{where} | {support} | {values} | | {_sentence(row.about)} |\n"
+    default = "required" if row.required else row.default
+    return f"| `{row.name}`{where} | {support} | {in_words(row.schema)} | {default} | {_sentence(row.about)} |\n"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:].removesuffix(".") + "."
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -1,0 +1,206 @@
+"""The OpenAPI 3.1 description of the HTTP API, as ``/openapi.json`` gives it.
+
+Request bodies come from their models and error answers from the table of errors, so that neither can say anything
+else than what the server does. Answers list the fields that may be there; those of OpenAI's are named as OpenAI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from router.errors import CODES
+from router.schema.json_schema import Schema, json_schema
+from router.schema.request_schema import BODIES
+
+_STRING: Schema = {"type": "string"}
+_INTEGER: Schema = {"type": "integer"}
+_NUMBER: Schema = {"type": "number"}
+_REFUSED = (400, 401, 408, 413, 429, 500, 503, 504)
+"""Statuses of errors that any request for text can end with."""
+
+
+def description(version: str) -> Schema:
+    """The whole document."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Paceline",
+            "version": version,
+            "summary": "OpenAI's API, and vLLM's fields, over disaggregated speculative decoding.",
+        },
+        "paths": _paths(),
+        "components": {
+            "schemas": {
+                "Error": _error(),
+                "CompletionRequest": _body(json_schema(BODIES["completion"])),
+                "ChatCompletionRequest": _body(json_schema(BODIES["chat"])),
+                "Completion": _answer({"text": _STRING}, _completion_logprobs()),
+                "ChatCompletion": _answer({"message": _message()}, _chat_logprobs()),
+                "Model": _model(),
+            },
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _paths() -> Schema:
+    return {
+        "/v1/completions": {"post": _generation("Continue texts", "Completion")},
+        "/v1/chat/completions": {"post": _generation("Answer a conversation", "ChatCompletion")},
+        "/v1/models": {"get": _get("The served models", _list_of_models())},
+        "/v1/models/{name}": {
+            "get": _get("One served model", _ref("Model"), 404, 503)
+            | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": _STRING}]}
+        },
+        "/health": {"get": _get("Whether the process serves", _object({"status": _STRING}))},
+        "/ready": {"get": _ready()},
+        "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": {"200": _text_answer("text/plain")}}},
+        "/cluster": {"get": _get("What this router knows of its workers", {"type": "object"})},
+        "/openapi.json": {"get": _get("This description", {"type": "object"})},
+    }
+
+
+def _generation(summary: str, answer: str) -> Schema:
+    body = {"required": True, "content": {"application/json": {"schema": _ref(f"{answer}Request")}}}
+    content = _json(_ref(answer)) | {"text/event-stream": {"example": "data: {...}\n\ndata: [DONE]\n\n"}}
+    return {
+        "summary": summary,
+        "requestBody": body,
+        "responses": {"200": {"description": "The answer, or its stream", "content": content}}
+        | _errors(*_REFUSED, 404),
+    }
+
+
+def _get(summary: str, answer: Schema, *errors: int) -> Schema:
+    found = {"description": summary, "content": _json(answer)}
+    return {"summary": summary, "responses": {"200": found} | _errors(401, *errors)}
+
+
+def _ready() -> Schema:
+    answer = _object({"status": _STRING, "reason": _STRING}, "status")
+    return {
+        "summary": "Whether requests can be served now",
+        "responses": {status: {"description": "Yes or no", "content": _json(answer)} for status in ("200", "503")},
+    }
+
+
+def _errors(*statuses: int) -> Schema:
+    return {
+        str(status): {
+            "description": " ".join(row.meaning for row in CODES.values() if row.status == status),
+            "content": _json(_ref("Error")),
+        }
+        for status in sorted(set(statuses))
+    }
+
+
+def _text_answer(media_type: str) -> Schema:
+    return {"description": "Text", "content": {media_type: {"schema": _STRING}}}
+
+
+def _body(schema: Schema) -> Schema:
+    """An object where null leaves out any field that it need not have."""
+    required = schema.get("required", ())
+    properties = {name: _property(field, name in required) for name, field in schema["properties"].items()}
+    return schema | {"properties": properties}
+
+
+def _property(field: Schema, required: bool) -> Schema:
+    field = {key: part for key, part in field.items() if key != "default"}
+    if "properties" in field:
+        field = _body(field)
+    elif "properties" in field.get("items", ()):
+        field |= {"items": _body(field["items"])}
+    if required or None in field.get("enum", ()):
+        return field
+    around = {key: field.pop(key) for key in ("description", "examples") if key in field}
+    return _or_null(field) | around
+
+
+def _error() -> Schema:
+    codes = sorted(CODES)
+    types = sorted({row.type.value for row in CODES.values()})
+    inner = {"message": _STRING, "type": {"enum": types}, "param": _or_null(_STRING), "code": {"enum": codes}}
+    return _object({"error": _object(inner, *inner)}, "error")
+
+
+def _answer(content: Mapping[str, Schema], logprobs: Schema) -> Schema:
+    choice = {
+        "index": _INTEGER,
+        **content,
+        "logprobs": _or_null(logprobs),
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+    }
+    required = list(choice)
+    outer = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
+    outer |= {"choices": {"type": "array", "items": _object(choice | _beside(), *required)}, "usage": _usage()}
+    return _object(outer | {name: schema for name, schema in _beside().items() if name != "token_ids"}, *outer)
+
+
+def _beside() -> dict[str, Schema]:
+    """Fields of vLLM: in the choices of a completion; about the prompt, beside the choices of a chat."""
+    tokens = {"type": "array", "items": _INTEGER}
+    entry = _object({"logprob": _NUMBER, "rank": _or_null(_INTEGER), "decoded_token": _STRING})
+    place = _or_null({"type": "object", "additionalProperties": entry})
+    return {"token_ids": tokens, "prompt_token_ids": tokens, "prompt_logprobs": {"type": "array", "items": place}}
+
+
+def _usage() -> Schema:
+    counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER)
+    details = {"type": "object", "additionalProperties": _INTEGER}
+    return _object(
+        counts | {"prompt_tokens_details": details, "completion_tokens_details": details},
+        *counts,
+    )
+
+
+def _message() -> Schema:
+    function = _object({"name": _STRING, "arguments": _STRING}, "name", "arguments")
+    call = _object({"id": _STRING, "type": {"const": "function"}, "function": function}, "id", "type", "function")
+    fields = {"role": {"const": "assistant"}, "content": _or_null(_STRING), "refusal": {"type": "null"}}
+    return _object(fields | {"tool_calls": {"type": "array", "items": call}}, *fields)
+
+
+def _completion_logprobs() -> Schema:
+    likeliest = _or_null({"type": "object", "additionalProperties": _NUMBER})
+    lists = {
+        "tokens": _STRING,
+        "token_logprobs": _or_null(_NUMBER),
+        "top_logprobs": likeliest,
+        "text_offset": _INTEGER,
+    }
+    return _object({name: {"type": "array", "items": item} for name, item in lists.items()}, *lists)
+
+
+def _chat_logprobs() -> Schema:
+    token = {"token": _STRING, "logprob": _NUMBER, "bytes": _or_null({"type": "array", "items": _INTEGER})}
+    top = {"type": "array", "items": _object(token, *token)}
+    content = {"type": "array", "items": _object(token | {"top_logprobs": top}, *token)}
+    return _object({"content": content, "refusal": {"type": "null"}}, "content")
+
+
+def _model() -> Schema:
+    fields = {"id": _STRING, "object": _STRING, "created": _INTEGER, "owned_by": _STRING, "max_model_len": _INTEGER}
+    return _object(fields, *fields)
+
+
+def _list_of_models() -> Schema:
+    return _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}, "object", "data")
+
+
+def _object(properties: Mapping[str, Any], *required: str) -> Schema:
+    return {"type": "object", "properties": dict(properties), "required": list(required)}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,216 @@
+"""Prompts that were asked, kept in local files where the operator wants that: data for ``paceline align``.
+
+Off unless a folder is named. What is kept is the prompt or the messages, and the model's name; nothing of who asked,
+and no answer. A request that says ``"store": false`` is left out. Files are for their owner only, and all together have
+a bound: the oldest go.
+
+A request costs the event loop an entry in a bounded queue; a thread does the rest. Where it cannot keep up, prompts are
+dropped and counted. A disk that is full ends the recording, with one warning, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router.schema.prompts import Prompt
+from router.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 1024
+MAX_QUEUED_BYTES = 32 << 20
+"""Of the bodies of requests that wait to be written."""
+MAX_FILE_BYTES = 64 << 20
+FILES = 4
+"""At least so many make up all that is kept, so that what goes is a part of it."""
+CLOSE_SECONDS = 5.0
+"""In which what is queued must be written when the router stops."""
+PATTERN = "prompts-*.jsonl"
+
+
+class RecordingError(Exception):
+    """The folder cannot be used. One line, for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSettings:
+    """Where prompts are kept, and how much of them."""
+
+    folder: Path
+    total_bytes: int
+    """Of all files there, those of other routers included."""
+
+    @property
+    def file_bytes(self) -> int:
+        """From this size on a new file is begun."""
+        return max(min(self.total_bytes // FILES, MAX_FILE_BYTES), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPrompt:
+    """A request, as it is queued."""
+
+    model: str
+    body: bytes
+    """JSON that was read before, and is an object."""
+    prompts: Sequence[Prompt]
+    tokenizer: Tokenizer
+
+    def lines(self) -> Iterator[bytes]:
+        """A line of JSON for each prompt."""
+        body = json.loads(self.body.decode("utf-8-sig"))
+        if "messages" in body:
+            record: dict[str, Any] = {"messages": [_plain(message) for message in body["messages"]]}
+            if body.get("tools") and body.get("tool_choice") != "none":
+                record["tools"] = body["tools"]
+            yield self._line(record)
+            return
+        for prompt in self.prompts:
+            yield self._line({"prompt": prompt.text(self.tokenizer)})
+
+    def _line(self, record: dict[str, Any]) -> bytes:
+        return json.dumps({"model": self.model} | record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+class PromptRecorder:
+    """Of one router. Made and closed in one thread, which may be an event loop's."""
+
+    def __init__(self, settings: RecordSettings) -> None:
+        """Begin. Raises :class:`RecordingError`."""
+        self.recorded = 0
+        """Prompts that are in files."""
+        self.dropped = 0
+        """Requests that found the queue full."""
+        self._settings = settings
+        self._files = _Files(settings)
+        try:
+            self._files.open()
+        except OSError as error:
+            raise RecordingError(f"prompts cannot be recorded in {settings.folder}: {error.strerror}") from error
+        self._queue: deque[RecordedPrompt] = deque()
+        self._queued_bytes = 0
+        self._changed = threading.Condition()
+        self._closing = self._full = False
+        self._thread = threading.Thread(target=self._write_all, name="prompt recorder", daemon=True)
+        self._thread.start()
+
+    def take(self, asked: RecordedPrompt) -> None:
+        """Keep a request's prompts, if there is room in the queue. Takes microseconds."""
+        with self._changed:
+            if self._full or self._closing:
+                return
+            if len(self._queue) < MAX_QUEUED and self._queued_bytes + len(asked.body) <= MAX_QUEUED_BYTES:
+                self._queue.append(asked)
+                self._queued_bytes += len(asked.body)
+                self._changed.notify()
+                return
+            self.dropped += 1
+            first = self.dropped & (self.dropped - 1) == 0  # of the next power of two: 1, 2, 4 ...
+        if first:
+            log.warning("prompts come faster than they can be recorded: %d dropped so far", self.dropped)
+
+    def close(self) -> None:
+        """Write what is queued, within :data:`CLOSE_SECONDS`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _write_all(self) -> None:
+        while (asked := self._next()) is not None:
+            try:
+                for line in asked.lines():
+                    self._files.append(line)
+                    self.recorded += 1
+            except OSError as error:
+                with self._changed:
+                    self._full = True
+                    self._queue.clear()
+                log.warning("prompts are recorded no more: %s: %s", self._settings.folder, error.strerror)
+                break
+        self._files.close()
+
+    def _next(self) -> RecordedPrompt | None:
+        """Wait for it; None: that was all."""
+        with self._changed:
+            while not self._queue and not self._closing:
+                self._changed.wait()
+            if not self._queue:
+                return None
+            asked = self._queue.popleft()
+            self._queued_bytes -= len(asked.body)
+            return asked
+
+
+class _Files:
+    """The file that is written, and those before it."""
+
+    def __init__(self, settings: RecordSettings) -> None:
+        self._settings = settings
+        self._file = -1
+        self._size = self._number = 0
+        self._began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+
+    def open(self) -> None:
+        """Begin a new file. Raises OSError."""
+        self.close()
+        folder = self._settings.folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = f"prompts-{self._began}-{os.getpid()}-{self._number:05}.jsonl"
+        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size, self._number = os.fstat(self._file).st_size, self._number + 1
+
+    def append(self, line: bytes) -> None:
+        """Write a line, as a whole or not at all. Raises OSError."""
+        if self._size and self._size + len(line) > self._settings.file_bytes:
+            self.open()
+            _remove_oldest(self._settings.folder.glob(PATTERN), self._settings.total_bytes - self._settings.file_bytes)
+        try:
+            written = os.write(self._file, line)
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        """No more is written."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _remove_oldest(files: Iterable[Path], max_bytes: int) -> None:
+    """Until there are at most so many bytes in them."""
+    found = []
+    for file in files:
+        with suppress(FileNotFoundError):  # another router was first
+            told = file.stat()
+            found.append((told.st_mtime_ns, file, told.st_size))
+    excess = sum(size for _, _, size in found) - max_bytes
+    for _, file, size in sorted(found)[:-1]:
+        if excess <= 0:
+            return
+        file.unlink(missing_ok=True)
+        excess -= size
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content as one string."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    role = "system" if message["role"] == "developer" else message["role"]
+    others = {name: value for name, value in message.items() if value is not None}
+    return others | {"role": role, "content": content or ""}

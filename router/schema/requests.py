@@ -1,0 +1,255 @@
+"""From the bytes of a request body to a request that can run, or an error that names the field at fault.
+
+Parse, don't validate: what comes out of :func:`parse_completion` and :func:`parse_chat` needs no further
+checks. The fields are declared in :mod:`router.schema.request_schema`; what depends on the model, the server or other
+fields is read in modules of their own, by what they are about. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from router.errors import ApiError
+from router.generation import Generation, ServedModel
+from router.schema.answer_fields import AnswerForm, answer_form_of
+from router.schema.bounds import check_sizes
+from router.schema.ending_fields import length_of, min_tokens_of, stop_strings_of, stop_tokens_of
+from router.schema.fields import missing, nearest, show, wrong_value
+from router.schema.prompts import Prompt, chat_prompt, completion_prompts, truncated
+from router.schema.request_objects import StreamOptions
+from router.schema.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind
+from router.schema.sampling_fields import sampling_of, with_own_seed
+from router.schema.speculation_fields import prediction_of, speculation_of, wants_details
+from router.schema.structured import text_grammar
+from router.schema.tool_fields import Tools, tools_of
+from router.schema.tool_grammar import grammar_of
+from router.text.tokenizer import Tokenizer
+from speculation.messages import RequestOptions, Speculation
+
+MAX_MODEL_CHARACTERS = 256
+MAX_MODELS_NAMED = 16
+_PLAIN_STREAM = StreamOptions.read({})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """What requests are checked against: the served model, its public name, and the bounds of this server."""
+
+    name: str
+    model: ServedModel
+    tokenizer: Tokenizer
+    max_choices: int
+    speculation: Speculation = Speculation()
+    """What a request gets that does not say otherwise."""
+    records: bool = False
+    """Whether prompts are kept; see :mod:`router.http.prompt_recorder`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """A request that can run: one generation per choice, in the order of the answer's choices."""
+
+    kind: Kind
+    model: str
+    generations: tuple[Generation, ...]
+    stop: tuple[str, ...]
+    prompts: tuple[Prompt, ...]
+    """Each is continued by ``n`` generations."""
+    prompt_tokens: int
+    """Of all prompts; a prompt that is continued several times counts once."""
+    n: int = 1
+    """Choices of each prompt."""
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    """In every chunk."""
+    include_speculation: bool = False
+    details: bool = False
+    """Whether the answer tells how it was speculated, to the end."""
+    form: AnswerForm = AnswerForm()
+    tools: Tools = Tools()
+    prompt_only: bool = False
+    """Nothing is asked for but the prompt itself: what is generated is dropped."""
+    continues: bool = True
+    """The text goes on where the prompt ends, instead of beginning anew."""
+    timeout: float | None = None
+    """Seconds it may take, as it says itself."""
+    store: bool = True
+    """Whether its prompts may be kept, where that is done."""
+
+    def within(self, scope: str) -> ApiRequest:
+        """The same, for whom this scope stands."""
+        generations = (
+            replace(one, request_options=replace(one.request_options, scope=scope)) for one in self.generations
+        )
+        return replace(self, generations=tuple(generations))
+
+
+def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiRequest:
+    """A request for the model that it asks for. Raises :class:`ApiError`."""
+    check_sizes(body, model_entry.model.context * model_entry.tokenizer.longest)
+    n = _choices(body, model_entry)
+    prompts: Sequence[Prompt]
+    match body:
+        case ChatBody():
+            tools = tools_of(body, model_entry.tokenizer)
+            prompts = (chat_prompt(body, model_entry.tokenizer, model_entry.model.vocabulary, tools),)
+            return _request("chat", body, prompts, n, model_entry, request_id, tools)
+        case CompletionBody():
+            prompts = completion_prompts(
+                body, model_entry.tokenizer, model_entry.model.vocabulary, model_entry.max_choices
+            )
+            if len(prompts) * n > model_entry.max_choices:
+                raise wrong_value(
+                    "n", f"at most {model_entry.max_choices // len(prompts)} with {len(prompts)} prompts", n
+                )
+            return _request("completion", body, prompts, n, model_entry, request_id)
+    raise TypeError(f"no endpoint takes {type(body)}")
+
+
+def parse_object(body: bytes) -> dict[str, object]:
+    """A JSON object in UTF-8, without Python's extensions NaN and Infinity. Raises :class:`ApiError`."""
+    try:
+        text = body.decode("utf-8-sig")
+        raw = json.loads(text, parse_constant=_no_constant)
+        if "\\ud" in text or "\\uD" in text:  # Half of a surrogate pair is valid JSON, but no text.
+            json.dumps(raw, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ApiError("invalid_json", f"the body is not UTF-8: byte {error.start} is not valid") from None
+    except UnicodeEncodeError:
+        raise ApiError("invalid_json", "the body has half of a surrogate pair (\\ud800 to \\udfff)") from None
+    except RecursionError:
+        raise ApiError("invalid_json", "the body is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError("invalid_json", f"the body is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ApiError("invalid_json", f"the body must be a JSON object, got {show(raw)}")
+    return raw
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def read_body(body: bytes, kind: Kind) -> Body:
+    """What can be checked without knowing the model. Raises :class:`ApiError`."""
+    return BODIES[kind].read(parse_object(body))
+
+
+def _choices(body: Body, model_entry: ModelEntry) -> int:
+    """``n``. ``best_of`` would have more texts written than returned, by the likeliest; here all are returned."""
+    n = body.n
+    if not 1 <= n <= model_entry.max_choices:
+        raise wrong_value("n", f"an integer from 1 to {model_entry.max_choices}", n)
+    if body.best_of not in (None, n):
+        expected = f"left out or what n is ({n}): no more texts are written than returned"
+        raise wrong_value("best_of", expected, body.best_of)
+    return n
+
+
+def model_asked(body: Body, served: Collection[str]) -> str:
+    """Which of the models a request is for; it need not say so where there is only one. Raises :class:`ApiError`."""
+    name = next(iter(served)) if body.model is None and len(served) == 1 else body.model
+    if name is None:
+        raise missing("model", f"one of {known_models(served)}")
+    if name not in served:
+        raise no_such_model(name, served)
+    return name
+
+
+def no_such_model(name: str, models: Iterable[str]) -> ApiError:
+    """The refusal of a model that is not served; it names those that are."""
+    served = list(models)
+    hint = nearest(name, served) if len(served) > MAX_MODELS_NAMED else ""  # else it stands among those named
+    message = f"there is no model {show(name[:MAX_MODEL_CHARACTERS])}{hint}; this server has {known_models(served)}"
+    return ApiError("model_not_found", message, "model")
+
+
+def known_models(models: Iterable[str]) -> str:
+    """Their names, for messages."""
+    names = [repr(name) for name in models]
+    more = f" and {len(names) - MAX_MODELS_NAMED} more" if len(names) > MAX_MODELS_NAMED else ""
+    return ", ".join(names[:MAX_MODELS_NAMED]) + more
+
+
+def _request(
+    kind: Kind,
+    body: Body,
+    prompts: Sequence[Prompt],
+    n: int,
+    model_entry: ModelEntry,
+    request_id: str,
+    tools: Tools = Tools(),
+) -> ApiRequest:
+    vocabulary, context = model_entry.model.vocabulary, model_entry.model.context
+    options = _stream_options(body)
+    form = answer_form_of(body)
+    length = length_of(body, minimum=0 if form.echo else 1)
+    prompts = truncated(body, prompts, context, max(length.asked, 1))
+    limits = [length.within(len(prompt.tokens), context) for prompt in prompts]
+    prompt_only = length.field is not None and length.asked == 0
+    sampling = sampling_of(body, vocabulary, model_entry.tokenizer)
+    stop_tokens = stop_tokens_of(body, vocabulary, model_entry.tokenizer)
+    speculation = speculation_of(body, model_entry.speculation, model_entry.model.sources)
+    request_options = RequestOptions(
+        grammar=grammar_of(tools, text_grammar(body), model_entry.tokenizer),
+        prediction=prediction_of(body, model_entry.tokenizer, model_entry.model),
+        logprobs=form.logprobs,
+        prompt_logprobs=form.of_prompt,
+    )
+    details = wants_details(body)
+    return ApiRequest(
+        kind=kind,
+        model=model_entry.name,
+        generations=tuple(
+            Generation(
+                prompt=prompts[choice // n].tokens,
+                sampling=with_own_seed(sampling, choice),
+                max_tokens=1 if prompt_only else limits[choice // n],
+                stop_tokens=stop_tokens,
+                min_tokens=min_tokens_of(body, limits[choice // n]),
+                request_options=request_options,
+                speculation=speculation,
+                request_id=request_id,
+                priority=body.priority,
+                model=model_entry.model,
+                details=details,
+            )
+            for choice in range(len(prompts) * n)
+        ),
+        stop=stop_strings_of(body),
+        prompts=tuple(prompts),
+        prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
+        n=n,
+        stream=body.stream,
+        include_usage=options.include_usage,
+        continuous_usage=options.include_usage and options.continuous_usage_stats,
+        include_speculation=options.include_speculation,
+        details=details,
+        form=form,
+        tools=tools,
+        prompt_only=prompt_only,
+        continues=not isinstance(body, ChatBody) or body.continue_final_message,
+        timeout=body.timeout,
+        store=_store(body, model_entry),
+    )
+
+
+def _store(body: Body, model_entry: ModelEntry) -> bool:
+    """``store``. Nobody can have kept what no router keeps."""
+    if body.store and not model_entry.records:
+        raise wrong_value("store", "false or left out: this server does not record prompts", body.store)
+    return model_entry.records if body.store is None else body.store
+
+
+def _stream_options(body: Body) -> StreamOptions:
+    """``stream_options``, which only a stream has."""
+    if body.stream_options is None:
+        return _PLAIN_STREAM
+    if not body.stream:
+        given = body.stream_options.model_dump(exclude_unset=True)
+        raise wrong_value("stream_options", "left out unless stream is true", given)
+    return body.stream_options

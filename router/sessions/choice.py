@@ -1,0 +1,196 @@
+"""Which worker takes a session: filter, then score, then pick.
+
+Pure: what is known of the workers and what the session needs come in, one worker goes out. No sockets, no clock;
+randomness is passed in. :mod:`router.sessions.pool` gathers what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from speculation.events import PeerId
+from speculation.messages import Load, Welcome
+
+SESSIONS = 16
+"""Sessions that cost one unit; see :class:`ChoiceWeights`."""
+PREFILL_TOKENS = 4096
+"""Prompt tokens to compute that cost one unit."""
+TARGET_SECONDS, DRAFT_SECONDS = 0.2, 0.05
+"""Round trips that cost one unit."""
+AFFINITY_SLACK, AFFINITY_SPARE = 1.25, 2
+"""A known prefix counts only where there are at most so many times the mean number of sessions, plus so many."""
+TIE = 0.01
+"""Costs that differ by less are equal: the pick among them is random, so that routers do not all pick the same."""
+TYPICAL_TOKENS = 512
+"""Of a session that waits at a worker whose running ones do not show how long they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceWeights:
+    """How the parts of a worker's cost are weighed; each part is about 1 at the scale named with it.
+
+    For targets: ``crowd``, sessions there per :data:`SESSIONS`, because they share its steps; ``fill``, tokens that run
+    or wait against its capacity, because beyond 1 they queue; ``prefill``, tokens of the prompt that it does not have
+    in its cache, per :data:`PREFILL_TOKENS`; ``far``, its round trip per :data:`TARGET_SECONDS`, which delays the first
+    token and every switch, while drafts run ahead of it otherwise. So a prefix of 1000 tokens is worth four sessions
+    more, and a full cache as much as sixteen.
+
+    For drafters: ``crowd`` and ``fill`` as above; ``far`` per :data:`DRAFT_SECONDS`, because late drafts are lost
+    drafts; ``refused``, the share of its drafts that targets refused, which outweighs the rest because it decides how
+    many steps are saved: a fifth more refused is worth about twelve sessions.
+    """
+
+    crowd: float = 1.0
+    fill: float = 1.0
+    prefill: float = 1.0
+    far: float = 1.0
+    refused: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWorker:
+    """What a session needs of a worker."""
+
+    model: str = ""
+    """Name of the model; empty: any."""
+    tokenizer: int = 0
+    """Digest of the tokenizer that its tokens come from; 0: unknown."""
+    revision: int | None = None
+    """The revision that its text began with; None: any, the newest first."""
+    tokens: int = 0
+    """To compute before the first one: prompt and what is committed."""
+    end: int = 0
+    """Tokens that it may have at last."""
+    blocks: tuple[int, ...] = ()
+    """Of the prompt; see :mod:`router.sessions.prefixes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCandidate:
+    """A worker that is up, as far as the router knows it."""
+
+    peer: PeerId
+    welcome: Welcome
+    load: Load = Load()
+    sessions: int = 0
+    """Sessions of this router's there; the load may not count all of them yet."""
+    opening_tokens: int = 0
+    """Tokens of this router's sessions there that have not been answered yet."""
+    known_tokens: int = 0
+    """How many of the session's tokens this router recently sent there."""
+    round_trip: float | None = None
+    """Seconds; None while unknown."""
+    acceptance: float = 0.5
+    """Share of a drafter's drafts that targets of the session's model are expected to keep."""
+
+    @property
+    def busy(self) -> int:
+        """Sessions there, running or waiting."""
+        return max(self.sessions, self.load.sessions + self.load.waiting)
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that run or wait there."""
+        load = self.load
+        running = max(load.capacity_tokens - load.free_tokens, 0)
+        typical = running / load.sessions if load.sessions else TYPICAL_TOKENS
+        return running + max(self.opening_tokens, int(load.waiting * typical))
+
+    def can_hold(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits into its cache at all; so it seems where nothing is known."""
+        return not self.load.capacity_tokens or tokens <= self.load.capacity_tokens
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether so many tokens more would run at once; so it seems where nothing is known."""
+        return not self.load.capacity_tokens or self.held_tokens + tokens <= self.load.capacity_tokens
+
+
+def same_tokenizer(one: int, other: int) -> bool:
+    """Whether two digests allow the same token ids; an unknown one does not object."""
+    return one == other or 0 in (one, other)
+
+
+def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
+    """When each revision came up, in seconds since 1970: the later, the newer.
+
+    That of its oldest worker counts, so that an old revision does not become the newest by starting a worker again.
+    """
+    since: dict[int, float] = {}
+    for welcome in welcomes:
+        since[welcome.revision] = min(welcome.started, since.get(welcome.revision, welcome.started))
+    return since
+
+
+def choose_target(
+    candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
+) -> PeerId | None:
+    """The target for a session; None when none fits.
+
+    The newest revision that has room is preferred; see :func:`revision_ages`. One whose cache is too small for all the
+    session may become is taken only where all are: it says what is wrong.
+    """
+    running = [candidate for candidate in candidates if _runs(candidate, wanted)]
+    usable = [candidate for candidate in running if candidate.can_hold(wanted.end)] or running
+    roomy = [candidate for candidate in usable if candidate.has_room(wanted.tokens - candidate.known_tokens)]
+    ages = revision_ages(candidate.welcome for candidate in usable)
+    newest = max((ages[candidate.welcome.revision] for candidate in roomy or usable), default=0.0)
+    best = [candidate for candidate in roomy or usable if ages[candidate.welcome.revision] == newest]
+    mean = sum(candidate.busy for candidate in best) / len(best) if best else 0.0
+    return _pick([(_target_cost(candidate, wanted, mean, weights), candidate.peer) for candidate in best], rng)
+
+
+def choose_drafter(
+    candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
+) -> PeerId | None:
+    """The drafter for a session, of any model with the same tokenizer; None when none fits."""
+    usable = [
+        candidate
+        for candidate in candidates
+        if not candidate.load.draining and same_tokenizer(candidate.welcome.tokenizer, wanted.tokenizer)
+    ]
+    return _pick([(_draft_cost(candidate, weights), candidate.peer) for candidate in usable], rng)
+
+
+def _runs(candidate: WorkerCandidate, wanted: WantedWorker) -> bool:
+    welcome = candidate.welcome
+    return (
+        not candidate.load.draining
+        and wanted.model in ("", welcome.model)
+        and wanted.revision in (None, welcome.revision)
+        and same_tokenizer(welcome.tokenizer, wanted.tokenizer)
+    )
+
+
+def _target_cost(candidate: WorkerCandidate, wanted: WantedWorker, mean: float, weights: ChoiceWeights) -> float:
+    crowded = candidate.busy > AFFINITY_SLACK * mean + AFFINITY_SPARE
+    missing = wanted.tokens - (0 if crowded else candidate.known_tokens)
+    return (
+        weights.crowd * candidate.busy / SESSIONS
+        + weights.fill * _fill(candidate)
+        + weights.prefill * missing / PREFILL_TOKENS
+        + weights.far * (candidate.round_trip or 0.0) / TARGET_SECONDS
+    )
+
+
+def _draft_cost(candidate: WorkerCandidate, weights: ChoiceWeights) -> float:
+    return (
+        weights.crowd * candidate.busy / SESSIONS
+        + weights.fill * _fill(candidate)
+        + weights.far * (candidate.round_trip or 0.0) / DRAFT_SECONDS
+        + weights.refused * (1.0 - candidate.acceptance)
+    )
+
+
+def _fill(candidate: WorkerCandidate) -> float:
+    capacity = candidate.load.capacity_tokens
+    return candidate.held_tokens / capacity if capacity else 0.0
+
+
+def _pick(costs: Sequence[tuple[float, PeerId]], rng: Random) -> PeerId | None:
+    """The cheapest, at random among equals."""
+    if not costs:
+        return None
+    min_cost = min(cost for cost, _ in costs)
+    return rng.choice([peer for cost, peer in costs if cost <= min_cost + TIE])

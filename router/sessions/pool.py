@@ -1,0 +1,409 @@
+"""The workers a router knows: which are up, what they run, how busy and how far they are.
+
+Gathers what :mod:`router.sessions.choice` decides by. Targets of one name serve one model; drafters serve every model
+with their tokenizer. Knows of sessions only how many it has where, and how long they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from router.generation import ServedModel
+from router.sessions.choice import (
+    WantedWorker,
+    WorkerCandidate,
+    choose_drafter,
+    choose_target,
+    revision_ages,
+    same_tokenizer,
+)
+from router.sessions.event_log import EventKind, EventLog
+from router.sessions.prefixes import Prefixes
+from router.sessions.recent import Recent
+from router.sessions.record import AcceptanceRecord
+from speculation.events import PeerId, Role
+from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Verification, Welcome
+from speculation.request.drafting import Opening
+from transport.client import Route, WorkerConnection
+from transport.codec import MalformedMessage
+from transport.tls import Identity
+
+log = logging.getLogger(__name__)
+
+WORK = {Role.TARGET: ("steps", "committed"), Role.DRAFT: ("steps", "proposed")}
+"""What workers count of their steps and of the tokens they bring."""
+FORGET_SECONDS = 300.0
+"""How long a model is served on whose last target has left the list of workers: it may come back."""
+
+
+@dataclass(slots=True)
+class PoolEvents:
+    """What the pool tells its owner. Called from the event loop; must not block."""
+
+    available: Callable[[Role], None]
+    lost: Callable[[Role, PeerId, bool], None]
+    """A worker is gone; whether it was expected to go."""
+    draining: Callable[[PeerId], None]
+    """A worker will go soon."""
+    stays: Callable[[PeerId], None]
+    """It will not go after all."""
+    received: Callable[[PeerId, FromWorker], None]
+    malformed: Callable[[PeerId, MalformedMessage], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of frames to and from workers, as serialised."""
+
+    sent: int = 0
+    received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent - other.sent, self.received - other.received)
+
+
+@dataclass(slots=True)
+class OpenedThere:
+    """A session that this router has open at a worker."""
+
+    epoch: int
+    unanswered: int
+    """Tokens it was sent for it and has not answered yet."""
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One worker as the router sees it. Implements :class:`transport.client.Listener`."""
+
+    peer: PeerId
+    role: Role
+    pool: WorkerPool
+    welcome: Welcome | None = None
+    """None while it is down."""
+    described: Welcome | None = None
+    """As it last introduced itself, also while it is down."""
+    load: Load = Load()
+    opened: dict[SessionId, OpenedThere] = field(default_factory=dict)
+    """Sessions this router has open there."""
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    connection: WorkerConnection | None = None
+    task: asyncio.Task[None] | None = None
+    since: float = 0.0
+    """When it was last seen to come, to go or to begin to drain, by the clock of the pool."""
+    work: Recent | None = None
+    """Its counters named in :data:`WORK`; None before its first report."""
+    listed: bool = True
+    """Whether it is meant to be there. One that is not is used until its sessions have left, or its stream ends."""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether nothing new is to be opened there."""
+        return self.load.draining or not self.listed
+
+    @property
+    def sessions(self) -> int:
+        """Sessions this router has open there."""
+        return len(self.opened)
+
+    def up(self, welcome: Welcome) -> None:
+        """The worker introduced itself."""
+        self.pool.worker_up(self, welcome)
+
+    @property
+    def traffic(self) -> Traffic:
+        """All that went to it and came from it."""
+        connection = self.connection
+        return Traffic(connection.sent_bytes, connection.received_bytes) if connection else Traffic()
+
+    def received(self, message: FromWorker) -> None:
+        """The worker sent a message."""
+        match message:
+            case Load():
+                self.pool.load_changed(self, message)
+            case Refused():
+                opened = self.opened.get(message.session)
+                if opened is not None and opened.epoch == message.epoch:  # and not an older one
+                    self.pool.closed(self.peer, message.session)
+                self.pool.events.received(self.peer, message)
+            case _:
+                if not isinstance(message, Welcome) and message.session in self.opened:
+                    self.opened[message.session].unanswered = 0
+                self.pool.events.received(self.peer, message)
+
+    def malformed(self, error: MalformedMessage) -> None:
+        """The worker sent a message that breaks the protocol."""
+        self.pool.events.malformed(self.peer, error)
+
+    def down(self, why: str) -> None:
+        """The worker is lost."""
+        self.pool.worker_down(self, why)
+
+
+def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:
+    """What is wrong with a proposal of tokens that the model of its session does not have."""
+    if not isinstance(message, Proposal):
+        return None
+    worst = max(itertools.chain(message.tokens, *(support.tokens for support in message.q)), default=-1)
+    if worst < vocabulary:
+        return None
+    why = f"token {worst} is outside the vocabulary of {vocabulary}"
+    return MalformedMessage(why, message.session, message.epoch)
+
+
+@dataclass(slots=True)
+class WorkerPool:
+    """All workers of one router."""
+
+    events: PoolEvents
+    rng: Random = field(default_factory=Random)
+    peers: dict[PeerId, Peer] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    record: AcceptanceRecord = field(default_factory=AcceptanceRecord)
+    event_log: EventLog = field(default_factory=EventLog)
+    delays: dict[Role, float] = field(default_factory=dict)
+    """For experiments: seconds by which all messages to and from workers of a role are late, each way. May be changed
+    at any time."""
+    identity: Identity | None = None
+    """Who the router is to the workers; None: connections are in plain text."""
+    _joined: dict[SessionId, tuple[WorkerConnection, WorkerConnection]] = field(default_factory=dict)
+    """Sessions whose two workers hear each other at once."""
+    _departed: dict[Role, Traffic] = field(default_factory=dict)
+    _models: dict[str, tuple[Welcome, float]] = field(default_factory=dict)
+    """By name: what its newest target said, and when a target of it was last on the list."""
+
+    def models(self) -> dict[str, ServedModel]:
+        """All models that have, or lately had, a target. New requests are for what the newest target of each says."""
+        now = self.clock()
+        targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
+        for described in (peer.described for peer in targets if peer.described is not None):
+            known, _ = self._models.get(described.model, (described, now))
+            self._models[known.model] = known, now
+        for name, (_, seen) in list(self._models.items()):
+            up = [peer.welcome for peer in targets if peer.welcome and peer.welcome.model == name]
+            ages = revision_ages(up)
+            if up:
+                self._models[name] = max(up, key=lambda welcome: ages[welcome.revision]), seen
+            if now - seen > FORGET_SECONDS:
+                del self._models[name]
+        return {name: self._served(welcome) for name, (welcome, _) in sorted(self._models.items())}
+
+    def _served(self, newest: Welcome) -> ServedModel:
+        known = [peer.described for peer in self.peers.values() if peer.role is Role.TARGET and peer.described]
+        alike = [newest, *(welcome for welcome in known if welcome.model == newest.model)]
+        return ServedModel(
+            newest.model,
+            newest.vocabulary,
+            newest.context,
+            newest.tokenizer,
+            newest.source,
+            tuple(sorted({name for welcome in alike for name in welcome.sources})),
+        )
+
+    def traffic(self, role: Role) -> Traffic:
+        """Everything that went to workers of a role and came from them since the start."""
+        present = (peer.traffic for peer in self.peers.values() if peer.role is role)
+        return sum(present, self._departed.get(role, Traffic()))
+
+    def set_workers(self, role: Role, addresses: Iterable[str]) -> None:
+        """Connect to new workers of a role and let go of those no longer listed, as soon as sessions have left them."""
+        wanted = {PeerId(f"{role}@{address}"): address for address in addresses}
+        for peer in [peer for peer in self.peers.values() if peer.role is role and peer.peer not in wanted]:
+            self._retire(peer)
+        for name, address in wanted.items():
+            if name in self.peers:
+                self._relist(self.peers[name])
+            else:
+                peer = self.peers[name] = Peer(name, role, self, since=self.clock())
+                peer.connection = WorkerConnection(
+                    address, role.value, peer, lambda: self.delays.get(role, 0.0), self.identity
+                )
+                peer.task = asyncio.create_task(peer.connection.run(), name=f"connection {name}")
+
+    async def close(self) -> None:
+        """Let go of all workers."""
+        tasks = [peer.task for peer in self.peers.values() if peer.task]
+        for peer in list(self.peers.values()):
+            self._remove(peer)
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def send(self, peer: PeerId, message: ToWorker) -> None:
+        """Pass a message on; dropped if the worker is not connected."""
+        known = self.peers.get(peer)
+        if known is not None and known.connection is not None:
+            known.connection.send(message)
+
+    def relay(self, peer: PeerId, message: Proposal | Verification, epoch: int) -> None:
+        """Pass on what another worker sent, under this epoch, unless that was done already."""
+        if message.passed != epoch:
+            self.send(peer, replace(message, epoch=epoch))
+
+    def join(self, session: SessionId, target: Opening | None, draft: Opening | None) -> None:
+        """From now on, have what these two say of a session passed on to each other at once, and nobody else's word."""
+        for connection in self._joined.pop(session, ()):
+            connection.routes.pop(session, None)
+        ends = [self.peers.get(opening.peer) for opening in (target, draft) if opening is not None]
+        connections = [peer.connection for peer in ends if peer is not None and peer.connection is not None]
+        if target is not None and draft is not None and len(connections) == 2:
+            verifier, drafter = connections
+            verifier.routes[session] = Route(target.epoch, drafter, draft.epoch)
+            drafter.routes[session] = Route(draft.epoch, verifier, target.epoch)
+            self._joined[session] = verifier, drafter
+
+    def choose(
+        self, role: Role, avoid: frozenset[PeerId], wanted: WantedWorker = WantedWorker(), target: PeerId | None = None
+    ) -> PeerId | None:
+        """Where a session goes. ``target``: where it already is, when a drafter is to be found for it.
+
+        None when no worker fits, or its model has no use for drafts.
+        """
+        present = [peer for peer in self.peers.values() if peer.role is role and peer.welcome and not peer.leaving]
+        usable = [peer for peer in present if peer.peer not in avoid]
+        if role is Role.TARGET:
+            return choose_target([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
+        if not self.speculates(target):
+            return None
+        return choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
+
+    def speculates(self, target: PeerId | None) -> bool:
+        """Whether drafts are of use to what runs there; assumed where that is not known."""
+        known = self.peers.get(target) if target is not None else None
+        return known is None or known.welcome is None or known.welcome.speculates
+
+    def _candidate(self, peer: Peer, wanted: WantedWorker) -> WorkerCandidate:
+        assert peer.welcome is not None
+        return WorkerCandidate(
+            peer.peer,
+            peer.welcome,
+            peer.load,
+            sessions=peer.sessions,
+            opening_tokens=sum(opened.unanswered for opened in peer.opened.values()),
+            known_tokens=peer.prefixes.known_tokens(wanted.blocks),
+            round_trip=peer.connection.round_trip if peer.connection else None,
+            acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
+        )
+
+    def revisions(self, model: str) -> set[int]:
+        """Revisions of a model that have a target now."""
+        targets = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET)
+        return {welcome.revision for welcome in targets if welcome is not None and welcome.model == model}
+
+    def opened(self, peer: PeerId, opening: Open, blocks: Sequence[int]) -> None:
+        """A session is sent there, of a prompt of these blocks."""
+        known = self.peers.get(peer)
+        if known is not None:
+            unanswered = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
+            known.opened[opening.session] = OpenedThere(opening.epoch, unanswered)
+            if known.role is Role.TARGET:
+                known.prefixes.note(blocks)
+
+    def closed(self, peer: PeerId, session: SessionId) -> None:
+        """A session has left; harmless if it was not there."""
+        known = self.peers.get(peer)
+        if known is not None:
+            known.opened.pop(session, None)
+            self._let_go(known)
+
+    def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
+        """So many drafts were offered in a step of a session at these two, and so many of them kept."""
+        verifier, proposer = self.peers.get(target), self.peers.get(drafter)
+        if verifier and proposer and verifier.welcome and proposer.welcome:
+            self.record.add(target, verifier.welcome.model, drafter, proposer.welcome.model, kept, offered)
+
+    def worker_up(self, peer: Peer, welcome: Welcome) -> None:
+        """A worker introduced itself; one of another role is not used."""
+        if welcome.role != peer.role.value:
+            log.error("worker %s is not used: it says it is a %s worker", peer.peer, welcome.role)
+            return
+        log.info(
+            "worker %s is up: %s in %s%s",
+            peer.peer,
+            welcome.model,
+            welcome.dtype,
+            welcome.exactness and ", " + welcome.exactness,
+        )
+        self._note(peer, EventKind.WORKER_UP, f"is up: {welcome.model} in {welcome.dtype}")
+        if peer.described is None or peer.described.instance != welcome.instance:
+            peer.prefixes.clear()
+        peer.welcome = peer.described = welcome
+        peer.opened, peer.load, peer.work = {}, Load(), None
+        self._warn_if_useless(peer, welcome)
+        self.events.available(peer.role)
+
+    def worker_down(self, peer: Peer, why: str) -> None:
+        """A worker was lost."""
+        if peer.welcome is not None:
+            expected = peer.leaving
+            log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", peer.peer, why)
+            self._note(peer, EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
+            peer.welcome, peer.opened, peer.load = None, {}, Load()
+            self.events.lost(peer.role, peer.peer, expected)
+        self._let_go(peer)
+
+    def load_changed(self, peer: Peer, load: Load) -> None:
+        """A worker said how busy it is."""
+        leaving, peer.load = peer.leaving, load
+        self._count(peer, load)
+        if peer.leaving and not leaving:
+            log.info("worker %s drains", peer.peer)
+            self._note(peer, EventKind.WORKER_DRAINING, "drains")
+            self.events.draining(peer.peer)
+
+    def _retire(self, peer: Peer) -> None:
+        """Let go of a worker that is no longer listed, but not of its sessions."""
+        leaving, peer.listed = peer.leaving, False
+        if peer.opened and not leaving:
+            self._note(peer, EventKind.WORKER_DRAINING, "left the list of workers; its sessions leave it")
+            self.events.draining(peer.peer)
+        self._let_go(peer)
+
+    def _relist(self, peer: Peer) -> None:
+        """Keep a worker that had left the list."""
+        leaving, peer.listed = peer.leaving, True
+        if leaving and not peer.leaving:
+            self._note(peer, EventKind.WORKER_UP, "is on the list of workers again")
+            self.events.stays(peer.peer)
+
+    def _count(self, peer: Peer, load: Load) -> None:
+        """Take over what a worker reports of its steps and tokens."""
+        now, totals = self.clock(), tuple(load.counters.get(name, 0) for name in WORK[peer.role])
+        if peer.work is None:
+            peer.work = Recent(now, *totals)
+        else:
+            peer.work.set(now, *totals)
+
+    def _note(self, peer: Peer, kind: EventKind, what: str) -> None:
+        peer.since = self.clock()
+        self.event_log.note(kind, f"worker {peer.peer} {what}", peer.peer)
+
+    def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
+        models = self.models()
+        fits = (same_tokenizer(welcome.tokenizer, model.tokenizer) for model in models.values())
+        if drafter.role is Role.DRAFT and models and not any(fits):
+            why = "its tokenizer is that of no served model; start it with --target-tokenizer"
+            log.warning("drafter %s has nothing to do: %s", drafter.peer, why)
+
+    def _let_go(self, peer: Peer) -> None:
+        """Remove a worker that has left the list, if nothing is left there."""
+        if not peer.listed and not peer.opened and self.peers.get(peer.peer) is peer:
+            self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
+        self.models()  # so that its model is remembered
+        del self.peers[peer.peer]
+        self.record.forget(peer.peer)
+        self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
+        if peer.task:
+            peer.task.cancel()
+        self.worker_down(peer, "it left the list of workers")

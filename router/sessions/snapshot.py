@@ -1,0 +1,115 @@
+"""A router at one moment, as plain values: what metrics, readiness and views of the cluster are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.generation import ServedModel
+from router.sessions.event_log import LoggedEvent
+from router.sessions.pool import Peer, Traffic
+from speculation.events import PeerId, Role
+from speculation.messages import Load, Welcome
+
+
+class WorkerState(StrEnum):
+    """What a router can do with a worker."""
+
+    UP = "up"
+    DRAINING = "draining"
+    """Its sessions go on; it gets no new ones."""
+    DOWN = "down"
+    """It is listed, but not connected, or does not fit the served model."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as a router sees it."""
+
+    worker: PeerId
+    role: Role
+    state: WorkerState
+    model: str = ""
+    """Empty while it is down."""
+    load: Load = Load()
+    """What it last said of itself, all its routers together."""
+    round_trip: float | None = None
+    """Seconds; None where it was not measured."""
+    described: Welcome | None = None
+    """As it last introduced itself, also while it is down; None: it never was up."""
+    sessions: int = 0
+    """That this router has open there."""
+    since: float = 0.0
+    """When it came into this state, by the clock of the pool."""
+    acceptance: float | None = None
+    """Share of drafters' drafts that were kept, of this drafter or at this target, the recent counting most; None: no
+    drafter offered any."""
+    rates: tuple[float, ...] | None = None
+    """See :attr:`router.sessions.pool.Peer.work`; None while unknown."""
+
+    @classmethod
+    def of(cls, peer: Peer, acceptance: float | None) -> WorkerView:
+        """What is known of it now."""
+        if peer.welcome is None:
+            return cls(peer.peer, peer.role, WorkerState.DOWN, described=peer.described, since=peer.since)
+        return cls(
+            peer.peer,
+            peer.role,
+            WorkerState.DRAINING if peer.leaving else WorkerState.UP,
+            peer.welcome.model,
+            peer.load,
+            peer.connection.round_trip if peer.connection else None,
+            described=peer.described,
+            sessions=peer.sessions,
+            since=peer.since,
+            acceptance=acceptance,
+            rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Workers, sessions and totals of one router."""
+
+    workers: tuple[WorkerView, ...] = ()
+    models: tuple[ServedModel, ...] = ()
+    logged_events: tuple[LoggedEvent, ...] = ()
+    """What lately happened, oldest first."""
+    sessions: int = 0
+    """Ever begun."""
+    failed: int = 0
+    """Of these, without a whole text."""
+    placing: int = 0
+    """Sessions that wait for a target worker."""
+    running: int = 0
+    """Sessions that are open at one."""
+    reopened: int = 0
+    moved: int = 0
+    condemned: int = 0
+    malformed: int = 0
+    stale: int = 0
+    strikes: int = 0
+    quarantined: int = 0
+    traffic: dict[Role, Traffic] = field(default_factory=dict)
+    draining: bool = False
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether every target that is up gives a token the same bits however it is computed; None: unknown."""
+        targets = [each for each in self.workers if each.role is Role.TARGET and each.state is WorkerState.UP]
+        known = [each.described.exact if each.described else None for each in targets]
+        return None if None in known or not known else all(known)
+
+    @property
+    def unready(self) -> str | None:
+        """Why no request can be served now; None: one can."""
+        if self.draining:
+            return "this router is draining"
+        targets = [worker for worker in self.workers if worker.role is Role.TARGET]
+        if not targets:
+            return "no target worker is known"
+        if any(target.state is WorkerState.UP for target in targets):
+            return None
+        if all(target.state is WorkerState.DOWN for target in targets):
+            return f"no target worker is connected, of {len(targets)} known"
+        return "every target worker that is connected is draining"

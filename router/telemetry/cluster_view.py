@@ -1,0 +1,197 @@
+"""``GET /cluster``: a snapshot of the router and what it counts, in the shape of :mod:`.cluster_shape`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from router.generation import ServedModel
+from router.sessions.event_log import LoggedEvent
+from router.sessions.recent import WINDOW_SECONDS
+from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
+from router.sessions.tally import Buckets, ModelCounts
+from router.telemetry.cluster_shape import (
+    Cluster,
+    EventPart,
+    LatencyPart,
+    ModelPart,
+    RouterPart,
+    SourcePart,
+    TotalsPart,
+    WorkerPart,
+)
+from router.telemetry.metrics import RouterMetrics, own_version
+from router.telemetry.worker_metrics import draft_sources, efficiency
+from speculation.events import Role
+
+
+class ClusterView:
+    """The view of one router."""
+
+    def __init__(self, metrics: RouterMetrics, wall_clock: Callable[[], float] = time.time) -> None:
+        """Counts its uptime from now; ``wall_clock`` gives seconds since 1970."""
+        self._metrics, self._tally, self._wall_clock = metrics, metrics.tally, wall_clock
+        self._started = wall_clock()
+        self._instance = uuid.uuid4().hex[:12]
+
+    def __call__(self) -> Cluster:
+        """As of now."""
+        now, wall = self._tally.clock(), self._wall_clock()
+        snapshot = self._metrics.snapshot()
+        targets = [worker for worker in snapshot.workers if worker.role is Role.TARGET]
+        drafts = [worker for worker in snapshot.workers if worker.role is Role.DRAFT]
+        return {
+            "object": "cluster",
+            "time": wall,
+            "router": self._router(snapshot, now, wall),
+            "totals": self._totals(snapshot),
+            "models": [self._model(model, targets) for model in snapshot.models],
+            "workers": [
+                _worker(worker, wall - now)
+                for workers in (targets, drafts)
+                for worker in sorted(workers, key=lambda worker: worker.worker)
+            ],
+            "events": [_event(line) for line in snapshot.logged_events],
+        }
+
+    def _router(self, snapshot: Snapshot, now: float, wall: float) -> RouterPart:
+        requests, tokens, _, _ = self._tally.recent.rates(now) or (0.0, 0.0, 0.0, 0.0)
+        _, _, accepted, offered = self._tally.recent.growth(now)
+        waiting = [worker.load.waiting for worker in snapshot.workers if worker.role is Role.TARGET]
+        return {
+            "version": own_version(),
+            "instance": self._instance,
+            "started": self._started,
+            "uptime_seconds": max(wall - self._started, 0.0),
+            "ready": snapshot.unready is None,
+            "unready": snapshot.unready,
+            "draining": snapshot.draining,
+            "sessions": {"running": snapshot.running, "placing": snapshot.placing, "queued": sum(waiting)},
+            "now": {
+                "window_seconds": WINDOW_SECONDS,
+                "requests_per_second": requests,
+                "tokens_per_second": tokens,
+                "acceptance": _share(accepted, offered),
+            },
+        }
+
+    def _totals(self, snapshot: Snapshot) -> TotalsPart:
+        counts = list(self._tally.models.values())
+        accepted, verifications = sum(c.accepted_tokens for c in counts), sum(c.drafts for c in counts)
+        offered = sum(c.draft_tokens for c in counts)
+        requests, *_ = self._tally.recent.totals
+        return {
+            "requests": requests,
+            "sessions": snapshot.sessions,
+            "prompt_tokens": sum(c.prompt_tokens for c in counts),
+            "cached_prompt_tokens": sum(c.cached_prompt_tokens for c in counts),
+            "generated_tokens": sum(c.generated_tokens for c in counts),
+            "verifications": verifications,
+            "draft_tokens": offered,
+            "accepted_tokens": accepted,
+            "acceptance": _share(accepted, offered),
+            "mean_acceptance_length": _length(accepted, verifications),
+            "reopened": snapshot.reopened,
+            "moved": snapshot.moved,
+            "condemned": snapshot.condemned,
+            "quarantined": snapshot.quarantined,
+            "failed": snapshot.failed,
+            "refused": self._tally.refused.total(),
+            "malformed_messages": snapshot.malformed,
+            "stale_messages": snapshot.stale,
+            "acceptance_collapses": self._tally.watch.collapses,
+        }
+
+    def _model(self, model: ServedModel, targets: list[WorkerView]) -> ModelPart:
+        counts = self._tally.models.get(model.name, ModelCounts())
+        up = [worker for worker in targets if worker.state is WorkerState.UP and worker.model == model.name]
+        return {
+            "name": model.name,
+            "context": model.context,
+            "vocabulary": model.vocabulary,
+            "targets_up": len(up),
+            "prompt_tokens": counts.prompt_tokens,
+            "generated_tokens": counts.generated_tokens,
+            "acceptance": _share(counts.accepted_tokens, counts.draft_tokens),
+            "mean_acceptance_length": _length(counts.accepted_tokens, counts.drafts),
+            "acceptance_by_position": [kept / counts.drafts for kept in counts.accepted_by_position()],
+            "first_token": _latency(counts.first_token),
+            "inter_token": _latency(counts.inter_token),
+        }
+
+
+def _worker(view: WorkerView, epoch: float) -> WorkerPart:
+    """``epoch``: what to add to times of the pool's clock."""
+    load, described = view.load, view.described
+    steps, tokens = view.rates or (None, None)
+    acceptance = view.acceptance
+    if view.role is Role.TARGET and acceptance is None:  # its drafts, if any, are made in its own process
+        acceptance = _share(load.counters.get("accepted", 0), load.counters.get("offered", 0))
+    return {
+        "id": view.worker,
+        "address": view.worker.partition("@")[2],
+        "role": view.role.value,
+        "model": described.model if described else "",
+        "state": _state(view),
+        "since": view.since + epoch,
+        "sessions": load.sessions,
+        "waiting": load.waiting,
+        "router_sessions": view.sessions,
+        "cache": {"free": load.free_tokens, "capacity": load.capacity_tokens},
+        "round_trip_ms": None if view.round_trip is None else 1000 * view.round_trip,
+        "acceptance": acceptance,
+        "steps_per_second": steps,
+        "tokens_per_second": tokens,
+        "efficiency": efficiency(view),
+        "sources": _sources(view),
+        "dtype": described.dtype if described else "",
+        "exactness": described.exactness if described else "",
+        "revision": f"{described.revision:016x}" if described else "",
+        "instance": described.instance if described else "",
+        "started": described.started or None if described else None,
+    }
+
+
+def _state(view: WorkerView) -> str:
+    if view.state is WorkerState.DOWN:
+        return "lost" if view.described else "connecting"
+    return view.state.value
+
+
+def _sources(view: WorkerView) -> dict[str, SourcePart]:
+    counters = view.load.counters
+    return {
+        str(source): {"offered": offered, "accepted": counters.get(f"accepted_from_{source}", 0)}
+        for source in draft_sources([view.described])
+        if (offered := counters.get(f"offered_from_{source}", 0))
+    }
+
+
+def _event(line: LoggedEvent) -> EventPart:
+    return {
+        "number": line.number,
+        "time": line.at,
+        "kind": line.kind.value,
+        "text": line.text,
+        "worker": line.worker,
+        "session": line.session,
+        "request": line.request,
+        "times": line.times,
+    }
+
+
+def _latency(buckets: Buckets) -> LatencyPart:
+    median, p90 = (buckets.quantile(share) for share in (0.5, 0.9))
+    return {
+        "median_ms": None if median is None else 1000 * median,
+        "p90_ms": None if p90 is None else 1000 * p90,
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _length(accepted: int, verifications: int) -> float | None:
+    return 1 + accepted / verifications if verifications else None

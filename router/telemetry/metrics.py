@@ -1,0 +1,259 @@
+"""Every metric of a router: its name, what it means, and its value at the moment somebody asks.
+
+Names and shapes are vLLM's where vLLM has the same thing, under ``paceline_``. Two kinds are to be told apart:
+
+* *Per router* (HELP says so): what this router did. Several routers each have their own; add them up.
+* *Per worker*: what a worker says of itself, with the label ``worker``. Every router repeats it, a quarter of a second
+  old at most; take the maximum over routers, then add up workers. They stand in :mod:`router.telemetry.worker_metrics`.
+
+Labels are bounded: models that are served, workers that are listed, codes and reasons from fixed tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.exposition import choose_encoder
+
+from router.limits import Account
+from router.sessions.snapshot import Snapshot
+from router.sessions.tally import Buckets, ModelCounts, Tally
+from router.telemetry.certificates import expiries
+from router.telemetry.families import counter, gauge, histogram
+from router.telemetry.worker_metrics import collect_workers
+from speculation.events import Role
+
+PER_ROUTER = " Per router: add routers up."
+
+
+class RouterMetrics:
+    """What one router tells of itself. A collector in the sense of ``prometheus_client``, in a registry of its own."""
+
+    def __init__(self, tally: Tally, snapshot: Callable[[], Snapshot]) -> None:
+        """Nothing is computed before somebody asks."""
+        self.tally, self.snapshot = tally, snapshot
+        self.certificates: Sequence[Path] = ()
+        """Files of the TLS certificates in use, whose end is told."""
+        self.accounts: Mapping[str, Account] = {}
+        """By the name of the API key; one without a name where there are no keys."""
+        self._registry, self._open = CollectorRegistry(), CollectorRegistry()
+        self._registry.register(self)
+        self._open.register(_Open(self))
+
+    @property
+    def unready(self) -> str | None:
+        """Why no request can be served now; None: one can."""
+        return self.snapshot().unready
+
+    @property
+    def exact(self) -> bool | None:
+        """See :attr:`router.sessions.snapshot.Snapshot.exact`."""
+        return self.snapshot().exact
+
+    def exposition(self, accept: str = "", *, accounts: bool = True) -> tuple[bytes, str]:
+        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers.
+
+        Without ``accounts`` nothing is told of who holds API keys.
+        """
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # of a header that is malformed
+            encode, content_type = choose_encoder("")
+        return encode(self._registry if accounts else self._open), content_type
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing to be known in advance; keeps the registry from collecting when this is registered."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, as of now."""
+        yield from self.open_families()
+        yield from _of_accounts(self.accounts)
+
+    def open_families(self) -> Iterator[Metric]:
+        """Those that are anybody's to read."""
+        snapshot = self.snapshot()
+        for worker in snapshot.workers:
+            if worker.role is Role.TARGET and worker.model:
+                self.tally.model(worker.model)  # so that its counters begin at 0, not with the first request
+        yield gauge("build_info", "1, with the version as a label.", ("version",), {(own_version(),): 1})
+        yield from self._of_models()
+        yield from self._of_requests()
+        yield from self._of_acceptance(snapshot)
+        yield from _of_sessions(snapshot)
+        yield from collect_workers(snapshot)
+        yield gauge(
+            "certificate_expiry_timestamp_seconds",
+            "When a TLS certificate in use ends, in seconds since 1970; 0: its file cannot be read.",
+            ("file",),
+            {(file,): at for file, at in expiries(self.certificates).items()},
+        )
+
+    def _of_models(self) -> Iterator[Metric]:
+        models = self.tally.models
+        for name, about, value in _MODEL_COUNTERS:
+            yield counter(name, about + PER_ROUTER, ("model",), {(m,): value(counts) for m, counts in models.items()})
+        yield counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted at each place of the draft, 0 first." + PER_ROUTER,
+            ("model", "position"),
+            {
+                (m, str(place)): times
+                for m, counts in models.items()
+                for place, times in enumerate(counts.accepted_by_position())
+            },
+        )
+        yield gauge(
+            "spec_decode_mean_acceptance_length",
+            "Tokens committed by a verification with drafts since the start: 1 + accepted / drafts. Over a time range "
+            "divide the rates of the two counters.",
+            ("model",),
+            {(m,): 1 + c.accepted_tokens / c.drafts for m, c in models.items() if c.drafts},
+        )
+        for name, about, buckets in _MODEL_HISTOGRAMS:
+            yield histogram(name, about + PER_ROUTER, ("model",), {(m,): buckets(c) for m, c in models.items()})
+        yield counter(
+            "request_success",
+            "Choices of requests that ended well, by reason; abort: the client went." + PER_ROUTER,
+            ("model", "finished_reason"),
+            {(m, reason): times for m, counts in models.items() for reason, times in counts.finished.items()},
+        )
+
+    def _of_requests(self) -> Iterator[Metric]:
+        for name, about, codes in (
+            ("requests_refused", "Requests refused before anything was started (HTTP 4xx)", self.tally.refused),
+            ("request_failure", "Requests that failed on our side, at once or mid-stream", self.tally.failed),
+        ):
+            values = {(code,): times for code, times in codes.items()}
+            yield counter(name, f"{about}, by the code of the error.{PER_ROUTER}", ("code",), values)
+
+    def _of_acceptance(self, snapshot: Snapshot) -> Iterator[Metric]:
+        watch = self.tally.watch
+        watch.keep({worker.worker for worker in snapshot.workers})
+        pairs = list(watch.pairs())
+        yield counter(
+            "acceptance_collapses",
+            "Times that the acceptance of a pair of workers fell far below its usual value." + PER_ROUTER,
+            (),
+            {(): watch.collapses},
+        )
+        yield gauge(
+            "acceptance_collapsed",
+            "1 while the acceptance of this pair of workers is far below its usual value. Take the maximum of routers.",
+            ("target", "draft"),
+            {(target, draft): pair.collapsed for target, draft, pair in pairs},
+        )
+        yield gauge(
+            "acceptance_ratio",
+            "Accepted of the last 2000 or so draft tokens offered for this pair of workers. Per router.",
+            ("target", "draft"),
+            {(target, draft): pair.latest for target, draft, pair in pairs if pair.latest is not None},
+        )
+
+
+class _Open:
+    """The collector of what is anybody's to read."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.open_families()
+
+
+def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
+    """The keys themselves are nowhere; an empty name stands for all callers where there are no keys."""
+    about = " by the name of its API key." + PER_ROUTER
+    yield gauge(
+        "api_key_requests_running",
+        "Requests under way," + about,
+        ("api_key",),
+        {(name,): account.running for name, account in accounts.items()},
+    )
+    yield counter(
+        "api_key_requests",
+        "Requests let in," + about,
+        ("api_key",),
+        {(name,): account.requests for name, account in accounts.items()},
+    )
+    yield counter(
+        "api_key_refusals",
+        "Requests refused because of a limit," + about,
+        ("api_key", "limit"),
+        {(name, limit): times for name, account in accounts.items() for limit, times in account.refused.items()},
+    )
+    yield counter(
+        "api_key_tokens",
+        "Tokens of prompts and tokens generated," + about,
+        ("api_key", "kind"),
+        {
+            (name, kind): tokens
+            for name, account in accounts.items()
+            for kind, tokens in (("prompt", account.prompt_tokens), ("completion", account.completion_tokens))
+        },
+    )
+
+
+def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
+    yield gauge(
+        "router_sessions",
+        "Sessions under way: open at a target worker, or waiting for one." + PER_ROUTER,
+        ("state",),
+        {("running",): snapshot.running, ("placing",): snapshot.placing},
+    )
+    for name, about, value in (
+        ("failovers", "Times that a session was opened again at another target worker.", snapshot.reopened),
+        ("moves", "Times that a session left a target worker that drains.", snapshot.moved),
+        ("condemned_sessions", "Sessions failed because target workers died of them.", snapshot.condemned),
+        ("malformed_messages", "Messages of workers that break the protocol; all were dropped.", snapshot.malformed),
+        ("stale_messages", "Messages of workers that came too late to matter.", snapshot.stale),
+        ("draft_strikes", "Malformed messages held against a drafter by its session.", snapshot.strikes),
+        ("drafters_quarantined", "Drafters that a session was done with, per session.", snapshot.quarantined),
+    ):
+        yield counter(name, about + PER_ROUTER, (), {(): value})
+    ready = snapshot.unready is None
+    yield gauge("router_ready", "1 while a request can be served, as /ready says. Per router.", (), {(): ready})
+
+
+_MODEL_COUNTERS: tuple[tuple[str, str, Callable[[ModelCounts], int]], ...] = (
+    ("prompt_tokens", "Tokens of prompts.", lambda c: c.prompt_tokens),
+    ("prompt_tokens_cached", "Tokens of prompts that the target found in its cache.", lambda c: c.cached_prompt_tokens),
+    ("generation_tokens", "Tokens committed.", lambda c: c.generated_tokens),
+    ("spec_decode_num_drafts", "Verifications of at least one draft token.", lambda c: c.drafts),
+    (
+        "spec_decode_num_draft_tokens",
+        "Draft tokens verified, all branches of a tree counted.",
+        lambda c: c.draft_tokens,
+    ),
+    ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda c: c.accepted_tokens),
+)
+
+_MODEL_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelCounts], Buckets]], ...] = (
+    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", lambda c: c.first_token),
+    (
+        "inter_token_latency_seconds",
+        "Time between commits, divided among their tokens; each token counts once.",
+        lambda c: c.inter_token,
+    ),
+    ("commit_interval_seconds", "Time between two commits of a session.", lambda c: c.commit_interval),
+    ("e2e_request_latency_seconds", "From the arrival of a request to the end of a choice.", lambda c: c.latency),
+    (
+        "draft_lead_tokens",
+        "How far ahead targets wanted drafters to run, at each verification; 0: rest.",
+        lambda c: c.lead,
+    ),
+)
+
+
+def own_version() -> str:
+    """Of Paceline."""
+    try:
+        return version("paceline")
+    except PackageNotFoundError:  # run from a checkout that was not installed
+        return "unknown"

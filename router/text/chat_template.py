@@ -1,0 +1,140 @@
+"""Turning chat messages into one prompt text, the way transformers does.
+
+Chat templates are Jinja programs that come with a model, so they run in Jinja's immutable sandbox with
+exactly the filters, functions and whitespace rules that transformers gives them (``apply_chat_template``);
+importing transformers for that would pull torch into the router. A template's own refusal
+(``raise_exception``) becomes a :class:`TemplateError` for the client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.text.tool_calls import form_shown
+
+Message = Mapping[str, Any]
+"""A chat message: ``role``, ``content`` and perhaps ``name``, ``tool_calls`` or ``tool_call_id``."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *SPECIAL_TOKENS})
+"""Variables that are not a caller's to set."""
+
+LONGEST_REASON = 300
+_REFUSALS = (
+    jinja2.TemplateError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template raises that was written for other messages or tools."""
+
+
+class TemplateError(ValueError):
+    """The template does not accept these messages, or is itself wrong."""
+
+
+class ChatTemplate:
+    """A compiled chat template with the model's special tokens (``bos_token`` and so on) as its variables."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises :class:`TemplateError` when ``source`` does not compile."""
+        self._variables = dict(special_tokens)
+        try:
+            environment = _environment()
+            self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the model's chat template does not compile: {_reason(error)}") from error
+        self.variables = frozenset(names) - environment.globals.keys()
+        """What it reads."""
+        self.knows_tools = "tools" in self.variables
+        """Whether it has a place for the functions a model may call."""
+        self.tool_form = form_shown(source) if self.knows_tools else None
+        """How it writes calls; None: in no form known here."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt that asks the model for the next assistant message.
+
+        ``tools`` are functions as OpenAI describes them; ``variables`` are none of :data:`RESERVED`.
+        """
+        variables = {
+            **(variables or {}),
+            **self._variables,
+            "messages": [dict(message) for message in messages],
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except _REFUSALS as error:
+            raise TemplateError(f"the model's chat template refuses these messages: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error)[:LONGEST_REASON] or type(error).__name__
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; Jinja's own filter escapes HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's words, for training. Here it passes its text through."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by the base class)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Compile the block to its own body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_body", [], [])
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()

@@ -1,0 +1,180 @@
+"""A process that turns what a request asks of the text into a grammar, and tries it.
+
+A grammar comes from outside, and compiling one may take hours, gigabytes, or the whole process. So it is first tried
+here, where that does no harm: the kernel ends this process when it uses too much memory or processor time, and
+:mod:`router.text.grammar_checker` when an answer takes too long all the same. Reads a line of JSON, ``[format, text,
+options, tags]``, and writes one, ``[grammar, error]``, until its input ends.
+
+Run as a file, with nothing of the router imported.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+MEMORY_BYTES = 2 << 30
+CPU_SECONDS = 1.0
+"""For one grammar."""
+TRIED_BYTES = 48
+"""Length of the text that is made up to see whether the grammar can be followed."""
+LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+"""No wider than a worker's (``engine.shaping.grammar.LIMITS``)."""
+NOTHING = "it allows no text at all"
+ENDLESS = "it recurses without end: no JSON of finite length fits it"
+END, END_TAG = 256, "<end of text>"
+"""What ends a text that is made up."""
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # whose signal nobody handles: it ends the process
+        answer = json.dumps(check(*json.loads(line)))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        sys.stdout.buffer.write(answer.encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def check(form: str, text: Any, options: dict[str, Any], tags: list[str]) -> tuple[str, str]:
+    """The grammar, and what is wrong with it on one line (empty: nothing). ``tags``: tokens it names, ``<...>``."""
+    try:
+        if form == "json":
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+        else:
+            grammar = grammar_from(form, text)  # type: ignore[arg-type]
+        matcher = LLMatcher(tokenizer_of(tuple(tags)), grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            return grammar, one_line(matcher.get_error())
+        error = try_out(matcher)
+        return grammar, error or ("" if form != "json" or ends(text) else ENDLESS)
+    except (ValueError, RecursionError) as error:
+        return "", one_line(str(error))
+
+
+@cache
+def tokenizer_of(tags: tuple[str, ...]) -> LLTokenizer:
+    """Of a token for each byte, whose id is that byte, one that ends a text, and these."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}  # as byte-level tokenizers write bytes
+    others = [byte for byte in range(256) if byte not in plain]
+    vocabulary = {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": END + index, "content": tag, **flags} for index, tag in enumerate((END_TAG, *tags))]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
+    return LLTokenizer(json.dumps(whole), eos_token=END)
+
+
+def try_out(matcher: LLMatcher) -> str:
+    """Make up the beginning of a text; what went wrong."""
+    rng = random.Random(0)
+    for position in range(TRIED_BYTES):
+        mask = matcher.compute_logit_bias()
+        if matcher.is_error():
+            return one_line(matcher.get_error())
+        choices = [token for token, open_ in enumerate(mask) if open_ and token != END]
+        if not choices:
+            return "" if position else NOTHING
+        matcher.consume_token(rng.choice(choices))
+    return ""
+
+
+def ends(schema: object) -> bool:
+    """Whether any finite JSON fits a schema: the references that surely end are found first, then those above them.
+
+    A chain of references is followed in one round where they stand in its order, or against it.
+    """
+    ending: set[str] = set()
+    unknown = [(reference, _at(schema, reference)) for reference in _references(schema)]
+    known = -1
+    while known < len(ending):
+        known = len(ending)
+        for reference, place in unknown:
+            if _fits(place, ending):
+                ending.add(reference)
+        unknown = [(reference, place) for reference, place in reversed(unknown) if reference not in ending]
+    return _fits(schema, ending)
+
+
+def _fits(schema: object, ending: set[str]) -> bool:
+    """The same for a schema, given the references that surely end."""
+    if not isinstance(schema, dict):
+        return True
+    parts: list[bool] = []
+    if isinstance(reference := schema.get("$ref"), str):
+        parts.append(reference in ending or not reference.startswith("#"))
+    if isinstance(every := schema.get("allOf"), list):
+        parts.append(all(_fits(one, ending) for one in every))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(some := schema.get(name), list) and some:
+            parts.append(any(_fits(one, ending) for one in some))
+    if schema.get("type") == "object" and isinstance(required := schema.get("required"), list):
+        properties = schema.get("properties")
+        described = properties if isinstance(properties, dict) else {}
+        parts += [_fits(described.get(name), ending) for name in required if isinstance(name, str)]
+    if schema.get("type") == "array" and isinstance(min_items := schema.get("minItems"), int):
+        parts.append(_items_fit(schema, min_items, ending))
+    return all(parts)
+
+
+def _items_fit(schema: Mapping[str, object], min_items: int, ending: set[str]) -> bool:
+    first = schema.get("prefixItems")
+    before = first[:min_items] if isinstance(first, list) else []
+    return all(_fits(one, ending) for one in before) and (
+        len(before) >= min_items or _fits(schema.get("items"), ending)
+    )
+
+
+def _references(schema: object) -> list[str]:
+    """All references inside a schema to a part of it, each once, in their order."""
+    found: dict[str, None] = {}
+    waiting = [schema]
+    while waiting:
+        place = waiting.pop()
+        if isinstance(place, dict):
+            reference = place.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#"):
+                found[reference] = None
+            waiting += reversed(place.values())
+        elif isinstance(place, list):
+            waiting += reversed(place)
+    return [*found]
+
+
+def _at(root: object, reference: str) -> object:
+    """What a JSON pointer (RFC 6901) in a URI fragment points to; True, which anything fits, if it is none."""
+    place = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        elif isinstance(place, dict) and name in place:
+            place = place[name]
+        else:
+            return True
+    return place
+
+
+def one_line(message: str) -> str:
+    """What is wrong, without what llguidance quotes of the grammar."""
+    if message.startswith("NoExtension"):
+        return NOTHING
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown error"]
+    if not lines[0].endswith(":"):
+        return lines[0]
+    return " ".join((lines[0], next((line for line in lines if line.startswith("error:")), lines[-1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Tokens to text while they arrive: detokenisation, stop strings, who proposed each piece, where each token stands.
+
+The text handed out is final: it is never taken back, whatever follows. So two things are held back: bytes
+that may still become a character, and characters that may still become a stop string. Not-streamed answers go
+through the same code, which is why they equal streamed ones byte for byte.
+
+``tokenizers.decoders.DecodeStream`` is not used: a long run of special tokens or of U+FFFD makes it hold
+everything back at quadratic cost, and with byte-fallback tokenizers it raises on bytes that are no character.
+``Detokenizer`` keeps a bounded window instead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from router.text.tokenizer import Tokenizer
+from speculation.messages import Token
+from speculation.origin import Origin, Own
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+UTF8_LONGEST = 4
+"""Most bytes, hence most tokens, of one character."""
+CONTEXT_TOKENS = 8
+"""How many tokens before the first one the detokenizer looks at."""
+WINDOW = 16
+"""Undecided tokens after which the older ones are decided."""
+
+
+class Detokenizer:
+    """Text of a growing token sequence, given out as soon as it is certain.
+
+    The pieces together equal ``Tokenizer.decode`` of all tokens, for every tokenizer that decodes a prefix of
+    the tokens to a prefix of the text up to an incomplete character (all byte-level ones). A byte-fallback
+    tokenizer decodes a run of bytes with one bad byte as nothing but U+FFFD; characters of such a run already
+    given out stay.
+
+    ``after`` are tokens whose text stands before the first piece, so that a decoder which strips the first
+    space of a text keeps the space between ``after`` and the piece. ``hidden`` as in :meth:`Tokenizer.decode`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, after: Sequence[Token] = (), hidden: frozenset[Token] | None = None
+    ) -> None:
+        """Starts with nothing held back."""
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._context: list[Token] = [t for t in after[-CONTEXT_TOKENS:] if self.visible(t)]
+        self._pending: list[Token] = []
+
+    @property
+    def pending(self) -> int:
+        """How many of the last visible tokens have text that is not certain."""
+        return len(self._pending)
+
+    def visible(self, token: Token) -> bool:
+        """Whether it has any text."""
+        return self._tokenizer.visible(token, self._hidden)
+
+    def push(self, token: Token) -> str:
+        """The text that ``token`` makes certain; often its own, sometimes none."""
+        if not self.visible(token):
+            return ""
+        self._pending.append(token)
+        text = self._text(self._pending)
+        if text and not text.endswith(REPLACEMENT):
+            return self._release(len(self._pending), text)
+        if len(self._pending) <= WINDOW:
+            return ""
+        # An incomplete character spans fewer tokens than these. Either they hold U+FFFD that the model meant,
+        # or bytes that are no character: both are certain once what follows leaves their text as it is.
+        certain = len(self._pending) - UTF8_LONGEST
+        older = self._text(self._pending[:certain])
+        return self._release(certain, older) if older and text.startswith(older) else ""
+
+    def finish(self) -> str:
+        """The text still held back, incomplete characters as U+FFFD. Nothing may be pushed afterwards."""
+        return self._release(len(self._pending), self._text(self._pending))
+
+    def _text(self, pending: Sequence[Token]) -> str:
+        before = self._decode(self._context)
+        text = self._decode([*self._context, *pending])
+        return text[len(before) :] if text.startswith(before) else self._decode(pending)
+
+    def _decode(self, tokens: Sequence[Token]) -> str:
+        return self._tokenizer.decode(tokens, self._hidden)
+
+    def _release(self, count: int, text: str) -> str:
+        self._context, self._pending = self._pending[:count], self._pending[count:]
+        return text
+
+
+class StopMatcher:
+    """Finds the first stop string to be completed, however the text is split.
+
+    First means the earliest last character; of several that end there, the longest. This is what looking at
+    the text after every character would find, so it does not depend on the split. The text before it is all
+    that comes out, or the text with it if it is to be ``kept``. No more is held back than the longest end of the
+    text that begins a stop string (Knuth, Morris and Pratt's automaton, one per stop string).
+    """
+
+    def __init__(self, stops: Sequence[str], *, kept: bool = False) -> None:
+        """``stops`` are not empty strings."""
+        self._patterns = [_Pattern(stop) for stop in stops]
+        self._kept = kept
+        self._held = ""
+        self.matched = False
+
+    def push(self, text: str) -> str:
+        """The text that is now certain to come before any stop string."""
+        if not self._patterns:
+            return text
+        seen = self._held + text
+        for index, character in enumerate(text):
+            complete = [len(p.text) for p in self._patterns if p.push(character)]
+            if complete:
+                self.matched, self._held = True, ""
+                return seen[: len(seen) - len(text) + index + 1 - (0 if self._kept else max(complete))]
+        certain = len(seen) - max(pattern.matched for pattern in self._patterns)
+        self._held = seen[certain:]
+        return seen[:certain]
+
+    def finish(self) -> str:
+        """What was held back, when the text ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """How many characters at the end of the text are the beginning of ``text``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._fallback = [0] * len(text)
+        for i in range(1, len(text)):
+            length = self._fallback[i - 1]
+            while length and text[i] != text[length]:
+                length = self._fallback[length - 1]
+            self._fallback[i] = length + (text[i] == text[length])
+
+    def push(self, character: str) -> bool:
+        """Take one more character; whether the text now ends with the pattern, after which no more may come."""
+        while self.matched and character != self.text[self.matched]:
+            self.matched = self._fallback[self.matched - 1]
+        self.matched += character == self.text[self.matched]
+        return self.matched == len(self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one token, or of the part of it that came out now."""
+
+    text: str
+    origin: Origin
+
+    @property
+    def drafted(self) -> bool:
+        """Whether it was drafted, rather than the target's own."""
+        return not isinstance(self.origin, Own)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a commit adds. ``tokens`` counts those up to the one that completed a stop string, if one did."""
+
+    pieces: tuple[Piece, ...]
+    tokens: int = 0
+    stopped: bool = False
+    starts: tuple[int, ...] = ()
+    """Of the tokens, in order, whose text is out now and was not before: the character where it starts. A token
+    without text is out with what stands before it; one behind a stop string never is."""
+
+    def then(self, later: Delta) -> Delta:
+        """Both together."""
+        return Delta(
+            self.pieces + later.pieces,
+            self.tokens + later.tokens,
+            self.stopped or later.stopped,
+            self.starts + later.starts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What of the tokens is text, and where that ends."""
+
+    stops: tuple[str, ...] = ()
+    stop_tokens: frozenset[Token] = frozenset()
+    stop_kept: bool = False
+    """Stop strings and stop tokens are part of the text."""
+    unsearched: int = 0
+    """Stop strings do not count in the text of so many first tokens."""
+    hidden: frozenset[Token] | None = None
+    """Tokens without text; None: the special ones."""
+
+
+class TextStream:
+    """The text of one choice: detokenised, without its stop tokens, cut before its first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules, after: Sequence[Token] = ()) -> None:
+        """``after`` as in :class:`Detokenizer`."""
+        self._detokenizer = Detokenizer(tokenizer, after, rules.hidden)
+        self._stops = StopMatcher(rules.stops, kept=rules.stop_kept)
+        self._rules = rules
+        self._spans: deque[Piece] = deque()
+        self._latest: Origin = Own.TARGET
+        self._places = _Places()
+        self._seen = 0
+
+    def push(self, tokens: Sequence[Token], origins: Sequence[Origin]) -> Delta:
+        """Take committed tokens and where each came from. Not to be called once stopped."""
+        pieces: list[Piece] = []
+        for index, (token, self._latest) in enumerate(zip(tokens, origins, strict=True)):
+            self._seen += 1
+            shown = self._rules.stop_kept or token not in self._rules.stop_tokens
+            text = self._detokenizer.push(token) if shown else ""
+            self._places.token(visible=shown and self._detokenizer.visible(token))
+            pieces += self._add(Piece(text, self._latest))
+            if self._stops.matched:
+                return self._delta(pieces, index + 1)
+        return self._delta(pieces, len(tokens))
+
+    def finish(self) -> Delta:
+        """What was held back; it may complete a stop string."""
+        pieces = self._add(Piece(self._detokenizer.finish(), self._latest))
+        if not self._stops.matched:
+            pieces += self._take(len(self._stops.finish()))
+        return self._delta(pieces, 0)
+
+    def cut(self) -> Delta:
+        """The end of the text, where whoever reads it has found one: what was held back is dropped."""
+        return Delta((), stopped=True, starts=tuple(self._places.out(cut=True)))
+
+    def _delta(self, pieces: list[Piece], tokens: int) -> Delta:
+        stopped = self._stops.matched
+        return Delta(tuple(pieces), tokens, stopped, tuple(self._places.out(cut=stopped)))
+
+    def _add(self, piece: Piece) -> list[Piece]:
+        self._spans.append(piece)
+        self._places.decided(len(piece.text), self._detokenizer.pending)
+        searched = self._seen > self._rules.unsearched
+        return self._take(len(self._stops.push(piece.text) if searched else piece.text))
+
+    def _take(self, count: int) -> list[Piece]:
+        """The oldest ``count`` characters that have not come out, with who proposed them."""
+        self._places.shown += count
+        taken: list[Piece] = []
+        while count:
+            piece = self._spans.popleft()
+            if len(piece.text) > count:
+                self._spans.appendleft(Piece(piece.text[count:], piece.origin))
+                piece = Piece(piece.text[:count], piece.origin)
+            count -= len(piece.text)
+            if piece.text:
+                taken.append(piece)
+        return taken
+
+
+class _Places:
+    """From which character to which each token's text goes. Tokens that share a character share its place."""
+
+    def __init__(self) -> None:
+        self.shown = 0
+        """Characters that have come out."""
+        self._end = 0
+        """Characters that are certain."""
+        self._undecided: list[bool] = []
+        """Tokens whose text is not certain: which of them have any."""
+        self._decided: deque[tuple[int, int]] = deque()
+
+    def token(self, *, visible: bool) -> None:
+        """One more token."""
+        self._undecided.append(visible)
+
+    def decided(self, characters: int, pending: int) -> None:
+        """So much more text is certain; the last ``pending`` visible tokens are not part of it."""
+        place = self._end, self._end + characters
+        self._end += characters
+        keep = len(self._undecided)
+        while pending:
+            keep -= 1
+            pending -= self._undecided[keep]
+        self._decided.extend([place] * keep)
+        del self._undecided[:keep]
+
+    def out(self, *, cut: bool) -> Iterator[int]:
+        """Where the tokens start that are out now. At a ``cut`` also the one it goes through."""
+        while self._decided:
+            start, end = self._decided[0]
+            if end > self.shown and not (cut and start < self.shown):
+                return
+            self._decided.popleft()
+            yield start

@@ -1,0 +1,231 @@
+"""Text to token ids and back, and the chat template: all that the API needs to know of a model's tokenizer.
+
+Reads ``tokenizer.json`` with the ``tokenizers`` library and the files beside it directly. transformers'
+``AutoTokenizer`` reads the same ones, but its import takes seconds and brings torch into the router, which
+must run without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from router.text.chat_template import SPECIAL_TOKENS, ChatTemplate
+from speculation.messages import Token
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+"""Everything that is read of a model; the first must exist."""
+_SPACE = "\u2581"
+"""How sentencepiece writes a space."""
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_TAG = re.compile(r"<[^<>\s\[][^<>\s]*>")
+
+
+def _byte_level() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: printable ones as themselves, the others as characters from U+0100 on."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_level()
+
+
+class TokenizerError(Exception):
+    """A tokenizer cannot be loaded. The message is one line that names the model."""
+
+
+class Tokenizer:
+    """The tokenizer of one model. Immutable, and safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        stop_tokens: frozenset[Token] = frozenset(),
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """``special_tokens`` maps roles (``bos_token`` ...) to tokens. Raises ``TemplateError``."""
+        backend.no_truncation()  # Some files carry a length that was used in training.
+        backend.no_padding()
+        self._backend = backend
+        self.stop_tokens = stop_tokens
+        """Tokens that end a text, as the model's configuration gives them."""
+        names = special_tokens or {}
+        self.chat_template = ChatTemplate(chat_template, names) if chat_template is not None else None
+        """None when the model has none."""
+        added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._decoders = frozenset(_types(json.loads(backend.decoder.__getstate__()) if backend.decoder else {}))
+        hidden = {token for token, content in added.items() if content.special}
+        hidden.update(t for t in map(backend.token_to_id, names.values()) if t is not None)
+        self.hidden = frozenset(hidden)
+        """Special tokens, which do not show in a text unless they are asked for."""
+        self.tags = {content.content: token for token, content in added.items() if _TAG.fullmatch(content.content)}
+        """Added tokens that are written ``<...>``. Grammars match them by their names, not by their letters."""
+        self.longest = max(map(len, backend.get_vocab()), default=1)
+        """Characters of the longest token: a text of more than n times as many has more than n tokens."""
+
+    @classmethod
+    def load(cls, model: str, revision: str | None = None) -> Self:
+        """Read the tokenizer of a folder, or of a repository on the hub (cached where transformers caches).
+
+        Raises :class:`TokenizerError`.
+        """
+        folder = Path(os.path.expanduser(model))
+        if not os.path.isdir(folder):
+            folder = _download(model, revision)
+        path = folder / FILES[0]
+        if not path.is_file():
+            raise TokenizerError(f"{model}: has no {FILES[0]}; save its tokenizer with transformers to get one")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+            config = _read_json(folder / "tokenizer_config.json")
+            return cls(
+                backend,
+                stop_tokens=_stop_tokens(folder, backend, config),
+                special_tokens=_special_tokens(config),
+                chat_template=_chat_template(folder, config),
+            )
+        except Exception as error:  # tokenizers raises bare Exception
+            raise TokenizerError(f"{model}: cannot read the tokenizer: {_first_line(error)}") from error
+
+    def encode(self, text: str, *, special: bool) -> tuple[Token, ...]:
+        """Token ids of ``text``; with what the tokenizer puts around a text (such as BOS) if ``special``.
+
+        May take seconds for megabytes: then call it in a thread. The batch call is used because, unlike
+        ``encode``, it releases the interpreter lock.
+        """
+        return tuple(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+    def decode(self, tokens: Sequence[Token], hidden: frozenset[Token] | None = None) -> str:
+        """Text of ``tokens`` without the ``hidden`` ones, by default the special ones; broken characters are U+FFFD."""
+        hidden = self.hidden if hidden is None else hidden
+        shown = [token for token in tokens if token not in hidden]
+        return self._backend.decode(shown, skip_special_tokens=False) if shown else ""
+
+    def visible(self, token: Token, hidden: frozenset[Token] | None = None) -> bool:
+        """Whether a token is in the vocabulary and shows in the text at all."""
+        hidden = self.hidden if hidden is None else hidden
+        return token not in hidden and self._backend.id_to_token(token) is not None
+
+    def token_of(self, piece: str) -> Token | None:
+        """The token that is written so in the vocabulary."""
+        token: Token | None = self._backend.token_to_id(piece)
+        return token
+
+    def spelling(self, token: Token) -> tuple[str, bytes | None]:
+        """How one token is written, and the bytes that it adds to a text; None: none (special or no token)."""
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return f"token_id:{token}", None
+        if token in self.hidden:
+            return piece, None
+        spelt = self._bytes_of(token, piece)
+        try:
+            return spelt.decode(), spelt
+        except UnicodeDecodeError:  # a part of a character; written as OpenAI writes it
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt), spelt
+
+    def _bytes_of(self, token: Token, piece: str) -> bytes:
+        if token in self._added:
+            return piece.encode()
+        if "ByteLevel" in self._decoders and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
+        if "ByteFallback" in self._decoders and (match := _BYTE.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        if "ByteFallback" in self._decoders or "Metaspace" in self._decoders:
+            return piece.replace(_SPACE, " ").encode()
+        return self._backend.decode([token], skip_special_tokens=False).encode()
+
+    @property
+    def size(self) -> int:
+        """Largest token id plus one."""
+        return max(self._backend.get_vocab().values(), default=-1) + 1
+
+    @cached_property
+    def digest(self) -> int:
+        """64-bit digest of the id-to-token map, as target workers give it in ``Welcome.tokenizer``."""
+        digest = hashlib.blake2b(digest_size=8)
+        for token, token_id in sorted(self._backend.get_vocab().items(), key=lambda item: (item[1], item[0])):
+            digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
+        return int.from_bytes(digest.digest(), "big")
+
+
+def _types(decoder: Mapping[str, Any]) -> Iterator[str]:
+    """The kinds of decoders that a tokenizer's decoder is made of."""
+    yield str(decoder.get("type", ""))
+    for inner in decoder.get("decoders", ()):
+        yield from _types(inner)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    import huggingface_hub  # Only for models that are not on disk.
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(FILES)))
+    except Exception as error:  # Bad names, no network, no access: many types, one outcome.
+        reason = _first_line(error)
+        raise TokenizerError(f"{model}: neither a folder nor available from the hub: {reason}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return raw
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Role to token; a token is written as a string or as an object with ``content``."""
+    found = {}
+    for role in SPECIAL_TOKENS:
+        value = config.get(role)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[role] = value
+    return found
+
+
+def _stop_tokens(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> frozenset[Token]:
+    """The union of what the three configurations call end of sequence."""
+    stops: set[Token] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        stops.update(value if isinstance(value, list) else [] if value is None else [value])
+    if (eos := _special_tokens(config).get("eos_token")) is not None:
+        token = backend.token_to_id(eos)
+        stops.update([] if token is None else [token])
+    return frozenset(stops)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The file if there is one, else the configuration's only or ``default`` template."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        value = {entry["name"]: entry["template"] for entry in value}.get("default")
+    return value if isinstance(value, str) else None

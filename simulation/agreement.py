@@ -1,0 +1,224 @@
+"""How a drafter and a target agree along a text: recorded from a real pair, or made up from two figures.
+
+For the simulator. A text is a sequence of :class:`~speculation.drafting.draft_session.Outcome`: what the drafter thinks
+of its candidates at each place, and which of them the target takes. Easy and hard stretches of a real text are long,
+and how much a drafter gets done before the next refusal depends on that; so what was recorded is replayed in its order,
+and what is made up comes in such stretches too. Once a path has left the text, nothing on it is right any more.
+
+Where sources that read the text take part, its words matter: a :class:`AgreementPassage` has those that the target
+really said.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from speculation import digest as digests
+from speculation import noise
+from speculation.drafting.draft_session import NONE_RIGHT, Candidate, Outcome
+from speculation.drafting.medusa import HeadGuesses
+from speculation.messages import Token
+
+VOCABULARY = 4096
+CANDIDATES = 3
+"""Candidates at each place of a made-up text."""
+HARD_SHARE = 0.3
+"""Share of a made-up text that is hard: there the first candidate is right with the acceptance squared."""
+STRETCH = 8.0
+"""Mean length of an easy stretch, in tokens."""
+SPREAD = 1.0
+"""How evenly confidences are spread within a stretch (a and b of their beta distribution add up to this)."""
+BLUR = 0.3
+"""Share of a confidence that means nothing."""
+LIKEWISE = 0.6
+"""A further candidate is right, where those before it are not, with this much of the acceptance unless told."""
+
+
+def made_up(
+    rng: Random, acceptance: float, coverage: float | None = None, length: int = 4000, blur: float = BLUR
+) -> list[Outcome]:
+    """A text whose first candidate is right with probability ``acceptance``.
+
+    ``coverage`` is the chance of the second to be right where the first is not, and of the third where neither is. A
+    confidence is what such a place deserves on average, so it is calibrated; ``blur`` of it is noise.
+    """
+    coverage = LIKEWISE * acceptance if coverage is None else coverage
+    hard_chance = acceptance**2
+    easy_chance = (acceptance - HARD_SHARE * hard_chance) / (1 - HARD_SHARE)
+    ends_easy = 1 / STRETCH
+    ends_hard = ends_easy * (1 - HARD_SHARE) / HARD_SHARE
+    outcomes: list[Outcome] = []
+    hard = rng.random() < HARD_SHARE
+    for _ in range(length):
+        hard ^= rng.random() < (ends_hard if hard else ends_easy)
+        mean = hard_chance if hard else easy_chance
+        stated = rng.betavariate(SPREAD * mean, SPREAD * (1 - mean)) if 0 < mean < 1 else mean
+        first = blur * mean + (1 - blur) * stated
+        chances = [first, *(coverage for _ in range(CANDIDATES - 1))]
+        right = next((rank for rank, chance in enumerate(chances) if rng.random() < chance), NONE_RIGHT)
+        rest = 1 - stated
+        outcomes.append(Outcome((stated, rest * coverage, rest * (1 - coverage) * coverage), right))
+    return outcomes
+
+
+class ReplayedText(ABC):
+    """What both models say at every place that a session can get to. Places are named as everywhere, by digest."""
+
+    def __init__(self, vocabulary: int) -> None:
+        """Tokens are below ``vocabulary``."""
+        self.vocabulary = vocabulary
+        self._digests = [digests.EMPTY]
+
+    @abstractmethod
+    def token(self, position: int) -> Token:
+        """The token of the true text at ``position``."""
+
+    @abstractmethod
+    def _said(self, end: int) -> list[Candidate]:
+        """What the drafter says after the first ``end`` tokens of the true text."""
+
+    @abstractmethod
+    def _anywhere(self, at: int) -> tuple[float, ...]:
+        """The confidences at a place of some text that ``at``, any number, picks."""
+
+    def drawn(self, end: int, digest: int) -> Token:
+        """What the target says after the prefix of length ``end`` that ``digest`` names."""
+        return self.token(end) if self._holds(end, digest) else noise.splitmix64(digest) % self.vocabulary
+
+    def candidates(self, end: int, digest: int) -> list[Candidate]:
+        """What the drafter says there."""
+        if self._holds(end, digest):
+            return self._said(end)
+        wrong = noise.splitmix64(digest)
+        confidences = self._anywhere(wrong)
+        return [Candidate((wrong + rank) % self.vocabulary, sure) for rank, sure in enumerate(confidences)]
+
+    def _holds(self, end: int, digest: int) -> bool:
+        """Whether a prefix is that of the true text."""
+        while len(self._digests) <= end:
+            self._digests.append(digests.extend(self._digests[-1], self.token(len(self._digests) - 1)))
+        return self._digests[end] == digest
+
+
+class Replayed(ReplayedText):
+    """Made-up words that the models agree on as in ``outcomes``, from index ``first`` on, round and round."""
+
+    def __init__(self, outcomes: Sequence[Outcome], first: int, seed: int) -> None:
+        """``seed`` sets the words."""
+        super().__init__(VOCABULARY)
+        self._outcomes, self._first, self._seed = outcomes, first, seed
+
+    def token(self, position: int) -> Token:
+        """The token of the true text at ``position``."""
+        return noise.splitmix64(self._seed ^ position) % VOCABULARY
+
+    def _said(self, end: int) -> list[Candidate]:
+        outcome = self._outcomes[(self._first + end) % len(self._outcomes)]
+        right = self.token(end)
+        return [
+            Candidate((right if rank == outcome.right else right + 1 + rank) % VOCABULARY, confidence)
+            for rank, confidence in enumerate(outcome.confidences)
+        ]
+
+    def _anywhere(self, at: int) -> tuple[float, ...]:
+        return self._outcomes[at % len(self._outcomes)].confidences
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementPassage:
+    """A prompt, what the target really says after it, and what drafters would say at each place along the way."""
+
+    prompt: tuple[Token, ...]
+    tokens: tuple[Token, ...]
+    places: tuple[tuple[Candidate, ...], ...] = ()
+    """Best first; ``places[i]`` stands for ``tokens[i]``. Empty: no drafter was asked."""
+    guesses: tuple[HeadGuesses, ...] = ()
+    """What the target's Medusa heads say of ``tokens[i]`` and those after it. Empty: it has none."""
+
+    def __post_init__(self) -> None:
+        assert self.prompt and len(self.tokens) > 1, "a text without a prompt, or of one token, has no pace"
+        assert len(self.places) in (0, len(self.tokens))
+        assert len(self.guesses) in (0, len(self.tokens))
+
+
+class Spoken(ReplayedText):
+    """The very words of a passage, so that sources which read the text find in it what they would find."""
+
+    def __init__(self, passage: AgreementPassage, vocabulary: int, seed: int) -> None:
+        """``seed`` sets what stands beyond its end, which drafters may ask about."""
+        super().__init__(vocabulary)
+        self._passage, self._seed = passage, seed
+        self._words = passage.prompt + passage.tokens
+
+    def token(self, position: int) -> Token:
+        """The token of the true text at ``position``."""
+        if position < len(self._words):
+            return self._words[position]
+        return noise.splitmix64(self._seed ^ position) % self.vocabulary
+
+    def _said(self, end: int) -> list[Candidate]:
+        at = end - len(self._passage.prompt)
+        return list(self._passage.places[at]) if 0 <= at < len(self._passage.places) else []
+
+    def _anywhere(self, at: int) -> tuple[float, ...]:
+        places = self._passage.places
+        return tuple(candidate.confidence for candidate in places[at % len(places)])
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A text as a request for it: what it opens with, and where it ends."""
+
+    text: ReplayedText
+    prompt: tuple[Token, ...]
+    end: int
+    """A position."""
+    guesses: tuple[HeadGuesses, ...] = ()
+    """Of Medusa heads, for each position from the end of the prompt on."""
+    scope: str = ""
+    """Requests of one scope may draft from each other's outputs."""
+
+
+class Texts(Protocol):
+    """The requests of a simulated run."""
+
+    def request(self, number: int, seed: int) -> Request:
+        """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """Requests of ``tokens`` tokens, each of which goes on in ``outcomes`` where the one before it ends."""
+
+    outcomes: Sequence[Outcome]
+    tokens: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.tokens > 1, "a request of one token has no pace"
+
+    def request(self, number: int, seed: int) -> Request:
+        """As :class:`Texts` says."""
+        text = Replayed(self.outcomes, (self.start + number * self.tokens) % len(self.outcomes), seed)
+        return Request(text, (text.token(0),), 1 + self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Passages:
+    """Passages one after another, round and round. A round knows nothing of the outputs of the one before."""
+
+    passages: Sequence[AgreementPassage]
+    vocabulary: int
+
+    def request(self, number: int, seed: int) -> Request:
+        """As :class:`Texts` says."""
+        lap, index = divmod(number, len(self.passages))
+        passage = self.passages[index]
+        end = len(passage.prompt) + len(passage.tokens)
+        text = Spoken(passage, self.vocabulary, seed)
+        return Request(text, passage.prompt, end, passage.guesses, scope=str(lap))

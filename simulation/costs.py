@@ -1,0 +1,83 @@
+"""What steps and messages cost, for the simulator: curves through measured times.
+
+What a worker believes about its own steps, learned while serving, is :class:`speculation.verifying.budget.StepCost`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from speculation.verifying.budget import rising, rows_for
+
+FAR = 1 << 12
+"""A step so large that a straight line to it is a straight line to everything."""
+
+
+class Curve:
+    """Seconds of a step by the tokens it computes: never falling, on straight lines between what was measured."""
+
+    def __init__(self, measured: Iterable[tuple[int, float, float]]) -> None:
+        """``measured``: tokens, seconds, and how much this measurement counts. At least one."""
+        points = sorted(measured)
+        assert points, "a curve needs a point"
+        self._sizes = [tokens for tokens, _, _ in points]
+        self._seconds = rising([seconds for _, seconds, _ in points], [weight for _, _, weight in points])
+
+    @classmethod
+    def straight(cls, seconds: float, slope: float) -> Curve:
+        """``seconds`` for one token, and the share ``slope`` of that for each further one."""
+        return cls([(1, seconds, 1.0), (FAR, seconds * (1 + slope * (FAR - 1)), 1.0)])
+
+    def __call__(self, tokens: int) -> float:
+        """Seconds; outside of what was measured, on the line through its two ends, and never less than the least."""
+        sizes, seconds = self._sizes, self._seconds
+        at = bisect_left(sizes, tokens)
+        if at < len(sizes) and (at == 0 or sizes[at] == tokens):
+            return seconds[at]
+        left, right = (0, -1) if at == len(sizes) else (at - 1, at)
+        run = sizes[right] - sizes[left]
+        slope = (seconds[right] - seconds[left]) / run if run else 0.0
+        return seconds[right] + slope * (tokens - sizes[right])
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that things take in one set-up."""
+
+    verify: Mapping[int, Curve]
+    """A step of the target, by sessions and tokens, while nobody drafts. At least one entry."""
+    draft: Curve
+    """A step of the drafter, by tokens computed: places expanded, and committed tokens that it had not read."""
+    to_target: float
+    """A message's way from drafter to target through the router, without any distance: queues, wake-ups, encoding."""
+    to_draft: float
+    contention: float = 1.0
+    """How many times as long as those of ``verify`` its steps take while drafters draft for it: they may share memory,
+    caches and cores with it, or the device itself."""
+    draft_contention: float = 1.0
+    """How many times as long as by ``draft`` their steps take while a target computes."""
+    verify_each: float = 0.0
+    """What every session adds to a step of the target, beyond ``verify``."""
+    branching: float = 1.0
+    """How many times as long as others of its size a step of the target takes in which drafts branch."""
+    row_classes: Sequence[int] = ()
+    """Numbers of rows that the target's steps are padded to (:class:`speculation.verifying.budget.StepCost`)."""
+    verify_pause: float = 0.0
+    """Between two steps of a target that does not wait."""
+    draft_pause: float = 0.0
+    jitter: float = 0.0
+    """Relative standard deviation of a step's time."""
+    heads: Mapping[int, Curve] = field(default_factory=dict)
+    """As ``verify``, of steps in which Medusa heads guess; empty: there are none."""
+
+    def verify_seconds(self, sessions: int, tokens: int, *, heads: bool = False) -> float:
+        """A step of the target; where so many sessions were not measured, as with the next fewer.
+
+        ``heads``: whether Medusa heads guess in it.
+        """
+        curves = self.heads if heads else self.verify
+        known = [count for count in curves if count <= sessions]
+        curve = curves[max(known) if known else min(curves)]
+        return curve(rows_for(tokens, self.row_classes)) + self.verify_each * sessions

@@ -1,0 +1,137 @@
+"""What all simulated workers share: what is simulated, the clock, and the sums of what has happened.
+
+A part of :mod:`simulation.simulate`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from math import inf
+from random import Random
+
+from simulation.costs import Costs
+from speculation.drafting.draft_session import DraftLimits
+from speculation.messages import Schedule, Source, Speculation, Verification
+from speculation.verifying.budget import room_for_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of the workers as they are served by default (:mod:`cluster.config.config`)."""
+
+    drafts_per_session: int = 12
+    verify: int = 64
+    """Most tokens of a target's step."""
+    places: int = 64
+    """Most places of a drafter's step."""
+    draft: DraftLimits = DraftLimits()
+    suffix_tokens: int = 65_536
+    """Of earlier outputs that a target keeps; used where requests allow that source."""
+
+    def room(self, sessions: int, row_classes: Sequence[int]) -> tuple[int, int]:
+        """Room for drafts of one of so many sessions in a step, and of all together."""
+        return room_for_drafts(
+            sessions, self.drafts_per_session, max(max((self.verify, *row_classes)) - sessions, 0), row_classes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is simulated: workers, requests that are always running, and how drafts are made."""
+
+    schedule: Schedule | None = Schedule.TRIE
+    """None: plain decoding."""
+    draft_length: int = 5
+    """Tokens of a draft, under the baseline schedules."""
+    rtt: float = 0.0
+    """Seconds from router to drafter and back, over what costs say."""
+    sessions: int = 1
+    """Requests at a time; when one ends, the next begins. Spread evenly over targets and over drafters."""
+    targets: int = 1
+    drafters: int = 1
+    """0: none ever answers."""
+    request_tokens: int = 128
+    """Of texts that are replayed; at least 2: a request's pace counts from its first token."""
+    max_depth: int = Speculation().max_depth
+    """Longest path of drafts verified in one step, under the trie."""
+    sources: frozenset[Source] = frozenset({Source.DRAFT})
+    """Draft sources, under the trie: of those at the target, such as read the text, what was recorded of Medusa heads
+    along it, or earlier outputs."""
+    guesses: bool = False
+    """Whether drafters have guesses of lookup at their own text verified beside their drafts (staged drafting)."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafters have a part in it."""
+        return self.schedule is not None and (self.schedule is not Schedule.TRIE or Source.DRAFT in self.sources)
+
+    @property
+    def speculation(self) -> Speculation:
+        """What every request asks for."""
+        if self.schedule is None:
+            return Speculation(enabled=False)
+        if self.schedule is Schedule.TRIE:
+            return Speculation(max_depth=self.max_depth, sources=self.sources)
+        return Speculation(max_depth=self.draft_length, schedule=self.schedule, sources=frozenset({Source.DRAFT}))
+
+
+@dataclass(slots=True)
+class SimulationTotals:
+    """Since the start."""
+
+    tokens: int = 0
+    verifications: int = 0
+    offered: int = 0
+    accepted: int = 0
+    decoding: float = 0.0
+    verifying: float = 0.0
+    drafting: float = 0.0
+    asked: int = 0
+    delivered: int = 0
+
+    def count(self, verification: Verification, seconds: float) -> None:
+        """Add a verification that ended so long after the one before it."""
+        self.tokens += len(verification.tokens)
+        self.verifications += 1
+        self.offered += verification.offered
+        self.accepted += verification.accepted
+        self.decoding += seconds
+
+    def less(self, before: SimulationTotals) -> SimulationTotals:
+        """What has come since."""
+        return SimulationTotals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+class SimulatedWorld:
+    """One heap of what will happen, one seeded generator, virtual time."""
+
+    def __init__(self, setting: Setting, costs: Costs, bounds: Bounds, rng: Random) -> None:
+        """Nothing is going to happen."""
+        self.setting, self.costs, self.bounds = setting, costs, bounds
+        self.now = 0.0
+        self.totals = SimulationTotals()
+        self.verifying = 0
+        """Targets that compute."""
+        self.drafted_until = -inf
+        """When the last step of a drafter ended, or will."""
+        self._rng = rng
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+
+    def until(self, tokens: int) -> None:
+        """Let happen what does until so many tokens were committed."""
+        while self.totals.tokens < tokens:
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run ``action`` so much later; what is due at the same time runs in the order of these calls."""
+        self._serial += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._serial, action))
+
+    def varied(self, seconds: float) -> float:
+        """A step's time, which is not always the same."""
+        jitter = self.costs.jitter
+        return seconds * self._rng.lognormvariate(-(jitter**2) / 2, jitter) if jitter else seconds

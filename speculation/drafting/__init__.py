@@ -1,0 +1,1 @@
+"""What a drafter decides: where to draft next, and what it pushes when."""

@@ -1,0 +1,1 @@
+"""The router's side: the life of one request, and what it does when workers are lost."""

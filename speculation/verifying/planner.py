@@ -1,0 +1,254 @@
+"""What a target does next: which drafts each session verifies, and who waits for some.
+
+The one place where a target's decisions about speculation are taken; the verify loop and the simulator both ask it.
+Pure: it sees sessions and times, never a model. The rule itself is in :mod:`speculation.verifying.budget`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from speculation.messages import Open, Rule, Schedule, Token
+from speculation.sources.local_sources import LookupBounds, local_sources
+from speculation.sources.registry import LocalSource
+from speculation.trie import VerificationTree
+from speculation.verifying.budget import StepCost, choose, worth_waiting
+from speculation.verifying.payoff import SETTLE, Payoff
+from speculation.verifying.target_session import SharedEstimators, TargetSession
+
+LONGEST_WAIT = 1 / 3
+"""Share of a plain step beyond which drafts are not waited for: until then drafting goes on during that step."""
+DEAF_AFTER = 0.5
+"""Seconds that the baseline schedules wait for a drafter before they go on without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A session that can commit in this step, and how many drafts there is room for."""
+
+    session: TargetSession
+    drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``offers[i]`` is what the i-th session asked about verifies; None: it sits this step out, until ``wake``."""
+
+    trees: tuple[VerificationTree | None, ...]
+    wake: float | None = None
+    """When to decide again if no message comes before; None if nobody waits."""
+
+
+class Planner:
+    """Decides for all sessions of a worker, and learns what steps cost."""
+
+    def __init__(
+        self, *, adaptive: bool = True, lookup: LookupBounds = LookupBounds(), row_classes: Sequence[int] = ()
+    ) -> None:
+        """``adaptive``: verify what pays; else all there is room for, and wait for nothing.
+
+        ``row_classes``: numbers of rows that steps are padded to (:class:`~speculation.verifying.budget.StepCost`).
+        """
+        self.shared_estimators = SharedEstimators()
+        self._adaptive, self._lookup = adaptive, lookup
+        self._payoffs: defaultdict[int, Payoff] = defaultdict(lambda: Payoff(row_classes))  # by size class of the batch
+        self._quiet_for = SETTLE
+        """Steps since a drafter was last at work for a session of the step."""
+        self._follow = True
+        """Whether drafters run ahead of all sessions of the step, none of which takes turns with them."""
+        self._asked_at: float | None = None
+        """When the step to come was first asked about."""
+        self._began: float | None = None
+        """When the step under way began."""
+        self._ended: float | None = None
+        """When the step before ended, if the one to come follows on it."""
+        self._branched = False
+        """Whether drafts branch in the step planned last."""
+
+    def session(self, opened: Open, vocabulary: int, more: Sequence[LocalSource] = ()) -> TargetSession:
+        """Start a session that learns from the others. ``more``: draft sources that the worker has made for it."""
+        sources = (*local_sources(opened, self._lookup), *more)
+        return TargetSession(opened, vocabulary=vocabulary, shared_estimators=self.shared_estimators, sources=sources)
+
+    def cost(self, sessions: int) -> StepCost:
+        """Seconds of a step over this many sessions, by its tokens, as long as drafters work or rest as they do now."""
+        return self._payoff(sessions).cost(quiet=self._quiet)
+
+    def _payoff(self, sessions: int) -> Payoff:
+        return self._payoffs[sessions.bit_length()]
+
+    @property
+    def _quiet(self) -> bool:
+        return self._quiet_for >= SETTLE
+
+    def observe(self, sessions: int, tokens: int, seconds: float, committed: int | None = None) -> None:
+        """Learn from the step planned last, which decoded ``sessions`` sessions and prefilled nothing.
+
+        ``committed``: tokens of all together; None: nothing is learned of whether drafting pays. What the host takes
+        between two steps counts as part of the second, unless it waits on purpose.
+        """
+        payoff, between, waited = self._payoff(sessions), 0.0, 0.0
+        if self._began is not None and self._asked_at is not None:
+            if self._ended is not None:
+                between = min(max(self._asked_at - self._ended, 0.0), seconds)
+            waited = self._began - self._asked_at
+            self._ended = self._began + seconds
+            self._asked_at = self._began = None
+        payoff.observe(tokens, seconds + between, quiet=self._quiet, branched=self._branched)
+        if committed is None or not self._adaptive or not self._follow:
+            return
+        if not payoff.drafting:
+            payoff.rested()
+        elif not self._quiet:
+            payoff.drafted(sessions, committed, waited + between + seconds)
+
+    def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0, room: int | None = None) -> Plan:
+        """Settle the next step, which computes ``prefilled`` tokens besides; ``room``: most drafts of all together."""
+        payoff = self._note(asked, now, room)
+        if payoff.probing:
+            asked = [replace(one, drafts=0) if _follows(one.session) else one for one in asked]
+        if room is not None:
+            asked = [replace(one, drafts=min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
+        candidates = [one.session.candidates(one.drafts) for one in asked]
+        waits = [self._baseline_wait(one, tree, now) for one, tree in zip(asked, candidates, strict=True)]
+        going = [i for i, until in enumerate(waits) if until is None]
+        chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
+        if len(asked) == 1 and going and not prefilled:
+            waits[0] = self._wait(asked[0].session, candidates[0], now)
+        trees: list[VerificationTree | None] = [None] * len(asked)
+        for i, tree in zip(going, chosen, strict=True):
+            if waits[i] is None:
+                trees[i] = asked[i].session.begin_verification(tree)
+        self._branched = any(tree.branched for tree in trees if tree is not None)
+        wakes = [until for until in waits if until is not None]
+        if len(wakes) < len(asked):
+            self._began = now
+        return Plan(tuple(trees), min(wakes) if wakes else None)
+
+    def _note(self, asked: Sequence[Asked], now: float, room: int | None) -> Payoff:
+        """Note when a step is asked for and who is at work beside it; tell sessions whether drafters shall be."""
+        if self._began is not None or not asked:
+            # The step before read prompts, so that nothing was learned from it, or there is none to come.
+            self._ended = self._asked_at = self._began = None
+        if self._asked_at is None:
+            self._asked_at = now
+            at_work = any(one.session.expects_drafts for one in asked)
+            self._quiet_for = 0 if at_work else self._quiet_for + 1
+            self._follow = all(_follows(one.session) for one in asked)
+        payoff, drafting = self._payoff(len(asked)), self.shared_estimators.drafting
+        drafting.pays = (payoff.drafting and room != 0) or not self._adaptive
+        drafting.break_even = payoff.break_even(len(asked))
+        return payoff
+
+    def _limit(self, one: Asked, room: int, sessions: int) -> int:
+        """Of the room for drafts, what one session may use: all where gain decides, else its even part."""
+        return room if self._adaptive and _by_marginal_gain(one.session) else room // sessions
+
+    def _chosen(
+        self, asked: Sequence[Asked], candidates: Sequence[VerificationTree], prefilled: int, room: int | None
+    ) -> list[VerificationTree]:
+        """What of its candidates each session verifies."""
+        chosen = list(candidates)
+        if not self._adaptive:
+            return chosen
+        cost, certain = self.cost(len(asked)), len(asked) + prefilled
+        base = certain
+        by_gain = [i for i, one in enumerate(asked) if _by_marginal_gain(one.session)]
+        for i, one in enumerate(asked):
+            if one.session.opened.speculation.schedule is Schedule.TRIE and i not in by_gain:
+                max_drafts = min(one.drafts, one.session.deepest)
+                chosen[i] = chosen[i].first(_first_below(chosen[i].odds, _price(len(asked), certain, max_drafts, cost)))
+                base += len(chosen[i].nodes)
+        left = None if room is None else room - sum(len(chosen[i].nodes) for i in range(len(asked)) if i not in by_gain)
+        for i, tree in zip(by_gain, _best([candidates[i] for i in by_gain], base, cost, left), strict=True):
+            chosen[i] = tree
+        return chosen
+
+    def _wait(self, session: TargetSession, tree: VerificationTree, now: float) -> float | None:
+        """Until when a session that computes alone does better to wait for drafts than to go on."""
+        miss = session.miss
+        if not self._adaptive or session.opened.speculation.schedule is not Schedule.TRIE:
+            return None
+        if miss is None or tree.nodes or not session.expects_drafts or not session.throughput.rate:
+            return None
+        cost = self.cost(1)
+        behind = session.trie.position - miss.position
+        moments = session.draft_latency.moments(now - miss.at, behind)
+        moments = [moment for moment in moments if moment.seconds <= LONGEST_WAIT * cost(1)]
+        rate = max(session.throughput.rate, 1.0 / cost(1))  # plain decoding is always to be had
+        seconds = worth_waiting(rate, session.agreement, moments, behind, cost)
+        return None if seconds is None else now + seconds
+
+    @staticmethod
+    def _baseline_wait(asked: Asked, tree: VerificationTree, now: float) -> float | None:
+        """The baseline schedules verify a whole draft or nothing, and wait for it."""
+        session = asked.session
+        speculation = session.opened.speculation
+        wanted = min(session.deepest, asked.drafts)
+        if speculation.schedule is Schedule.TRIE or not speculation.enabled or session.in_vain or wanted <= 0:
+            return None
+        if len(tree.nodes) >= wanted or _ends(tree, session.opened.limits.stop_tokens):
+            return None
+        deaf_at = session.waits_since(now) + DEAF_AFTER
+        if now < deaf_at:
+            return deaf_at
+        session.waited_in_vain()
+        return None
+
+
+def _ends(tree: VerificationTree, stop_tokens: frozenset[Token]) -> bool:
+    """Whether the draft ends with a token after which there is nothing to draft."""
+    return bool(tree.nodes) and tree.nodes[-1].token in stop_tokens
+
+
+def _follows(session: TargetSession) -> bool:
+    """Whether drafters run ahead of it as they are told; those of the baseline schedules take turns with it."""
+    return session.opened.speculation.schedule is Schedule.TRIE
+
+
+def _by_marginal_gain(session: TargetSession) -> bool:
+    speculation = session.opened.speculation
+    return speculation.rule is Rule.COUPLED and speculation.schedule is Schedule.TRIE
+
+
+def _best(
+    candidates: Sequence[VerificationTree], base: int, cost: StepCost, max_drafts: int | None
+) -> list[VerificationTree]:
+    """The first part of each session's candidates, or of the chain among them, that makes the most of a second."""
+
+    def part(trees: Sequence[VerificationTree], shape: Callable[[int], float]) -> list[VerificationTree]:
+        counts = choose([tree.odds for tree in trees], base, shape, max_drafts)
+        return [tree.first(count) for tree, count in zip(trees, counts, strict=True)]
+
+    def rate(trees: Sequence[VerificationTree]) -> float:
+        tokens = base + sum(len(tree.nodes) for tree in trees)
+        branched = any(tree.branched for tree in trees)
+        return (len(trees) + sum(sum(tree.odds) for tree in trees)) / cost(tokens, branched=branched)
+
+    if not (cost.knows_branched and any(tree.branched for tree in candidates)):
+        return part(candidates, cost)
+    chains = part([tree.chain() for tree in candidates], cost)
+    if not cost.knows_chains:
+        return chains  # which shows what these take
+    return max(chains, part(candidates, partial(cost, branched=True)), key=rate)
+
+
+def _price(sessions: int, certain: int, max_drafts: int, cost: Callable[[int], float]) -> float:
+    """Tokens that a draft token must promise to be worth its time, where a step has ``certain`` tokens besides.
+
+    ``max_drafts``: how many drafts there is room for. Not how many there are, here or in other sessions: that depends
+    on what was drawn, so the price would, and by it whether a drawn token is offered.
+    """
+    return sessions / cost(certain) * (cost(certain + max_drafts) - cost(certain)) / max(max_drafts, 1)
+
+
+def _first_below(odds: Sequence[float], price: float) -> int:
+    """How many to take under the rejection rule: up to the first that is too dear.
+
+    Not the best prefix: that would leave out a drawn token because of what follows it, hence because of its value, and
+    such a choice biases the text (:mod:`speculation.acceptance`).
+    """
+    return next((i for i, chance in enumerate(odds) if chance < price), len(odds))

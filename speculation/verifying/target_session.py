@@ -1,0 +1,335 @@
+"""One session at a target worker: its committed tokens, its drafts, and the rules that turn one into the other.
+
+Knows nothing of models, caches or scheduling. The worker takes a first part of the candidates as its
+:class:`~speculation.trie.VerificationTree`, runs the model over it, and hands back what the target drew; between the
+two, proposals keep arriving. What the session learns on the way (whom to believe, how far drafters shall run ahead, how
+long drafts take to come) it shares with the other sessions of its worker through :class:`SharedEstimators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from speculation.acceptance import AcceptanceResult, finish_at, walk
+from speculation.constraint import Constraint
+from speculation.messages import (
+    ANCHOR,
+    FinishReason,
+    Open,
+    Proposal,
+    Rule,
+    Schedule,
+    Source,
+    SourceName,
+    Sources,
+    Token,
+    Verification,
+)
+from speculation.sources.local_sources import local_sources
+from speculation.sources.lookup import confidence
+from speculation.sources.registry import Guarded, LocalSource, Suggestion
+from speculation.trie import InsertResult, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
+from speculation.verifying.calibration import Calibration
+from speculation.verifying.draft_latency import DraftLatencyEstimator, Miss
+from speculation.verifying.lookahead_policy import BREAK_EVEN, LookaheadPolicy
+from speculation.verifying.throughput_estimator import ThroughputEstimator
+
+MAX_LOOKAHEAD = 48
+FORCED_CONFIDENCE = 0.9
+"""That forced text is tokenised as proposed, for a start."""
+SURE = confidence(16)
+"""Confidence from which on a source at the target may take the one place of a chain before a draft model does."""
+
+
+@dataclass(slots=True)
+class DraftingState:
+    """What holds for all drafters of one target worker at the moment (:mod:`speculation.verifying.payoff`)."""
+
+    pays: bool = True
+    """Whether they shall work; else they rest."""
+    break_even: float = BREAK_EVEN
+    """Accepted drafts a verification that make up for what drafting takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedEstimators:
+    """What the sessions of one target worker have learned together: where a new one starts from."""
+
+    calibration: Calibration = field(default_factory=Calibration)
+    lookahead_policy: LookaheadPolicy = field(default_factory=lambda: LookaheadPolicy(MAX_LOOKAHEAD))
+    draft_latency: DraftLatencyEstimator = field(default_factory=DraftLatencyEstimator)
+    throughput: ThroughputEstimator = field(default_factory=ThroughputEstimator)
+    drafting: DraftingState = field(default_factory=DraftingState)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one step decided: the message to send, and the offer indices whose cache entries stay."""
+
+    verification: Verification
+    kept: tuple[int, ...]
+
+
+class TargetSession:
+    """The committed tokens of a session and the drafts at hand.
+
+    Times are seconds on any clock, as long as it is one; without any, nothing is ever waited for.
+    """
+
+    def __init__(
+        self,
+        opened: Open,
+        *,
+        vocabulary: int,
+        trie_limits: TrieLimits = TrieLimits(),
+        shared_estimators: SharedEstimators | None = None,
+        sources: Sequence[LocalSource] | None = None,
+    ) -> None:
+        """Take over a session as the router opened it. ``vocabulary`` bounds what drafts may contain.
+
+        ``sources``: those at this worker, of which the session uses what it allows; None: all that need nothing but it.
+        """
+        assert opened.tokens, "a session has at least one token"
+        shared_estimators = shared_estimators or SharedEstimators()
+        self.opened = opened
+        self.calibration = Calibration(shared_estimators.calibration)
+        self.lookahead_policy = LookaheadPolicy(MAX_LOOKAHEAD, shared_estimators.lookahead_policy)
+        self.draft_latency = DraftLatencyEstimator(shared_estimators.draft_latency)
+        self.throughput = ThroughputEstimator(shared_estimators.throughput)
+        self._drafting = shared_estimators.drafting
+        self._sent_lookahead: int | None = None
+        """The lead that drafters were told last."""
+        if opened.speculation.chains:
+            trie_limits = TrieLimits(trie_limits.nodes, trie_limits.depth, children=1)
+        self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
+        self.finished: FinishReason | None = None
+        self.in_vain = False
+        """A baseline schedule waited for a draft that did not come, and none has come since."""
+        self.committed_at: float | None = None
+        self.miss: Miss | None = None
+        """The commit that left the trie empty, while its drafts are awaited; over with the first commit that could use
+        some."""
+        self.constraint: Constraint | None = None
+        """What its text is held to. The worker draws accordingly."""
+        self._tree: VerificationTree | None = None
+        speculation = opened.speculation
+        self._drafted_chain = speculation.chains and Source.DRAFT in speculation.sources
+        drafts_here = speculation.enabled and speculation.schedule is Schedule.TRIE
+        allowed: Sources = speculation.sources if drafts_here else frozenset()
+        known = local_sources(opened) if sources is None else sources
+        self._sources = [one for one in known if one.source in allowed]
+        self._read = 0
+        """Committed tokens that these have seen."""
+        self._suggested = -1
+        """Position at which they were asked last."""
+
+    @property
+    def tokens(self) -> Sequence[Token]:
+        """Committed tokens, prompt included."""
+        return self.trie.tokens
+
+    @property
+    def faults(self) -> dict[SourceName, str]:
+        """Of registered sources that it does without since they failed: why they did, in one line each."""
+        return {one.source: one.fault for one in self._sources if isinstance(one, Guarded) and one.fault}
+
+    @property
+    def room(self) -> int:
+        """How many draft tokens can follow each other before the session's last position, which is the target's own."""
+        return self.opened.limits.end - self.trie.position - 1
+
+    @property
+    def deepest(self) -> int:
+        """How many draft tokens may follow each other in one step."""
+        return min(self.opened.speculation.max_depth, self.room)
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether a draft worker may be at work for it, and is not told to rest."""
+        speculation = self.opened.speculation
+        return speculation.enabled and Source.DRAFT in speculation.sources and self._sent_lookahead != 0
+
+    @property
+    def agreement(self) -> float:
+        """Chance of one draft token to be kept, no higher than what steps with drafts have really committed allows."""
+        return min(self.lookahead_policy.agreement, 1.0 - 1.0 / max(self.throughput.tokens, 1.0))
+
+    def waits_since(self, now: float) -> float:
+        """Since when a session that must have drafts has waited for them: since its last commit, or since ``now``."""
+        if self.committed_at is None:
+            self.committed_at = now
+        return self.committed_at
+
+    def waited_in_vain(self) -> None:
+        """It is not to wait again before a draft has come."""
+        self.in_vain = True
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def propose(self, proposal: Proposal, at: float = 0.0) -> Placement:
+        """Take in a proposal; one of another epoch, or of a session that wants no drafts, is stale."""
+        speculation = self.opened.speculation
+        if proposal.epoch != self.opened.epoch or not speculation.enabled or proposal.source not in speculation.sources:
+            return Placement(InsertResult.STALE)
+        if speculation.rule is Rule.REJECTION and not proposal.q:
+            return Placement(InsertResult.MISSING_Q)
+        placement = self.trie.insert(proposal)
+        if placement.result in (InsertResult.PLACED, InsertResult.STALE):
+            self._arrived(proposal, at)
+        return placement
+
+    def _arrived(self, proposal: Proposal, at: float) -> None:
+        """Time the drafts after a miss.
+
+        What arrives during a step is looked at after it. So drafts may turn out to have been here before the commit
+        that seemed to leave none: then that was no miss.
+        """
+        self.in_vain = False
+        if self.miss is not None and at < self.miss.at and len(self.trie):
+            self.miss = None
+        elif self.miss is not None and at >= self.miss.at and proposal.tokens:
+            reached = proposal.anchor_position + max(proposal.depths) - self.miss.position
+            self.miss.arrived(reached, at)
+
+    def candidates(self, budget: int) -> VerificationTree:
+        """The at most ``budget`` draft tokens most likely to be kept, best first.
+
+        Drafts past the last position the session may reach are never among them.
+        """
+        if not self.opened.speculation.enabled or budget <= 0:
+            return VerificationTree()
+        self._suggest()
+        self._force()
+        return self.trie.select(budget, self.deepest)
+
+    def begin_verification(self, chosen: VerificationTree) -> VerificationTree:
+        """Verify ``chosen`` in the step that ``commit`` ends; returns it in the order to compute it in."""
+        assert self._tree is None and self.finished is None
+        self._tree = chosen.depth_first()
+        return self._tree
+
+    def withdraw(self) -> VerificationTree:
+        """Verify no drafts in the step that ``commit`` ends, whatever was offered; they stay at hand."""
+        assert self._tree is not None, "withdraw without a tree"
+        self._tree = VerificationTree()
+        return self._tree
+
+    def index(self, end: int) -> None:
+        """Let the sources here see the tokens before ``end``: a long prompt is read as it is prefilled."""
+        fresh, self._read = self.trie.tokens[self._read : end], max(self._read, end)
+        for one in self._sources:
+            one.extend(fresh)
+
+    def _suggest(self) -> None:
+        """Ask the sources here how the text goes on, and draft what they say, the surest first."""
+        if not self._sources or self._suggested == self.trie.position:
+            return
+        self.index(self.trie.position)
+        self._suggested = self.trie.position
+        found = [(one.source, one.propose(min(one.depth, self.room))) for one in self._sources]
+        found = [(source, suggestion) for source, suggestion in found if suggestion.tokens]
+        for source, suggestion in sorted(found, key=lambda pair: -pair[1].confidence[0]):
+            if not self._drafted_chain or suggestion.confidence[0] >= SURE:
+                self._add(source, suggestion)
+
+    def _add(self, source: SourceName, suggestion: Suggestion) -> None:
+        """Hang a suggestion from the end of the text, as far as there is room; whoever drafted a token first has it."""
+        places: list[Node | None] = []
+        for token, parent, sure in zip(suggestion.tokens, suggestion.parents, suggestion.confidence, strict=True):
+            above = self.trie.root if parent == ANCHOR else places[parent]
+            known = above and above.children.get(token)
+            places.append(known or (above and self.trie.add(above, token, sure, source)))
+
+    def _force(self) -> None:
+        """Where the likeliest drafts end, propose what must follow: the only text that the constraint leaves open."""
+        speculation = self.opened.speculation
+        if self.constraint is None or Source.GRAMMAR not in speculation.sources:
+            return
+        if speculation.schedule is not Schedule.TRIE:
+            return
+        node, path = self.trie.root, list[Token]()
+        while node.children:
+            node = max(node.children.values(), key=lambda child: child.weight)
+            path.append(node.token)
+        for token in self.constraint.forced(path):
+            child = self.trie.add(node, token, FORCED_CONFIDENCE, Source.GRAMMAR)
+            if child is None:
+                return
+            node = child
+
+    # -- outcomes ------------------------------------------------------------------------------------------------------
+
+    def commit(self, drawn: Sequence[Token], at: float | None = None) -> Commit:
+        """Decide the step by the coupled rule.
+
+        ``drawn[0]`` is the target's token after the prefix, ``drawn[i + 1]`` its token after offer ``i``; ``at``: now.
+        """
+        assert self._tree is not None, "commit without a tree"
+        return self.settle(walk(self._tree.tokens, self._tree.parents, drawn), at)
+
+    def settle(self, outcome: AcceptanceResult, at: float | None = None) -> Commit:
+        """Decide the step by an outcome that a rule has come to."""
+        tree, self._tree = self._tree, None
+        assert tree is not None, "settle without a tree"
+        tokens = (*(tree.nodes[i].token for i in outcome.kept), outcome.own)
+        position = self.trie.position
+        count, self.finished = finish_at(position, tokens, self.opened.limits)
+        if self.constraint is not None and (end := self.constraint.ending(tokens[:count])) is not None:
+            count, self.finished = end, FinishReason.STOP
+        tokens, kept = tokens[:count], outcome.kept[:count]
+        sources = tuple(tree.nodes[i].source for i in kept)
+        refused = tuple(node.source for i, node in enumerate(tree.nodes) if i not in kept)
+        end = outcome.kept[-1] if outcome.kept else ANCHOR
+        self._learn(tokens, len(kept))
+        self.trie.advance(tokens)
+        if self.opened.speculation.schedule is Schedule.TRIE:
+            self._sent_lookahead = self.lookahead_policy.lead if self._drafting.pays else 0
+        if at is not None:
+            self._clock(at, count, len(tree.nodes))
+        verification = Verification(
+            session=self.opened.session,
+            epoch=self.opened.epoch,
+            position=position,
+            tokens=tokens,
+            digest=self.trie.digest,
+            accepted=len(kept),
+            offered=len(tree.nodes),
+            finish=self.finished,
+            lead=self._sent_lookahead,
+            sources=_unless_drafted(sources),
+            refused=_unless_drafted(refused),
+            recovered=count > len(outcome.kept) and end in tree.parents,
+        )
+        return Commit(verification, kept)
+
+    def _learn(self, tokens: Sequence[Token], accepted: int) -> None:
+        """Compare all drafts along the way, verified or not, with what was committed."""
+        node, matched, diverged = self.trie.root, 0, False
+        for token in tokens:
+            self.calibration.observe(node, token)
+            diverged = bool(node.children)
+            if token not in node.children:
+                break
+            node, matched, diverged = node.children[token], matched + 1, False
+        if self._drafting.pays:
+            self.lookahead_policy.observe(matched, diverged, accepted, self._drafting.break_even)
+
+    def _clock(self, at: float, count: int, offered: int) -> None:
+        """Measure the throughput of steps with drafts, and note whether this one left some."""
+        previous, self.committed_at = self.committed_at, at
+        if offered and previous is not None and self.miss is None:
+            self.throughput.observe(count, at - previous)
+        if self.miss is not None:
+            if not offered and not len(self.trie):
+                return  # nothing has come yet
+            # Drafts in the very next step and none from a drafter: a source here had them. Says nothing of drafters.
+            filled_here = not self.miss.reached and previous == self.miss.at
+            if not filled_here:
+                self.draft_latency.observe(self.miss)
+        self.miss = None if len(self.trie) or not self._drafting.pays else Miss(at, self.trie.position)
+
+
+def _unless_drafted(sources: tuple[SourceName, ...]) -> tuple[SourceName, ...]:
+    """What a message says of drafts that came from these sources."""
+    return () if set(sources) <= {Source.DRAFT} else sources

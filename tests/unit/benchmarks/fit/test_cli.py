@@ -1,0 +1,118 @@
+"""``paceline fit``: mistakes are answered in one line before anything is started, and flags arrive."""
+
+import pytest
+
+from benchmarks.fit import main as fit
+from benchmarks.fit.settings import FitError, Way
+from cluster.cli import main
+from draft_service.translation import vocabulary
+from speculation.messages import Source
+from tests.bundled import MODELS, with_other_vocabulary
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The options of fits that would have run."""
+    options = []
+    monkeypatch.setattr(fit, "main", lambda given: options.append(given) or 0)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--source", "crystal-ball"], "--source 'crystal-ball': must be one of none, lookup, medusa, suffix"),
+        (["--source", "medusa"], "--source medusa: give the folder of the heads with --medusa DIR"),
+        (["--medusa", str(MODELS / "medusa"), "--source", "lookup"], "--source has lookup; add medusa, or leave"),
+        (["--medusa", "/nowhere/heads"], "--medusa /nowhere/heads: not a folder of Medusa heads"),
+        (["--source", "none", "--target", str(MODELS / "target")], "nothing to compare: give a --draft, or --source"),
+        (["--round-trip", "0,-5"], "--round-trip '-5': must be milliseconds from 0 to"),
+        (["--sessions", "1,65"], "--sessions '65': must be a whole number from 1 to 64"),
+        (["--tokens", "2"], "--tokens 2: must be from 16 to"),
+        (["--temperature", "nan"], "--temperature nan: must be from 0"),
+        (["--threads", "0"], "--threads 0: must be from 1 to"),
+        (["--target", "/nowhere/model"], "--target /nowhere/model: no such folder"),
+        (["--draft", "/nowhere/model"], "--draft /nowhere/model: no such folder"),
+        (["--draft", "Org/a", "--draft", "Org/a"], "--draft Org/a is given 2 times"),
+        (["--prompts", "/nowhere/prompts.txt"], "--prompts /nowhere/prompts.txt: No such file"),
+        (["--out", "/nowhere/fit"], "--out /nowhere/fit: must be a folder in one that exists"),
+        (["--out", __file__], "is a file; give a folder"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys):
+    assert main(["fit", *arguments]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
+    assert not started
+
+
+@pytest.fixture
+def other(tmp_path) -> str:
+    return str(with_other_vocabulary(tmp_path / "other"))
+
+
+def test_a_draft_with_another_tokenizer_is_like_any_other(other, started):
+    assert main(["fit", "--draft", other]) == 0
+    assert started[0].drafts == (other,)
+
+
+def test_one_that_shares_too_little_is_refused_as_its_worker_would_before_anything_is_served(
+    other, monkeypatch, capsys
+):
+    monkeypatch.setattr(vocabulary, "MIN_SHARED", 1.01)
+    monkeypatch.setattr(fit, "watch", lambda *_: pytest.fail("a worker would have been started"))
+    assert main(["fit", "--draft", other]) == 2
+    said = capsys.readouterr().err
+    assert "tokens with the target's tokenizer, 100.0%; at least 101% are needed to draft, choose a draft" in said
+    assert said.count("paceline:") == 1
+
+
+def test_what_fails_later_is_one_line_too(monkeypatch, capsys):
+    def fails(_):
+        raise FitError("--draft a: its context holds 9 tokens")
+
+    monkeypatch.setattr(fit, "main", fails)
+    assert main(["fit"]) == 2
+    assert capsys.readouterr().err == "paceline: --draft a: its context holds 9 tokens\n"
+
+
+def test_every_draft_is_tried_with_every_source_and_those_alone_too(started, tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text("One prompt\nAnother\n")
+    arguments = [
+        "--draft",
+        "Org/a",
+        "--draft",
+        "Org/b",
+        "--prompts",
+        str(file),
+        "--sessions",
+        "8",
+        "--round-trip",
+        "20",
+    ]
+    assert main(["fit", *arguments]) == 0
+    (options,) = started
+    lookup = frozenset({Source.LOOKUP})
+    drafted = [Way(draft, local) for draft in ("Org/a", "Org/b") for local in (frozenset(), lookup)]
+    assert options.ways == [Way(None, lookup), *drafted]
+    assert [prompt.kind for prompt in options.prompts] == ["mine", "mine"]
+    assert (options.sessions, options.round_trips) == ((1, 8), (0.02,))
+
+
+def test_heads_are_compared_once_they_are_given(started):
+    heads = str(MODELS / "medusa")
+    assert main(["fit", "--medusa", heads]) == 0
+    assert main(["fit", "--medusa", heads, "--source", "medusa,suffix"]) == 0
+    usual, asked = started
+    assert (usual.medusa, usual.sources, asked.sources) == (heads, ("none", "lookup", "medusa"), ("medusa", "suffix"))
+
+
+def test_the_bundled_draft_belongs_to_the_bundled_target(started):
+    assert main(["fit"]) == 0
+    assert main(["fit", "--target", str(MODELS / "target"), "--source", "lookup"]) == 0
+    ours, theirs = started
+    assert ours.drafts == (str(MODELS / "draft"),)
+    assert theirs.drafts == ()
+    assert len(ours.prompts) == 48

@@ -1,0 +1,343 @@
+"""``paceline bench engine``: figures from measurements made by hand, its command line, and one small run."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.engine import figures, model, steps
+from benchmarks.engine import run as engine
+from benchmarks.engine.contenders import PREFIX, Loop, Stock
+from benchmarks.engine.figures import ALONE, GOALS, MIXED, TOGETHER, Agreement, Measured, Repeated, agreement, summary
+from benchmarks.engine.model import (
+    MEAN_ANSWER,
+    MEAN_PROMPT,
+    SHORTENED,
+    Memory,
+    config,
+    lengths,
+    memory_of,
+    parameters,
+    random_prompts,
+    read_rollup,
+    write_model,
+)
+from benchmarks.engine.settings import READ_BYTES, EngineOptions, Shape
+from benchmarks.engine.steps import TREE, Part, StepParts, chain, hooks, in_turn, many, reads
+from benchmarks.harness.measure import Batch, Commit, Decoded, Run
+from benchmarks.harness.report import Result
+from cluster.cli import main
+from engine.build import build
+from engine.settings import EngineSettings
+
+KEYS = {
+    "step_over_floor",
+    "verify8_over_step1",
+    "batch16_over_batch1",
+    "over_transformers_batch16",
+    "over_transformers_batch16_mixed",
+    "prefix_hit_ttft_ratio",
+    "memory_overhead_mb",
+}
+
+
+def run(requests: int, tokens: int, first: float, seconds: float) -> Run:
+    """Requests asked for at 0 whose first token comes at ``first`` and the others after ``seconds`` more, at once."""
+    commits = (Commit(first, 1), Commit(first + seconds, tokens))
+    return Run((Decoded(tuple(range(1 + tokens)), commits),) * requests, asked=0.0)
+
+
+@pytest.fixture
+def measured() -> Measured:
+    """Three rounds on a machine that is half as fast in the second of them."""
+    slow = (1.0, 2.0, 1.0)
+    steps = {chain(1): 0.026, chain(8): 0.030, TREE: 0.032, many(8): 0.040}
+    theirs = {chain(1): 0.050, chain(8): 0.100}
+    return Measured(
+        weight_bytes=500_000_000,
+        read_bytes=1_000_000_000,
+        reads={"slow way": [0.05 * x for x in slow], "fast way": [0.04 * x for x in slow]},
+        steps={name: [seconds * x for x in slow] for name, seconds in steps.items()}
+        | {PREFIX + name: [seconds * x for x in slow] for name, seconds in theirs.items()},
+        runs={
+            ALONE: [run(1, 40, 0.1, 1.0 * x) for x in slow],
+            TOGETHER: [run(16, 40, 1.0 * x, 2.0 * x) for x in slow],
+            PREFIX + ALONE: [run(1, 40, 0.1, 2.0 * x) for x in slow],
+            PREFIX + TOGETHER: [run(16, 40, 1.5 * x, 6.0 * x) for x in slow],
+            MIXED: [run(16, 40, 1.0 * x, 1.0 * x) for x in slow],
+            PREFIX + MIXED: [run(16, 40, 1.0 * x, 5.0 * x) for x in slow],
+        },
+        prefixes=[Repeated(2.0, 0.1), Repeated(4.0, 0.8), Repeated(2.0, 0.16)],
+        memory=Memory(1_100_000_000, 900_000_000, 500_000_000, 90_000_000, 10_000_000),
+        parts=[StepParts(1, 0.02, dict.fromkeys(Part, 0.004))],
+        through_router={},
+        exact={TOGETHER: [run(16, 16, 1.0, 1.0)], PREFIX + TOGETHER: [run(16, 16, 1.0, 2.0)]},
+    )
+
+
+def shown(measured: Measured) -> Result:
+    options = EngineOptions(quick=True, hidden=256, layers=2)
+    return figures.result(options, "bfloat16", measured, day=date(2026, 1, 2), machine={"processor": "a processor"})
+
+
+@pytest.fixture
+def result(measured) -> Result:
+    return shown(measured)
+
+
+def test_every_figure_is_a_median_of_ratios_within_a_round(measured):
+    assert measured.floors == pytest.approx([0.02, 0.04, 0.02])
+    assert summary(measured) == pytest.approx(
+        {
+            "step_over_floor": 1.3,
+            "verify8_over_step1": 30 / 26,
+            "batch16_over_batch1": 8.0,
+            "over_transformers_batch16": 2.5,
+            "over_transformers_batch16_mixed": 3.0,
+            "prefix_hit_ttft_ratio": 0.08,
+            "memory_overhead_mb": 500.0,
+        }
+    )
+
+
+def test_the_floor_is_that_of_the_fastest_way_to_read(measured):
+    slower = replace(measured, reads={"slow way": measured.reads["slow way"]})
+    assert summary(slower)["step_over_floor"] == pytest.approx(1.3 * 0.04 / 0.05)
+
+
+def test_over_transformers_counts_the_prompts(measured):
+    early = {**measured.runs, TOGETHER: [run(16, 40, 0.5, 2.0)] * 3, PREFIX + TOGETHER: [run(16, 40, 0.5, 4.5)] * 3}
+    assert summary(replace(measured, runs=early))["over_transformers_batch16"] == pytest.approx(2.0)
+
+
+def test_mixed_requests_spread_widely_and_are_the_same_in_every_run():
+    drawn = lengths(1000)
+    assert drawn == lengths(1000)
+    for column, expected in ((0, MEAN_PROMPT / SHORTENED), (1, MEAN_ANSWER / SHORTENED)):
+        tokens = [one[column] for one in drawn]
+        assert min(tokens) >= 1 and max(tokens) == 256
+        assert mean(tokens) == pytest.approx(expected, rel=0.1)
+        assert stdev(tokens) > 0.7 * mean(tokens)
+
+
+async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
+    """In float32, with a tiny model: the padding of one contender and the retiring of the other change no token."""
+    write_model(Shape(256, 1), tmp_path / "model")
+    settings = EngineSettings(str(tmp_path / "model"), device="cpu", dtype="float32", cache_tokens=4096)
+    generator = torch.Generator().manual_seed(0)
+    prompts = tuple(random_prompts(1, tokens, generator)[0] for tokens in (3, 11, 7))
+    batch = Batch(prompts, 6, each=(6, 1, 4))
+    ours = await Loop(build(settings), settings).run(batch)
+    theirs = await Stock(tmp_path / "model", torch.float32).run(batch)
+    assert [len(one.tokens) for one in ours.decoded] == [6, 1, 4]
+    assert [one.tokens for one in ours.decoded] == [one.tokens for one in theirs.decoded]
+    assert [sum(commit.tokens for commit in one.commits) for one in theirs.decoded] == [6, 1, 4]
+
+
+def test_goals_say_what_is_reached_and_what_transformers_does(result):
+    lines = {line[0]: line[1:] for line in result.tables[-1].lines}
+    assert lines["decode step over its floor"] == ("at most 1.4", "1.30", "yes", "2.50")
+    assert lines["verify 8 over step of 1"] == ("at most 1.5", "1.15", "yes", "2.00")
+    assert lines["tokens/s, 16 over 1"] == ("at least 5", "8.00", "yes", "5.33")
+    assert lines["first token, repeated prefix over cold"] == ("at most 0.1", "0.08", "yes", "")
+
+
+def test_goals_say_what_was_missed_and_what_was_not_measured(result, measured):
+    short = replace(measured, prefixes=[Repeated(1.0, 0.5)], memory=None)
+    lines = {line[0]: line[1:] for line in shown(short).tables[-1].lines}
+    assert lines["first token, repeated prefix over cold"] == ("at most 0.1", "0.50", "NO", "")
+    assert lines["worker's memory beyond need, MB"] == ("at most 600", "not measured", "", "")
+    at_least = next(goal for goal in GOALS if goal.key == "over_transformers_batch16")
+    assert not at_least.reached(1.99) and at_least.reached(2.0)
+
+
+def test_the_document_holds_the_summary_what_was_wanted_and_where_it_ran(result):
+    document = json.loads(json.dumps(result.document()))
+    assert set(document["summary"]) == set(document["wanted"]) == KEYS
+    assert document["wanted"]["step_over_floor"] == {"at_most": 1.4}
+    assert document["wanted"]["batch16_over_batch1"] == {"at_least": 5.0}
+    assert document["transformers"]["step_over_floor"] == pytest.approx(2.5)
+    assert document["hardware"] == {"processor": "a processor"}
+    assert document["command"] == "paceline bench engine --quick --hidden 256 --layers 2 --threads 1"
+    assert document["model"] == {
+        "parameters": parameters(Shape(256, 2)),
+        "hidden": 256,
+        "layers": 2,
+        "weights": "random",
+    }
+    assert document["step_seconds"][chain(8)] == [0.030, 0.060, 0.030]
+
+
+def test_the_folder_holds_figures_and_a_page_that_shows_them(result, tmp_path):
+    result.write_folder(tmp_path / "new")
+    page = (tmp_path / "new" / "README.md").read_text()
+    for words in ("random weights", "Must reach", "| decode step over its floor | at most 1.4 | 1.30 | yes | 2.50 |"):
+        assert words in page
+    assert json.loads((tmp_path / "new" / "engine.json").read_text())["date"] == "2026-01-02"
+
+
+def test_agreement_counts_equal_texts_and_tokens_before_the_first_difference():
+    def texts(*rows: tuple[int, ...]) -> list[Run]:
+        return [Run(tuple(Decoded(row, ()) for row in rows))]
+
+    ours, theirs = texts((1, 2, 3, 4), (1, 2, 3, 4), (9, 2, 3, 4)), texts((1, 2, 3, 4), (1, 2, 3, 9), (1, 2, 3, 4))
+    assert agreement(ours, theirs) == Agreement(texts=3, same=1, tokens=3)
+
+
+def test_what_is_timed_takes_turns_and_the_first_round_does_not_count():
+    called: list[str] = []
+    seconds = in_turn({name: lambda name=name: called.append(name) for name in "abc"}, rounds=4, warm_up=1)
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("abc", 4)
+    rounds = [called[start : start + 3] for start in range(0, 15, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len({tuple(one) for one in rounds}) > 1, "the order never changes"
+
+
+def test_every_way_reads_the_whole_buffer():
+    size = 1 << 16
+    found = {way: float(read()) for way, read in reads(size).items()}
+    of_float, of_integer = torch.ones(8, dtype=torch.uint8).view(torch.float32), 0x0101010101010101
+    assert found["sum float32"] == pytest.approx(size / 4 * of_float[0].item())
+    assert found["dot float32"] == pytest.approx(size / 4 * of_float[0].item() ** 2, rel=1e-3)
+    total = size // 8 * of_integer
+    assert int(reads(size)["sum int64"]()) == (total + 2**63) % 2**64 - 2**63
+    assert found["max uint8"] == 1
+    assert READ_BYTES % 8 == 0
+
+
+class Ticking(nn.Module):
+    """Takes a given time by a clock that only modules move."""
+
+    now = 0.0
+
+    def __init__(self, seconds: float, *inner: nn.Module) -> None:
+        super().__init__()
+        self.seconds, self.inner = seconds, nn.ModuleList(inner)
+
+    def forward(self) -> None:
+        Ticking.now += self.seconds
+        for module in self.inner:
+            module()
+        Ticking.now += self.seconds
+
+
+class PackedLinear(Ticking):
+    pass
+
+
+class LlamaAttention(Ticking):
+    pass
+
+
+def test_time_goes_to_the_innermost_part(monkeypatch):
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: Ticking.now)
+    model = Ticking(1.0, LlamaAttention(10.0, PackedLinear(100.0), Ticking(10.0)), PackedLinear(100.0), Ticking(1.0))
+    with hooks(model) as seconds:
+        model()
+    assert seconds == {Part.LINEAR: 400.0, Part.ATTENTION: 40.0, Part.REST: 4.0}
+    model()
+    assert sum(seconds.values()) == 444.0, "the hooks are still there"
+
+
+def test_memory_of_a_process_is_read_from_its_rollup():
+    text = "5581-7ffd ---p 00000000 00:00 0  [rollup]\nRss:   1200 kB\nPrivate_Clean:  0 kB\nTHPeligible:  1\n"
+    assert read_rollup(text) == {"Rss": 1200 * 1024, "Private_Clean": 0}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
+def test_known_needs_are_taken_off_the_memory():
+    shape = Shape(256, 2)
+    found = memory_of(os.getpid(), shape, item=2, slots=48, rows=3)
+    assert found.weights == 2 * parameters(shape)
+    layers, keys_and_values, head_size, bytes_each = 2, 2, 64, 2
+    assert found.cache == layers * keys_and_values * head_size * bytes_each * 48
+    assert found.overhead == found.resident - found.weights - found.cache - found.activations
+    assert 0 < found.private <= found.resident
+
+
+def test_the_default_model_has_about_250_million_parameters():
+    assert parameters(Shape()) == pytest.approx(250e6, rel=0.05)
+    assert config(Shape()).tie_word_embeddings
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The options of benchmarks that would have run."""
+    options = []
+    monkeypatch.setattr(engine, "main", lambda given: options.append(given) or 0)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hidden", "100"], "--hidden must be a multiple of 256, got 100"),
+        (["--hidden", "0"], "--hidden must be a multiple of 256, got 0"),
+        (["--layers", "0"], "--layers must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be 1 to"),
+        (["--threads", "100000"], "the cores usable here, got 100000"),
+        (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: no such folder"),
+        (["--quick", "--out", "results"], "--out belongs to a full run"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys):
+    assert main(["bench", "engine", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not started
+
+
+def test_flags_arrive(started, tmp_path):
+    file = str(tmp_path / "x.json")
+    assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "3", "--json", file]) == 0
+    assert main(["bench", "engine"]) == 0
+    quick, full = started
+    assert (quick.shape, quick.json, quick.threads) == (Shape(256, 3), Path(file), 1)
+    assert (full.shape, full.json) == (Shape(), None)
+    assert full.out.name.endswith("-engine")
+    assert quick.rounds < full.rounds
+    assert quick.turns < full.turns
+
+
+def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
+    """The real thing with a tiny model: a worker process, transformers, and every figure."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(engine, name, value)
+    monkeypatch.setattr(model, "SHORTENED", 40)
+    file, cores = tmp_path / "figures.json", os.sched_getaffinity(0)
+    assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "1", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert set(found["summary"]) == KEYS
+    assert all(value > 0 for value in found["summary"].values())
+    assert found["agreement"]["float32"] == {"texts": 16, "same": 16, "tokens": 4}
+    assert os.sched_getaffinity(0) == cores
+    said = capsys.readouterr().out
+    assert found["summary"]["over_transformers_batch16"] != found["summary"]["over_transformers_batch16_mixed"]
+    for words in (
+        "Must reach",
+        "16 requests of mixed lengths",
+        "A step, by its tokens",
+        "linear layers",
+        "transformers",
+    ):
+        assert words in said
+
+
+SMALL = {
+    "SIZES": (1, 8),
+    "CONTEXT": 20,
+    "PROMPT": 8,
+    "NEW": 4,
+    "EXACT_NEW": 4,
+    "REPEATED_PREFIX": 40,
+    "CACHE_TOKENS": 4096,
+    "READ_BYTES": 1 << 22,
+}

@@ -1,0 +1,216 @@
+"""Rows, ratios, the summary and how they are shown, from runs and rows made by hand."""
+
+import json
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.measure import Commit, Decoded, Run
+from benchmarks.harness.pair import Pair
+from benchmarks.harness.report import Result
+from benchmarks.speculation import plots, report
+from benchmarks.speculation.figures import (
+    ASSISTED,
+    GOALS,
+    OURS,
+    PARALLEL,
+    PLAIN,
+    SEQUENTIAL,
+    Measured,
+    Outcome,
+    Row,
+    Timeline,
+    ratio,
+    rows,
+    summary,
+)
+from benchmarks.speculation.records import Depth, Log, Profile, SessionStep, Span, TargetStep
+from benchmarks.speculation.settings import (
+    BATCH_16,
+    DEAD,
+    FAR,
+    FULL,
+    NEAR,
+    QUICK,
+    TRANSFORMERS,
+    WRONG,
+    WRONG_COLD,
+    Setting,
+    SpeculationOptions,
+)
+from router.sessions.pool import Traffic
+
+PAIR = Pair("stretched 0.8", Path("target"), Path("draft"), 1_000_000, "A pair made by hand.")
+OPTIONS = SpeculationOptions(prompts=3, bursts=2, layers=32)
+
+
+def row(setting: Setting, contender: str, *rates: float, **rest: object) -> Row:
+    made = Row(PAIR.name, setting, contender, "", rates, tokens_per_step=3.0, kept=0.5, same_text=1.0)
+    return replace(made, **rest)
+
+
+def measured_rows() -> list[Row]:
+    """Rates of three prompts for everything that the goals need; ours always has 100, 200, 300."""
+    known = {
+        "efficiency": (0.8, 0.9, 0.95),
+        "profile": Profile(9, 30.0, 2.0, 1.0, 4.0, 1.0, 0.6),
+        "depths": (Depth(1, 9, 8),),
+    }
+    ours = (100.0, 200.0, 300.0)
+    found = []
+    for setting in (NEAR, FAR):
+        found += [
+            row(setting, PLAIN, 50.0, 50.0, 50.0),
+            row(setting, OURS, *ours, **known),
+            row(setting, SEQUENTIAL, 80.0, 100.0, 100.0),
+            row(setting, PARALLEL, 50.0, 100.0, 100.0),
+        ]
+    found += [row(TRANSFORMERS, OURS, *ours), row(TRANSFORMERS, ASSISTED, 40.0, 50.0, 60.0)]
+    for setting in (DEAD, WRONG_COLD, WRONG, BATCH_16):
+        found += [row(setting, PLAIN, 100.0, 202.0, 310.0), row(setting, OURS, *ours)]
+    return found
+
+
+@pytest.fixture
+def result() -> Result:
+    log = Log(
+        (TargetStep(1.0, 1.03, 0.028, (SessionStep(3, 2, (1, 2, 3)),)),), (Span(1.03, 1.031),), (Span(1.0, 1.02),)
+    )
+    timeline = Timeline(NEAR, OURS, 1.0, 1.1, log)
+    machine = {"processor": "a processor", "cores": 2, "transformers": "5.0"}
+    outcome = Outcome(PAIR, measured_rows(), measured_rows()[:1], [timeline])
+    return report.result(OPTIONS, [outcome], day=date(2026, 1, 2), machine=machine)
+
+
+def test_a_ratio_is_the_median_over_prompts():
+    near = measured_rows()[:3]
+    over = ratio(near[1], near[2])
+    assert (over.median, over.lowest, over.highest) == (2.0, 1.25, 3.0)
+
+
+def test_no_ratio_across_settings():
+    with pytest.raises(AssertionError, match="within one setting"):
+        ratio(row(NEAR, OURS, 1.0), row(FAR, PLAIN, 1.0))
+
+
+def test_the_summary_has_exactly_the_keys_of_the_goals():
+    assert summary(measured_rows(), PAIR.name) == pytest.approx(
+        {
+            "pipeline_efficiency_0ms": 0.9,
+            "pipeline_efficiency_20ms": 0.9,
+            "over_sequential_0ms": 2.0,
+            "over_sequential_20ms": 2.0,
+            "over_plain_0ms": 4.0,
+            "over_plain_20ms": 4.0,
+            "over_transformers_assisted": 4.0,
+            "dead_drafter_over_plain": 200 / 202,
+            "wrong_drafter_over_plain": 200 / 202,
+            "batch16_over_plain": 200 / 202,
+        }
+    )
+
+
+def test_the_summary_is_of_the_main_pair():
+    others = [replace(one, pair="another", rates=(1.0, 1.0, 1.0)) for one in measured_rows()]
+    assert summary([*others, *measured_rows()], PAIR.name) == summary(measured_rows(), PAIR.name)
+
+
+@pytest.mark.parametrize("plans", [QUICK, FULL])
+def test_every_goal_is_measured_on_the_first_pair(plans):
+    planned = {*plans[0].settings, *((TRANSFORMERS, DEAD, WRONG) if plans[0].request_options else ())}
+    assert {goal.setting for goal in GOALS} <= planned
+
+
+@pytest.mark.parametrize("plans", [QUICK, FULL])
+def test_settings_of_a_pair_have_names_of_their_own(plans):
+    for plan in plans:
+        names = [setting.name for setting in plan.settings]
+        assert len(set(names)) == len(names)
+
+
+def run_of(texts: list[list[tuple[float, int, int, int]]], traffic: Traffic | None = None) -> Run:
+    """Requests given by their commits: time, tokens, accepted, offered."""
+    decoded = [
+        Decoded(tuple(range(sum(tokens for _, tokens, *_ in one))), tuple(Commit(*commit) for commit in one))
+        for one in texts
+    ]
+    return Run(tuple(decoded), traffic)
+
+
+def test_rows_join_runs_and_records():
+    plain = run_of([[(0.0, 1, 0, 0), (0.1, 1, 0, 0), (0.2, 1, 0, 0), (0.3, 1, 0, 0), (0.4, 1, 0, 0)]])
+    ours = run_of([[(1.0, 1, 0, 0), (1.1, 3, 2, 4), (1.2, 1, 0, 4)]], Traffic(50, 100))
+    log = Log(
+        (
+            TargetStep(0.0, 0.09, 0.08, (SessionStep(0, 0),)),
+            TargetStep(0.9, 0.99, 9.0, ()),  # the prompt: before the first tokens
+            TargetStep(1.0, 1.09, 0.08, (SessionStep(4, 2, (1, 2, 3, 4)),)),
+            TargetStep(1.1, 1.19, 0.08, (SessionStep(4, 0, (1, 2, 3, 4)),)),
+        )
+    )
+    one, two = rows([Measured("p", NEAR, PLAIN, (plain,)), Measured("p", NEAR, OURS, (ours,), "K = 4")], log)
+    assert one.rates == pytest.approx((10.0,))
+    assert two.rates == pytest.approx((20.0,))
+    assert (two.choice, two.tokens_per_step, two.kept, two.same_text) == ("K = 4", 2.0, 0.25, 1.0)
+    assert two.efficiency == pytest.approx((0.8,))
+    assert two.profile is not None and two.profile.steps == 2
+    assert two.depths[0] == Depth(1, 2, 1)
+    assert (two.sent_per_token, two.received_per_token) == (10.0, 20.0)
+    assert one.sent_per_token is None
+
+
+def test_without_drafts_no_share_of_them_is_kept():
+    one = run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)]])
+    assert rows([Measured("p", NEAR, PLAIN, (one,))], Log())[0].kept is None
+
+
+def test_another_text_is_told():
+    one, other = run_of([[(0.0, 1, 0, 0), (0.1, 2, 0, 0)]]), run_of([[(1.0, 1, 0, 0), (1.1, 3, 0, 0)]])
+    assert rows([Measured("p", NEAR, PLAIN, (one,)), Measured("p", NEAR, OURS, (other,))], Log())[1].same_text == 0.0
+
+
+def test_no_efficiency_of_a_batch():
+    one = run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)], [(0.0, 1, 0, 0), (1.0, 1, 0, 0)]])
+    log = Log((TargetStep(0.5, 1.0, 0.4, (SessionStep(0, 0), SessionStep(0, 0))),))
+    found = rows([Measured("p", BATCH_16, PLAIN, (one,))], log)[0]
+    assert (found.efficiency, found.profile) == ((), None)
+
+
+def test_the_document_says_what_was_measured_and_on_what(result):
+    document = json.loads(json.dumps(result.document()))
+    about = {"date", "machine", "hardware", "command", "notes"}
+    assert set(document) == {"summary", "options", "pairs", "rows", "tried"} | about
+    assert document["summary"] == pytest.approx(summary(measured_rows(), PAIR.name))
+    assert document["pairs"] == [{"name": PAIR.name, "parameters": 1_000_000, "about": PAIR.about}]
+    assert len(document["rows"]) == len(measured_rows())
+    assert document["rows"][0]["setting"]["rtt_ms"] == 0.0
+    assert "out" not in document["options"], "the figures name a folder of this machine"
+
+
+def test_goals_tell_what_was_not_reached(result):
+    lines = {line[0]: line[1:] for line in result.tables[-1].lines}
+    assert lines["over plain decoding, 0 ms"] == ("2.20", "4.00", "yes")
+    assert lines["over plain, 16 requests at once"] == ("1.00", "0.99", "NO")
+
+
+def test_the_folder_holds_figures_plots_and_a_page_that_shows_them(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    result.write_folder(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    for name in ("speedup", "timeline", "step-times", "acceptance"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+        assert f"({name}.png)" in page
+    assert json.loads((tmp_path / "speculation.json").read_text())["date"] == "2026-01-02"
+    for words in (PAIR.about, "Must reach", "Where every millisecond of a step goes", "0.97"):
+        assert words in page
+
+
+def test_a_panel_for_each_pair_measured_at_several_round_trips():
+    pytest.importorskip("matplotlib")
+    alone = [replace(one, pair="trained") for one in measured_rows() if one.setting == NEAR]
+    figure = plots.speedup([*measured_rows(), *alone])
+    assert [axes.get_title() for axes in figure.axes] == [PAIR.name]
+    lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+    assert lines == {OURS: [4.0, 4.0], SEQUENTIAL: [2.0, 2.0], PARALLEL: [2.0, 2.0], PLAIN: [1.0, 1.0]}

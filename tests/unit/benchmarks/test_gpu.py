@@ -1,0 +1,272 @@
+"""``paceline bench gpu``: every stage end to end on a CPU, what fails, its figures, and what it does without."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.gpu import device
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu.figures import GOALS, Outcome, StepTime, contender
+from benchmarks.gpu.settings import CASES, COMPILED, GENERATE, OURS, SHAPES, STAGES, GpuOptions, Shape
+from benchmarks.harness.report import Result
+from cluster.cli import main
+
+LEFT_OUT = ("accelerate", "google.protobuf", "grpc", "httpx", "llguidance", "matplotlib", "psutil", "ray", "torchao")
+
+
+def measured(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and figures of a run on a CPU."""
+    file = tmp_path / "figures.json"
+    code = main(["bench", "gpu", "--device", "cpu", "--json", str(file), *flags])
+    return code, json.loads(file.read_text())
+
+
+def by_stage(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {outcome["stage"]: outcome for outcome in document["outcomes"]}
+
+
+def test_quantised_weights_are_measured_against_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "engine.loading.quantisation.has_kernel", lambda: True
+    )  # torchao's own product is taken, as on GPUs
+    figures = []
+    for flags in ([], ["--quantization", "int8"]):
+        code, document = measured(tmp_path, "--stage", "floor,steps", *flags)
+        assert code == 0
+        figures.append(by_stage(document))
+    plain, quantised = figures
+    assert quantised["steps"]["facts"]["weights"].startswith("int8 weights of ")
+    assert not plain["steps"]["facts"]
+
+    def read(found: dict[str, dict[str, Any]]) -> float:
+        """Megabytes of the layers; the output layer stays as it is, in float32."""
+        tiny = SHAPES["tiny"]
+        every = found["steps"]["steps"]["1 token"]["floor"] * found["floor"]["facts"]["GB/s"]
+        return float(every - 4 * tiny.vocabulary * tiny.hidden / 1e6)
+
+    assert 0.25 < read(quantised) / read(plain) < 0.3
+
+
+def test_every_stage_runs_and_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = measured(tmp_path)
+    found = by_stage(document)
+    assert code == 0
+    assert list(found) == list(STAGES)
+    assert not any(outcome["failed"] for outcome in found.values())
+    assert found["floor"]["facts"]["GB/s"] > 0
+    for stage in ("steps", "draft"):
+        steps = found[stage]["steps"]
+        drafting = [f"{n} x 8 levels, {how}" for n in (1, 8) for how in ("a step each", "one launch")]
+        assert list(steps) == [*CASES, *(drafting if stage == "draft" else ())]
+        assert {name: (step["tokens"], step["rows"]) for name, step in steps.items() if name in CASES} == {
+            "1 token": (1, 16),
+            "chain 8": (8, 16),
+            "tree 16": (16, 16),
+            "16 x 1": (16, 16),
+            "16 x 4": (64, 64),
+            "64 x 1": (64, 64),
+            "1 token, far": (1, 16),
+            "tree 16, far": (16, 16),
+        }
+        for step in steps.values():
+            assert 0 < step["layout"] < step["wall"]
+            assert 0 < step["graph"] < step["wall"]
+        assert all(steps[name]["floor"] > 0 for name in CASES)
+    (prompt,) = found["prompt"]["steps"].values()
+    assert (prompt["tokens"], prompt["rows"]) == (80, 0), "two pieces"
+    assert 0 < prompt["graph"] < prompt["wall"]
+    facts = found["exact"]["facts"]
+    assert facts["told"]
+    assert sorted([*facts["given up"], *facts["rows"]]) == [16, 32, 64]
+    names = [contender(name, batch) for batch in (1, 16) for name in (OURS, GENERATE, COMPILED)]
+    assert sorted(found["transformers"]["rates"]) == sorted(names)
+    assert all(min(rates) > 0 for rates in found["transformers"]["rates"].values())
+    assert set(document["summary"]) == set(document["wanted"]) == {goal.key for goal in GOALS}
+    said = capsys.readouterr().out
+    for words in ("Must reach", "tree 16, far", "transformers compiled, 16 at once", "random weights"):
+        assert words in said
+
+
+def test_it_needs_nothing_that_serves_nor_the_development_environment(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({LEFT_OUT}))\n"  # None there: it cannot be imported
+        "from cluster.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('router', 'target_service', 'protos')]\n"
+        "sys.exit(code)\n"
+    )
+    flags = ["--device", "cpu", "--stage", "floor,exact", "--json", str(tmp_path / "figures.json")]
+    ran = subprocess.run(
+        [sys.executable, "-c", program, "bench", "gpu", *flags], capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert set(by_stage(json.loads((tmp_path / "figures.json").read_text()))) == {"floor", "exact"}
+
+
+def test_a_stage_that_fails_says_why_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = Result.write_json
+
+    def noted(result: Result, file: Path) -> None:
+        written.append(len(result.figures["outcomes"]))
+        write(result, file)
+
+    def failing(_: device.Subject) -> Outcome:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    monkeypatch.setattr(Result, "write_json", noted)
+    monkeypatch.setitem(gpu.MEASURED, "exact", failing)
+    code, document = measured(tmp_path, "--stage", "floor,exact", "--stage", "prompt")
+    found = by_stage(document)
+    assert code == 1
+    assert found["exact"]["failed"] == "OutOfMemoryError: CUDA out of memory."
+    assert not found["floor"]["failed"] and not found["prompt"]["failed"]
+    assert found["prompt"]["steps"]
+    assert written == [1, 2, 3], "figures are there after each stage"
+
+
+def test_a_model_that_cannot_be_built_fails_its_stages_and_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Shape] = []
+
+    def failing(shape: Shape, _: device.Gpu) -> Any:
+        tried.append(shape)
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(device, "random_module", failing)
+    code, document = measured(tmp_path, "--stage", "floor,steps,prompt")
+    found = by_stage(document)
+    assert code == 1
+    assert len(tried) == 1
+    assert not found["floor"]["failed"]
+    for stage in ("steps", "prompt"):
+        assert "RuntimeError: no kernel image is available" in found[stage]["failed"]
+
+
+def test_a_contender_that_cannot_run_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = LlamaForCausalLM.generate
+
+    def without_static(module: Any, *args: Any, **how: Any) -> Any:
+        if "cache_implementation" in how:
+            raise RuntimeError("backend='inductor' raised")
+        return generate(module, *args, **how)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", without_static)
+    code, document = measured(tmp_path, "--stage", "transformers")
+    found = by_stage(document)["transformers"]
+    assert code == 1
+    for batch in (1, 16):
+        assert f"{contender(COMPILED, batch)}: RuntimeError: backend='inductor' raised" in found["failed"]
+        assert found["rates"][contender(OURS, batch)] and found["rates"][contender(GENERATE, batch)]
+        assert contender(COMPILED, batch) not in found["rates"]
+
+
+def test_steps_that_are_not_replayed_have_no_graph_and_the_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: device.Clock, __: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(device.Clock, "__call__", refused)
+    code, document = measured(tmp_path, "--stage", "steps")
+    step = by_stage(document)["steps"]["steps"]["tree 16"]
+    assert code == 0
+    assert step["wall"] > 0
+    assert step["graph"] is None and step["layout"] is None
+    assert any("not replayed as CUDA graphs: RuntimeError: operation not permitted" in n for n in document["notes"])
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "main", lambda _: pytest.fail("something was measured"))
+    return
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), "torch finds none here; --device cpu"),
+        (("--stage", "floor,stps"), "--stage stps: no such stage; there are floor, steps, draft, exact, prompt, "),
+        (("--shape", "9B"), "--shape 9B: no such shape; there are 8B, 1B, tiny"),
+        (("--shape", "8B", "--device", "cpu"), "--shape 8B: no such shape; there are tiny"),
+        (("--json", "/nowhere/figures.json"), "--json /nowhere/figures.json: no such folder"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(
+    flags: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "gpu", *flags]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_each_stage_measures_its_own_shapes_unless_others_are_asked_for() -> None:
+    assert (
+        GpuOptions().plan()
+        == GpuOptions(stages=tuple(STAGES)).plan()
+        == {
+            "": ["floor"],
+            "8B": ["steps", "exact", "prompt", "transformers"],
+            "1B": ["draft", "exact"],
+            "tiny": ["draft", "exact"],
+        }
+    )
+    assert GpuOptions(stages=("prompt", "floor"), shapes=("1B",)).plan() == {"": ["floor"], "1B": ["prompt"]}
+    assert GpuOptions(stages=("draft",), device="cpu").plan() == {"tiny": ["draft"]}
+
+
+def test_the_floor_counts_what_a_step_reads() -> None:
+    """The products of the layers and of the output layer; norms are next to nothing."""
+    a_layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    assert device.weights_read(SHAPES["8B"]) == pytest.approx(32 * a_layer + 4096 * 32_768, rel=1e-3)
+    tiny = SHAPES["tiny"]
+    a_layer = 128 * (128 + 2 * 64 + 128 + 3 * 352)
+    assert device.weights_read(tiny) == pytest.approx(2 * a_layer + 128 * 4096, rel=1e-2), "its output layer is tied"
+
+
+def test_goals_are_the_worst_of_their_steps() -> None:
+    def step(tokens: int, graph: float, wall: float) -> StepTime:
+        return StepTime(tokens, 64, wall, graph, 0.1, 4.0)
+
+    steps = {
+        "1 token": step(1, 4.8, 5.0),
+        "tree 16": step(16, 5.2, 5.6),
+        "64 x 1": step(64, 6.0, 6.3),
+        "tree 16, far": step(16, 6.4, 6.7),
+    }
+    rates = {contender(OURS, 1): [120.0, 100.0, 90.0], contender(COMPILED, 1): [100.0, 100.0, 100.0]}
+    outcomes = [
+        Outcome("steps", "8B", steps=steps),
+        Outcome("draft", "1B", steps={"tree 16": step(16, 1.3, 1.5), "64 x 1": step(64, 2.0, 3.0)}),
+        Outcome("draft", "tiny", steps={"1 x 8 levels, one launch": step(29, 2.0, 2.5)}),
+        Outcome("exact", "8B", facts={"exact": True}),
+        Outcome("exact", "1B", facts={"exact": False}),
+        Outcome("transformers", "8B", rates=rates),
+        Outcome("prompt", "8B", failed="OutOfMemoryError"),
+    ]
+    figures = {goal.key: goal.ours(outcomes) for goal in GOALS}
+    assert figures == {
+        "step_over_floor": pytest.approx(1.3),
+        "step64_over_floor": pytest.approx(1.5),
+        "wall_over_graph_ms": pytest.approx(0.4),
+        "far_tree_over_floor": pytest.approx(1.6),
+        "draft_1B_ms": 1.5,
+        "draft_tiny_ms": None,
+        "launch_tiny_ms": 2.5,
+        "exact": 0.5,
+        "over_compiled_1": 1.0,
+        "over_compiled_16": None,
+        "prompt_ms": None,
+    }

@@ -1,0 +1,238 @@
+"""The policies as Ray Serve calls them, with contexts like Serve's, and what is declared to it. No Ray is started."""
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+from ray.serve.config import AutoscalingConfig as ServeAutoscaling
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.autoscaling import decision_store
+from cluster.autoscaling.serve_policy import STATE, ServePolicy, declared, figures
+from cluster.config.checks import CheckError, check_bounds
+from cluster.config.config import from_mapping
+from cluster.placement import needs
+from cluster.ray.declaration import declaration
+from speculation.demand import DraftDemand, RouterDemand, TargetDemand
+
+CONFIG = {
+    "models": {
+        "a": {"target": {"max_replicas": 3}, "drafts": {"small": {"max_replicas": 2}}},
+        "b": {"target": {"replicas": 2}},
+    },
+    "autoscaling": {"up_s": 0, "down_s": 10, "pause_s": 0},
+}
+TARGET, DRAFT, ROUTER = "TargetWorker-a", "DraftWorker-a.small", "Router"
+
+
+class Controller:
+    """Calls the policy as Serve's controller does, and keeps what it keeps."""
+
+    def __init__(self):
+        application = declaration(from_mapping(CONFIG, "test"))
+        self.policy = ServePolicy(**application["autoscaling_policy"]["policy_kwargs"])
+        self.bounds = {entry["name"]: entry["autoscaling_config"] for entry in application["deployments"]}
+        self.replicas = {name: bounds["min_replicas"] for name, bounds in self.bounds.items()}
+        self.running = dict(self.replicas)
+        self.states = {name: {} for name in self.bounds}
+
+    def call(self, now, **heard):
+        """``heard``: by role, a list of what every replica said at the start and the end of the last ten seconds."""
+        contexts = {}
+        for name in self.bounds:
+            said = heard.get(name.partition("Worker")[0].lower(), []) if not name.startswith("TargetWorker-b") else []
+            series = {}
+            for replica, (first, last) in enumerate(said):
+                for figure in first:
+                    points = [SimpleNamespace(timestamp=now - 10, value=first[figure])]
+                    points.append(SimpleNamespace(timestamp=now, value=last[figure]))
+                    series.setdefault(figure, {})[replica] = points
+            averages = {
+                key: {replica: (points[0].value + points[-1].value) / 2 for replica, points in one.items()}
+                for key, one in series.items()
+            }
+            contexts[name] = SimpleNamespace(
+                deployment_name=name,
+                target_num_replicas=self.replicas[name],
+                current_num_replicas=self.running[name],
+                capacity_adjusted_min_replicas=self.bounds[name]["min_replicas"],
+                capacity_adjusted_max_replicas=self.bounds[name]["max_replicas"],
+                current_time=now,
+                raw_metrics=series,
+                aggregated_metrics=averages,
+                policy_state=self.states[name],
+            )
+        self.replicas, self.states = self.policy(contexts)
+        return self.replicas
+
+
+@pytest.fixture
+def posted(monkeypatch):
+    written = {}
+    monkeypatch.setattr(decision_store, "_write", written.update)
+    return written
+
+
+def target(computed=0.0, **gauges):
+    demand = {"capacity_tokens": 1000, "places": 10, "speed": 100, "sessions": 1} | gauges
+    return figures(TargetDemand(**demand)), figures(TargetDemand(**demand, computed=10 * computed))
+
+
+def draft(asked, delivered, busy):
+    return figures(DraftDemand()), figures(DraftDemand(10 * asked, 10 * delivered, 10 * busy))
+
+
+def router(**demand):
+    both = figures(RouterDemand(**demand), "a") | figures(RouterDemand(), "b")
+    return both, both
+
+
+def test_every_pool_follows_its_own_figures(posted):
+    controller = Controller()
+    assert controller.replicas == {TARGET: 1, DRAFT: 0, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    decided = controller.call(100.0, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
+    assert decided == {TARGET: 2, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    assert (posted[TARGET]["why"], posted[DRAFT]["why"], posted[ROUTER]["why"]) == ("work", "demand", "streams")
+    assert posted[DRAFT]["changed"] == "0 -> 1, demand: 1 sessions want drafts and have no drafter"
+    controller.running |= {TARGET: 2, DRAFT: 1}
+    decided = controller.call(
+        101.0, target=[target(computed=60)] * 2, draft=[draft(100, 20, 1.0)], router=[router(streams=1)]
+    )
+    assert (decided[TARGET], decided[DRAFT]) == (2, 2)
+    assert posted[TARGET]["changed"].startswith("1 -> 2, work: "), "it is remembered what changed a pool last"
+
+
+def test_a_router_is_counted_once_however_many_models_it_serves(posted):
+    controller = Controller()
+    both = figures(RouterDemand(streams=150), "a") | figures(RouterDemand(streams=50), "b")
+    controller.call(0.0, router=[(both, both)] * 2)
+    assert posted[ROUTER]["says"] == "400 streams on 2 routers; 256 are enough for one"
+
+
+def test_drafters_go_when_nobody_asks_and_come_back(posted):
+    controller = Controller()
+    controller.replicas[DRAFT] = controller.running[DRAFT] = 1
+    for now in (0.0, 9.0):
+        assert controller.call(now, draft=[draft(0, 0, 0)], router=[router()])[DRAFT] == 1
+    assert controller.call(10.0, draft=[draft(0, 0, 0)], router=[router()])[DRAFT] == 0
+    controller.running[DRAFT] = 0
+    assert controller.call(11.0, router=[router()])[DRAFT] == 0
+    assert controller.call(12.0, router=[router(streams=1, undrafted=1)])[DRAFT] == 1
+
+
+def test_drafters_grow_while_sessions_find_no_place_and_no_longer(posted):
+    controller = Controller()
+    controller.replicas[DRAFT] = controller.running[DRAFT] = 1
+    started, _ = router(streams=8, undrafted=8)
+    served, _ = router(streams=8)
+    lacking, _ = router(streams=8, undrafted=4)
+    for now, heard, replicas in ((0.0, (started, served), 1), (1.0, (lacking, lacking), 2)):
+        assert controller.call(now, draft=[draft(100, 100, 0.5)], router=[heard])[DRAFT] == replicas
+    assert posted[DRAFT]["changed"] == "1 -> 2, demand: 4 sessions want drafts and have no drafter"
+
+
+def test_a_pool_that_has_not_reported_stays_as_it_is(posted):
+    controller = Controller()
+    controller.replicas |= {DRAFT: 2, TARGET: 2}
+    controller.running[DRAFT] = 2
+    for now in (0.0, 1000.0):
+        decided = controller.call(now, draft=[draft(0, 0, 0)], router=[router()])
+        assert (decided[DRAFT], decided[TARGET]) == (2, 2), "one drafter and both targets have yet to report"
+    assert posted[TARGET]["why"] == "unknown"
+
+
+def test_a_pool_that_the_policy_was_not_told_of_stays_as_it_is_and_the_others_scale(posted, caplog):
+    controller = Controller()
+    told = declared(from_mapping(CONFIG, "test"))["policy_kwargs"]
+    told["pools"] = [pool for pool in told["pools"] if pool["deployment"] != TARGET]
+    controller.policy = ServePolicy(**told)
+    for now in (0.0, 1000.0):
+        decided = controller.call(now, target=[target(computed=120)], router=[router(streams=1, undrafted=1)])
+        assert decided == {TARGET: 1, DRAFT: 1, "TargetWorker-b": 2, "DraftWorker-b.draft": 1, ROUTER: 1}
+    assert posted[TARGET]["says"] == "policy_kwargs.pools does not list it"
+    (line,) = [message for message in caplog.messages if "policy_kwargs" in message]
+    assert line.startswith(f"{TARGET} is not in policy_kwargs.pools, so it stays as it is; there are ['DraftWorker-a")
+
+
+def test_the_policy_never_raises_and_keeps_sizes_and_state(monkeypatch, posted):
+    controller = Controller()
+    before = controller.call(0.0, target=[target(computed=10)])
+    remembered = controller.states[TARGET]
+    monkeypatch.setattr("cluster.autoscaling.serve_policy.steer", lambda *_: 1 / 0)
+    assert controller.call(1.0, target=[target(computed=500)]) == before
+    assert controller.states[TARGET] == remembered
+    assert remembered[STATE]
+
+
+def test_a_board_that_cannot_be_written_does_not_matter(monkeypatch):
+    monkeypatch.setattr(decision_store, "_write", lambda _: 1 / 0)
+    assert Controller().call(0.0, target=[target(computed=120)])[TARGET] == 2
+
+
+def test_what_could_not_be_posted_is_posted_later(monkeypatch):
+    now, written, tries = 0.0, {}, []
+
+    def write(entries):
+        tries.append(now)
+        if now < 15.0:
+            raise OSError("the head is away")
+        written.update(entries)
+
+    monkeypatch.setattr(decision_store, "_write", write)
+    decided = decision_store.Posted(2, 1, "work", "much to do", "", "1 -> 2, work: much to do")
+    kept = decision_store.DecisionStore(lambda: now)
+    for at in (0.0, 9.0, 10.0, 19.0, 20.0, 500.0):
+        now = at
+        kept.post({TARGET: decided if not tries else replace(decided, changed="")})
+    assert tries == [0.0, 10.0, 20.0], "and not again once it is told"
+    assert written[TARGET] == asdict(decided)
+
+
+def test_what_is_declared_is_what_serve_takes():
+    described = declaration(from_mapping(CONFIG, "test"))
+    ServeDeploySchema.model_validate({"applications": [described]})
+    bounds = {
+        entry["name"]: (entry["autoscaling_config"]["min_replicas"], entry["autoscaling_config"]["max_replicas"])
+        for entry in described["deployments"]
+    }
+    expected = {TARGET: (1, 3), DRAFT: (0, 2), "TargetWorker-b": (2, 2), "DraftWorker-b.draft": (1, 1), ROUTER: (1, 1)}
+    assert bounds == expected
+    for entry in described["deployments"]:
+        taken = ServeAutoscaling(**entry["autoscaling_config"])
+        assert (taken.upscale_delay_s, taken.downscale_delay_s) == (0, 0)
+    assert described["autoscaling_policy"] == declared(from_mapping(CONFIG, "test"))
+
+
+def test_bounds_and_settings_may_change_without_replacing_replicas():
+    """``args`` and the options of actors decide whether Serve replaces them."""
+    changed = {**CONFIG, "autoscaling": {"load": 0.5}}
+    changed["models"] = {**CONFIG["models"], "a": {"target": {"max_replicas": 5}, "drafts": {"small": {"replicas": 1}}}}
+    before, after = (declaration(from_mapping(one, "test")) for one in (CONFIG, changed))
+    assert before["args"] == after["args"]
+    assert before["deployments"] != after["deployments"]
+    started = [[entry["ray_actor_options"] for entry in described["deployments"]] for described in (before, after)]
+    assert started[0] == started[1]
+    again = from_mapping(before["args"], "args")
+    assert {need.deployment for need in needs(again)} == {entry["name"] for entry in before["deployments"]}
+
+
+def test_fixed_pools_are_declared_as_before():
+    described = declaration(from_mapping({}, "test"))
+    assert "autoscaling_policy" not in described
+    assert (described["deployments"][0]["name"], described["deployments"][0]["num_replicas"]) == ("TargetWorker", 1)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"target": {"max_replicas": 4}, "backend": "local"}, "target.max_replicas is 4, but without Ray numbers of"),
+        ({"draft": {"min_replicas": 3, "max_replicas": 2}}, "draft.min_replicas is 3, which is more than its max_repl"),
+        ({"models": {"a": {"target": {"min_replicas": 3, "max_replicas": 2}}}}, "models.a.target.min_replicas is 3"),
+        ({"router": {"max_replicas": 2}, "backend": "local"}, "router.max_replicas is 2, but without Ray"),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused(document, words):
+    with pytest.raises(CheckError) as caught:
+        check_bounds(from_mapping(document, "test"))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,613 @@
+"""What the doctor says of faults planted in what it looks at: a folder, a certificate, a node, a worker, a machine."""
+
+import json
+import shutil
+import socket
+import struct
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
+from packaging.requirements import Requirement
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.cli import main
+from cluster.completion import CompletionTally
+from cluster.config.config import Config, RouterConfig
+from cluster.config.pools import DraftConfig, ModelConfig, TargetConfig
+from cluster.doctor import certificates, devices, distance, endpoint, machine, models, ray_nodes, versions, workers
+from cluster.doctor.finding import Level
+from cluster.doctor.weights import WeightsError, read_weights
+from cluster.placement import GPU_CLASS, ClusterNode
+from cluster.ray.declaration import declaration
+from cluster.ray.parts import all_settings
+from engine.host.memory import GIB
+from speculation.events import Role
+from speculation.messages import Welcome
+from tests.authority import issue, make_authority, make_intermediate, write
+from tests.bundled import MODELS
+from tests.ports import free_port
+
+TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
+
+
+def levels(findings):
+    return [finding.level.value for finding in findings]
+
+
+def only(findings):
+    """The one finding, which must say what to do if it is not well."""
+    (found,) = findings
+    assert "\n" not in str(found)
+    assert bool(found.fix) == (found.level is not Level.OK)
+    return str(found)
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def test_python_and_packages():
+    have = {"torch": "2.13.0+cpu", "ray": "2.59.0"}.get
+    assert only(versions.check_python(">=3.11", "3.12.1")) == "ok       python: 3.12.1"
+    assert "3.10.2, but Paceline needs >=3.11" in only(versions.check_python(">=3.11", "3.10.2"))
+    assert "ray is 2.59.0, but Paceline needs ==2.60.0" in only(
+        versions.check_packages([Requirement("torch>=2.13"), Requirement("ray[serve]==2.60.0")], have)
+    )
+    assert "grpcio is not installed" in only(versions.check_packages([Requirement("grpcio>=1.85")], have))
+    assert levels(versions.check_packages([Requirement("torch>=2.13")], have)) == ["ok"]
+    assert "torch is 2.13.0+cpu, tested is 2.13.1" in only(versions.check_lock({"torch": "2.13.1"}, have))
+    assert not list(versions.check_lock({"torch": "2.13.0+cu126"}, have))
+
+
+def test_this_environment_is_as_asked():
+    assert set(levels(versions.check())) == {"ok"}
+
+
+def test_without_a_checkout_the_distribution_says_what_it_needs(tmp_path):
+    _, wanted = versions.requirements(tmp_path)
+    assert {"torch", "ray", "grpcio"} <= {need.name for need in wanted}
+    assert versions.locked_versions(tmp_path) == {}
+
+
+# -- model files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A copy of the bundled draft model."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "draft", folder)
+    return folder
+
+
+def told(folder, **settings):
+    return only(models.check_folder("draft model", DraftConfig(model=str(folder), **settings)))
+
+
+def test_a_sound_model(model):
+    assert "20 tensors, 893568 weights" in told(model)
+    assert levels(models.check(Config())) == ["ok", "ok", "ok"]
+
+
+def test_a_model_without_its_files(model):
+    (model / "tokenizer.json").unlink()
+    assert told(model).startswith("problem  draft model: ") and "has no tokenizer.json" in told(model)
+    (model / "config.json").unlink()
+    assert "it has no config.json" in told(model)
+
+
+def test_a_configuration_that_is_none(model):
+    (model / "config.json").write_text("{")
+    assert told(model).startswith("problem  draft model: ") and "cannot read the configuration" in told(model)
+
+
+@pytest.mark.parametrize("length", [0, 7, 100, -1])
+def test_weights_that_are_cut_short(model, length):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:length])
+    assert "model.safetensors is cut short" in told(model)
+
+
+def test_weights_in_several_files(model):
+    content = (model / "model.safetensors").read_bytes()
+    names = list(json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]]))
+    tensors = [name for name in names if name != "__metadata__"]
+    (model / "model.safetensors").rename(model / "part-1.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "part-1.safetensors")}
+
+    def write_index():
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    write_index()
+    assert told(model).startswith("ok ")
+    index["weight_map"]["model.lost.weight"] = "part-1.safetensors"
+    write_index()
+    assert "lacks 1 of the tensors" in told(model) and "'model.lost.weight'" in told(model)
+    index["weight_map"]["model.lost.weight"] = "part-2.safetensors"
+    write_index()
+    assert "part-2.safetensors is missing" in told(model)
+    (model / "model.safetensors.index.json").write_text('["weights"]')
+    assert "index.json cannot be read" in told(model)
+
+
+def test_header_that_is_rubbish(model):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"[1]}" + bytes(100))
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_weights(model)
+
+
+def test_weights_in_another_format(model):
+    (model / "model.safetensors").unlink()
+    assert "no safetensors weights" in told(model)
+
+
+def test_heads_that_cannot_be_divided(model):
+    assert told(model, tensor_parallel_size=2).startswith("ok ")
+    said = told(model, tensor_parallel_size=3)
+    assert "2 key-value heads cannot be divided among 3 ranks; set tensor_parallel_size to one of 1, 2" in said
+
+
+def test_every_pool_of_several_models(model):
+    spoilt = {
+        "big": DraftConfig(model=DRAFT, tensor_parallel_size=5),
+        "none": DraftConfig(model="/nowhere", replicas=0),
+    }
+    config = Config(
+        models={
+            "one": ModelConfig(TargetConfig(model=TARGET), {"small": DraftConfig(model=str(model))}),
+            "two": ModelConfig(TargetConfig(model=TARGET), spoilt),
+        }
+    )
+    lines = list(map(str, models.check(config)))
+    assert [line.split(": ")[0].split(maxsplit=1) for line in lines] == [
+        ["ok", "model of target of one"],
+        ["ok", "model of draft small of one"],
+        ["ok", "vocabulary of draft small of one"],
+        ["ok", "model of target of two"],
+        ["problem", "model of draft big of two"],
+        ["ok", "vocabulary of draft big of two"],
+    ]
+
+
+def test_vocabularies_that_differ(model):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[300:302]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "4000 and 4000 tokens, 2 ids mean something else" in only(
+        models.check_pair("vocabulary", TARGET, str(model))
+    )
+    assert only(models.check_pair("vocabulary", TARGET, DRAFT)).startswith("ok ")
+
+
+# -- this machine ------------------------------------------------------------------------------------------------------
+
+
+def test_more_threads_than_cores():
+    config = Config(target=TargetConfig(threads=3, replicas=2), draft=DraftConfig(threads=2))
+    assert "compute with 8 threads, but there are 4 cores" in only(machine.check_threads(config, 4))
+    assert levels(machine.check_threads(config, 8)) == ["ok"]
+    assert levels(machine.check_threads(Config(), 1)) == ["ok"]  # auto: `up` divides them
+
+
+def test_a_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert "Address already in use" in only(machine.check_port("127.0.0.1", port))
+    assert only(machine.check_port("127.0.0.1", port)).startswith("ok ")
+
+
+def test_disk_and_shared_memory():
+    folder = Path("/tmp")
+    full, tight, wide = (machine.Room(100 * GIB, free) for free in (4 * GIB, 0, 50 * GIB))
+    assert "Ray stops at 95%" in only(machine.check_disk(folder, full))
+    assert levels(machine.check_disk(folder, tight)) == ["problem"]
+    assert levels(machine.check_disk(folder, machine.Room(20 * GIB, 1_500_000_000))) == ["warning"]
+    assert levels(machine.check_disk(folder, wide)) == ["ok"]
+    assert "64 MB free, Ray's object store takes 80" in only(
+        machine.check_shared_memory(machine.Room(64 << 20, 64 << 20), 80)
+    )
+    assert levels(machine.check_shared_memory(wide, 80)) == ["ok"]
+    assert levels(machine.check_shared_memory(machine.room_of(Path("/nowhere")), 80)) == ["warning"]
+
+
+LARGE, SMALL = devices.Gpu("H100", 80 * GIB), devices.Gpu("L4", 24 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("seen", "config", "words"),
+    [
+        (devices.Devices(True, "12.8", [LARGE], GIB), Config(), "H100 with 80 GiB; CUDA 12.8"),
+        (devices.Devices(True, None, [], GIB), Config(), "this PyTorch is built for the CPU"),
+        (devices.Devices(True, "13.0", [], GIB), Config(), "sees no GPU"),
+        (devices.Devices(False, None, [], GIB), Config(target=TargetConfig(gpus=1.0)), "asks for GPUs"),
+        (devices.Devices(False, None, [], GIB), Config(draft=DraftConfig(device="cuda:1")), "asks for GPUs"),
+        (devices.Devices(False, None, [], GIB), Config(), "the CPU computes"),
+    ],
+)
+def test_driver_and_gpus(seen, config, words):
+    assert words in only(devices.check_driver(seen, config))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "memory", "level"),
+    [
+        (2, [LARGE, LARGE], 0, "ok"),
+        (2, [LARGE, SMALL], 0, "warning"),
+        (1, [SMALL, SMALL], 0, "problem"),
+        (2, [], 100 * GIB, "warning"),
+        (2, [], 200 * GIB, "ok"),
+        (2, [], 60 * GIB, "problem"),
+    ],
+)
+def test_memory(ranks, gpus, memory, level):
+    need = devices.DeviceNeed("target", "target", ranks, weights=20 * GIB, cache=15 * GIB)
+    assert levels(devices.check_memory([need], devices.Devices(bool(gpus), None, gpus, memory))) == [level]
+
+
+def test_workers_that_share_a_gpu_are_added_up():
+    def found(*shares):
+        needs = [devices.DeviceNeed("target", "target", 1, 20 * GIB, 10 * GIB, share) for share in shares]
+        return list(devices.check_memory(needs, devices.Devices(True, None, [LARGE], 0)))
+
+    assert [finding.level for finding in found(0.5, 0.5)] == ["ok", "ok"]
+    assert [finding.level for finding in found(0.8, 0.5)] == ["warning", "warning"]
+    assert "1.3 GPUs of 1" in str(found(0.8, 0.5))
+    assert "its share of the largest GPU (40%) is 32.0" in str(found(0.4))
+
+
+def test_one_gpu_is_shared_as_at_the_start(monkeypatch):
+    monkeypatch.setattr(devices, "seen", lambda: devices.Devices(True, "13.0", [LARGE], GIB))
+    judged: list[devices.DeviceNeed] = []
+    monkeypatch.setattr(devices, "check_memory", lambda needs, _: judged.extend(needs) or ())
+    assert levels(devices.check(Config())) == ["ok"]
+    assert [need.share for need in judged] == [0.8, 0.2]
+
+
+def test_what_a_model_needs():
+    config = Config(target=TargetConfig(dtype="fp32", tensor_parallel_size=2, replicas=3, cache_tokens=1000))
+    target, draft = devices.needs(config, devices.Devices(False, None, [], GIB))
+    assert (target.pool, target.ranks, draft.ranks) == ("target", 6, 1)
+    weights = read_weights(MODELS / "target")
+    assert target.weights == weights.numbers * 4 // 2
+    assert target.cache == 1000 * 6 * 2 * 4 * 32 * 4 // 2  # layers, keys and values, heads, their size, bytes; halved
+
+
+def test_a_target_needs_what_the_draft_model_in_its_process_does():
+    seen = devices.Devices(False, None, [], GIB)
+    shared = Config(draft=DraftConfig(placement="shared"))
+    target, draft = devices.needs(Config(), seen)
+    (both,) = devices.needs(shared, seen)
+    assert (both.pool, both.weights, both.cache) == (
+        "target",
+        target.weights + draft.weights,
+        target.cache + draft.cache,
+    )
+    assert any("draft model of target" in str(finding) for finding in models.check(shared))
+
+
+# -- certificates ------------------------------------------------------------------------------------------------------
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def authorities():
+    return make_authority(NOW), make_authority(NOW)
+
+
+def certified(folder, authorities, *, days=90, signer=0, other_key=False, now=NOW, **options):
+    """What is found in a certificate made that way."""
+    certificate, key = issue(authorities[signer], NOW - timedelta(days=1), NOW + timedelta(days=days), **options)
+    if other_key:
+        _, key = issue(authorities[0], NOW, NOW + timedelta(days=1))
+    files = write(folder, certificate, key, authorities[0])
+    return list(certificates.check(*files, now=now))
+
+
+def test_a_sound_certificate(tmp_path, authorities):
+    assert "valid for another 90 days" in only(certified(tmp_path, authorities))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"days": 5}, "expires in 5 days"),
+        ({"days": 0, "now": NOW + timedelta(minutes=1)}, "expired at 2030-01-01 00:00 UTC"),
+        ({"now": NOW - timedelta(days=2)}, "valid only from 2029-12-31"),
+        ({"signer": 1}, "was not issued by"),
+        ({"other_key": True}, "is not the key of"),
+        ({"names": ["target.paceline"]}, "is for a target and not meant for server auth"),
+        ({"names": ["llm.example.com"]}, "names llm.example.com, and so no role"),
+        ({"names": []}, "names nobody"),
+    ],
+)
+def test_a_certificate_with_a_fault(tmp_path, authorities, options, words):
+    assert words in only(certified(tmp_path, authorities, **options))
+
+
+def joined(*certified):
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certified)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("other", [timedelta(days=1), timedelta(0)])
+def test_any_of_several_authorities_may_have_issued_it(tmp_path, authorities, first, other):
+    certified(tmp_path, authorities)
+    listed = [authorities[0].certificate, make_authority(NOW, other).certificate]
+    (tmp_path / "ca.crt").write_bytes(joined(listed[first], listed[1 - first]))
+    assert "valid for another 90 days" in only(looked_at(tmp_path))
+
+
+def test_the_authority_that_issued_it_must_be_valid(tmp_path, authorities):
+    old = make_authority(NOW, timedelta(0))
+    certified(tmp_path, [old])
+    (tmp_path / "ca.crt").write_bytes(joined(authorities[0].certificate, old.certificate))
+    assert "ca.crt expired at 2030-01-01 00:00 UTC" in only(looked_at(tmp_path))
+    ending = make_authority(NOW, timedelta(days=3))
+    certified(tmp_path, [ending])
+    assert "ca.crt expires in 3 days" in only(looked_at(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("days", "chain", "words"),
+    [
+        (50, True, "ok       certificate: "),
+        (50, False, "was not issued by"),
+        (5, True, "tls.crt expires in 5 days"),
+        (0, True, "tls.crt expired at 2030-01-01"),
+    ],
+)
+def test_intermediates_may_stand_between(tmp_path, authorities, days, chain, words):
+    between = make_intermediate(authorities[0], NOW - timedelta(days=1), NOW + timedelta(days=days))
+    own, key = issue(between, NOW - timedelta(days=1), NOW + timedelta(days=90))
+    write(tmp_path, own, key, authorities[0])
+    if chain:
+        (tmp_path / "tls.crt").write_bytes(joined(own, between.certificate))
+    assert words in only(looked_at(tmp_path))
+
+
+def looked_at(folder):
+    return list(certificates.check(folder / "tls.crt", folder / "tls.key", folder / "ca.crt", NOW))
+
+
+def test_certificates_of_the_roles_on_this_machine(tmp_path):
+    now = datetime.now(UTC)
+    router = tmp_path / "router"
+    router.mkdir()
+    authority = make_authority(now)
+    write(router, *issue(authority, now, now + timedelta(days=50)), authority)
+    paths = [f"{tmp_path}/{{role}}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
+    assert "router/tls.crt" in only(certificates.check_all(*paths))
+    (router / "tls.crt").unlink()
+    assert f"cannot read {router}/tls.crt" in only(certificates.check_all(*paths))
+
+
+def test_certificate_files_that_are_missing_or_none(tmp_path, authorities):
+    certified(tmp_path, authorities)
+    files = [tmp_path / name for name in ("tls.crt", "tls.key", "ca.crt")]
+    for file, words in zip(
+        files, ("holds no certificate", "holds no private key", "holds no certificate"), strict=True
+    ):
+        kept = file.read_bytes()
+        file.write_text("rubbish")
+        assert words in only(certificates.check(*files, now=NOW))
+        file.unlink()
+        assert f"cannot read {file}: No such file" in only(certificates.check(*files, now=NOW))
+        file.write_bytes(kept)
+
+
+# -- a Ray cluster -----------------------------------------------------------------------------------------------------
+
+
+def node(address, gpus, gpu_class, **more):
+    return ray_nodes.Seen(address, ClusterNode(8.0, gpus, {GPU_CLASS: gpu_class}), **more)
+
+
+PLACED = Config(
+    target=TargetConfig(gpus=1, gpu_class="large", tensor_parallel_size=2), draft=DraftConfig(gpus=1, gpu_class="small")
+)
+
+
+def test_room_on_the_nodes():
+    large, small = node("10.0.0.1", 2, "large"), node("10.0.0.2", 1, "small")
+    assert "2 nodes" in only(ray_nodes.check_room(PLACED, [large, small]))
+    assert "no Ray node has the label for 1 x draft" in only(ray_nodes.check_room(PLACED, [large]))
+    assert "no room for 1 x target of 2 ranks" in only(
+        ray_nodes.check_room(PLACED, [node("10.0.0.1", 1, "large"), small])
+    )
+
+
+def test_what_runs_on_the_nodes():
+    here = {"torch": "2.13.0", "ray": "2.60.0"}
+    same = node("10.0.0.1", 1, "small", says=here)
+    assert levels(ray_nodes.check_nodes([same], here)) == ["ok"]
+    other = node("10.0.0.2", 1, "small", says={**here, "torch": "2.12.0"})
+    assert "torch is 2.12.0 there and 2.13.0 here" in only(ray_nodes.check_nodes([same, other], here))
+    mute = node("10.0.0.3", 1, "small", silence="cannot run Paceline (No module named 'cluster')")
+    assert "No module named" in only(ray_nodes.check_nodes([mute], here))
+    bare = node("10.0.0.4", 1, "small", says=here, lacks=["/srv/models/llama-8b"])
+    assert "has no /srv/models/llama-8b" in only(ray_nodes.check_nodes([bare], here))
+    assert ray_nodes.inspect([TARGET, "/nowhere"])[1] == ["/nowhere"]
+
+
+def test_models_are_looked_for_where_they_may_be_read():
+    config = Config(target=TargetConfig(gpus=1, gpu_class="large"), draft=DraftConfig(gpus=1, gpu_class="small"))
+    head, router = ClusterNode(0.0, 0.0, {}), ClusterNode(4.0, 0.0, {})
+    small, large = (node("10.0.0.1", 1, kind).room for kind in ("small", "large"))
+    found = [ray_nodes.models_on(config, place) for place in (head, router, small, large)]
+    assert found == [[], [TARGET], [DRAFT, TARGET], [TARGET]]
+
+
+LLAMA = Config(models={"llama-8b": ModelConfig(TargetConfig(), {"small": DraftConfig()})})
+
+
+@pytest.mark.parametrize("config", [Config(), LLAMA])
+def test_workers_that_are_deployed_are_found_by_whatever_name(monkeypatch, config):
+    """``replicas``: of each deployment, what each of its replicas that run answers."""
+    replicas = {
+        "TargetWorker-llama-8b": ["10.0.0.1:7001"],
+        "DraftWorker-llama-8b.small": ["10.0.0.2:7002"],
+        "Router": [],
+    }
+    found = {Role.TARGET: [], Role.DRAFT: ["10.0.0.3:7003"]}
+    findings = deployed(monkeypatch, replicas, config, found)
+    assert found == {Role.TARGET: ["10.0.0.1:7001"], Role.DRAFT: ["10.0.0.3:7003", "10.0.0.2:7002"]}
+    if config is LLAMA:
+        assert only(findings) == "ok       application: running"
+    else:
+        assert str(findings.pop(0)) == "ok       application: running"
+        assert only(findings).startswith(
+            "warning  application: has DraftWorker-llama-8b.small, TargetWorker-llama-8b, and none that this "
+            "configuration describes; give by --config what was deployed"
+        )
+
+
+def test_pools_without_replicas(monkeypatch):
+    findings = deployed(monkeypatch, {"TargetWorker": [], "DraftWorker": [], "Router": []}, Config(), {})
+    assert list(map(str, findings)) == [
+        "ok       application: running",
+        "problem  target TargetWorker: none runs; see its message in `serve status`, and Ray's logs",
+    ]
+
+
+def test_a_worker_that_does_not_answer(monkeypatch):
+    replicas = {"TargetWorker": ["10.0.0.1:7001"], "DraftWorker": TimeoutError(), "Router": []}
+    found = {}
+    _, silent = deployed(monkeypatch, replicas, Config(), found)
+    assert str(silent).startswith("problem  DraftWorker: does not say where it listens (TimeoutError); ")
+    assert found == {Role.TARGET: ["10.0.0.1:7001"], Role.DRAFT: []}
+
+
+def test_an_application_that_does_not_do_well(monkeypatch):
+    failed = SimpleNamespace(status=SimpleNamespace(value="DEPLOY_FAILED"), message="no\nluck", deployments={})
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": failed}))
+    first, second = ray_nodes.check_application(Config(), {})
+    assert str(first) == "problem  application: DEPLOY_FAILED: no luck; see Ray's logs"
+    assert "has no workers, and none that this configuration describes" in str(second)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    assert "not deployed yet" in only(ray_nodes.check_application(Config(), {}))
+
+
+def deployed(monkeypatch, replicas, config, found):
+    """What is found where Serve runs these replicas. No handle is left open."""
+    closed = []
+
+    def answer(name, timeout_s):
+        if isinstance(replicas[name], Exception):
+            raise replicas[name]
+        return replicas[name]
+
+    def handle(name, application):
+        asked = SimpleNamespace(results=lambda timeout_s: answer(name, timeout_s))
+        return SimpleNamespace(broadcast=lambda method: asked, shutdown=lambda: closed.append(name))
+
+    states = {
+        name: SimpleNamespace(replica_states={"RUNNING": 1} if answers else {}) for name, answers in replicas.items()
+    }
+    running = SimpleNamespace(status="RUNNING", deployments=states)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": running}))
+    monkeypatch.setattr(serve, "get_deployment_handle", handle)
+    findings = list(ray_nodes.check_application(config, found))
+    assert closed == [name for name, answers in replicas.items() if answers]
+    return findings
+
+
+def test_configuration_of_a_rayservice_is_read_back_and_that_of_up_is_not():
+    args = {"models": {"llama-8b": {"target": {"gpus": 1}}}, "security": {"api_keys": "/etc/keys"}}
+    serves = {"args": args, "deployments": [{"name": "Router", "num_replicas": 2}]}
+    assert all_settings(serves) == args
+    assert all_settings({"args": args}) == args
+    assert all_settings(declaration(LLAMA)) is None
+    taken = ServeDeploySchema.model_validate({"applications": [declaration(LLAMA)]}).model_dump(exclude_unset=True)
+    assert all_settings(taken["applications"][0]) is None
+
+
+def test_the_doctor_takes_what_is_deployed_where_no_file_is_given(monkeypatch, tmp_path, capsys):
+    args = {"models": {"llama-8b": {"target": {"model": TARGET}}}, "ray": {"address": "auto"}}
+    seen = []
+    monkeypatch.setattr(ray_nodes, "deployed", lambda config: args)
+    monkeypatch.setattr(ray_nodes, "check", lambda config, listed: seen.append(config) or [])
+    assert main(["doctor", "--address", "10.0.0.5:6379", "--set", "router.port=8001"]) == 0
+    assert "ok       configuration: as deployed at 10.0.0.5:6379, and flags\n" in capsys.readouterr().out
+    file = tmp_path / "paceline.yaml"
+    file.write_text("router: {port: 8002}\n")
+    assert main(["doctor", "--address", "10.0.0.5:6379", "--config", str(file)]) == 0
+    monkeypatch.setattr(ray_nodes, "deployed", lambda config: None)
+    assert main(["doctor", "--address", "10.0.0.5:6379"]) == 0
+    taken = [(list(config.models), config.router.port, config.ray.address) for config in seen]
+    assert taken == [(["llama-8b"], 8001, "10.0.0.5:6379"), ([], 8002, "10.0.0.5:6379"), ([], 8000, "10.0.0.5:6379")]
+
+
+# -- workers and HTTP --------------------------------------------------------------------------------------------------
+
+
+def met(role, tokenizer=1, *, says=None, trips=(0.001, 0.001, 0.002), speculates=True):
+    welcome = Welcome(says or role.value, "m", 10, 10, tokenizer, dtype="fp32", speculates=speculates)
+    return workers.Met(role, "10.0.0.1:7001", welcome=welcome, trips=trips)
+
+
+def test_workers_that_fit():
+    lines = list(map(str, workers.judge([met(Role.TARGET), met(Role.DRAFT), met(Role.DRAFT, 0)])))
+    assert len(lines) == 3
+    assert lines[0] == "ok       target 10.0.0.1:7001: m in fp32, round trip 1.00 ms, worst of 3 2.00 ms"
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([met(Role.TARGET), met(Role.DRAFT, 2)], "the tokenizer of m is that of no target"),
+        ([met(Role.TARGET), met(Role.DRAFT, says="target")], "is a target worker; list it as --target"),
+        ([met(Role.TARGET), workers.Met(Role.DRAFT, "x:1", "Connection refused")], "Connection refused; start the"),
+        ([met(Role.TARGET), workers.Met(Role.DRAFT, "x:1", trips=(0.001,))], "does not introduce itself"),
+        ([met(Role.DRAFT)], "no target worker answers"),
+        ([met(Role.TARGET, speculates=False)], "cannot speculate"),
+        ([met(Role.TARGET, trips=(0.001, 0.001, 0.09))], "uneven"),
+    ],
+)
+def test_workers_that_do_not_fit(found, words):
+    faults = [finding for finding in workers.judge(found) if finding.level is not Level.OK]
+    assert words in only(faults)
+
+
+def test_nobody_listed_is_no_fault():
+    assert not list(workers.judge([]))
+
+
+def test_distance_pays_or_not():
+    near = [met(Role.TARGET), met(Role.DRAFT)]
+    steps = distance.Steps(target=0.03, draft=0.002, acceptance=0.8)
+    assert only(distance.judge(near, steps)).startswith("ok       distance: 2.0 ms from drafter to target")
+    far = [met(Role.TARGET), met(Role.DRAFT, trips=(2.0,))]
+    assert only(distance.judge(far, distance.Steps(0.005, 0.004, 0.3))).startswith("warning  distance: 2001.0 ms")
+    assert not list(distance.judge([met(Role.TARGET)], steps))
+
+
+def test_the_same_text_with_and_without_drafts():
+    drafted = CompletionTally(parts=["a", "b"], tokens=2, accepted=1, offered=2)
+    plain = CompletionTally(parts=["ab"], tokens=2)
+    assert only(endpoint.judge("http x", drafted, plain)).startswith("ok ")
+    assert "no drafts were offered" in only(endpoint.judge("http x", plain, plain))
+    assert "the text differs" in only(endpoint.judge("http x", drafted, CompletionTally(parts=["ac"], tokens=2)))
+
+
+def test_nothing_serves():
+    port = free_port()
+    assert only(endpoint.check(f"http://127.0.0.1:{port}")).startswith(
+        f"problem  http http://127.0.0.1:{port}: does not"
+    )
+    assert only(endpoint.check("rubbish")).startswith("problem ")
+
+
+def test_a_router_on_a_taken_port_is_told():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = Config(router=RouterConfig(port=taken.getsockname()[1]))
+        assert "problem" in levels(machine.check(config))

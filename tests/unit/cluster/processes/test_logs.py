@@ -1,0 +1,62 @@
+"""Log lines: one per record whatever is in it, with the fields that follow a request."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.processes.logs import JsonFormatter, TextFormatter, add_flags, set_up
+from speculation.messages import SessionId
+from transport.session_log import SessionLog
+
+log = logging.getLogger("router.test")
+
+
+@pytest.fixture(autouse=True)
+def root_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def lines(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+    """What a few records become under these flags."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    set_up(parser.parse_args(flags))
+    log.info("quiet")
+    SessionLog(log, SessionId(7), "req-1").warning("worker said %r", 'a\n"b"')
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        log.exception("failed\nhere")
+    return capsys.readouterr().err.splitlines()
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, *traceback = lines(capsys)
+    assert first.endswith("""Z WARNING router.test: worker said 'a\\n"b"' (request=req-1, session=7)""")
+    assert second.endswith(r"ERROR router.test: failed\nhere")
+    assert traceback[-1] == "ValueError: boom"
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet, warned, failed = map(json.loads, lines(capsys, "--log-format", "json", "--log-level", "info"))
+    assert (quiet["level"], quiet["message"]) == ("info", "quiet")
+    assert "session" not in quiet
+    assert (warned["session"], warned["request"], warned["logger"]) == (7, "req-1", "router.test")
+    assert failed["message"] == "failed\nhere"
+    assert failed["traceback"].endswith("ValueError: boom")
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_fields_that_are_not_there_are_left_out(formatter: logging.Formatter) -> None:
+    record = logging.makeLogRecord({"msg": "hello", "request": "", "session": None})
+    assert "request" not in formatter.format(record)
+    assert "session" not in formatter.format(record)

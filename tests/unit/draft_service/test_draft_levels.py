@@ -1,0 +1,78 @@
+"""How many levels a launch has, and what it draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draft_service import levels
+from draft_service.levels import LaunchTime
+from engine.cuda.levels import MAX_LEVELS, best_draws
+from engine.sampling.noise import keys_at
+from engine.sampling.sampling import Draw, candidates
+from speculation.messages import Sampling
+from speculation.noise import splitmix64
+
+
+def known(step: float, level: float) -> LaunchTime:
+    time = LaunchTime()
+    time.observe(1, step)
+    time.observe(3, step + 2 * level)
+    time.levels()  # of the first of some launches one level is taken
+    return time
+
+
+def test_a_launch_grows_from_one_level_to_what_there_is_time_for() -> None:
+    time = LaunchTime()
+    assert time.levels() == 1
+    time.observe(4, 9.0)
+    assert time.levels() == 1, "it is not known what one takes"
+    time.observe(1, 1.0)
+    assert time.levels() == 2
+    time.observe(2, 1.25)
+    assert time.levels() == MAX_LEVELS
+    time.verified(4.0)
+    assert time.levels() == 5, "1 + 4 / 4 of half of 4"
+    for _ in range(60):
+        time.verified(1.0)
+    assert time.levels() == 1
+
+
+@pytest.mark.parametrize(("level", "expected"), [(0.9, MAX_LEVELS), (1.1, 1)])
+def test_where_a_level_of_a_launch_takes_no_less_than_a_step_there_is_one(level: float, expected: int) -> None:
+    time = known(1.0, level)
+    assert time.levels(interval=100.0) in (expected, 2)
+    assert time.levels(interval=100.0) == expected
+
+
+def test_what_is_known_is_measured_again() -> None:
+    time = known(1.0, 1.1)
+    asked = [time.levels() for _ in range(2 * levels.PROBE_EVERY)]
+    assert set(asked) == {1, 2} and asked.count(2) == 2
+    time = known(1.0, 0.1)
+    asked = [time.levels() for _ in range(2 * levels.PROBE_EVERY)]
+    assert set(asked) == {1, MAX_LEVELS} and asked.count(1) == 2
+
+
+@pytest.mark.parametrize("kinds", [[0.0, 0.0], [0.7, 1.0], [0.0, 0.6, 0.0, 1.4, 1e-45]])
+def test_draws_are_those_of_candidates(kinds: list[float]) -> None:
+    logits_MV = 4 * torch.randn(len(kinds), 500, generator=torch.Generator().manual_seed(1))
+    logits_MV[-1, 3:] = float("-inf")
+    settings = [Sampling(temperature=kind, seed=7 * row - 3) for row, kind in enumerate(kinds)]
+    draws = [Draw(setting, 11 + row) for row, setting in enumerate(settings)]
+    tiny = torch.finfo(torch.float32).tiny
+    temperatures = [1.0 if setting.greedy else max(setting.temperature, tiny) for setting in settings]
+    seeds = [splitmix64(setting.seed & (1 << 64) - 1) for setting in settings]
+    seeds_M = torch.tensor([seed - (1 << 64) if seed >> 63 else seed for seed in seeds])
+    keys_M = keys_at(seeds_M, torch.arange(11, 11 + len(kinds)))
+    tokens_MC, confidence_MC, there_MC = best_draws(
+        logits_MV,
+        torch.tensor([[setting.greedy] for setting in settings]),
+        torch.tensor(temperatures)[:, None],
+        keys_M if any(kinds) else None,
+        4,
+    )
+    for row, expected in enumerate(candidates(logits_MV, draws, 4)):
+        found = [i for i in range(4) if there_MC[row, i]]
+        assert [int(tokens_MC[row, i]) for i in found] == [each.token for each in expected]
+        assert [float(confidence_MC[row, i]) for i in found] == pytest.approx([e.confidence for e in expected], 1e-6)

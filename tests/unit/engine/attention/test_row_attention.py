@@ -1,0 +1,259 @@
+"""The kernels of attention by rows, in Triton's interpreter, compute what the plain computation does."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import row_attention as module
+from engine.attention.row_attention import Octave, RowAttention, find_attention, octaves, plain_attention, trial_error
+from engine.attention.rows import Rows, empty_buffer, packed
+from engine.cache.kv_cache import KVCache
+from engine.cache.sequence_state import SequenceState
+from tests.by_rows import check_groups
+
+CPU = torch.device("cpu")
+PAGE = 8
+PAGES = 16
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits so short that small tests have many; the interpreter takes milliseconds for each."""
+    for name, value in {"BLOCK": 16, "UNROLLED": 1, "SHORT_SPLIT": 16, "SHORT_SPLITS": 2, "LONGER_SPLITS": 1}.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def rows_of(chunks: list[tuple[SequenceState, int]], group: int, rows: int = 16) -> Rows:
+    count = sum(tokens for _, tokens in chunks)
+    (piece,) = packed([0] * count, [], chunks, group=group, max_rows=rows, pages=PAGES)
+    buffer = empty_buffer(rows, PAGES, CPU)
+    numbers = piece.host_buffer(rows, 0)
+    buffer[: len(numbers)] = numbers
+    found = Rows.within(buffer, rows)
+    check_groups(found)
+    return found
+
+
+def chunks_of(cache: KVCache, seed: int) -> list[tuple[SequenceState, int]]:
+    """A prompt's part, a token behind a longer text, and a tree whose nodes lie where refused branches left room."""
+    rng = random.Random(seed)
+    prompt, text, tree = cache.sequence(), cache.sequence(), cache.sequence()
+    for sequence, length in ((prompt, 3), (text, rng.randint(33, 70)), (tree, rng.randint(14, 40))):
+        sequence.append(range(-1, length - 1))
+        sequence.advance(range(length))
+    prompt.append(range(-1, 4))
+    text.append([-1])
+    tree.append([-1, -1, 1, 1, 3])
+    tree.advance([1])
+    tree.append([-1, 0, tree.pending])
+    return [(prompt, 5), (text, 1), (tree, 3)]
+
+
+def tensors(query_heads: int, key_heads: int, size: int, value_size: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(4)
+    query = 4 * torch.randn(16, query_heads, size)
+    return query, torch.randn(slots, key_heads, size), torch.randn(slots, key_heads, value_size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "how"),
+    [
+        ((2, 1), (32, 32), {}),
+        ((3, 1), (24, 20), {"window": 5}),
+        ((2, 2), (16, 16), {"cap": 3.0, "scaling": 0.3}),
+        ((4, 2), (16, 16), {"sinks": True, "window": 20}),
+    ],
+    ids=["grouped", "odd sizes and a window", "capped", "sinks"],
+)
+def test_kernels_compute_what_is_plain(heads: tuple[int, int], sizes: tuple[int, int], how: dict[str, object]) -> None:
+    cache = KVCache(1, PAGE * 32, block=PAGE, dtype=torch.float32, device=CPU)
+    attention = RowAttention(PAGE * PAGES, heads[0] // heads[1], CPU, page=PAGE)
+    rows = rows_of(chunks_of(cache, 1), attention.group)
+    query, keys, values = tensors(*heads, *sizes, cache.capacity)
+    if how.pop("sinks", False):
+        how["sinks_Q"] = torch.randn(heads[0])
+    found = attention(query, keys, values, rows, longest=attention.tiers()[-1], **how)
+    expected = plain_attention(query, keys, values, rows, page=PAGE, **how)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    assert not found[rows.keys_T == 0].any(), "rows that see nothing"
+
+
+def test_what_is_not_ones_own_may_be_no_number() -> None:
+    """Others' keys and values, and what lies behind the last token, do not count, not even as NaN."""
+    cache = KVCache(1, PAGE * 32, block=PAGE, dtype=torch.float32, device=CPU)
+    attention = RowAttention(PAGE * PAGES, 2, CPU, page=PAGE)
+    (chunk, *_) = chunks = chunks_of(cache, 2)
+    rows = rows_of(chunks, attention.group)
+    query, keys, values = tensors(2, 1, 16, 16, cache.capacity)
+    expected = attention(query, keys, values, rows, longest=32)[:5]
+    own = {chunk[0].home(position) for position in range(8)}
+    broken = [slot for slot in range(cache.capacity) if slot not in own]
+    keys[broken], values[broken] = float("nan"), float("nan")
+    assert torch.equal(attention(query, keys, values, rows, longest=32)[:5], expected)
+
+
+@pytest.mark.parametrize("longest", [32, 128])
+def test_a_row_has_the_same_bits_in_any_company(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in a chain, as a branch of a tree, beside others, and in a step made for longer texts."""
+    monkeypatch.setattr(numpy, "matmul", row_by_row)
+    cache = KVCache(1, PAGE * 32, block=PAGE, dtype=torch.float32, device=CPU)
+    attention = RowAttention(PAGE * PAGES, 2, CPU, page=PAGE)
+    query, keys, values = tensors(2, 1, 16, 16, cache.capacity)
+    mine = cache.sequence()
+    mine.append(range(-1, 24))
+    mine.advance(range(25))
+
+    def result(parents: list[int], node: int, others: list[tuple[SequenceState, int]], first_depth: int = 0) -> Tensor:
+        """Of a node, after the keys and the query of each token were put where it lies now."""
+        mine.append(parents)
+        chunks = [*others, (mine, len(parents))]
+        first = sum(count for _, count in others)
+        asked = query.roll(first, 0)
+        path = path_to(parents, node)
+        for index, slot in enumerate(mine.pending_slots):
+            if index in path:
+                source = torch.Generator().manual_seed(first_depth + mine.depths[index])
+                keys[slot], values[slot] = (torch.randn(1, 16, generator=source) for _ in range(2))
+                asked[first + index] = torch.randn(2, 16, generator=source)
+            else:
+                keys[slot], values[slot] = float("inf"), float("nan")
+        found = attention(asked, keys, values, rows_of(chunks, attention.group), longest=longest)[first + node]
+        mine.rollback()
+        return found
+
+    chain = result([-1, 0, 1], 2, [])
+    assert torch.equal(result([-1, -1, 1, 1, 3], 3 + 1, []), chain), "in a tree"
+    assert torch.equal(result([-1, 0, 1], 2, chunks_of(cache, 3)), chain), "in a batch"
+    mine.append([-1, 0])
+    mine.advance([0, 1])
+    assert torch.equal(result([-1], 0, [], first_depth=2), chain), "alone, behind what was kept"
+    assert chain.isfinite().all()
+
+
+def row_by_row(a: numpy.ndarray, b: numpy.ndarray, dtype: numpy.dtype) -> numpy.ndarray:
+    """As a GPU multiplies: numpy's own product of a row depends on the row's place in the matrix."""
+    return numpy.stack([(row[:, None] * b).sum(0) for row in a]).astype(dtype)
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path
+
+
+def test_the_trial_at_load_passes_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    attention, compute = RowAttention(400, 2, CPU), RowAttention.__call__
+    found: list[Tensor] = []
+
+    def keep(*inputs: object, **how: object) -> Tensor:
+        found.append(compute(*inputs, **how))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(RowAttention, "__call__", keep)
+    assert trial_error(attention, 2, torch.float32, CPU) < 1e-4
+    monkeypatch.setattr(RowAttention, "__call__", lambda *_, **__: found.pop(0))
+    monkeypatch.setattr(module, "plain_attention", lambda *_, **__: torch.full((16, 4, 64), float("nan")))
+    assert not trial_error(attention, 2, torch.float32, CPU) < 1e-4
+    assert not found
+
+
+def test_where_there_are_no_kernels_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_attention(100, 2, torch.float32, CPU) is None and not caplog.records
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(module, "RowAttention", lambda *_: None)
+    for error, why in (
+        (0.3, "off by 0.3"),
+        (float("nan"), "off by nan"),
+        (ModuleNotFoundError("No triton\nhere"), "No triton"),
+    ):
+
+        def trial(*_: object, error: object = error) -> float:
+            if isinstance(error, Exception):
+                raise error
+            return error  # type: ignore[return-value]
+
+        monkeypatch.setattr(module, "trial_error", trial)
+        assert find_attention(100, 2, torch.bfloat16, cuda) is None
+        (record,) = caplog.records
+        assert why in record.message and "\n" not in record.message
+        caplog.clear()
+
+
+def test_splits_lie_where_they_lie_whatever_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert octaves(100) == [Octave(0, 256, 1, 0)]
+    assert octaves(8192) == [Octave(0, 256, 32, 0)]
+    longest = octaves(131_072)
+    assert longest == [
+        Octave(0, 256, 32, 0),
+        Octave(8192, 512, 16, 32),
+        Octave(16_384, 1024, 16, 48),
+        Octave(32_768, 2048, 16, 64),
+        Octave(65_536, 4096, 16, 80),
+    ]
+    assert octaves(20_000)[:2] == longest[:2] and octaves(20_000)[2] == Octave(16_384, 1024, 4, 48)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from engine.cuda import attention, attention_kernels
+from engine.cache.kv_store import PAGE
+
+PRECISE, NUMBERS = ("sums_ptr", "maxima_ptr", "totals_ptr"), ("N", "first_split", "first_position")
+HALF = ("query_ptr", "keys_ptr", "values_ptr", "sinks_ptr", "out_ptr")
+
+def shared(kernel, capability, dtype, **constants):
+    def kind(name):
+        if name in constants:
+            return "constexpr"
+        if not name.endswith("_ptr"):
+            return "i32" if name in NUMBERS else "fp32"
+        return "*fp32" if name in PRECISE else "*" + dtype if name in HALF else "*i32"
+    source = ASTSource(fn=kernel, signature={name: kind(name) for name in kernel.arg_names}, constexprs=constants)
+    options = {"num_warps": 4, "num_stages": 1}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+def attend(capability, dtype, heads, size, padded, split, window, capped):
+    return shared(
+        attention_kernels.attend_splits, capability, dtype, QUERY_HEADS=2 * heads, KEY_HEADS=heads, SIZE=size,
+        SIZE_PADDED=padded, VALUE_SIZE=size, VALUE_PADDED=padded, PAGE=PAGE, SPLIT=split, BLOCK=attention.BLOCK,
+        UNROLLED=attention.UNROLLED, ROWS=attention.MIN_ROWS, WINDOW=window, CAPPED=capped,
+        PRECISION="ieee" if dtype == "fp32" else "tf32",
+    )
+
+taken = [
+    attend(90, "bf16", 8, 128, 128, 256, 0, False),
+    attend(89, "bf16", 8, 256, 256, 4096, 4096, True),
+    attend(89, "fp32", 8, 80, 128, 256, 0, False),
+]
+assert max(taken) <= 99 << 10, f"an L4 has 99 KiB of shared memory for a program, asked for are {taken}"
+for window, sinks in ((0, False), (4096, True)):
+    shared(
+        attention_kernels.add_splits, 89, "bf16", USED=96, QUERY_HEADS=32, VALUE_SIZE=128, VALUE_PADDED=128,
+        CHUNK=attention.CHUNK, WINDOW=window, SINKS=sinks,
+    )
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
+def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,181 @@
+"""What sequences share: whole blocks in place, parts of a block as a copy; and what gives way in a full cache."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.cache.kv_cache import CachedSequence, KVCache
+from speculation import digest as digests
+
+TEXT = list(range(100, 200))
+
+
+def make(blocks: int = 16, block: int = 4) -> KVCache:
+    return KVCache(0, blocks * block, block=block, dtype=torch.float32, device="cpu")
+
+
+def cached(cache: KVCache, tokens: list[int], count: int | None = None) -> CachedSequence:
+    """A sequence that takes over what it can and computes the rest of its first ``count`` tokens (all but the last)."""
+    sequence = cache.sequence(tokens)
+    sequence.reuse()
+    compute(sequence, (len(tokens) - 1 if count is None else count) - sequence.length)
+    return sequence
+
+
+def compute(sequence: CachedSequence, count: int) -> None:
+    sequence.append(range(-1, count - 1))
+    sequence.advance(range(count))
+
+
+def test_whole_blocks_are_shared_in_place() -> None:
+    cache = make()
+    one = cached(cache, TEXT[:11])
+    free = cache.ledger.free
+    two = cache.sequence([*TEXT[:8], 1, 2, 3])
+    assert two.reuse() == 8
+    assert two.blocks == one.blocks[:2]
+    assert cache.ledger.free == free
+    assert cache.take_moves() == []
+    one.free()
+    assert cache.ledger.free == 14
+    cache.check()
+    two.free()
+    assert cache.ledger.free == 16
+    cache.check()
+
+
+def test_the_last_token_is_never_taken_over() -> None:
+    cache = make()
+    cached(cache, TEXT[:9]).free()
+    again = cache.sequence(TEXT[:8])
+    assert again.reuse() == 7
+    assert cache.sequence(TEXT[:1]).reuse() == 0
+
+
+def test_a_part_of_a_block_is_copied_once_it_is_written_to() -> None:
+    cache = make()
+    one = cached(cache, TEXT[:9])
+    two = cache.sequence([*TEXT[:6], 1, 2, 3])
+    assert two.reuse() == 6
+    assert two.blocks == one.blocks
+    assert two.blocks_needed(2) == 1
+    assert two.blocks_needed(0) == 0
+    compute(two, 2)
+    assert two.blocks[0] == one.blocks[0] and two.blocks[1] != one.blocks[1]
+    source, destination = one.blocks[1] * 4, two.blocks[1] * 4
+    assert cache.take_moves() == [(source, destination), (source + 1, destination + 1)]
+    cache.check()
+
+
+def test_a_few_tokens_are_not_worth_a_copy() -> None:
+    cache = make(block=16)
+    cached(cache, TEXT[:33])
+    assert cache.sequence([*TEXT[:19], 1, 2, 3, 4]).reuse() == 16
+    assert cache.sequence([*TEXT[:20], 1, 2, 3, 4]).reuse() == 20
+
+
+def test_what_others_computed_meanwhile_is_taken_over_later() -> None:
+    cache = make()
+    one, two = cache.sequence(TEXT[:20]), cache.sequence(TEXT[:20])
+    assert (one.reuse(), two.reuse()) == (0, 0)
+    compute(one, 6)
+    compute(two, 2)
+    assert two.reuse() == 2
+    compute(one, 12)
+    assert two.reuse() == 12
+    assert two.blocks == one.blocks[:4]
+    cache.check()
+
+
+def test_of_two_equal_blocks_one_is_known() -> None:
+    cache = make()
+    one, two = cache.sequence(TEXT), cache.sequence(TEXT)
+    compute(one, 8)
+    compute(two, 8)
+    assert one.blocks != two.blocks
+    third = cache.sequence(TEXT)
+    assert third.reuse() == 8
+    assert third.blocks == one.blocks
+    for each in (one, third):
+        each.free()
+    assert cache.ledger.free == 14
+    compute(two, 4)
+    two.free()
+    assert cache.sequence(TEXT).reuse() == 12
+    cache.check()
+
+
+def test_committed_output_is_known_as_well_as_a_prompt() -> None:
+    cache = make()
+    text = TEXT[:3]
+    sequence = cached(cache, text)
+    sequence.append([-1, -1, 0, 2])
+    text += [7, 8, 9]
+    sequence.advance([0, 2, 3])
+    sequence.free()
+    assert cache.sequence([*text, 1]).reuse() == 4
+
+
+def test_a_sequence_without_tokens_shares_nothing() -> None:
+    cache = make()
+    compute(cache.sequence(), 8)
+    assert not list(cache.ledger.known)
+    assert cache.sequence().reuse() == 0
+
+
+def test_empty_blocks_are_taken_first_then_the_least_recently_used_the_last_of_a_chain_first() -> None:
+    cache = make(blocks=8)
+    old, new = TEXT[:13], TEXT[50:63]
+    cached(cache, old).free()
+    cached(cache, new).free()
+    assert cached(cache, old).length == 12
+    for sequence in list(cache.sequences):
+        sequence.free()  # so the first text is the one used last
+    other = cache.sequence([1] * 40)
+    compute(other, 8)
+    assert len(list(cache.ledger.known)) == 8, "two blocks were empty"
+    compute(other, 4)
+    found = {name: cache.sequence(text).reuse() for name, text in (("old", old), ("new", new))}
+    assert found == {"old": 12, "new": 8}
+    cache.check()
+
+
+def test_a_lone_sequence_can_fill_the_cache_although_it_began_with_a_part_of_a_block() -> None:
+    cache = make(blocks=4)
+    cached(cache, TEXT[:17]).free()
+    sequence = cache.sequence([*TEXT[:14], 1, 2, 3])
+    assert sequence.reuse() == 14
+    compute(sequence, 2)
+    assert sequence.length == 16
+    cache.check()
+
+
+def test_the_only_block_left_is_written_in_place_and_no_longer_known() -> None:
+    cache = make(blocks=2)
+    other = cache.sequence()
+    compute(other, 4)
+    cached(cache, TEXT[:5]).free()
+    sequence = cache.sequence([*TEXT[:2], 1, 2, 3])
+    assert sequence.reuse() == 2
+    compute(sequence, 2)
+    assert cache.take_moves() == []
+    assert cache.sequence(TEXT[:5]).reuse() == 2, "only what both texts have in common is left"
+
+
+def test_cutting_into_a_known_block_leaves_it_as_it_is() -> None:
+    cache = make()
+    text = TEXT[:9]
+    sequence = cached(cache, text)
+    sequence.truncate(7)
+    text[7:] = [1, 2]
+    compute(sequence, 1)
+    assert len(cache.take_moves()) == 3
+    assert cache.sequence(TEXT[:9]).reuse() == 8
+    assert cache.sequence([*TEXT[:7], 1, 2]).reuse() == 8
+    cache.check()
+
+
+def test_digests_of_blocks_are_chained_and_the_same_everywhere() -> None:
+    first = digests.extend_block(digests.EMPTY, range(16))
+    assert first == 14653518983790889069
+    assert digests.extend_block(first, range(16)) not in (first, digests.extend_block(digests.EMPTY, range(32)))

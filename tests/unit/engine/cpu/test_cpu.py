@@ -1,0 +1,290 @@
+"""Decoder layers in one call of C++: what the plain path computes; the same bits for a token in every kind of step."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.build import welcome
+from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cpu import library as built
+from engine.cpu.library import Library, find_library
+from engine.cpu.stack import CpuRows, CpuStack, RowLinear
+from engine.cpu.threads import set_threads
+from engine.exactness import EXACT
+from engine.interface import Chunk
+from engine.loading.loader import Model, load
+from engine.settings import EngineSettings
+from engine.step import Engine
+from tests.by_rows import Twins
+from tests.unit.engine.engine_models import TINY, load_tiny, random_tokens, save_model
+
+pytestmark = pytest.mark.skipif(find_library() is None, reason="no C++ compiler, or a processor without AVX2")
+
+SIZES: dict[str, Any] = {**TINY, "head_dim": 32, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+SIZES |= {"max_position_embeddings": 2048}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {},
+    "qwen3": {},
+}
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@pytest.fixture
+def library() -> Library:
+    found = find_library()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Whatever a test sets ends with it."""
+    yield
+    set_threads(1)
+
+
+def engine_of(model: Model, capacity: int = 2048) -> Engine:
+    return Engine(model, KVCache(model.layers, capacity, block=model.block, dtype=model.dtype, device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [1, 31, 32, 70])
+def test_packing_loses_nothing(library: Library, outputs: int, dtype: torch.dtype) -> None:
+    weight_OI = torch.randn(outputs, 13).to(dtype)
+    packed_PIW = library.pack(weight_OI)
+    assert packed_PIW.shape == (-(-outputs // (2 * library.width)), 13, 2 * library.width)
+    assert torch.equal(library.unpack(packed_PIW, outputs), weight_OI)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(library: Library, dtype: torch.dtype, one_thread: None) -> None:
+    """Right, and a row has the same bits among any others and on any number of threads."""
+    generator = torch.Generator().manual_seed(3)
+    weight_OI, bias_O = torch.randn(150, 600, generator=generator).to(dtype), torch.randn(150, generator=generator)
+    x_TI = torch.randn(230, 600, generator=generator)
+    packed_PIW = library.pack(weight_OI)
+    expected_TO = (x_TI.double() @ weight_OI.double().T + bias_O.double()).float()
+    whole_TO = library.product(packed_PIW, bias_O, 150, x_TI)
+    torch.testing.assert_close(whole_TO, expected_TO, rtol=1e-4, atol=1e-4)
+    for threads in (1, 3):
+        library.set_threads(threads)
+        for rows in (*range(1, 27), 95, 96, 97, 200):
+            start = (rows * 7) % (230 - rows)
+            some_TO = library.product(packed_PIW, bias_O, 150, x_TI[start : start + rows].contiguous())
+            assert torch.equal(some_TO, whole_TO[start : start + rows]), (threads, rows)
+
+
+def test_a_number_of_threads_is_that_of_the_library_too(library: Library, one_thread: None) -> None:
+    set_threads(3)
+    assert library.threads == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_steps_are_those_of_the_plain_path(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
+    one, other = (load(folder, dtype=DTYPES[dtype], device="cpu", by_rows=by_rows) for by_rows in (True, False))
+    assert isinstance(one.attention, CpuRows) and other.attention is None
+    twins = Twins(7, engine_of(one), engine_of(other), branches=0.5)
+    for number in range(40):
+        if number < 4 or twins.rng.random() < 0.2:
+            twins.open()
+        if number > 8 and twins.rng.random() < 0.2 and len(twins.lives[0]) > 2:
+            twins.close()
+        found_RV, expected_RV = twins.step()
+        spread = expected_RV.std()
+        tolerance = 1e-4 if dtype == torch.float32 else 0.2
+        assert float((found_RV - expected_RV).abs().max() / spread) < tolerance, f"step {number}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_token_has_the_same_bits_in_every_step(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Over several splits of keys: fed at once, in pieces, one by one, in trees, with neighbours."""
+    model = load_tiny(family, tmp_path, DTYPES[dtype], by_rows=True, **{**SIZES, **FAMILIES[family]})
+    engine, text, rng = engine_of(model), random_tokens(700, seed=1), random.Random(2)
+    expected_TV = fed(engine, text, [700], rng)
+    for pieces in ([16] * 44, [300, 1, 255, 1, 143], [1] * 520 + [180]):
+        assert torch.equal(fed(engine, text, pieces, rng, neighbours=2), expected_TV)
+    for start in (0, 250, 690):
+        assert torch.equal(as_branch(engine, text, start, rng), expected_TV[start : start + 10])
+    engine.warm_up()
+    assert engine.exactness == EXACT
+
+
+def fed(engine: Engine, text: list[int], pieces: list[int], rng: random.Random, neighbours: int = 0) -> Tensor:
+    """Logits of all tokens, fed in such pieces, ``neighbours`` computed beside each."""
+    sequence, found = engine.cache.sequence(), []
+    others = [engine.cache.sequence() for _ in range(neighbours)]
+    for size in pieces:
+        piece = text[sequence.length : sequence.length + size]
+        beside = [Chunk(other, random_tokens(rng.randint(1, 9), seed=rng.randrange(99))) for other in others]
+        logits_RV = engine.run([*beside[:1], Chunk(sequence, piece, rows=range(len(piece))), *beside[1:]])
+        found.append(logits_RV)
+        sequence.advance(range(len(piece)))
+        for other in others:
+            other.rollback()
+    for each in (sequence, *others):
+        each.free()
+    return torch.cat(found)
+
+
+def as_branch(engine: Engine, text: list[int], start: int, rng: random.Random) -> Tensor:
+    """Logits of ten tokens, each of them with a sibling that comes before it."""
+    sequence: CachedSequence = engine.cache.sequence()
+    if start:
+        engine.run([Chunk(sequence, text[:start])])
+        sequence.advance(range(start))
+    tokens, parents = list[int](), list[int]()
+    for i, token in enumerate(text[start : start + 10]):
+        parents += [2 * i - 1] * 2
+        tokens += [rng.randrange(3, 250), token]
+    logits_RV = engine.run([Chunk(sequence, tokens, parents, range(1, 20, 2))])
+    sequence.free()
+    return logits_RV
+
+
+def test_threads_change_no_bit(tmp_path: Path, library: Library, one_thread: None) -> None:
+    engine, text = engine_of(load_tiny("llama", tmp_path, by_rows=True, **SIZES)), random_tokens(90, seed=4)
+    found = []
+    for threads in (1, 2, 5):
+        library.set_threads(threads)
+        found += [fed(engine, text, [60, 1, 4, 1, 24], random.Random(1))]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_what_is_no_number_stays_with_its_sequence(tmp_path: Path) -> None:
+    model = load_tiny("llama", tmp_path, by_rows=True, **SIZES)
+    with torch.no_grad():
+        model.module.get_input_embeddings().weight[5] = float("nan")  # type: ignore[operator, union-attr]
+    engine = engine_of(model)
+    one, other = engine.cache.sequence(), engine.cache.sequence()
+    text = [token if token != 5 else 6 for token in random_tokens(20, seed=6)]
+    logits_RV = engine.run([Chunk(one, [7, 5, 8], rows=[0, 1, 2]), Chunk(other, text, rows=range(20))])
+    assert logits_RV[0].isfinite().all() and logits_RV[1:3].isnan().all()
+    assert torch.equal(logits_RV[3:], fed(engine, text, [20], random.Random(1)))
+
+
+def test_a_wrong_result_is_found_at_load_and_computed_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model("qwen2", tmp_path, **SIZES)
+    plain = load(folder, dtype="fp32", device="cpu", by_rows=False)
+    right = CpuStack.forward
+    told: list[str] = []
+
+    def wrong(self: CpuStack, *args: Any, **how: Any) -> Tensor:
+        return right(self, *args, **how).roll(1, 1)
+
+    monkeypatch.setattr(CpuStack, "forward", wrong)
+    model = load(folder, dtype="fp32", device="cpu", progress=told.append)
+    assert model.attention is None
+    assert any("one operation at a time: " in line and "differ" in line for line in told), told
+    text = random_tokens(40, seed=8)
+    found = [fed(engine_of(each), text, [30, 10], random.Random(1)) for each in (plain, model)]
+    assert torch.equal(*found)  # with the very same weights
+
+
+@pytest.mark.parametrize(("family", "changes", "reason"), [
+    ("llama", {"head_dim": 8}, "heads of 8, no multiple of"),
+    ("llama", {"hidden_size": 44}, "a hidden size of 44"),
+    ("llama", {"intermediate_size": 90}, "an intermediate size of 90"),
+    ("gpt2", {}, "layers of model type 'gpt2' are not known"),
+])  # fmt: skip
+def test_other_models_stay_as_they_are(family: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    folder = save_model(family, tmp_path, **({**SIZES, **changes} if changes else {}))
+    model = load(folder, dtype="fp32", device="cpu", progress=told.append)
+    assert model.attention is None and any(reason in line for line in told), told
+
+
+@pytest.mark.parametrize(("compiler", "why"), [("", "there is no C\\+\\+ compiler"), ("false", "cannot compile")])
+def test_without_a_compiler(
+    compiler: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "kernels.cpp"
+    source.write_text(built.SOURCE.read_text() + "// another")
+    monkeypatch.setattr(built, "SOURCE", source)
+    monkeypatch.setattr(built, "COMPILERS", (compiler,))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(built.Unbuildable, match=why):
+        built.build("x86-64-v3")
+    assert not list(tmp_path.glob("built/*"))
+    find_library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            model = load(save_model("llama", tmp_path / "model", **SIZES), dtype="fp32", device="cpu")
+        assert model.attention is None and "computed without C++, which is slower" in caplog.text
+    finally:
+        find_library.cache_clear()
+
+
+def test_the_processor_decides_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = built.cpu_features()
+    monkeypatch.setattr(built, "cpu_features", lambda: features - {"avx512vl"})
+    assert built.level_here() == "x86-64-v3"
+    monkeypatch.setattr(built, "cpu_features", lambda: features | built.LEVELS["x86-64-v4"])
+    assert built.level_here() == "x86-64-v4"
+    monkeypatch.setattr(built, "cpu_features", lambda: features - {"avx2"})
+    with pytest.raises(built.Unbuildable, match="lacks avx2"):
+        built.level_here()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", built.LEVELS)
+def test_every_level_is_built_once_and_kept(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "kernels.cpp"
+    source.write_text(built.SOURCE.read_text())
+    monkeypatch.setattr(built, "SOURCE", source)
+    path = built.build(level)
+    assert level in path.name and path.parent == tmp_path / "built"
+    monkeypatch.setattr(built, "COMPILERS", ("false",))
+    assert built.build(level) == path
+    source.write_text(source.read_text() + "// changed")
+    with pytest.raises(built.Unbuildable, match="cannot compile"):
+        built.build(level)
+
+
+def test_where_the_checkout_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to the folder for temporary files, unless that is somebody else's."""
+    monkeypatch.setattr(built, "_compile", lambda _, __, path: path.write_bytes(b"x"))
+    monkeypatch.setattr(
+        built, "_writable", lambda folder, right=built._writable: folder.name != "built" and right(folder)
+    )
+    monkeypatch.setattr(built, "SOURCE", tmp_path / "kernels.cpp")
+    (tmp_path / "kernels.cpp").write_text("// nothing")
+    monkeypatch.setattr(built.tempfile, "gettempdir", lambda: str(tmp_path))
+    path = built.build("x86-64-v3")
+    assert path.parent.parent == tmp_path and path.parent.name != "built"
+    monkeypatch.setattr(built.os, "getuid", lambda: 123456)
+    with pytest.raises(built.Unbuildable, match="nowhere to put it"):
+        built.build("x86-64-v3")
+
+
+def test_the_output_layer_is_exact_too(tmp_path: Path) -> None:
+    model = load_tiny("llama", tmp_path, "bf16", by_rows=True, **SIZES)
+    head = model.module.lm_head  # type: ignore[union-attr]
+    assert isinstance(head, RowLinear)
+    x_TD = torch.randn(30, 48, dtype=torch.bfloat16)
+    whole_TV = head(x_TD)
+    assert all(torch.equal(head(x_TD[i : i + 1]), whole_TV[i : i + 1]) for i in range(30))
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("fp32", False), ("bf16", True)])
+def test_who_may_go_on_with_a_text(dtype: str, apart: bool, tmp_path: Path) -> None:
+    """In bfloat16 only who computes in the same way."""
+    settings = EngineSettings(save_model("llama", tmp_path, **SIZES), dtype=dtype)
+    models = [load(settings.model, dtype=dtype, device="cpu", self_test=False, by_rows=b) for b in (True, False)]
+    one, other = (welcome(settings, model, "target").revision for model in models)
+    assert (one != other) == apart

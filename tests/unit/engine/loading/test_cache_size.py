@@ -1,0 +1,137 @@
+"""The cache's size follows from the memory that is free, and from what one token really takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from engine.build import build
+from engine.cache.kv_cache import KVCache
+from engine.cache.kv_store import KVStore
+from engine.host.memory import GIB, GpuMemory, available_bytes, gpu_memory
+from engine.interface import Chunk
+from engine.loading import cache_size
+from engine.loading.cache_size import MAX_CONTEXTS, allowed_bytes, bytes_a_token, fitting_tokens, token_bytes
+from engine.model import ModelError
+from engine.settings import EngineSettings
+from engine.step import Engine
+from tests.bundled import MODELS
+from tests.unit.engine.engine_models import load_tiny
+
+FAMILIES = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_token_takes_is_what_the_store_holds(family: str, tmp_path: Path, monkeypatch) -> None:
+    model = load_tiny(family, tmp_path)
+    cache = KVCache(model.layers, 32, dtype=model.dtype, device=model.device)
+    held = []
+    write = KVStore.write
+
+    def measured(store, *args):
+        stored = write(store, *args)
+        held.extend(each.nbytes for each in stored)
+        return stored
+
+    monkeypatch.setattr(KVStore, "write", measured)
+    Engine(model, cache).run([Chunk(cache.sequence(), [5])])
+    assert len(held) == 2 * model.layers
+    assert token_bytes(model) == sum(held) // cache.capacity
+
+
+def test_a_share_of_what_is_free_but_no_more_than_can_be_used(tmp_path: Path, monkeypatch) -> None:
+    model = load_tiny("llama", tmp_path)
+    a_token = token_bytes(model)
+    monkeypatch.setattr(cache_size, "available_bytes", lambda: 1000 * a_token * 4)
+    assert fitting_tokens(model) == 1000
+    assert build(EngineSettings(str(tmp_path), dtype="fp32")).cache.capacity == 1008
+    assert build(EngineSettings(str(tmp_path), dtype="fp32", cache_tokens=64)).cache.capacity == 64
+    monkeypatch.setattr(cache_size, "available_bytes", lambda: 10**15)
+    assert fitting_tokens(model) == MAX_CONTEXTS * model.context
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_figures(tmp_path: Path, monkeypatch) -> None:
+    model = replace(load_tiny("llama", tmp_path), name="some/model", context=1 << 20)
+    assert token_bytes(model) == 3 * 2 * 2 * 16 * 4
+    monkeypatch.setattr(cache_size, "available_bytes", lambda: GIB)
+    why = (
+        r"^some/model: a cache for one context of 1048576 tokens needs 0\.75 GiB, it may have 0\.25 GiB "
+        r"\(25% of what is free\); set cache_tokens to serve shorter texts: 349525 fit$"
+    )
+    with pytest.raises(ModelError, match=why):
+        fitting_tokens(model)
+
+
+def test_a_share_of_a_gpu_includes_what_is_loaded_and_not_what_others_hold(monkeypatch) -> None:
+    gpu, cuda = GpuMemory(total=80 * GIB, free=60 * GIB, own=16 * GIB), torch.device("cuda")
+    monkeypatch.setattr(cache_size, "gpu_memory", lambda device: gpu)
+    assert allowed_bytes(cuda, 1.0) == 54 * GIB  # 90 % of what is free: others hold some
+    assert allowed_bytes(cuda, 0.5) == 20 * GIB
+    assert allowed_bytes(cuda, 0.1) == 0
+
+
+def test_memory_that_torch_only_keeps_counts_as_free(monkeypatch) -> None:
+    kept = [30]
+    monkeypatch.setattr("torch.cuda.empty_cache", kept.clear)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (40 - sum(kept), 80))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 10 + sum(kept))
+    assert gpu_memory(torch.device("cuda")) == GpuMemory(total=80, free=40, own=10)
+
+
+def machine(root: Path, groups: str, **files: str) -> Path:
+    """A file system with 8 GiB available, and ``files`` about control groups."""
+    texts = {"proc/meminfo": f"MemTotal: 99 kB\nMemAvailable: {8 << 20} kB\n", "proc/self/cgroup": groups}
+    texts |= {f"sys/fs/cgroup/{path}": text for path, text in files.items()}
+    for path, text in texts.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+def group(folder: str, limit: int | str, used: int, cached: int) -> dict[str, str]:
+    """A control group of version 2."""
+    return {
+        f"{folder}memory.max": f"{limit}\n",
+        f"{folder}memory.current": f"{used}\n",
+        f"{folder}memory.stat": f"anon 7\ninactive_file {cached}\nactive_file 9\n",
+    }
+
+
+def test_no_control_group_limits_nothing(tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path, "0::/\n")) == 8 * GIB
+    assert available_bytes(machine(tmp_path, "0::/a\n", **group("a/", "max", 5, 0))) == 8 * GIB
+
+
+def test_the_narrowest_control_group_counts_without_what_it_can_drop(tmp_path: Path) -> None:
+    outer, inner = group("pod/", 4 * GIB, 3 * GIB, GIB), group("pod/main/", 3 * GIB, GIB, 0)
+    assert available_bytes(machine(tmp_path, "0::/pod/main\n", **outer, **inner)) == 2 * GIB
+    assert available_bytes(machine(tmp_path, "0::/pod/main\n", **group("pod/", 4 * GIB, 3 * GIB, 0))) == GIB
+    assert available_bytes(machine(tmp_path, "0::/pod/main\n", **group("pod/", GIB, 3 * GIB, 0))) == 0
+
+
+def test_a_container_sees_its_own_group_at_the_top(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/../host/name/that/is/not/here\n", **group("", 2 * GIB, GIB, 0))
+    assert available_bytes(root) == GIB
+
+
+def test_control_groups_of_version_1(tmp_path: Path) -> None:
+    files = {
+        "memory/job/memory.limit_in_bytes": f"{3 * GIB}\n",
+        "memory/job/memory.usage_in_bytes": f"{2 * GIB}\n",
+        "memory/job/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB // 2}\n",
+    }
+    assert available_bytes(machine(tmp_path, "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n", **files)) == 3 * GIB // 2
+
+
+def test_this_machine_has_memory() -> None:
+    assert 1 << 20 < available_bytes() < 1 << 50
+
+
+def test_the_caches_of_the_bundled_pair_stay_below_a_gib_however_much_is_free() -> None:
+    configs = [AutoConfig.from_pretrained(MODELS / name) for name in ("target", "draft")]
+    max_bytes = [MAX_CONTEXTS * config.max_position_embeddings * bytes_a_token(config, 4) for config in configs]
+    assert 0 < sum(max_bytes) < GIB

@@ -1,0 +1,367 @@
+"""Loading: what comes out, what is refused and with which words, and a self-test that finds planted faults."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from cluster.config.checks import CheckError, check_model
+from engine.attention import attention
+from engine.attention.key_batch import KeyBatch
+from engine.layers.linear import PackedLinear, can_pack
+from engine.loading import loader
+from engine.loading.loader import ModelError, load
+from tests.unit.engine.engine_models import save_model
+
+SERVED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("tried to reach the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("family", SERVED)
+def test_served_families_pass_the_self_test(family: str, dtype: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    model = load(save_model(family, tmp_path), dtype=dtype, device="cpu", progress=lines.append)
+    assert lines[-1].startswith("self-test passed")
+    assert (model.layers, model.vocabulary, model.context) == (3, 256, 256)
+
+
+def test_what_a_model_says_of_itself(llama: Path) -> None:
+    model = load(str(llama), dtype="fp32", device="cpu", by_rows=False)
+    assert model.name == str(llama)
+    assert model.stop_tokens == {2}
+    assert model.tokenizer_digest == 0
+    assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))
+    assert isinstance(model.module.lm_head, PackedLinear) == can_pack(torch.empty(1))  # type: ignore[union-attr]
+    assert not model.module.training
+
+
+def test_unpacked_and_float64(llama: Path) -> None:
+    model = load(str(llama), dtype="float64", device="cpu", pack=False)
+    assert isinstance(model.module.lm_head, torch.nn.Linear)  # type: ignore[union-attr]
+    assert model.dtype == torch.float64
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
+def test_the_checkpoint_does_not_stay_in_memory(llama: Path) -> None:
+    """Its pages would count a second time, beside the packed weights made from them."""
+    model = load(str(llama), dtype="float32", device="cpu", self_test=False)
+    assert str(llama) not in Path("/proc/self/maps").read_text()
+    del model
+
+
+def test_auto_dtype_follows_the_processor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for features, expected in (({"avx512_bf16": True}, torch.bfloat16), ({}, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
+        assert load(str(llama), device="cpu", self_test=False).dtype == expected
+
+
+@pytest.mark.parametrize(("has_bfloat16", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_dtype_follows_the_gpu(has_bfloat16: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that emulates bfloat16 does not have it; asked is the one that is computed on."""
+    current = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    def supported(including_emulation: bool = True) -> bool:
+        return including_emulation or (has_bfloat16 and current[-1] == 1)
+
+    if not torch.cuda.is_available():
+        assert loader.choose_dtype("auto", torch.device("cuda:1")) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    assert loader.choose_dtype("auto", torch.device("cuda:1")) == expected
+    assert loader.choose_dtype("fp16", torch.device("cuda:1")) == torch.float16
+
+
+def test_stop_tokens_come_from_both_configurations(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 4000]}))
+    assert load(str(folder), self_test=False).stop_tokens == {2, 7, 9}
+
+
+def add_tokenizer(folder: Path, words: int) -> None:
+    vocabulary = {f"w{n}": n for n in range(words)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, "w0"))).save_pretrained(folder)
+
+
+def test_padded_rows_are_not_vocabulary(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    add_tokenizer(folder, 200)
+    one = load(str(folder))
+    assert one.vocabulary == 200
+    assert 0 < one.tokenizer_digest < 2**64
+    add_tokenizer(folder, 201)
+    other = load(str(folder), self_test=False)
+    assert other.vocabulary == 201
+    assert other.tokenizer_digest != one.tokenizer_digest
+
+
+def test_a_folder_without_tokenizer_files_gets_no_invented_one(tmp_path: Path) -> None:
+    model = load(save_model("qwen3", tmp_path), self_test=False)
+    assert (model.vocabulary, model.tokenizer_digest) == (256, 0)
+
+
+@pytest.mark.parametrize("path", ["no/such/folder", "./missing", "/missing", "~/missing-model", "missing", "a/", "/"])
+def test_missing_paths_are_refused_without_network(path: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(path)):
+        load(path)
+
+
+def test_a_missing_folder_beside_existing_ones_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ModelError, match="models/target: no such folder"):
+        load("models/target")
+
+
+def test_a_failing_hub_becomes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no connection\nand a long explanation")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
+    with pytest.raises(ModelError) as caught:
+        load("Org/Name")
+    assert str(caught.value) == "Org/Name: cannot read the configuration: no connection"
+
+
+def test_not_a_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load(str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="is a file"):
+        load(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "cannot read the configuration"),
+        ("{}", "cannot read the configuration"),
+        ('{"model_type": "no_such_type"}', "cannot read the configuration"),
+        ('{"model_type": "t5"}', "'t5' is not a causal language model"),
+    ],
+)
+def test_bad_configurations(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=message) as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_weights(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(ModelError, match=r"lack 9 tensors of the model, first 'model\.layers\.3\."):
+        load(str(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot load the weights"):
+        load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), "fp32"), (float("inf"), "fp32"), (float("-inf"), "bf16"), (1e6, "fp16")]
+)
+def test_weights_that_are_no_numbers(value: float, dtype: str, tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = r"tensor 'model\.layers\.1\.mlp\.up_proj\.weight' holds NaN or infinite values in torch\."
+    with pytest.raises(ModelError, match=message):
+        load(str(folder), dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_weights_that_are_stored_in_float8(
+    stored: torch.dtype, value: float, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As plain parameters beside their scales, which is how transformers reads such checkpoints on a GPU."""
+    read = loader._read_module
+
+    def read_quantised(*arguments: Any) -> Any:
+        module = read(*arguments)
+        up = module.model.layers[1].mlp.up_proj
+        up.weight = torch.nn.Parameter(up.weight.to(stored), requires_grad=False)
+        up.weight_scale_inv = torch.nn.Parameter(torch.full((1, 1), value), requires_grad=False)
+        return module
+
+    monkeypatch.setattr(loader, "_read_module", read_quantised)
+    if math.isfinite(value):
+        load(str(llama), dtype="fp32", device="cpu", pack=False, self_test=False)
+        return
+    with pytest.raises(ModelError, match=r"up_proj\.weight_scale_inv' holds NaN or infinite values"):
+        load(str(llama), dtype="fp32", device="cpu", pack=False, self_test=False)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, 20_000])
+def test_a_file_of_weights_that_ends_too_soon(keep: int, tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    file = folder / "model.safetensors"
+    assert file.stat().st_size > keep
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match="cannot load the weights: ") as caught:
+        load(str(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_weights_full_of_rubbish(tmp_path: Path) -> None:
+    folder = Path(save_model("llama", tmp_path))
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 100)
+    with pytest.raises(ModelError, match="cannot load the weights: "):
+        load(str(folder), device="cpu")
+
+
+def test_a_folder_that_may_not_be_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ModelError, match=r"llama\d*: cannot be read: Permission denied"):
+        load(str(llama))
+    with pytest.raises(CheckError, match=r"--target .*llama\d*: cannot be read: Permission denied"):
+        check_model(str(llama), "--target")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"dtype": "int3"}, "dtype 'int3' is unknown"), ({"device": "abacus"}, "device 'abacus' cannot be used")],
+)
+def test_bad_options(option: dict[str, Any], message: str, llama: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(str(llama), **option)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("bloom", "'bloom' cannot speculate: its layers must each call the registered attention once"),
+        ("mamba", "'mamba' cannot speculate: it keeps a recurrent state, which cannot roll back"),
+        ("bert", "'bert' cannot speculate: through the slot cache its logits differ"),
+    ],
+)
+def test_unservable_families_are_refused_by_name(family: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(save_model(family, tmp_path), device="cpu")
+
+
+def without(argument: str) -> Any:
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        return attention.paged_attention(*args, **{**kwargs, argument: None})
+
+    return faulty
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "argument"),
+    [("mistral", "sliding_window"), ("gemma2", "softcap"), ("gpt_oss", "s_aux")],
+)
+def test_a_forgotten_argument_is_found(family: str, argument: str, dtype: str, tmp_path: Path) -> None:
+    # A low cap, because random weights give scores that the usual cap of 50 leaves alone.
+    changes = {"attn_logit_softcapping": 0.5, "sliding_window": 4096} if family == "gemma2" else {}
+    folder = save_model(family, tmp_path, **changes)
+    registry = attention.AttentionInterface()
+    registry.register(attention.NAME, without(argument))
+    try:
+        with pytest.raises(ModelError, match=f"'{family}' cannot speculate: .* differ .*tolerance"):
+            load(folder, dtype=dtype, device="cpu", by_rows=False)
+    finally:
+        registry.register(attention.NAME, attention.paged_attention)
+    assert load(folder, dtype=dtype, device="cpu", by_rows=False).layers == 3
+
+
+def test_a_wrong_mask_is_found(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query sees every pending node: right for a single token, wrong for chains and trees."""
+    monkeypatch.setattr(KeyBatch, "mask", lambda *_: None)
+    with pytest.raises(ModelError, match="'llama' cannot speculate"):
+        load(str(llama), dtype="fp32", device="cpu", by_rows=False)
+
+
+def test_windows_are_restored_after_the_test(tmp_path: Path) -> None:
+    model = load(save_model("gpt_oss", tmp_path, sliding_window=77), dtype="fp32", device="cpu")
+    assert model.config.sliding_window == 77
+    windows = {getattr(module, "sliding_window", None) for module in model.module.modules()}
+    assert windows == {77, None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "context"),
+    [
+        ({}, 256),
+        ({"max_position_embeddings": None}, 1 << 20),
+        ({"layer_types": ["full_attention", "chunked_attention"], "attention_chunk_size": 64}, 64),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 128}}, 128),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}, "original_max_position_embeddings": 99},
+            99,
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 99}}, 256),
+        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 99}}, 256),
+    ],
+)
+def test_context_ends_where_packing_would_change_the_result(fields: dict[str, Any], context: int) -> None:
+    class Config:
+        max_position_embeddings = 256
+
+    config = Config()
+    vars(config).update(fields)
+    assert loader._context(config) == context
+
+
+def test_a_gpu_does_without_attention_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", asked.append)
+    monkeypatch.setattr(loader, "_check_numbers", Mock(side_effect=ModelError("no further without a GPU")))
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ModelError, match="no further"):
+            loader.from_module("none", None, {}, torch.bfloat16, torch.device(device))
+        assert asked == [False] * (device == "cuda")
+
+
+def test_threads(llama: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        load(str(llama), threads=2, self_test=False)
+        assert torch.get_num_threads() == 2
+        load(str(llama), self_test=False)
+        assert torch.get_num_threads() == 1
+        with pytest.raises(ValueError, match="at least 1"):
+            load(str(llama), threads=0)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,193 @@
+"""Quantised models: what is quantised and what that saves, what is refused, and how much of the model is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from cluster.config.pools import QUANTIZATIONS
+from engine.build import build, welcome
+from engine.interface import Chunk
+from engine.layers.int8_linear import Int8Linear, has_kernel
+from engine.layers.linear import PackedLinear, PartialLinear
+from engine.loading import quantisation, self_test
+from engine.loading.loader import ModelError, load
+from engine.loading.quantisation import CHOICES, check, quantise, weight_bytes
+from engine.settings import EngineSettings
+from engine.step import Engine
+from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
+from tests.unit.engine.engine_models import save_model
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ON_CPU = ["int8", "int8-dynamic"]
+
+needs_int8 = pytest.mark.skipif(not has_kernel(), reason="this CPU or build of torch has no kernel for int8")
+
+
+class Tied(nn.Module):
+    """Two layers and a last one that shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64))
+        self.last = nn.Linear(64, 100, bias=False)
+        self.last.weight = self.embedding.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.last
+
+
+def test_the_choices_are_those_of_the_configuration() -> None:
+    assert QUANTIZATIONS == CHOICES
+
+
+@pytest.mark.parametrize("quantization", ON_CPU)
+def test_every_layer_but_the_last_is_quantised_to_half_the_bytes(quantization: str) -> None:
+    module = Tied().bfloat16()
+    shared = 2 * 100 * 64
+    assert weight_bytes(module) == shared + 2 * (256 * 64 + 64 * 256 + 64)
+    assert quantise(module, quantization) == 2
+    assert isinstance(module.layers[0].weight, Int8Tensor) and isinstance(module.layers[1].weight, Int8Tensor)
+    assert type(module.last.weight) is nn.Parameter
+    for layer in module.layers:
+        assert isinstance(layer, nn.Linear)
+        assert weight_bytes(layer) < 0.6 * 2 * layer.in_features * layer.out_features
+
+
+@needs_int8
+@pytest.mark.parametrize("quantization", ON_CPU)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss"])
+def test_families_load_quantised_and_pass_the_self_test(family: str, quantization: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    folder = save_model(family, tmp_path)
+    model = load(folder, dtype="bf16", device="cpu", quantization=quantization, progress=lines.append)
+    assert lines[-1].startswith("self-test passed")
+    assert model.weights.startswith(f"{quantization} weights of ")
+    assert lines[-2].startswith(f"{model.weights}; logits moved by 0.")
+    module: Any = model.module
+    attention = module.model.layers[0].self_attn
+    assert isinstance(attention.o_proj, Int8Linear)
+    assert isinstance(attention.q_proj, PartialLinear)
+    assert isinstance(module.lm_head, PackedLinear)
+
+
+@needs_int8
+def test_a_worker_says_so(tmp_path: Path) -> None:
+    settings = EngineSettings(save_model("llama", tmp_path), dtype="bf16", device="cpu", quantization="int8")
+    engine = build(settings)
+    assert welcome(settings, engine.model, "target").dtype == f"bfloat16, {engine.model.weights}"
+    plain = EngineSettings(settings.model, dtype="bf16", device="cpu")
+    assert welcome(plain, build(plain).model, "target").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "device", "message"),
+    [
+        ("int4", torch.bfloat16, CPU, "'int4' is unknown; choose one of none, int8, int8-dynamic, fp8"),
+        ("int8", torch.float64, CPU, "int8 needs a dtype of at most 32 bits, got float64"),
+        ("fp8", torch.bfloat16, CPU, "fp8 needs a GPU, got device cpu; int8 runs on CPUs too"),
+        ("fp8", torch.float16, CUDA, "fp8 needs dtype bfloat16, got float16"),
+        ("int8-dynamic", torch.bfloat16, CUDA, "int8-dynamic is for CPUs, got device cuda; use int8 or fp8"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    quantization: str, dtype: torch.dtype, device: torch.device, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with pytest.raises(ModelError) as caught:
+        check(quantization, dtype, device)
+    assert str(caught.value) == f"quantization {message}"
+
+
+def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    check("fp8", torch.bfloat16, CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ModelError, match=r"compute capability 8\.9, this has 8\.0; use int8"):
+        check("fp8", torch.bfloat16, CUDA)
+
+
+def test_int8_needs_a_cpu_that_adds_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantisation, "has_kernel", lambda: False)
+    check("int8", torch.bfloat16, CUDA)
+    with pytest.raises(ModelError, match="int8 needs a CPU with VNNI instructions"):
+        check("int8", torch.bfloat16, CPU)
+
+
+@needs_int8
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'gpt2' has no linear layers that could be quantised to int8"):
+        load(save_model("gpt2", tmp_path), device="cpu", quantization="int8")
+
+
+@needs_int8
+def test_weights_that_say_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model("llama", tmp_path)
+    monkeypatch.setattr(self_test, "LARGEST_DRIFT", 1e-4)
+    with pytest.raises(ModelError, match=r"quantised weights move its logits by 0\.0\d+ \(relative; at most 0\.0001\)"):
+        load(folder, device="cpu", quantization="int8")
+    assert load(folder, device="cpu").weights == ""
+
+
+@needs_int8
+def test_torchaos_own_checkpoints_load_as_they_are(tmp_path: Path) -> None:
+    scheme = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    source, folder = save_model("llama", tmp_path / "plain"), str(tmp_path / "quantised")
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=scheme, dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
+    model = load(folder, device="cpu")
+    assert model.weights == "torchao weights of 0 MB"
+    assert isinstance(model.module.model.layers[0].self_attn.o_proj, Int8Linear)  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="its weights are quantised already; quantization must be none"):
+        load(folder, device="cpu", quantization="int8")
+
+
+def engine_of(quantization: str) -> Engine:
+    folder = str(MODELS / "target")
+    return build(EngineSettings(folder, dtype="bfloat16", device="cpu", quantization=quantization, cache_tokens=4096))
+
+
+def rows_of(engine: Engine, text: list[int], sizes: list[int]) -> torch.Tensor:
+    """The logits of all positions of a text, fed in chunks of these sizes."""
+    sequence, rows = engine.cache.sequence(), []
+    for size in sizes:
+        fed = text[sequence.length : sequence.length + size]
+        rows.append(engine.run([Chunk(sequence, fed, rows=range(len(fed)))]))
+        sequence.advance(range(len(fed)))
+    sequence.free()
+    return torch.cat(rows)
+
+
+@needs_int8
+@needs_invariant_bf16
+@pytest.mark.parametrize("quantization", ON_CPU)
+def test_logits_do_not_depend_on_how_tokens_are_batched(quantization: str) -> None:
+    engine = engine_of(quantization)
+    rng = Random(3)
+    text = [*held_out_prompts()[0], *(rng.randrange(engine.model.vocabulary) for _ in range(100))][:105]
+    one_by_one = rows_of(engine, text, [1] * len(text))
+    assert torch.equal(rows_of(engine, text, [len(text)]), one_by_one)
+    assert torch.equal(rows_of(engine, text, [40, *[9, 1, 3] * 5]), one_by_one)
+
+
+@needs_int8
+@pytest.mark.parametrize("quantization", ON_CPU)
+def test_the_bundled_target_still_says_the_same(quantization: str) -> None:
+    """Next tokens of held-out prompts; measured: 99 percent agree."""
+    original, quantised = engine_of("none"), engine_of(quantization)
+    agreeing = total = 0
+    for prompt in held_out_prompts()[:20]:
+        first, second = (rows_of(engine, list(prompt), [len(prompt)]) for engine in (original, quantised))
+        agreeing += int((first.argmax(-1) == second.argmax(-1)).sum())
+        total += len(prompt)
+    assert total > 300
+    assert 0.95 * total <= agreeing < total

@@ -1,0 +1,241 @@
+"""What a router tells of its cluster: rates of the last seconds, what happened, and the whole as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from router.answers.responses import encode
+from router.generation import ServedModel
+from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent, SessionNotes
+from router.sessions.pool import Peer, PoolEvents, WorkerPool
+from router.sessions.recent import WINDOW_SECONDS, Recent
+from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
+from router.sessions.tally import Buckets, Tally
+from router.telemetry.cluster_view import ClusterView
+from router.telemetry.metrics import RouterMetrics
+from speculation.events import Lost, PeerId, Placed, Role, Start
+from speculation.messages import Limits, Load, Sampling, SessionId, Welcome
+from speculation.request.session import Session
+
+TARGET, DRAFT = PeerId("target@10.0.0.1:7001"), PeerId("draft@10.0.0.2:7002")
+WELCOME = Welcome("target", "m", 290, 256, instance="i1", dtype="float32", revision=0xABC, started=900.0)
+
+
+# Rates
+
+
+def test_a_steady_rate_is_seen_whatever_the_window_begins_with() -> None:
+    recent = Recent(0.0, 0, 0)
+    assert recent.rates(0.1) is None
+    for tick in range(1, 400):
+        now = tick / 10
+        recent.add(now, 1, 3)
+        if now > 1:
+            assert recent.rates(now) == pytest.approx((10.0, 30.0), rel=0.1)
+
+
+def test_only_the_window_counts() -> None:
+    recent = Recent(0.0, 0)
+    recent.add(1.0, 1000)
+    recent.add(100.0, 5)
+    assert recent.growth(100.5) == (5,)
+    (rate,) = recent.rates(100.5) or ()
+    assert rate == pytest.approx(5 / WINDOW_SECONDS, rel=0.1)
+    assert recent.rates(200.0) == (0.0,)
+
+
+def test_samples_are_bounded_and_equal_a_full_record() -> None:
+    seed = Random().getrandbits(32)
+    rng = Random(seed)
+    recent, record, now = Recent(0.0, 0), [(0.0, 0)], 0.0
+    for _ in range(3000):
+        now += rng.expovariate(rng.choice((0.3, 100.0)))
+        recent.add(now, 1)
+        record.append((now, len(record)))
+        assert len(recent._samples) < 2 * WINDOW_SECONDS / 0.25, seed
+        minimum = record[-1][1] - max(total for at, total in record if at <= now - WINDOW_SECONDS or total == 0)
+        # What happened within a sample's length before the window may count.
+        maximum = record[-1][1] - max(total for at, total in record if at <= now - WINDOW_SECONDS - 0.25 or total == 0)
+        assert minimum <= recent.growth(now)[0] <= maximum, seed
+
+
+# What happened
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_same_within_a_second_is_one_line_and_the_ring_is_bounded() -> None:
+    clock = Clock()
+    event_log = EventLog(clock)
+    event_log.note(EventKind.WORKER_LOST, "worker a is gone:\n why", TARGET)
+    for session in range(1000):
+        event_log.note(EventKind.SESSION_REOPENED, f"session {session}", TARGET if session % 2 else DRAFT, session)
+    lost, first, second = event_log.lines
+    assert (lost.text, lost.times) == ("worker a is gone: why", 1)
+    assert (first.session, first.times, second.session, second.times) == (0, 500, 1, 500)
+    clock.now += 1.0
+    event_log.note(EventKind.SESSION_REOPENED, "later", TARGET, 7)
+    assert [line.number for line in event_log.lines] == [1, 2, 3, 4]
+    for worker in range(3 * MAX_EVENTS):
+        event_log.note(EventKind.WORKER_UP, "x" * 1000, PeerId(str(worker)))
+    assert len(event_log.lines) == MAX_EVENTS
+    assert event_log.lines[-1].number == 4 + 3 * MAX_EVENTS
+    assert len(event_log.lines[-1].text) < 1000
+    assert LOOK_BACK < MAX_EVENTS
+
+
+def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
+    event_log = EventLog()
+    session = Session(SessionId(3), (5, 6), Sampling(), Limits(20, frozenset()))
+    notes = SessionNotes(event_log, session, "req-1")
+    other = PeerId("target@10.0.0.9:1")
+
+    def placed(peer: PeerId) -> None:
+        session.handle(0.0, Placed(Role.TARGET, peer))
+        notes.opened(peer)
+
+    session.handle(0.0, Start())
+    placed(TARGET)
+    assert not event_log.lines, "a first opening is no news"
+    session.handle(0.0, Lost(TARGET))
+    placed(other)
+    (line,) = event_log.lines
+    assert (line.kind, line.worker, line.session, line.request) == (EventKind.SESSION_REOPENED, other, 3, "req-1")
+    notes.condemned(other, 3)
+    notes.quarantined(DRAFT, "no q")
+    assert [line.kind for line in event_log.lines[1:]] == [EventKind.SESSION_CONDEMNED, EventKind.DRAFTER_QUARANTINED]
+
+
+def test_workers_that_come_and_go_are_told_of_once_each() -> None:
+    clock = Clock()
+    ignore = PoolEvents(
+        lambda _: None, lambda *_: None, lambda _: None, lambda _: None, lambda *_: None, lambda *_: None
+    )
+    pool = WorkerPool(ignore, clock=clock, event_log=EventLog(clock))
+    peer = pool.peers[TARGET] = Peer(TARGET, Role.TARGET, pool)
+
+    def kinds() -> list[EventKind]:
+        return [line.kind for line in pool.event_log.lines]
+
+    peer.down("never up")
+    assert kinds() == []
+    peer.up(WELCOME)
+    for tick in range(41):
+        clock.now = 1001.0 + tick / 4
+        peer.received(Load(counters={"steps": 5 * tick, "committed": 20 * tick, "offered": 9}))
+    view = WorkerView.of(peer, None)
+    assert view.rates == pytest.approx((20.0, 80.0), rel=0.1)
+    assert view.since == 1000.0
+    peer.received(Load(draining=True))
+    peer.received(Load(draining=True))
+    assert WorkerView.of(peer, None).since == clock.now
+    peer.down("it ended")
+    peer.up(WELCOME)
+    assert WorkerView.of(peer, None).rates is None, "a new start counts from zero"
+    peer.down("cut")
+    assert kinds() == [
+        EventKind.WORKER_UP,
+        EventKind.WORKER_DRAINING,
+        EventKind.WORKER_GONE,
+        EventKind.WORKER_UP,
+        EventKind.WORKER_LOST,
+    ]
+
+
+# Quantiles
+
+
+def test_a_quantile_lies_in_its_bucket() -> None:
+    buckets = Buckets((1.0, 2.0, 4.0))
+    assert buckets.quantile(0.5) is None
+    for value in (0.5, 1.5, 1.6, 3.0):
+        buckets.add(value)
+    assert buckets.quantile(0.25) == 1.0
+    assert buckets.quantile(0.5) == 1.5
+    assert buckets.quantile(1.0) == 4.0
+    buckets.add(100.0, times=50)
+    assert buckets.quantile(0.9) == 4.0, "beyond the last bound nothing is known"
+
+
+# The whole
+
+
+def view_of(snapshot: Snapshot, tally: Tally | None = None) -> ClusterView:
+    return ClusterView(RouterMetrics(tally or Tally(lambda: 50.0), lambda: snapshot), lambda: 1050.0)
+
+
+def test_a_router_that_knows_nothing_has_a_view() -> None:
+    view = view_of(Snapshot())()
+    assert json.loads(encode(view)) == view
+    assert (view["router"]["ready"], view["router"]["unready"]) == (False, "no target worker is known")
+    assert view["router"]["now"]["acceptance"] is None
+    assert (view["models"], view["workers"], view["events"]) == ([], [], [])
+
+
+def test_everything_known_is_in_the_view() -> None:
+    counters = {
+        "step_microseconds": 3_000_000,
+        "wait_microseconds": 1_000_000,
+        "offered": 10,
+        "accepted": 4,
+        "offered_from_lookup": 10,
+        "accepted_from_lookup": 4,
+    }
+    load = Load(sessions=3, waiting=2, free_tokens=25, capacity_tokens=100, counters=counters)
+    target = WorkerView(
+        TARGET, Role.TARGET, WorkerState.UP, "m", load, 0.002, WELCOME, 1, since=20.0, rates=(5.0, 20.0)
+    )
+    snapshot = Snapshot(
+        workers=(
+            WorkerView(DRAFT, Role.DRAFT, WorkerState.DOWN),
+            replace(target, worker=PeerId("target@10.0.0.9:1"), state=WorkerState.DOWN, load=Load(), rates=None),
+            target,
+        ),
+        models=(ServedModel("m", 290, 256, 1),),
+        logged_events=(LoggedEvent(7, 1049.0, EventKind.WORKER_UP, "up", TARGET),),
+        sessions=4,
+        running=3,
+        placing=1,
+        reopened=2,
+    )
+    tally = Tally(lambda: 50.0)
+    record = tally.session("m", prompt=7)
+    for now, tokens, accepted, offered in ((49.0, 1, 0, 0), (49.5, 3, 2, 4)):
+        record.committed(now, tokens, accepted, offered, cached=5)
+    view = view_of(snapshot, tally)()
+    assert json.loads(encode(view)) == view
+    assert view["router"]["sessions"] == {"running": 3, "placing": 1, "queued": 2}
+    assert view["router"]["now"]["acceptance"] == 0.5
+    assert view["router"]["now"]["tokens_per_second"] == pytest.approx(4 / WINDOW_SECONDS, rel=0.1)
+    assert (view["totals"]["generated_tokens"], view["totals"]["reopened"]) == (4, 2)
+    (model,) = view["models"]
+    assert (model["targets_up"], model["mean_acceptance_length"]) == (1, 3.0)
+    assert model["acceptance_by_position"] == [1.0, 1.0]
+    assert 0 < (model["inter_token"]["median_ms"] or math.nan) < 1000
+    up, lost, never = view["workers"]
+    assert [worker["state"] for worker in (up, lost, never)] == ["up", "lost", "connecting"]
+    assert up["address"] == "10.0.0.1:7001"
+    assert (up["acceptance"], up["efficiency"], up["round_trip_ms"], up["since"]) == (0.4, 0.75, 2.0, 1020.0)
+    assert up["sources"] == {"lookup": {"offered": 10, "accepted": 4}}
+    assert (up["revision"], up["started"]) == ("0000000000000abc", 900.0)
+    assert (lost["model"], never["model"], never["started"]) == ("m", "", None)
+    assert view["events"][0]["number"] == 7
+
+
+def test_what_drafters_bring_a_target_counts_before_what_it_finds_itself() -> None:
+    load = Load(counters={"offered": 100, "accepted": 62, "offered_from_lookup": 80, "accepted_from_lookup": 59})
+    target = WorkerView(TARGET, Role.TARGET, WorkerState.UP, "m", load, acceptance=0.15)
+    drafter = WorkerView(DRAFT, Role.DRAFT, WorkerState.UP, "d", acceptance=0.15)
+    assert [worker["acceptance"] for worker in view_of(Snapshot((target, drafter)))()["workers"]] == [0.15, 0.15]
+    alone = replace(target, acceptance=None)
+    assert view_of(Snapshot((alone,)))()["workers"][0]["acceptance"] == 0.62

@@ -1,0 +1,373 @@
+"""What the shell around sessions adds: timers, and who is credited with what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+import uvloop
+
+from router.dispatch import Dispatcher, DispatchLimits
+from router.generation import Committed, Ended, Generation, GenerationError
+from router.sessions.pool import Peer
+from speculation import digest as digests
+from speculation.events import PeerId, PoisonRequest, Role, Tick
+from speculation.messages import (
+    Close,
+    FinishReason,
+    FromWorker,
+    Load,
+    Open,
+    RefusalCode,
+    Refused,
+    Sampling,
+    SessionId,
+    ToWorker,
+    Verification,
+    Welcome,
+)
+from speculation.request.poison_detector import WELL_PAST
+from speculation.request.session import SessionLimits
+from transport.client import Route
+
+PROMPT = (1, 2, 3)
+HASTY = DispatchLimits(session=SessionLimits(placement_timeout=0.5, backoff=0.004, longest_backoff=0.004))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_no_timer_is_lost_whatever_the_steps_of_the_clock(run):
+    """uvloop's clock has steps of a millisecond, and its timers may be that early."""
+
+    async def fail(dispatcher: Dispatcher) -> str:
+        with pytest.raises(GenerationError) as caught:
+            async for _ in dispatcher.generate(Generation(PROMPT, Sampling(), 8)):
+                pass
+        return caught.value.code
+
+    async def main() -> Counter[str]:
+        dispatcher = Dispatcher(HASTY)
+        async with asyncio.timeout(60):
+            codes = await asyncio.gather(*(fail(dispatcher) for _ in range(20)))
+        await dispatcher.pool.close()
+        return Counter(codes)
+
+    assert run(main()) == {"unavailable": 20}
+
+
+class Wire:
+    """A connection that remembers what is sent."""
+
+    round_trip = None
+    sent_bytes = received_bytes = 0
+
+    def __init__(self) -> None:
+        self.sent: list[ToWorker] = []
+        self.routes: dict[SessionId, Route] = {}
+
+    def send(self, message: ToWorker) -> None:
+        self.sent.append(message)
+
+    @property
+    def last(self) -> Open:
+        return next(message for message in reversed(self.sent) if isinstance(message, Open))
+
+
+class Served:
+    """A router with workers that say what a test has them say, and one text under way."""
+
+    def __init__(self) -> None:
+        self.dispatcher = Dispatcher()
+        self.wires: dict[str, Wire] = {}
+        self.commits: list[Committed] = []
+
+    def up(self, name: str, revision: int = 1, role: Role = Role.TARGET) -> None:
+        peer = Peer(PeerId(name), role, self.dispatcher.pool)
+        self.wires[name] = peer.connection = Wire()  # type: ignore[assignment]
+        self.dispatcher.pool.peers[peer.peer] = peer
+        peer.up(Welcome(role.value, "m", 100, 1000, 1, instance=name, revision=revision, started=float(revision)))
+
+    def hear(self, name: str, message: FromWorker) -> None:
+        self.dispatcher.pool.peers[PeerId(name)].received(message)
+
+    def drain(self, name: str) -> None:
+        self.hear(name, Load(draining=True))
+
+    def verify(self, name: str, *tokens: int, finish: FinishReason | None = None) -> None:
+        """Go on after what was opened there last and committed since."""
+        opened = self.wires[name].last
+        before = (*PROMPT, *(token for commit in self.commits for token in commit.tokens))
+        before = before if len(before) > len(opened.tokens) else opened.tokens
+        digest = digests.of((*before, *tokens))
+        self.hear(name, Verification(opened.session, opened.epoch, len(before), tokens, digest, finish=finish))
+
+    async def read(self, commits: int) -> None:
+        """Until the client has had so many."""
+        async with asyncio.timeout(60):
+            while len(self.commits) < commits:
+                await asyncio.sleep(0)
+
+    def die(self, name: str) -> None:
+        self.dispatcher.pool.peers[PeerId(name)].down("died")
+
+    async def serve(self, max_tokens: int = 8) -> None:
+        model = self.dispatcher.models["m"]
+        async for item in self.dispatcher.generate(
+            Generation(PROMPT, Sampling(), max_tokens, model=model, details=True)
+        ):
+            if isinstance(item, Committed):
+                self.commits.append(item)
+
+
+async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_revision():
+    served = Served()
+    served.up("old")
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    served.up("new", revision=2)
+    served.drain("old")
+    migration_target = served.wires["new"].last
+    assert migration_target.tokens == PROMPT
+    served.verify("old", 11)
+    await served.read(1)
+    served.hear(
+        "new", Verification(migration_target.session, migration_target.epoch, 3, (22,), digests.of((*PROMPT, 22)))
+    )
+    served.verify("old", 12)
+    await served.read(2)
+    assert served.wires["new"].last is migration_target  # never opened there with what revision 1 has said
+    served.up("other")
+    assert served.wires["other"].last.tokens == (*PROMPT, 11, 12)
+    served.verify("old", 13)
+    await served.read(3)
+    served.verify("other", 99)  # warm
+    served.verify("other", 14, finish=FinishReason.LENGTH)
+    await serving
+    assert [commit.tokens for commit in served.commits] == [(11,), (12,), (13,), (14,)]
+    named = [commit.details.target for commit in served.commits if commit.details]
+    assert named == ["old", "old", "old", "other"]
+    await served.dispatcher.pool.close()
+
+
+async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_session():
+    served = Served()
+    served.up("a")
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    await served.read(1)
+    served.up("b")
+    served.drain("a")
+    migration_target = served.wires["b"].last
+    served.hear("b", Refused(migration_target.session, migration_target.epoch, RefusalCode.OVERLOADED, "full"))
+    assert served.wires["b"].sent[-1] is not migration_target
+    served.die("b")
+    served.verify("a", 12, finish=FinishReason.LENGTH)
+    await serving
+    assert served.dispatcher._poison_detector.on_probation == 0
+    await served.dispatcher.pool.close()
+
+
+async def test_a_drafter_that_says_what_targets_say_throws_suspicion_on_nobody():
+    served = Served()
+    served.up("a")
+    served.up("d", role=Role.DRAFT)
+    serving = asyncio.create_task(served.serve(100))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    await served.read(1)
+    opened = served.wires["d"].last
+    served.hear("d", Verification(opened.session, opened.epoch, 10**6, (12,), 0, lead=5))
+    served.die("a")
+    served.up("b")
+    served.verify("b", *range(20, 20 + WELL_PAST))
+    await served.read(2)
+    served.die("b")  # the text has gone well past the place where the one before died
+    assert served.dispatcher._poison_detector.on_probation == 0
+    served.up("c")
+    served.verify("c", 50, finish=FinishReason.STOP)
+    await serving
+    await served.dispatcher.pool.close()
+
+
+async def test_a_target_that_comes_back_to_the_list_keeps_its_texts():
+    served = Served()
+    served.up("target@a:1")
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    served.up("target@b:1")
+    served.dispatcher.pool.set_workers(Role.TARGET, ["b:1"])
+    served.dispatcher.pool.set_workers(Role.TARGET, ["a:1", "b:1"])
+    (run,) = served.dispatcher._runs.values()
+    opened = served.wires["target@b:1"].last
+    assert served.wires["target@b:1"].sent[-1] == Close(opened.session, opened.epoch)
+    served.verify("target@a:1", 11, finish=FinishReason.LENGTH)
+    await serving
+    assert (run.session.moved, run.session.reopened) == (0, 0)
+    await served.dispatcher.pool.close()
+
+
+async def test_a_text_whose_target_drains_has_one_timer_however_long_there_is_no_other():
+    served = Served()
+    served.up("a")
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    served.drain("a")
+    (run,) = served.dispatcher._runs.values()
+    scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+    for second in range(50):
+        served.dispatcher._handle(run, Tick(), at=asyncio.get_running_loop().time() + second)
+        assert sum(not timer.cancelled() for timer in scheduled) <= 1
+    served.verify("a", 11, finish=FinishReason.LENGTH)
+    await serving
+    await served.dispatcher.pool.close()
+
+
+async def test_who_is_condemned_where_it_still_runs_does_not_count_as_failed(monkeypatch):
+    served = Served()
+    served.up("a")
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    monkeypatch.setattr(served.dispatcher._poison_detector, "place", lambda *_: PoisonRequest(2))
+    served.drain("a")
+    assert served.dispatcher.snapshot().condemned == 0
+    served.verify("a", 11, finish=FinishReason.LENGTH)
+    await serving
+    assert served.dispatcher.snapshot().failed == 0
+    await served.dispatcher.pool.close()
+
+
+async def test_a_refusal_of_an_older_opening_leaves_the_account_of_the_newer():
+    served = Served()
+    served.up("a")
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    first = served.wires["a"].last
+    served.up("b")
+    served.hear("a", Refused(first.session, first.epoch, RefusalCode.INTERNAL, "broken"))
+    second = served.wires["b"].last
+    served.hear("b", Refused(second.session, first.epoch, RefusalCode.INTERNAL, "broken"))
+    assert served.dispatcher.pool.peers[PeerId("b")].sessions == 1
+    served.verify("b", 11, finish=FinishReason.LENGTH)
+    await serving
+    assert served.dispatcher.pool.peers[PeerId("b")].sessions == 0
+    await served.dispatcher.pool.close()
+
+
+async def test_a_text_that_nobody_reads_waits_for_no_target():
+    served = Served()
+    served.up("a")
+    reading = served.dispatcher.generate(Generation(PROMPT, Sampling(), 2, model=served.dispatcher.models["m"]))
+    first = asyncio.create_task(anext(reading))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    await first
+    opened = served.wires["a"].last
+    digest = digests.of((*PROMPT, 11, 12))
+    served.hear("a", Verification(opened.session, opened.epoch, 4, (12,), digest, finish=FinishReason.LENGTH))
+    snapshot = served.dispatcher.snapshot()
+    assert (snapshot.running, snapshot.placing) == (0, 0)
+    served.die("a")
+    assert served.dispatcher._poison_detector.on_probation == 0
+    assert not served.dispatcher._poison_detector._opened
+    served.dispatcher.give_up("this router ends")
+    assert served.dispatcher.snapshot().failed == 0
+    await reading.aclose()
+    await served.dispatcher.pool.close()
+
+
+async def test_a_text_that_has_ended_takes_no_place_however_slowly_it_is_read():
+    served = Served()
+    served.up("a")
+    reading = served.dispatcher.generate(Generation(PROMPT, Sampling(), 3, model=served.dispatcher.models["m"]))
+    first = asyncio.create_task(anext(reading))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    await first
+    opened = served.wires["a"].last
+    for at, token, finish in ((4, 12, None), (5, 13, FinishReason.LENGTH)):
+        digest = digests.of((*PROMPT, *range(11, token + 1)))
+        served.hear("a", Verification(opened.session, opened.epoch, at, (token,), digest, finish=finish))
+    dispatcher = served.dispatcher
+    assert (dispatcher.running, dispatcher.demand("m").streams, dispatcher.snapshot().sessions) == (0, 0, 1)
+    assert dispatcher.reading == 1  # a router that drains waits for it
+    assert dispatcher.totals.committed == 3
+    items = [item async for item in reading]
+    assert [getattr(item, "tokens", item) for item in items] == [(12,), (13,), Ended(FinishReason.LENGTH)]
+    assert (dispatcher.running, dispatcher.snapshot().sessions, dispatcher.snapshot().failed) == (0, 1, 0)
+    assert dispatcher.reading == 0
+    await dispatcher.pool.close()
+
+
+async def test_a_router_that_ends_lets_go_of_texts_that_nobody_reads():
+    served = Served()
+    served.up("a")
+    reading = served.dispatcher.generate(Generation(PROMPT, Sampling(), 3, model=served.dispatcher.models["m"]))
+    first = asyncio.create_task(anext(reading))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    await first
+    served.dispatcher.give_up("this router had to stop")
+    assert served.dispatcher.running == 0
+    assert isinstance(served.wires["a"].sent[-1], Close)
+    with pytest.raises(GenerationError, match="had to stop"):
+        await anext(reading)
+    assert served.dispatcher.snapshot().failed == 1
+    await served.dispatcher.pool.close()
+
+
+async def test_workers_of_a_session_hear_each_other_at_once_for_as_long_as_it_is_open_at_both():
+    served = Served()
+    served.up("a")
+    served.up("d", role=Role.DRAFT)
+    serving = asyncio.create_task(served.serve(100))
+    await asyncio.sleep(0)
+    a, d = served.wires["a"], served.wires["d"]
+    session, epoch, there = a.last.session, a.last.epoch, d.last.epoch
+    assert a.routes == {session: Route(epoch, d, there)}
+    assert d.routes == {session: Route(there, a, epoch)}
+    served.die("d")
+    served.up("e", role=Role.DRAFT)
+    e = served.wires["e"]
+    assert a.routes == {session: Route(epoch, e, e.last.epoch)}
+    assert not d.routes
+    served.verify("a", 11, finish=FinishReason.STOP)
+    await serving
+    assert not a.routes and not e.routes
+    await served.dispatcher.pool.close()
+
+
+async def test_what_was_passed_on_is_not_relayed_again():
+    served = Served()
+    served.up("a")
+    served.up("d", role=Role.DRAFT)
+    serving = asyncio.create_task(served.serve(100))
+    await asyncio.sleep(0)
+    opened, drafted = served.wires["a"].last, served.wires["d"].last
+    for position, (token, passed) in enumerate([(11, 0), (12, drafted.epoch), (13, drafted.epoch - 1)], len(PROMPT)):
+        digest = digests.of((*PROMPT, 11, 12, 13)[: position + 1])
+        message = Verification(opened.session, opened.epoch, position, (token,), digest)
+        object.__setattr__(message, "passed", passed)
+        served.hear("a", message)
+    heard = [message.tokens for message in served.wires["d"].sent if isinstance(message, Verification)]
+    assert heard == [(11,), (13,)], "and not what went to this opening; what went to another one, it has not heard"
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    await served.dispatcher.pool.close()
+
+
+async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
+    served = Served()
+    served.up("a")
+    serving = asyncio.create_task(served.serve(100))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    served.die("a")
+    assert served.dispatcher.totals.committed == 1
+    served.up("b")
+    assert served.wires["b"].last.tokens == (*PROMPT, 11)
+    await served.read(1)
+    served.verify("b", 12, finish=FinishReason.STOP)
+    await serving
+    assert [commit.tokens for commit in served.commits] == [(11,), (12,)]
+    await served.dispatcher.pool.close()

@@ -1,0 +1,159 @@
+"""Limits of callers: buckets, accounts and key files that give them, on a clock of their own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from router.http.auth import ApiKeys, KeyFileError
+from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, LimitReached
+
+ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
+
+
+def account(**limits: int) -> Account:
+    one = Account()
+    one.allow(Allowance(**limits), 0.0)
+    return one
+
+
+def refused(call, *arguments) -> LimitReached:
+    with pytest.raises(LimitReached) as caught:
+        call(*arguments)
+    return caught.value
+
+
+def test_no_minute_lets_more_through_than_was_saved_up_and_refilled() -> None:
+    seed = random.randrange(1 << 32)
+    rng = random.Random(seed)
+    limit, now, taken, waits = 30, 0.0, [], []
+    one = account(requests_per_minute=limit)
+    while now < 600:
+        now += rng.expovariate(2.0)
+        try:
+            one.enter(now)
+            taken.append(now)
+        except LimitReached as error:
+            waits.append(error.wait)
+    for start in taken:
+        assert sum(start <= at < start + 60 for at in taken) <= 2 * limit, seed
+    assert len(taken) <= limit + 600 * limit / 60, seed
+    assert len(taken) >= 600 * limit / 60, seed
+    assert all(0 < wait <= 60 / limit for wait in waits), seed
+    assert one.refused["requests"] == len(waits) > 0, seed
+
+
+def test_a_client_that_waits_as_told_is_let_in() -> None:
+    one = account(requests_per_minute=60)
+    for _ in range(60):
+        one.enter(0.0)
+    error = refused(one.enter, 0.0)
+    assert (error.limit, error.wait) == ("requests", 1.0)
+    assert "60 requests a minute" in error.message
+    refused(one.enter, error.wait - 0.01)
+    one.enter(error.wait)
+
+
+def test_tokens_are_counted_as_they_are_used_and_an_overdrawn_bucket_fills_first() -> None:
+    one = account(tokens_per_minute=600)
+    one.enter(0.0)
+    one.take_prompt(500, 0.0)
+    one.take_completion(700, 0.0)  # a running request is not cut short
+    one.leave(1.0)
+    one.enter(0.0)
+    assert refused(one.take_prompt, 1, 0.0).wait == pytest.approx(60.1)
+    one.take_prompt(1, 60.1)
+    assert (one.prompt_tokens, one.completion_tokens) == (501, 700)
+
+
+def test_a_prompt_beyond_the_limit_itself_needs_a_full_bucket() -> None:
+    one = account(tokens_per_minute=100)
+    one.take_prompt(250, 0.0)
+    assert refused(one.take_prompt, 250, 60.0).wait == pytest.approx(90.0)
+    one.take_prompt(250, 150.0)
+
+
+def test_places_are_given_back() -> None:
+    one = account(concurrent_requests=2)
+    one.enter(0.0)
+    one.enter(0.0)
+    assert refused(one.enter, 0.0).limit == "concurrent"
+    one.leave(8.0)
+    one.enter(0.0)
+    assert refused(one.enter, 0.0).wait == 4.0  # two places of 8 s each
+    assert (one.running, one.requests, one.refused["concurrent"]) == (2, 3, 2)
+
+
+def test_other_limits_count_at_once_and_what_was_taken_stays_taken() -> None:
+    one = account(requests_per_minute=10)
+    for _ in range(8):
+        one.enter(0.0)
+    one.allow(Allowance(requests_per_minute=20), 0.0)
+    for _ in range(12):
+        one.enter(0.0)
+    refused(one.enter, 0.0)
+    one.allow(Allowance(), 0.0)
+    for _ in range(100):
+        one.enter(0.0)
+
+
+def test_a_bucket_never_holds_more_than_its_limit() -> None:
+    bucket = Bucket.full(60, 0.0)
+    bucket.take(10, 0.0)
+    assert [bucket.level(at) for at in (0.0, 5.0, 10.0, 99.0)] == [50, 55, 60, 60]
+
+
+def test_the_wait_for_a_place_follows_how_long_requests_take() -> None:
+    durations = Durations()
+    assert durations.wait(8) == 1.0
+    for _ in range(100):
+        durations.add(40.0)
+    assert durations.wait(8) == pytest.approx(5.0)
+    assert durations.wait(8, ahead=3) == pytest.approx(20.0)
+    assert durations.wait(0, ahead=100) == MAX_WAIT
+
+
+# The file
+
+
+def holders(tmp_path, text: str):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    keys = ApiKeys(path)
+    return [keys.holder_of(key) for key in (ALICE, BOB)]
+
+
+def test_a_line_may_give_its_key_limits(tmp_path) -> None:
+    alice, bob = holders(tmp_path, f"alice: {ALICE}  requests_per_minute=5 concurrent_requests=0\n{BOB}\n")
+    assert (alice.name, alice.limits) == ("alice", {"requests_per_minute": 5, "concurrent_requests": 0})
+    assert (bob.name, bob.limits) == ("line 2", {})
+    default = Allowance(requests_per_minute=9, tokens_per_minute=8, concurrent_requests=7)
+    assert default.but(alice.limits) == Allowance(5, 8, 0)
+    assert default.but(bob.limits) == default
+
+
+def test_two_keys_of_one_name_share_their_limits(tmp_path) -> None:
+    alice, other = holders(tmp_path, f"a: {ALICE} tokens_per_minute=5\na: {BOB} tokens_per_minute=5\n")
+    assert alice == other
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"a: {ALICE} request_per_minute=5", "line 1 has an unknown limit; there are requests_per_minute, "),
+        (f"a: {ALICE} tokens_per_minute=-5", "line 1: tokens_per_minute must be a whole number from 0"),
+        (f"a: {ALICE} tokens_per_minute=", "line 1: tokens_per_minute must be a whole number from 0"),
+        (f"a: {ALICE} tokens_per_minute={'9' * 5000}", "line 1: tokens_per_minute must be a whole number from 0"),
+        (f"a: {ALICE} tokens_per_minute=5 tokens_per_minute=5", "line 1 says tokens_per_minute twice"),
+        (f"a: {ALICE} 5", "line 1 is neither KEY nor NAME: KEY"),
+        (f"a: {ALICE} {BOB}==", "line 1 is neither KEY nor NAME: KEY"),
+        (f"a: {ALICE}\na: {BOB} tokens_per_minute=5", "line 2 gives a other limits than line 1"),
+    ],
+)
+def test_limits_that_cannot_be_read_are_refused_without_showing_a_key(tmp_path, line: str, words: str) -> None:
+    with pytest.raises(KeyFileError) as caught:
+        holders(tmp_path, line)
+    assert words in str(caught.value)
+    assert ALICE not in str(caught.value)
+    assert BOB not in str(caught.value)

@@ -1,0 +1,38 @@
+"""The router's socket: what it accepts sends small events at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from starlette.applications import Starlette
+
+from router.http.asgi import BoundedHttp
+from router.service import listening, server_config
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_no_event_waits_for_an_acknowledgement_of_the_one_before(host) -> None:
+    try:
+        listener = listening(host, 0)
+    except OSError:
+        pytest.skip(f"no {host} on this machine")
+    accepted = asyncio.get_running_loop().create_future()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = writer.get_extra_info("socket")
+        accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    async with await asyncio.start_server(serve, sock=listener):
+        _, writer = await asyncio.open_connection(host, listener.getsockname()[1])
+        assert await asyncio.wait_for(accepted, 60)
+        writer.close()
+        await writer.wait_closed()
+
+
+def test_a_connection_is_kept_longer_than_load_balancers_keep_theirs() -> None:
+    config = server_config(Starlette(), "127.0.0.1", 0)
+    assert config.timeout_keep_alive > 60
+    assert config.http is BoundedHttp
