@@ -1,7 +1,7 @@
 """What Paceline reads of the environment it is started in; nothing else of it does. Its own settings are in files.
 
-All of it is said by others: systemd, CUDA, the XDG base directories, OpenAI's clients, and Ray, which hands a replica
-its settings that way.
+Variables, and whether there are GPUs. All of the variables are said by others: systemd, CUDA, the XDG base directories,
+OpenAI's clients, and Ray, which hands a replica its settings that way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""
 REPLICA_SETTINGS = "PACELINE_SETTINGS"
 """Variable with the settings of a replica, in JSON."""
 
@@ -33,6 +35,16 @@ def cache_folder() -> Path:
 def notify_socket() -> str:
     """Where systemd listens for the state of a service; empty where it does not."""
     return os.environ.get("NOTIFY_SOCKET", "")
+
+
+def may_have_gpus() -> bool:
+    """Whether torch may find a GPU here."""
+    return any(path.exists() for path in GPU_DEVICES)
+
+
+def on_cpu(device: str) -> bool:
+    """Whether a worker set to this device computes on the CPU here, as far as that is known without torch."""
+    return device == "cpu" or (device == "auto" and not may_have_gpus())
 
 
 def visible_gpus() -> list[str]:

@@ -14,10 +14,10 @@ from typing import Any
 
 from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import VISIBLE_GPUS as VISIBLE
-from cluster.config.environment import visible_gpus
+from cluster.config.environment import may_have_gpus, visible_gpus
 from cluster.config.pools import SHARED, DraftConfig, ModelConfig, Pool, TargetConfig
 from cluster.console import complain
-from cluster.local.threads import GPU_DEVICES, Unmeasured, output_of
+from cluster.local.threads import Unmeasured, output_of
 from speculation.events import Role
 
 COUNT_SECONDS = 60.0
@@ -31,7 +31,7 @@ TARGET_MIN = 0.52
 @cache
 def here() -> int:
     """How many GPUs torch finds on this machine."""
-    if not any(path.exists() for path in GPU_DEVICES):
+    if not may_have_gpus():
         return 0
     try:
         return int(output_of([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], COUNT_SECONDS))

@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from cluster.config.config import Config
+from cluster.config.environment import on_cpu
 from cluster.config.settings import AUTO
 from cluster.console import complain, say, stages
 from cluster.local.core_cache import default_cache, key_of
@@ -28,8 +28,6 @@ from cluster.processes.openmp import environment as openmp_environment
 
 MEASURE_SECONDS = 10.0
 """How long measuring may take, loading included: it delays the first start, and gains little where cores are busy."""
-GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""
 
 
 class Unmeasured(Exception):
@@ -85,16 +83,12 @@ def divisible(config: Config, cores: int) -> bool:
     fixed = not config.models and not config.autoscales
     alone = fixed and config.target.replicas == 1 and (config.drafts == 1 or _drafts_in_turn(config))
     alone = alone and all(worker.tensor_parallel_size == 1 for worker in workers)
-    free = all(worker.threads == AUTO and not worker.gpus and _on_cpu(worker.device) for worker in workers)
+    free = all(worker.threads == AUTO and not worker.gpus and on_cpu(worker.device) for worker in workers)
     return cores >= 2 and here and alone and free
 
 
 def _drafts_in_turn(config: Config) -> bool:
     return config.shared_draft(config.pools()[0]) is not None
-
-
-def _on_cpu(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not any(path.exists() for path in GPU_DEVICES))
 
 
 def _measured(config: Config, cores: int) -> Measured:

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from cluster.config.config import Config
+from cluster.config.environment import on_cpu
 from cluster.config.folders import expanded
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig
 from speculation.events import Role
@@ -55,7 +56,7 @@ def worker_imports(config: Config, role: Role) -> Iterator[None]:
 
 
 def reads_plain_weights(config: Config, role: Role) -> bool:
-    """Whether the worker's models are folders of plain weights that it reads whole. What a hub has is not known."""
+    """Whether its models are folders of plain weights that it reads whole, on a CPU. What a hub has is not known."""
     workers: list[TargetConfig | DraftConfig] = [config.target] if role is Role.TARGET else [config.draft]
     models = [workers[0].model]
     if role is Role.DRAFT and config.draft.assistant:
@@ -64,6 +65,7 @@ def reads_plain_weights(config: Config, role: Role) -> bool:
         workers.append(config.draft)
         models.append(config.draft.model)
     whole = all(worker.tensor_parallel_size == 1 and worker.quantization == "none" for worker in workers)
+    whole = whole and all(on_cpu(worker.device) for worker in workers)  # elsewhere it was never tried
     return whole and all(_stores_plain_weights(model) for model in models)
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from cluster.checkout import CHECKOUT
+from cluster.config import environment
 from cluster.config.config import Config, Override, load
 from cluster.config.pools import chosen_threads
 from cluster.local import core_cache, threads
@@ -84,9 +85,9 @@ def test_what_is_not_measured_has_the_threads_it_was_given_else_one():
 
 def test_a_device_that_may_be_a_gpu_is_left_alone(tmp_path, monkeypatch):
     config = configured(target_device="auto")
-    monkeypatch.setattr(threads, "GPU_DEVICES", (tmp_path,))
+    monkeypatch.setattr(environment, "GPU_DEVICES", (tmp_path,))
     assert not divisible(config, 2)
-    monkeypatch.setattr(threads, "GPU_DEVICES", (tmp_path / "none",))
+    monkeypatch.setattr(environment, "GPU_DEVICES", (tmp_path / "none",))
     assert divisible(config, 2)
 
 

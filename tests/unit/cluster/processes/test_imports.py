@@ -97,7 +97,8 @@ def quantised(tmp_path) -> str:
 
 
 def of(target, draft) -> Config:
-    return replace(Config(), target=target, draft=draft)
+    on_cpu = [worker if worker.device == "cuda" else replace(worker, device="cpu") for worker in (target, draft)]
+    return replace(Config(), target=on_cpu[0], draft=on_cpu[1])
 
 
 def test_models_of_plain_weights_need_no_more(plain):
@@ -107,7 +108,7 @@ def test_models_of_plain_weights_need_no_more(plain):
 
 def test_other_models_need_all_that_transformers_has(plain, quantised):
     others = [{"model": quantised}, {"model": "Org/Name"}, {"model": plain, "quantization": "int8"}]
-    for other in [*others, {"model": plain, "tensor_parallel_size": 2}]:
+    for other in [*others, {"model": plain, "tensor_parallel_size": 2}, {"model": plain, "device": "cuda"}]:
         config = of(TargetConfig(**other), DraftConfig(**other))
         assert not any(reads_plain_weights(config, role) for role in Role), other
 
