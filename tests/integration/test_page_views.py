@@ -101,7 +101,7 @@ def test_the_cluster_is_followed(chromium: Browser) -> None:
         rows = tab.page.locator("#workers tbody tr")
         expect(rows).to_have_count(3)
         expect(rows.nth(0)).to_contain_text(
-            re.compile(r"10\.0\.0\.5:7001.*target.*up.*25\s%.*2 \+ 1 waiting.*0\.4\sms.*72\s%.*140")
+            re.compile(r"10\.0\.0\.5:7001.*target.*up.*25\s%.*2 \+ 1 waiting.*0\.4\sms.*70\s%.*140")
         )
         expect(rows.nth(2)).to_contain_text("lost")
         expect(tab.page.locator("#pulse-text")).to_have_text("1\u00a0target, 1\u00a0drafter")
