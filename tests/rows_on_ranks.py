@@ -46,7 +46,7 @@ def stand_ins(replace: Callable[[Any, str, Any], None]) -> None:
 
     replace(loader, "find_attention", lambda context, *_: PlainRows(2, context))
     replace(loader, "pack_linears", lambda module: 0)
-    replace(engine.cuda.kernels, "TritonOps", PlainOps)
+    replace(engine.layers.layer_kernels, "TritonOps", PlainOps)
     replace(build, "CudaRecorder", Replays)
 
 

@@ -28,7 +28,8 @@ RANKS = ("--tensor-parallel-size", "2")
 RANKS_WITHOUT_TASKS = """
 import sys
 from types import SimpleNamespace
-from cluster import cli, rank_processes
+from cluster import cli
+from cluster.processes import rank_processes
 rank_processes.pickle = SimpleNamespace(dumps=lambda task: b"")
 sys.exit(cli.main())
 """

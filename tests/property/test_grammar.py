@@ -228,7 +228,7 @@ def stuck(monkeypatch) -> Iterator[str]:
                 over.wait(SECONDS)
             super().__init__(compiled, vocabulary)
 
-    monkeypatch.setattr(engine.grammar, "Compiled", Slow)
+    monkeypatch.setattr(engine.shaping.grammar, "Compiled", Slow)
     yield grammar
     over.set()
 
@@ -259,7 +259,7 @@ def test_time_spent_behind_others_is_not_a_grammars_own(model, monkeypatch):
             assert turn.acquire(timeout=SECONDS)
             super().__init__(compiled, vocabulary)
 
-    monkeypatch.setattr(engine.grammar, "Compiled", InTurn)
+    monkeypatch.setattr(engine.shaping.grammar, "Compiled", InTurn)
     worker = Patient(model)
     worker.add("first", regex("a"), 0.0)
     worker.add("second", regex("b"), 0.0)
@@ -280,6 +280,6 @@ def test_a_grammar_that_was_given_up_gets_another_try(model, monkeypatch, stuck)
     worker = Patient(model)
     worker.add("stuck", stuck, 0.0)
     assert set(dict(worker.compiling.ready(COMPILE_SECONDS))) == {"stuck"}
-    monkeypatch.setattr(engine.grammar, "Compiled", Compiled)
+    monkeypatch.setattr(engine.shaping.grammar, "Compiled", Compiled)
     worker.add("again", stuck, 20.0)
     assert isinstance(worker.outcomes(20.0)["again"], GrammarConstraint)

@@ -119,7 +119,7 @@ def test_the_summary_is_of_the_main_pair():
 
 @pytest.mark.parametrize("plans", [QUICK, FULL])
 def test_every_goal_is_measured_on_the_first_pair(plans):
-    planned = {*plans[0].settings, *((TRANSFORMERS, DEAD, WRONG) if plans[0].request_options else ())}
+    planned = {*plans[0].settings, *((TRANSFORMERS, DEAD, WRONG) if plans[0].extras else ())}
     assert {goal.setting for goal in GOALS} <= planned
 
 

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from cluster.checkout import CHECKOUT
-from cluster.cli import _parsers
+from cluster.cli import COMMANDS, _parsers
 from cluster.config.flags import configuration
 from cluster.processes import notify
 from cluster.worker_list import read_list
@@ -66,7 +66,7 @@ def parsed(name):
     program, *arguments = expanded(unit(name)["Service"]["ExecStart"], variables)
     assert program == "/opt/paceline/.venv/bin/paceline"
     arguments = [word.replace("/etc/paceline", str(ETC)) for word in arguments]
-    return _parsers()[0].parse_args(arguments)
+    return _parsers(COMMANDS)[0].parse_args(arguments)
 
 
 def test_these_are_all_services():

@@ -107,7 +107,8 @@ def random_tokens(count: int, seed: int) -> list[int]:
 
 def slot_engine(model: Model, capacity: int = 512) -> Engine:
     """Over a slot cache with small blocks."""
-    return Engine(model, KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device))
+    block = 8 if model.attention is None else model.block  # rows have pages of one size
+    return Engine(model, KVCache(model.layers, capacity, block=block, dtype=model.dtype, device=model.device))
 
 
 def decode_plainly(engine: StepEngine, prompt: Sequence[int], count: int, part: int = 7) -> list[int]:

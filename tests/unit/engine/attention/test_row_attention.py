@@ -212,7 +212,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.cuda import attention, attention_kernels
+from engine.attention import row_attention as attention, row_attention_kernels as attention_kernels
 from engine.cache.kv_store import PAGE
 
 PRECISE, NUMBERS = ("sums_ptr", "maxima_ptr", "totals_ptr"), ("N", "first_split", "first_position")

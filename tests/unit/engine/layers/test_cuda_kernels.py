@@ -123,7 +123,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.cuda import kernels
+from engine.layers import layer_kernels as kernels
 
 def asm(kernel, capability, dtype, **constants):
     types = {"slot_ptr": "*i32", **dict.fromkeys(("eps", "query_eps", "key_eps"), "fp32")}
