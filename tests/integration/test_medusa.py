@@ -175,7 +175,11 @@ def test_heads_read_the_state_of_the_last_accepted_token(folder: str) -> None:
     truth = [*one.tokens, *texts(loop_of(plain), [replace(one, speculation=PLAIN)])[3]]
     speculation_trace = SpeculationTrace()
     loop = loop_of(
-        Engine(plain.model, KVCache(2, 512, block=plain.model.block, dtype=torch.float32, device="cpu"), heads=speculation_trace)
+        Engine(
+            plain.model,
+            KVCache(2, 512, block=plain.model.block, dtype=torch.float32, device="cpu"),
+            heads=speculation_trace,
+        )
     )
     loop.receive(LINK, one)
     hidden_TD = stock_hidden(folder, truth)
