@@ -93,7 +93,7 @@ class Dispatcher:
         identity: Identity | None = None,
         traced: Callable[[SessionId], NullTracer] = NullTracer,
     ) -> None:
-        """No workers are known yet: see ``.set_workers``. ``identity``: see :class:`.WorkerPool`.
+        """No workers are known yet: see ``pool.set_workers``. ``identity``: see ``WorkerPool``.
 
         ``traced`` makes what hears of each session; see :mod:`router.sessions.null_tracer`.
         """

@@ -1,4 +1,4 @@
-"""Plain draws as a part of a step: what :func:`.drawn` gives for rows without filters or shaping.
+"""Plain draws as a part of a step: what :func:`.sampling.drawn` gives for rows without filters or shaping.
 
 Such a draw needs of its request a temperature and a key, which travel with the rows of the step. So it is recorded
 with the forward, and a step ends with a download of two numbers a row. Computes with the same operations as

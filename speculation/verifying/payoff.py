@@ -77,7 +77,7 @@ class Payoff:
         return max(self._beside(sessions) / self._lately(sessions) - 1.0, BREAK_EVEN)
 
     def observe(self, tokens: int, seconds: float, *, quiet: bool, branched: bool = False) -> None:
-        """Learn what a step of so many tokens cost; ``branched``: see :meth:`.observe`."""
+        """Learn what a step of so many tokens cost; ``branched``: see :meth:`.StepCost.observe`."""
         for cost in (self._quiet, self._lately) if quiet else (self._beside,):
             cost.observe(tokens, seconds, branched=branched)
 

@@ -143,7 +143,7 @@ def test_a_request_that_allows_no_heads_has_none(model: Model) -> None:
     assert loop.counters.offered_from[Source.MEDUSA] == 0
 
 
-class SpeculationTrace(MedusaHeads):
+class WatchedHeads(MedusaHeads):
     """Notes what it reads."""
 
     def __init__(self) -> None:
@@ -173,12 +173,12 @@ def test_heads_read_the_state_of_the_last_accepted_token(folder: str) -> None:
     one = opening(3, GREEDY, drafted)
     one = replace(one, request_options=replace(one.request_options, prompt_logprobs=1))
     truth = [*one.tokens, *texts(loop_of(plain), [replace(one, speculation=PLAIN)])[3]]
-    speculation_trace = SpeculationTrace()
+    watched = WatchedHeads()
     loop = loop_of(
         Engine(
             plain.model,
             KVCache(2, 512, block=plain.model.block, dtype=torch.float32, device="cpu"),
-            heads=speculation_trace,
+            heads=watched,
         )
     )
     loop.receive(LINK, one)
@@ -187,10 +187,10 @@ def test_heads_read_the_state_of_the_last_accepted_token(folder: str) -> None:
     while (sent := loop.step()) is not None:
         (_, message), *_ = sent
         assert isinstance(message, Verification)
-        for row_D in speculation_trace.read:  # in this step's plan: the state before the token that was committed last
+        for row_D in watched.read:  # in this step's plan: the state before the token that was committed last
             torch.testing.assert_close(row_D, hidden_TD[position - 2], atol=1e-4, rtol=1e-4)
             checked += 1
-        speculation_trace.read.clear()
+        watched.read.clear()
         kept[message.accepted] += 1
         position = message.end
         path = truth[position : position + rng.randint(0, 3)]
