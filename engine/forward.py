@@ -135,8 +135,9 @@ class ForwardPass:
         self.moved = True
         started = time.perf_counter()
         if self._rows is not None:
-            for rows in set(self._rows.classes).difference(inputs.row_classes or self._rows.classes):
-                self._rows.avoid(rows)
+            if inputs.row_classes is not self._rows.classes:  # another rank's
+                for rows in set(self._rows.classes).difference(inputs.row_classes or self._rows.classes):
+                    self._rows.avoid(rows)
             logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks, draws)
         else:
             logits_RV = self._computed(inputs)

@@ -7,8 +7,7 @@ model that takes none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ FATAL = (RankError, torch.AcceleratorError)
 end, so that it is started again; running out of memory is none of them."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens to append to one sequence, and which of their logits are wanted.
 
     ``parents`` None continues the chain from the last pending node (or the prefix's end). Otherwise it holds an index

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.cache.kv_cache import CacheFull, KVCache
+from engine.cache.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.cache.kv_store import Move
 from engine.cuda.graphs import Record
 from engine.cuda.levels import Levels
@@ -99,19 +99,17 @@ class Engine:
         the model's own format and good until the next step only. Raises :class:`CacheFull`, or ValueError for a chunk
         that cannot be computed; then, as after any other exception, no sequence has changed.
         """
-        tokens, rows = self._checked(chunks)
+        tokens, rows, draws = self._checked(chunks)
         if not tokens:
             return torch.empty(0, self.model.vocabulary, dtype=self._forward.dtype, device=self.model.device)
-        appended: list[Chunk] = []
+        states: list[tuple[CachedSequence, int]] = []  # of what was appended
         moves: list[Move] = []
         try:
             for chunk in chunks:
                 chunk.sequence.append(chunk.resolved_parents())
-                appended.append(chunk)
-            self._check_context(chunks)
-            states = [(chunk.sequence, len(chunk.tokens)) for chunk in chunks]
+                states.append((chunk.sequence, len(chunk.tokens)))
+            self._check_context(states)
             moves = self.cache.take_moves()
-            draws = [draw for chunk in chunks for draw in chunk.draws]
             return self._computed(
                 StepInput(tokens, rows, states, moves, self.invariant, self.row_classes),
                 draws if len(draws) == len(rows) else (),
@@ -119,8 +117,8 @@ class Engine:
         except BaseException:
             if not self._forward.moved:
                 self.cache.moves.note(moves)
-            for chunk in appended:
-                chunk.sequence.retract(len(chunk.tokens))
+            for sequence, count in states:
+                sequence.retract(count)
             raise
 
     @property
@@ -170,29 +168,36 @@ class Engine:
         with self._leader.step(inputs):
             return self._forward.compute(inputs, draws)
 
-    def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
-        """All tokens, and the wanted rows as indices into them."""
+    def _checked(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int], list[Draw]]:
+        """All tokens, the wanted rows as indices into them, and how these are drawn."""
         tokens: list[int] = []
         rows: list[int] = []
+        draws: list[Draw] = []
+        needed = 0
         for chunk in chunks:
-            if not chunk.tokens:
+            first, count = len(tokens), len(chunk.tokens)
+            if not count:
                 raise ValueError("a chunk without tokens")
             for row in chunk.rows:
-                if not 0 <= row < len(chunk.tokens):
-                    raise ValueError(f"row {row} of a chunk of {len(chunk.tokens)} tokens")
-                rows.append(len(tokens) + row)
+                if not 0 <= row < count:
+                    raise ValueError(f"row {row} of a chunk of {count} tokens")
+                rows.append(first + row)
             tokens += chunk.tokens
-        if len({id(chunk.sequence) for chunk in chunks}) < len(chunks):
+            draws += chunk.draws
+            needed += chunk.sequence.blocks_needed(count)
+        if len({chunk.sequence for chunk in chunks}) < len(chunks):
             raise ValueError("a sequence may have only one chunk in a step")
         if tokens and (min(tokens) < 0 or max(tokens) >= self.model.vocabulary):
             raise ValueError(f"token ids must be in [0, {self.model.vocabulary}), got {min(tokens)} to {max(tokens)}")
-        needed = sum(chunk.sequence.blocks_needed(len(chunk.tokens)) for chunk in chunks)
-        if needed > self.cache.ledger.free:
+        if needed and needed > self.cache.ledger.free:
             raise CacheFull(f"the step needs {needed} free blocks, there are {self.cache.ledger.free}")
-        return tokens, rows
+        return tokens, rows, draws
 
-    def _check_context(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            end = chunk.sequence.length + max(chunk.sequence.depths) + 1
-            if end > self.model.context:
-                raise ValueError(f"position {end - 1} is beyond the model's context of {self.model.context} tokens")
+    def _check_context(self, states: Sequence[tuple[CachedSequence, int]]) -> None:
+        context = self.model.context
+        for sequence, _ in states:
+            # No node is deeper than there are nodes.
+            if sequence.length + len(sequence.parents) > context:
+                end = sequence.length + max(sequence.depths) + 1
+                if end > context:
+                    raise ValueError(f"position {end - 1} is beyond the model's context of {context} tokens")

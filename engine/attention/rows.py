@@ -14,10 +14,11 @@ Tensor legend: T rows, R of them wanted, F numbers behind them (page tables and 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise, repeat
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ from torch import Tensor
 
 from engine.cache.sequence_state import SequenceState
 from engine.host.upload import upload
-from engine.sampling.draws import DRAW_FIELDS, draw_numbers
-from engine.sampling.sampling import Draw
+from engine.sampling.draws import DRAW_FIELDS
 
 ROW_CLASSES = (16, 32, 64, 128, 256, 512)
 """Numbers of rows that steps are padded to."""
@@ -89,6 +89,11 @@ def max_wanted(rows: int) -> int:
     return min(rows, MAX_WANTED)
 
 
+def _integers() -> array[int]:
+    """None yet, of 32 bits: they are copied into a step's layout at once."""
+    return array("i")
+
+
 @dataclass(slots=True)
 class Packed:
     """Rows on the host: a step, or as much of one as has room. They stand for consecutive tokens of the step."""
@@ -104,21 +109,25 @@ class Packed:
     """Its own rows."""
     max_keys: int = 0
     """Of any of its rows."""
-    depths: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    branch_sizes: list[int] = field(default_factory=list)
-    branches: list[int] = field(default_factory=list)
+    depths: array[int] = field(default_factory=_integers)
+    slots: array[int] = field(default_factory=_integers)
+    branch_sizes: array[int] = field(default_factory=_integers)
+    """Of its rows up to the last one that has a branch, or further."""
+    branches: array[int] = field(default_factory=_integers)
     """The slots of all branches, one after the other."""
-    tables: list[tuple[Sequence[int], int]] = field(default_factory=list)
-    """Page tables, and how many pages of each are needed."""
-    pages: int = 0
-    """In all tables."""
-    runs: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Rows of a sequence that are side by side in a slice: how many, which is the first, committed tokens before them,
-    and where their page table begins."""
+    tables: array[int] = field(default_factory=_integers)
+    """As many pages of each sequence as are needed."""
+    runs: array[int] = field(default_factory=_integers)
+    """Of each sequence's rows that are side by side in a slice: how many, which is the first, committed tokens before
+    them, and where their page table begins."""
 
     def __len__(self) -> int:
         return len(self.depths)
+
+    @property
+    def numbers(self) -> int:
+        """In all tables and branches."""
+        return len(self.tables) + len(self.branches)
 
     def takes(self, state: SequenceState, start: int, stop: int, asked: Sequence[int]) -> int:
         """How many of a sequence's pending nodes ``start`` to ``stop`` there is room for, from the first one on.
@@ -130,81 +139,97 @@ class Packed:
         end = bisect_left(asked, self.first) + max_wanted(self.max_rows)
         if end < len(asked):
             rows = min(rows, asked[end] - index)
-        if self.pages + len(state.blocks) + len(self.branches) + _slots(state, start, start + rows) > self.max_numbers:
+        if self.numbers + len(state.blocks) + _slots(state, start, start + rows) > self.max_numbers:
             while rows and not self._has_room(state, start, start + rows):
                 rows //= 2
         return rows
 
     def _has_room(self, state: SequenceState, start: int, stop: int) -> bool:
         numbers = _pages(state, max(state.depths[start:stop])) + _slots(state, start, stop)
-        return self.pages + len(self.branches) + numbers <= self.max_numbers
+        return self.numbers + numbers <= self.max_numbers
 
     def add(self, state: SequenceState, start: int, stop: int) -> None:
         """Add pending nodes of a sequence."""
-        row, count, length = len(self.depths), stop - start, state.length
+        row, count, length, blocks = len(self.depths), stop - start, state.length, state.blocks
         depths, branches = state.depths[start:stop], state.branches[start:stop]
         deepest = max(depths)
-        pages = _pages(state, deepest)
         if row % SLICE + count <= SLICE:
-            self.runs.append((count, row, length, self.pages))
+            self.runs.extend((count, row, length, len(self.tables)))
         else:
             for first in range(row - row % SLICE, row + count, SLICE):
                 begin, end = max(first, row), min(first + SLICE, row + count)
-                self.runs.append((end - begin, begin, length, self.pages))
-        self.depths += depths
-        self.slots += state.pending_slots[start:stop]
-        self.branch_sizes += map(len, branches)
-        self.branches += chain.from_iterable(branches)
-        self.tables.append((state.blocks, pages))
-        self.pages += pages
+                self.runs.extend((end - begin, begin, length, len(self.tables)))
+        self.depths.extend(depths)
+        self.slots.extend(state.pending_slots[start:stop])
+        if any(branches):
+            self.branch_sizes.extend(repeat(0, row - len(self.branch_sizes)))
+            self.branch_sizes.extend(map(len, branches))
+            self.branches.extend(chain.from_iterable(branches))
+        pages = _pages(state, deepest)
+        self.tables.extend(blocks if pages == len(blocks) else blocks[:pages])
         self.max_keys = max(self.max_keys, length + deepest + 1)
 
-    def host_buffer(self, rows: int, spare: int, draws: Sequence[Draw] = (), *, pinned: bool = False) -> Tensor:
-        """A step padded to ``rows`` rows as :meth:`Rows.within` finds it, as far as there is anything: int32.
+    def host_buffer(self, rows: int, spare: int) -> Tensor:
+        """A step padded to ``rows`` rows as :meth:`Rows.within` finds it, as far as there is anything: int32."""
+        buffer = HostBuffer(rows, spare, self.numbers)
+        return buffer.fill(self)
 
-        Padding sees nothing and writes slots from ``spare`` on, which are nobody's. ``draws``: of the rows that are
-        wanted, if they are drawn in the step.
+
+class HostBuffer:
+    """Memory on the host in which steps padded to the same number of rows are laid out, one after the other."""
+
+    def __init__(self, rows: int, spare: int, numbers: int, *, pinned: bool = False) -> None:
+        """``spare``: the first of the slots that are nobody's, which padding writes.
+
+        ``numbers``: room for page tables and branches.
         """
-        count, behind = len(self), len(FIELDS) * rows
-        wanted = behind + max_wanted(rows)
-        numbers = wanted + DRAW_FIELDS * max_wanted(rows)
-        size = numbers + self.pages + len(self.branches)
-        # Torch keeps pinned memory until copies from it are made, and gives it out again then.
-        buffer = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
-        flat: NDArray[np.int32] = buffer.numpy()
-        flat[:numbers] = 0
-        columns = flat[:behind].reshape(len(FIELDS), rows)
-        columns[SLOTS, count:] = np.arange(spare, spare + rows - count)
-        tokens, positions, slots, keys, home, pages, branch, group, common = columns[:, :count]
-        of_run = np.array(self.runs, np.int32)
-        run_rows, before, lengths, pages[:] = of_run.repeat(of_run[:, 0], axis=0).T
-        tokens[:] = self.tokens
-        slots[:] = self.slots
-        positions[:] = self.depths
-        positions += lengths
+        behind, fixed = len(FIELDS) * rows, fixed_size(rows)
+        self._buffer = torch.zeros(fixed + numbers, dtype=torch.int32, pin_memory=pinned)
+        flat: NDArray[np.int32] = self._buffer.numpy()
+        self._columns = flat[:behind].reshape(len(FIELDS), rows)
+        self._wanted_draws = flat[behind:fixed].reshape(1 + DRAW_FIELDS, max_wanted(rows))
+        self._numbers = flat[fixed:]
+        self._spare = np.arange(spare, spare + rows, dtype=np.int32)
+
+    def fill(self, piece: Packed, draws: NDArray[np.int32] | None = None) -> Tensor:
+        """Lay out a step as :meth:`Rows.within` finds it; what comes is that part of the memory which says anything.
+
+        Padding sees nothing. ``draws``: of the rows that are wanted, as :func:`~engine.sampling.draws.draw_numbers`
+        has them, if they are drawn in the step.
+        """
+        count, pages, numbers = len(piece), len(piece.tables), piece.numbers
+        self._columns[:, count:] = 0
+        self._columns[SLOTS, count:] = self._spare[: len(self._spare) - count]
+        tokens, positions, slots, keys, home, pages_, branch, group, common = self._columns[:, :count]
+        of_run = np.frombuffer(piece.runs, np.int32).reshape(-1, 4)
+        alone = len(of_run) == count
+        run_rows, before, lengths, pages_[:] = (of_run if alone else of_run.repeat(of_run[:, 0], axis=0)).T
+        tokens[:] = piece.tokens
+        slots[:] = piece.slots
+        np.add(piece.depths, lengths, out=positions)
         np.add(positions, 1, out=keys)
         home[:] = keys
-        if self.branches:
-            lacking = np.array(self.branch_sizes, np.int32)
-            home -= lacking
-            branch[:] = self.pages + lacking.cumsum() - lacking
-        if len(self.runs) == count:
+        branch[:] = 0
+        if piece.branches:
+            lacking = np.frombuffer(piece.branch_sizes, np.int32)
+            home[: len(lacking)] -= lacking
+            branch[: len(lacking)] = pages + lacking.cumsum() - lacking
+        if alone:
             group[:], common[:] = 1, home
         else:
             place = np.arange(count, dtype=np.int32) - before  # in its run
-            leaders = (place % self.group == 0).nonzero()[0]
-            together = np.minimum(run_rows - place, self.group)[leaders]
+            leaders = (place % piece.group == 0).nonzero()[0]
+            together = np.minimum(run_rows - place, piece.group)[leaders]
+            group[:] = 0
             group[leaders] = together
             common[:] = np.minimum.reduceat(home, leaders).repeat(together)
-        flat[behind : behind + len(self.wanted)] = self.wanted
-        if draws:
-            flat[wanted:numbers].reshape(DRAW_FIELDS, -1)[:, : len(draws)] = draw_numbers(draws)
-        at = numbers
-        for blocks, needed in self.tables:
-            flat[at : at + needed] = blocks[:needed]
-            at += needed
-        flat[at:] = self.branches
-        return buffer
+        self._wanted_draws[:] = 0
+        self._wanted_draws[0, : len(piece.wanted)] = piece.wanted
+        if draws is not None:
+            self._wanted_draws[1:, : draws.shape[1]] = draws
+        self._numbers[:pages] = piece.tables
+        self._numbers[pages:numbers] = piece.branches
+        return self._buffer[: len(self._buffer) - len(self._numbers) + numbers]
 
 
 def _pages(state: SequenceState, depth: int) -> int:
@@ -236,7 +261,7 @@ def packed(
     ``wanted``: ascending indices into ``tokens``; ``chunks``: as of :class:`engine.forward.StepInput`; ``group``: how
     many rows read common keys together at most; ``pages``: of the longest sequence.
     """
-    assert list(wanted) == sorted(set(wanted)), f"rows are not in order: {list(wanted)}"
+    assert all(a < b for a, b in pairwise(wanted)), f"rows are not in order: {list(wanted)}"
     room = max_numbers(max_rows, pages)
 
     def complete(piece: Packed) -> Packed:
@@ -247,11 +272,13 @@ def packed(
         return piece
 
     piece = Packed(0, group, max_rows, room)
-    bound = sum(len(state.blocks) + count * state.pending for state, count in chunks)
-    if len(tokens) <= max_rows and len(wanted) <= max_wanted(max_rows) and bound <= room:
+    if len(tokens) <= max_rows and len(wanted) <= max_wanted(max_rows):
         for state, count in chunks:
             piece.add(state, state.pending - count, state.pending)
-        chunks = ()
+        if piece.numbers <= room:
+            yield complete(piece)
+            return
+        piece = Packed(0, group, max_rows, room)
     for state, count in chunks:
         start = state.pending - count
         while start < state.pending:

@@ -109,8 +109,13 @@ class CachedSequence(SequenceState):
         """How many fewer blocks will be free once ``count`` more tokens were appended."""
         if not count:
             return 0
-        beyond = self.length + len(self.parents) + count - len(self.blocks) * self.block
-        return (-(-beyond // self.block) if beyond > 0 else 0) + self._tail_is_shared
+        length, block, blocks = self.length, self.block, self.blocks
+        beyond = length + len(self.parents) + count - len(blocks) * block
+        needed = -(-beyond // block) if beyond > 0 else 0
+        # A block that is shared is copied before the next token goes into it. Never so while nodes are pending.
+        if length % block and self._cache.ledger.holders(blocks[length // block]) > 1:
+            needed += 1
+        return needed
 
     # -- pending nodes -------------------------------------------------------------------------------------------------
 
@@ -263,12 +268,6 @@ class CachedSequence(SequenceState):
         return -(-end // self.block)
 
     @property
-    def _tail_is_shared(self) -> bool:
-        """Whether the block that the next token goes into is held by others too. Never so while nodes are pending."""
-        ends_inside = self.length % self.block > 0
-        return ends_inside and self._cache.ledger.holders(self.blocks[self.length // self.block]) > 1
-
-    @property
     def _last_known(self) -> KnownBlock | None:
         """The last full block in the tree of known ones; None: it could not be made known."""
         if len(self._known) < self.length // self.block:
@@ -281,6 +280,8 @@ class CachedSequence(SequenceState):
 
     def _homes(self, places: Sequence[int]) -> list[int]:
         block, blocks = self.block, self.blocks
+        if len(places) == 1:  # decoding
+            return [blocks[places[0] // block] * block + places[0] % block]
         return [blocks[place // block] * block + place % block for place in places]
 
     def _free_places(self, count: int) -> Sequence[int]:
@@ -298,19 +299,16 @@ class CachedSequence(SequenceState):
 
     def _reserve(self, count: int) -> None:
         """Make sure that there are blocks of our own for ``count`` more nodes."""
-        needed = self.blocks_needed(count)
-        if needed > self._cache.ledger.free:
+        if (needed := self.blocks_needed(count)) and needed > self._cache.ledger.free:
             raise CacheFull(f"{count} tokens need {needed} free blocks, there are {self._cache.ledger.free}")
-        if count:
+        if count and self.length % self.block:
             self._own_tail()
-        while len(self.blocks) * self.block < self.length + self.pending + count:
+        while len(self.blocks) * self.block < self.length + len(self.parents) + count:
             self._push(self._cache.ledger.take(after=self.blocks[-1] if self.blocks else None))
 
     def _own_tail(self) -> None:
-        """Copy the block that the next token goes into, if it must not be written."""
+        """Copy the block that the next token goes into, which is one of ours, if it must not be written."""
         ledger, index = self._cache.ledger, self.length // self.block
-        if self.length % self.block == 0:
-            return
         tail = self.blocks[index]
         if ledger.holders(tail) == 1 and tail not in ledger.known:
             return
@@ -366,7 +364,8 @@ class CachedSequence(SequenceState):
 
     def _trim(self) -> None:
         """Give back the blocks behind the last token."""
-        self._cut(self._used)
+        if (used := self._used) < len(self.blocks):
+            self._cut(used)
 
     def _cut(self, keep: int) -> None:
         """Give back all but the first ``keep`` blocks."""

@@ -58,6 +58,8 @@ class SequenceState:
         Found once for each node; whoever moves nodes forgets them.
         """
         found = self._branches
+        if len(found) == len(self.parents):
+            return found
         for node in range(len(found), len(self.parents)):
             parent, slot = self.parents[node], self.pending_slots[node]
             above = () if parent == ROOT else found[parent]

@@ -18,15 +18,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.attention import Step
 from engine.attention.row_attention import RowAttention, first_line
-from engine.attention.rows import ROW_CLASSES, Packed, Rows, as_wanted, empty_buffer, packed
+from engine.attention.rows import ROW_CLASSES, HostBuffer, Packed, Rows, as_wanted, empty_buffer, max_numbers, packed
 from engine.cache.kv_store import KVStore
 from engine.cache.sequence_state import SequenceState
-from engine.sampling.draws import DRAWN_ROWS, drawn_in_step
+from engine.sampling.draws import DRAWN_ROWS, draw_numbers, drawn_in_step
 from engine.sampling.sampling import Draw
 
 log = logging.getLogger(__name__)
@@ -58,11 +60,32 @@ class StepShape:
     """Whether rows are drawn at temperatures above 0."""
 
 
+class Inbox:
+    """Where on the device a step is read from, and the memory on the host from which it gets there."""
+
+    def __init__(self, rows: int, pages: int, store: KVStore) -> None:
+        """For steps padded to ``rows`` rows; ``pages``: of the longest sequence."""
+        on_cuda = store.device.type == "cuda"
+        self.buffer = empty_buffer(rows, pages, store.device)
+        """As :meth:`engine.attention.rows.Rows.within` finds it."""
+        self._host = HostBuffer(rows, store.slots, max_numbers(rows, pages), pinned=on_cuda)
+        self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
+
+    def fill(self, piece: Packed, draws: NDArray[np.int32] | None) -> None:
+        """With a step; ``draws``: see :meth:`engine.attention.rows.HostBuffer.fill`."""
+        if self._copied is not None:
+            self._copied.synchronize()  # a step before this one may still be on its way
+        numbers = self._host.fill(piece, draws)
+        self.buffer[: numbers.shape[0]].copy_(numbers, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A step of some shape: its buffer, and what computes it from there."""
+    """A step of some shape: where it is read from, and what computes it."""
 
-    buffer: Tensor
+    inbox: Inbox
     replay: Callable[[], Tensor]
 
 
@@ -131,19 +154,12 @@ class RowSteps:
         """
         self.drawn_R2 = None
         order = sorted(set(wanted))
-        pieces = list(
-            packed(
-                tokens,
-                order,
-                chunks,
-                group=self._attention.group,
-                max_rows=self.classes[-1],
-                pages=self._pages,
-            )
-        )
+        group, max_rows = self._attention.group, self.classes[-1]
+        pieces = list(packed(tokens, order, chunks, group=group, max_rows=max_rows, pages=self._pages))
         if draws and len(pieces) == 1 and order == list(wanted) and self._draws(rows := self._class(pieces[0])):
-            noise = not all(draw.sampling.greedy for draw in draws)
-            found_RX = self._computed(StepShape(rows, self._longest(pieces[0]), noise), pieces[0], draws)
+            numbers = draw_numbers(draws)
+            shape = StepShape(rows, self._longest(pieces[0]), noise=bool(numbers[0].any()))
+            found_RX = self._computed(shape, pieces[0], numbers)
             if self._record is not None:  # it was not given up just now
                 self.drawn_R2 = self._drawn_R2[: len(wanted)]
                 return found_RX[: len(wanted)]
@@ -201,25 +217,26 @@ class RowSteps:
     def _piece(self, piece: Packed) -> Tensor:
         return self._computed(StepShape(self._class(piece), self._longest(piece)), piece)
 
-    def _computed(self, shape: StepShape, piece: Packed, draws: Sequence[Draw] = ()) -> Tensor:
+    def _computed(self, shape: StepShape, piece: Packed, draws: NDArray[np.int32] | None = None) -> Tensor:
         """``[R, X]`` with padding, good until the next call."""
         recording = self._recordings.get(shape)
         if recording is not None:
-            self._fill(recording.buffer, shape, piece, draws)
+            recording.inbox.fill(piece, draws)
             return recording.replay()
-        buffer = empty_buffer(shape.rows, self._pages, self._store.device)
-        self._fill(buffer, shape, piece, draws)
+        inbox = Inbox(shape.rows, self._pages, self._store)
+        inbox.fill(piece, draws)
         if self._record is None:
-            return self._forward(shape, buffer)
-        return self._first(shape, buffer)
+            return self._forward(shape, inbox.buffer)
+        return self._first(shape, inbox)
 
-    def _first(self, shape: StepShape, buffer: Tensor) -> Tensor:
+    def _first(self, shape: StepShape, inbox: Inbox) -> Tensor:
         """Compute a step of a shape that was not seen before, and record it."""
         assert self._record is not None
+        buffer = inbox.buffer
         expected_RX = self._forward(shape, buffer).clone()
         recording, why = None, "another rank cannot record one"
         try:
-            recording = Recording(buffer, self._record(lambda: self._forward(shape, buffer)))
+            recording = Recording(inbox, self._record(lambda: self._forward(shape, buffer)))
         except Exception as failure:  # whatever a model does that cannot be recorded
             why = first_line(failure)
         if not self._agreed(recording is not None) or recording is None:
@@ -266,10 +283,6 @@ class RowSteps:
             pages=self._pages,
         )
         return piece
-
-    def _fill(self, buffer: Tensor, shape: StepShape, piece: Packed, draws: Sequence[Draw]) -> None:
-        numbers = piece.host_buffer(shape.rows, self._store.slots, draws, pinned=buffer.is_cuda)
-        buffer[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self._store.device) if self._store.device.type == "cuda" else 0

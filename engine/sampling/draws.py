@@ -24,6 +24,8 @@ from speculation.noise import GOLDEN_64, MASK64, Stream
 DRAWN_ROWS = 64
 """Rows of the largest steps that draw: noise for more would take memory that few steps need."""
 
+TINY = torch.finfo(torch.float32).tiny
+
 DRAW_FIELDS = 3
 """Numbers of a row: temperature as the bits of a float32, 0 for greedy; low and high word of the key."""
 
@@ -34,15 +36,15 @@ def is_plain(sampling: Sampling) -> bool:
 
 
 def draw_numbers(draws: Sequence[Draw]) -> NDArray[np.int32]:
-    """What rows need to be drawn, int32 ``[3, R]``."""
+    """What rows need to be drawn, int32 ``[3, R]``: zeros for greedy ones, if all are."""
     numbers = np.zeros((DRAW_FIELDS, len(draws)), np.int32)
-    tiny = torch.finfo(torch.float32).tiny
-    numbers[0] = np.array(
-        [0.0 if draw.sampling.greedy else max(draw.sampling.temperature, tiny) for draw in draws], np.float32
-    ).view(np.int32)
-    if numbers[0].any():
-        keys = _keys([draw.sampling.seed & MASK64 for draw in draws], [draw.position for draw in draws])
-        numbers[1:] = keys.view(np.int32).reshape(-1, 2).T
+    temperatures = [draw.sampling.temperature for draw in draws]
+    if not any(temperatures):
+        return numbers
+    # Above 0 they stay so, however small.
+    numbers[0] = np.array([t and max(t, TINY) for t in temperatures], np.float32).view(np.int32)
+    keys = _keys([draw.sampling.seed & MASK64 for draw in draws], [draw.position for draw in draws])
+    numbers[1:] = keys.view(np.int32).reshape(-1, 2).T
     return numbers
 
 

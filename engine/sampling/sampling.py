@@ -12,8 +12,8 @@ Tensor legend: N rows, V vocabulary, M rows that need a filter, C the most likel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ RIVALS = 4
 _recent_noise = RecentNoise()
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """How, and for which position of its sequence, one row's token is drawn."""
 
     sampling: Sampling

@@ -116,7 +116,7 @@ def test_random_steps_draw_what_is_drawn_behind_them(llama: Model, seed: int, mo
             return run(engine, chunks)
         draws = random_draws(twins.rng, sum(len(chunk.rows) for chunk in chunks), twins.rng.choice([0.0, 2.0]))
         rest = iter(draws)
-        logits_RV = run(engine, [replace(chunk, draws=[next(rest) for _ in chunk.rows]) for chunk in chunks])
+        logits_RV = run(engine, [chunk._replace(draws=[next(rest) for _ in chunk.rows]) for chunk in chunks])
         if engine.drawn is not None:
             assert engine.drawn[:, 0].tolist() == drawn(logits_RV, draws).tolist() and engine.drawn[:, 1].all()
             drew.append(len(draws))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -177,7 +176,7 @@ def test_fewer_tokens_than_candidates() -> None:
     draw = Draw(Sampling(top_k=1), 0)
     ((only,),) = candidates(torch.tensor([[0.0, 2.0, 1.0]]), [draw], 3)
     assert (only.token, only.confidence) == (1, 1.0)
-    greedy = replace(draw, sampling=Sampling(temperature=0.0))
+    greedy = draw._replace(sampling=Sampling(temperature=0.0))
     assert len(candidates(torch.tensor([[0.0, 2.0, 1.0]]), [greedy], 9)[0]) == 3
 
 
