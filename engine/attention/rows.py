@@ -18,6 +18,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise, repeat
 
 import numpy as np
@@ -89,9 +90,8 @@ def max_wanted(rows: int) -> int:
     return min(rows, MAX_WANTED)
 
 
-def _integers() -> array[int]:
-    """None yet, of 32 bits: they are copied into a step's layout at once."""
-    return array("i")
+INTEGERS = partial(array, "i")
+"""Those of 32 bits, which are copied into a step's layout at once."""
 
 
 @dataclass(slots=True)
@@ -109,15 +109,15 @@ class Packed:
     """Its own rows."""
     max_keys: int = 0
     """Of any of its rows."""
-    depths: array[int] = field(default_factory=_integers)
-    slots: array[int] = field(default_factory=_integers)
-    branch_sizes: array[int] = field(default_factory=_integers)
+    depths: array[int] = field(default_factory=INTEGERS)
+    slots: array[int] = field(default_factory=INTEGERS)
+    branch_sizes: array[int] = field(default_factory=INTEGERS)
     """Of its rows up to the last one that has a branch, or further."""
-    branches: array[int] = field(default_factory=_integers)
+    branches: array[int] = field(default_factory=INTEGERS)
     """The slots of all branches, one after the other."""
-    tables: array[int] = field(default_factory=_integers)
+    tables: array[int] = field(default_factory=INTEGERS)
     """As many pages of each sequence as are needed."""
-    runs: array[int] = field(default_factory=_integers)
+    runs: array[int] = field(default_factory=INTEGERS)
     """Of each sequence's rows that are side by side in a slice: how many, which is the first, committed tokens before
     them, and where their page table begins."""
 
@@ -150,15 +150,15 @@ class Packed:
 
     def add(self, state: SequenceState, start: int, stop: int) -> None:
         """Add pending nodes of a sequence."""
-        row, count, length, blocks = len(self.depths), stop - start, state.length, state.blocks
+        row, count, length, blocks, tables = len(self.depths), stop - start, state.length, state.blocks, self.tables
         depths, branches = state.depths[start:stop], state.branches[start:stop]
         deepest = max(depths)
         if row % SLICE + count <= SLICE:
-            self.runs.extend((count, row, length, len(self.tables)))
+            self.runs.extend((count, row, length, len(tables)))
         else:
             for first in range(row - row % SLICE, row + count, SLICE):
                 begin, end = max(first, row), min(first + SLICE, row + count)
-                self.runs.extend((end - begin, begin, length, len(self.tables)))
+                self.runs.extend((end - begin, begin, length, len(tables)))
         self.depths.extend(depths)
         self.slots.extend(state.pending_slots[start:stop])
         if any(branches):
@@ -166,7 +166,7 @@ class Packed:
             self.branch_sizes.extend(map(len, branches))
             self.branches.extend(chain.from_iterable(branches))
         pages = _pages(state, deepest)
-        self.tables.extend(blocks if pages == len(blocks) else blocks[:pages])
+        tables.extend(blocks if pages == len(blocks) else blocks[:pages])
         self.max_keys = max(self.max_keys, length + deepest + 1)
 
     def host_buffer(self, rows: int, spare: int) -> Tensor:
@@ -184,6 +184,7 @@ class HostBuffer:
         ``numbers``: room for page tables and branches.
         """
         behind, fixed = len(FIELDS) * rows, fixed_size(rows)
+        self._fixed = fixed
         self._buffer = torch.zeros(fixed + numbers, dtype=torch.int32, pin_memory=pinned)
         flat: NDArray[np.int32] = self._buffer.numpy()
         self._columns = flat[:behind].reshape(len(FIELDS), rows)
@@ -229,7 +230,7 @@ class HostBuffer:
             self._wanted_draws[1:, : draws.shape[1]] = draws
         self._numbers[:pages] = piece.tables
         self._numbers[pages:numbers] = piece.branches
-        return self._buffer[: len(self._buffer) - len(self._numbers) + numbers]
+        return self._buffer[: self._fixed + numbers]
 
 
 def _pages(state: SequenceState, depth: int) -> int:
@@ -274,9 +275,11 @@ def packed(
     piece = Packed(0, group, max_rows, room)
     if len(tokens) <= max_rows and len(wanted) <= max_wanted(max_rows):
         for state, count in chunks:
-            piece.add(state, state.pending - count, state.pending)
+            end = len(state.parents)
+            piece.add(state, end - count, end)
         if piece.numbers <= room:
-            yield complete(piece)
+            piece.tokens, piece.wanted = tokens, wanted
+            yield piece
             return
         piece = Packed(0, group, max_rows, room)
     for state, count in chunks:

@@ -127,20 +127,21 @@ class CachedSequence(SequenceState):
                 raise ValueError(f"pending node {index} cannot have parent {parent}; a parent must precede its child")
             depths.append(0 if parent == ROOT else depths[parent] + 1)
         assert self in self._cache.sequences, "append() to a sequence that was freed"
-        places = self._free_places(len(parents))
-        self._reserve(len(parents))
+        count = len(parents)
+        places = self._free_places(count) if self._places else range(self.length, self.length + count)
+        self._reserve(count)
         slots = self._homes(places)
         self.parents += parents
         self.depths = depths
         self.pending_slots += slots
-        if not self._places and self.is_chain:
-            self._branches = [()] * len(places)
+        if not self._places and (count == 1 or self.is_chain):
+            self._branches = [()] * count
         self._places += places
         return slots
 
     def retract(self, count: int) -> None:
         """Drop the ``count`` nodes appended last."""
-        keep = self.pending - count
+        keep = len(self.parents) - count
         assert keep >= 0, f"cannot retract {count} of {self.pending} pending nodes"
         for nodes in (self.parents, self.depths, self.pending_slots, self._places, self._branches):
             del nodes[keep:]
@@ -166,7 +167,7 @@ class CachedSequence(SequenceState):
 
     def rollback(self) -> None:
         """Drop all pending nodes."""
-        self.retract(self.pending)
+        self.retract(len(self.parents))
 
     def discard(self, count: int) -> None:
         """Drop the ``count`` nodes appended last and clear their slots: what they hold is no number.
@@ -286,8 +287,6 @@ class CachedSequence(SequenceState):
 
     def _free_places(self, count: int) -> Sequence[int]:
         """Lowest first: holes left by refused branches are filled before new ground is broken."""
-        if not self._places:
-            return range(self.length, self.length + count)
         taken = set(self._places)
         places: list[int] = []
         place = self.length
@@ -299,15 +298,19 @@ class CachedSequence(SequenceState):
 
     def _reserve(self, count: int) -> None:
         """Make sure that there are blocks of our own for ``count`` more nodes."""
-        if (needed := self.blocks_needed(count)) and needed > self._cache.ledger.free:
-            raise CacheFull(f"{count} tokens need {needed} free blocks, there are {self._cache.ledger.free}")
-        if count and self.length % self.block:
+        ledger = self._cache.ledger
+        if (needed := self.blocks_needed(count)) and needed > ledger.free:
+            raise CacheFull(f"{count} tokens need {needed} free blocks, there are {ledger.free}")
+        if count and self.length % self.block and not self.parents:
             self._own_tail()
         while len(self.blocks) * self.block < self.length + len(self.parents) + count:
-            self._push(self._cache.ledger.take(after=self.blocks[-1] if self.blocks else None))
+            self._push(ledger.take(after=self.blocks[-1] if self.blocks else None))
 
     def _own_tail(self) -> None:
-        """Copy the block that the next token goes into, which is one of ours, if it must not be written."""
+        """Copy the block that the next token goes into, which is one of ours, if it must not be written.
+
+        Once a node is pending that is done.
+        """
         ledger, index = self._cache.ledger, self.length // self.block
         tail = self.blocks[index]
         if ledger.holders(tail) == 1 and tail not in ledger.known:

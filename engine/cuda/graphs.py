@@ -76,7 +76,7 @@ class Inbox:
         if self._copied is not None:
             self._copied.synchronize()  # a step before this one may still be on its way
         numbers = self._host.fill(piece, draws)
-        self.buffer[: numbers.shape[0]].copy_(numbers, non_blocking=True)
+        self.buffer[: numbers.numel()].copy_(numbers, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
