@@ -71,6 +71,11 @@ class StatefulSequence(CachedSequence):
         super().retract(count)
         self._keep(len(self.fed) - count)
 
+    def commit(self, path: Sequence[int]) -> None:
+        """Commit the first pending tokens and drop the others."""
+        super().commit(path)
+        self._keep(self.length)
+
     def truncate(self, length: int) -> None:
         """Shorten the committed tokens to ``length``. Nothing may be pending."""
         super().truncate(length)

@@ -397,10 +397,8 @@ class VerifyLoop:
             case AcceptanceResult():
                 assert entry.tree is not None
                 commit = sequence.session.settle(verdict, ended)
-                cached.advance(
-                    [*range(entry.num_scheduled_tokens), *(entry.num_scheduled_tokens + i for i in commit.kept)]
-                )
-                cached.rollback()
+                scheduled = entry.num_scheduled_tokens
+                cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
                 self.counters.count(entry.tree, commit)
                 if self._medusa is not None:
                     self._medusa.settled(sequence, entry.tree)

@@ -183,11 +183,7 @@ class CachedSequence(SequenceState):
         Descendants of its last node (with an empty path: everything) stay pending; the rest is freed. Returns the new
         index of each survivor by its old one. Costs time in the number of pending nodes, not in the prefix.
         """
-        last = ROOT
-        for node in path:
-            if not 0 <= node < self.pending or self.parents[node] != last:
-                raise ValueError(f"pending node {node} is not a child of {last}; cannot commit {list(path)}")
-            last = node
+        last = self._end_of(path)
         renumbered: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
             if parent == last or parent in renumbered:
@@ -202,6 +198,15 @@ class CachedSequence(SequenceState):
         self._trim()
         self._publish()
         return renumbered
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Commit ``path`` as :meth:`advance` does, and drop all other pending nodes."""
+        self._end_of(path)
+        self._bring_home(path, path)
+        self.length += len(path)
+        self._clear_pending()
+        self._trim()
+        self._publish()
 
     # -- committed tokens ----------------------------------------------------------------------------------------------
 
@@ -244,8 +249,8 @@ class CachedSequence(SequenceState):
     def free(self) -> None:
         """Give everything back. Harmless when done twice."""
         self._cut(0)
-        for holdings in (self.parents, self.depths, self.pending_slots, self._places, self._branches, self._known):
-            holdings.clear()
+        self._clear_pending()
+        self._known.clear()
         self.length = 0
         self._cache.sequences.discard(self)
 
@@ -324,8 +329,23 @@ class CachedSequence(SequenceState):
         self._push(own)
         self._cache.moves.note(zip(sources, self.committed_slots(index * self.block), strict=True))
 
+    def _clear_pending(self) -> None:
+        for nodes in (self.parents, self.depths, self.pending_slots, self._places, self._branches):
+            nodes.clear()
+
+    def _end_of(self, path: Sequence[int]) -> int:
+        """The last node of a path, ROOT if it has none. Raises ValueError if it is no path from the root."""
+        last, parents = ROOT, self.parents
+        for node in path:
+            if not 0 <= node < len(parents) or parents[node] != last:
+                raise ValueError(f"pending node {node} is not a child of {last}; cannot commit {list(path)}")
+            last = node
+        return last
+
     def _bring_home(self, path: Sequence[int], kept: Collection[int]) -> None:
         """Note the moves after which the nodes of ``path`` lie at home; ``kept`` are all nodes whose data matters."""
+        if all(self._places[node] == place for place, node in enumerate(path, start=self.length)):
+            return
         node_at = {self._places[node]: node for node in kept}
         for position, node in enumerate(path, start=self.length):
             place = self._places[node]

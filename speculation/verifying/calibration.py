@@ -20,6 +20,7 @@ speculation that was switched off can come back. Old trials fade.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ MAX_ODDS = 0.999
 CELLS = RANKS * BINS * (len(DEPTHS) + 1)
 
 Cell = tuple[object, ...]
+Cells = tuple[Cell, Cell, Cell]
+"""What is learned from a token, and by: its source and rank; its claim besides; and how far ahead it was drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ class Calibration:
 
     def __call__(self, node: Node) -> float:
         """Probability that the node is kept if its parent is and the siblings before it are not."""
-        return min(max(self._estimate(node), MIN_ODDS), MAX_ODDS)
+        return self._odds(node.claim, _cells(node))
 
     def table(self, source: SourceName) -> OddsTable:
         """All that it believes of a source now; of a session's, see :meth:`factors`."""
@@ -127,42 +130,38 @@ class Calibration:
     def observe(self, place: Node, token: Token) -> None:
         """Learn from a committed place and the ``token`` after it: its children were tried until one was right."""
         for child in place.children.values():
-            self._tried(child, child.token == token)
+            self._tried(child.claim, _cells(child), child.token == token)
             if child.token == token:
                 return
 
-    def _tried(self, node: Node, kept: bool) -> None:
+    def _tried(self, claim: float, cells: Cells, kept: bool) -> None:
+        kind, margin, depth = cells
         if self._wider is not None:
-            tally = self._tallies[_kind(node)]
-            tally.add(kept, self._wider(node), self.SESSION_MEMORY)
-            self._wider._tried(node, kept)
+            self._tallies[kind].add(kept, self._wider._odds(claim, cells), self.SESSION_MEMORY)
+            self._wider._tried(claim, cells, kept)
             return
-        kind, margin, depth = _kind(node), _margin(node), _depth(node)
-        self._tallies[kind].add(kept, node.claim, self.MEMORY)
+        self._tallies[kind].add(kept, claim, self.MEMORY)
         self._tallies[margin].add(kept, 0.0, self.MEMORY)
         self._tallies[depth].add(kept, 0.0, self.MEMORY)
 
-    def _estimate(self, node: Node) -> float:
+    def _odds(self, claim: float, cells: Cells) -> float:
+        kind, margin, depth = cells
         if self._wider is not None:
-            return self._wider(node) * self._factor(_kind(node), self.SESSION_PRIOR)
-        odds = min(node.claim * self._factor(_kind(node), self.PRIOR), 1.0)
-        for cell in (_margin(node), _depth(node)):
-            if cell in self._tallies:
-                odds = self._tallies[cell].share(odds, self.PRIOR)
-        return odds
+            odds = self._wider._odds(claim, cells) * self._factor(kind, self.SESSION_PRIOR)
+        else:
+            odds = min(claim * self._factor(kind, self.PRIOR), 1.0)
+            for cell in (margin, depth):
+                tally = self._tallies.get(cell)
+                if tally is not None:
+                    odds = tally.share(odds, self.PRIOR)
+        return min(max(odds, MIN_ODDS), MAX_ODDS)
 
     def _factor(self, kind: Cell, prior: float) -> float:
         tally = self._tallies.get(kind)
         return 1.0 if tally is None else tally.factor(prior)
 
 
-def _kind(node: Node) -> tuple[SourceName, int]:
-    return node.source, min(node.rank, RANKS - 1)
-
-
-def _margin(node: Node) -> Cell:
-    return *_kind(node), min(int(node.claim * BINS), BINS - 1)
-
-
-def _depth(node: Node) -> Cell:
-    return *_margin(node), sum(node.ahead >= end for end in DEPTHS)
+def _cells(node: Node) -> Cells:
+    kind = (node.source, min(node.rank, RANKS - 1))
+    margin = (*kind, min(int(node.claim * BINS), BINS - 1))
+    return kind, margin, (*margin, bisect_right(DEPTHS, node.ahead))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from speculation.messages import Open, Rule, Schedule, Token
@@ -109,9 +109,9 @@ class Planner:
         """Settle the next step, which computes ``prefilled`` tokens besides; ``room``: most drafts of all together."""
         payoff = self._note(asked, now, room)
         if payoff.probing:
-            asked = [replace(one, drafts=0) if _follows(one.session) else one for one in asked]
+            asked = [Asked(one.session, 0) if _follows(one.session) else one for one in asked]
         if room is not None:
-            asked = [replace(one, drafts=min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
+            asked = [Asked(one.session, min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
         candidates = [one.session.candidates(one.drafts) for one in asked]
         waits = [self._baseline_wait(one, tree, now) for one, tree in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]

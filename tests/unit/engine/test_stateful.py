@@ -82,7 +82,7 @@ def test_interleaved_sequences_do_not_disturb_each_other(pair: tuple[Model, Stoc
             if rng.random() < 0.2:
                 sequences[i].rollback()
                 continue
-            sequences[i].advance(range(len(chunk.tokens)))
+            sequences[i].commit(range(len(chunk.tokens)))
             texts[i] += token
         if steps == 9:
             sequences[1].free()

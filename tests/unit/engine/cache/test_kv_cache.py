@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import random
 
 import pytest
 import torch
@@ -48,11 +50,49 @@ def test_advance_renumbers_survivors_and_frees_the_rest() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_commit_is_advance_and_rollback(seed: int) -> None:
+    """Committed tokens are what they were, wherever dropped nodes lay; the books are the same."""
+    rng = random.Random(seed)
+    lengths, contents = [], []
+    for at_once in (True, False):
+        rng.seed(seed)
+        cache = make(200, 4)
+        sequence, content, held, names = cache.sequence(), dict[int, int](), list[int](), itertools.count()
+        for _ in range(12):
+            if rng.random() < 0.4:  # survivors of one step, of which some come away from home in the next
+                kept = [node for node in range(sequence.pending) if sequence.parents[node] == -1][:1]
+                held += [content[sequence.pending_slots[node]] for node in kept]
+                sequence.advance(kept)
+            slots = sequence.append([rng.randint(-1, sequence.pending + i - 1) for i in range(rng.randint(1, 6))])
+            content |= {to: content[source] for source, to in cache.take_moves()}
+            content |= zip(slots, names, strict=False)
+            path: list[int] = []
+            node = rng.randrange(-1, sequence.pending)
+            while node >= 0:
+                path.insert(0, node)
+                node = sequence.parents[node]
+            held += [content[sequence.pending_slots[node]] for node in path]
+            if at_once:
+                sequence.commit(path)
+            else:
+                sequence.advance(path)
+                sequence.rollback()
+            cache.check()
+            content |= {to: content[source] for source, to in cache.take_moves()}
+            assert [content[slot] for slot in sequence.slots().tolist()] == held
+        lengths.append((sequence.length, list(sequence.blocks), cache.ledger.free))
+        contents.append(held)
+    assert lengths[0] == lengths[1] and contents[0] == contents[1]
+
+
 def test_an_empty_path_keeps_everything() -> None:
     sequence = make().sequence()
     sequence.append([-1, 0])
     assert sequence.advance([]) == {0: 0, 1: 1}
     assert sequence.pending == 2
+    sequence.commit([])
+    assert sequence.pending == 0
 
 
 @pytest.mark.parametrize("path", [[1], [0, 0], [2, 1], [5], [-1], [0, 2]])
