@@ -38,7 +38,7 @@ MAX_WANTED = 256
 SLICE = 128
 """Rows whose attention is computed together; groups do not reach across their ends."""
 
-FIELDS = ("tokens", "positions", "slots", "keys", "home", "pages", "branch", "group", "common")
+FIELDS = ("tokens", "positions", "slots", "keys", "home", "pages", "branch", "group", "common", "reach")
 """The columns of :class:`Rows`, in the order of their memory."""
 
 SLOTS = FIELDS.index("slots")
@@ -64,6 +64,8 @@ class Rows:
     """How many rows, from this one on, it reads common keys for; 0: one before it does."""
     common_T: Tensor
     """How many keys all rows of its group find by the page table."""
+    reach_T: Tensor
+    """Of a group without branches, how many keys any of its rows sees, which are read for all of them; else 0."""
     wanted_R: Tensor
     """Rows whose logits are wanted."""
     draws_3R: Tensor
@@ -78,6 +80,9 @@ class Rows:
         wanted = max_wanted(rows)
         wanted_R, draws, numbers_F = rest.tensor_split((wanted, (1 + DRAW_FIELDS) * wanted))
         return cls(wanted_R=wanted_R, draws_3R=draws.view(DRAW_FIELDS, wanted), numbers_F=numbers_F, **columns)
+
+    def __len__(self) -> int:
+        return len(self.keys_T)
 
     def cut(self, start: int, stop: int) -> Rows:
         """Some of the rows."""
@@ -102,8 +107,6 @@ class Packed:
     tokens: Sequence[int] = ()
     wanted: Sequence[int] = ()
     """Its own rows."""
-    max_keys: int = 0
-    """Of any of its rows."""
     depths: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     branch_sizes: list[int] = field(default_factory=list)
@@ -157,7 +160,10 @@ class Packed:
         self.branches += chain.from_iterable(branches)
         self.tables.append((state.blocks, pages))
         self.pages += pages
-        self.max_keys = max(self.max_keys, length + deepest + 1)
+
+    def fits(self, rows: int, pages: int) -> bool:
+        """Whether its page tables and branches have room in a step of ``rows`` rows."""
+        return self.pages + len(self.branches) <= max_numbers(rows, pages)
 
     def host_buffer(self, rows: int, spare: int, draws: Sequence[Draw] = (), *, pinned: bool = False) -> Tensor:
         """A step padded to ``rows`` rows as :meth:`Rows.within` finds it, as far as there is anything: int32.
@@ -175,7 +181,7 @@ class Packed:
         flat[:numbers] = 0
         columns = flat[:behind].reshape(len(FIELDS), rows)
         columns[SLOTS, count:] = np.arange(spare, spare + rows - count)
-        tokens, positions, slots, keys, home, pages, branch, group, common = columns[:, :count]
+        tokens, positions, slots, keys, home, pages, branch, group, common, reach = columns[:, :count]
         of_run = np.array(self.runs, np.int32)
         run_rows, before, lengths, pages[:] = of_run.repeat(of_run[:, 0], axis=0).T
         tokens[:] = self.tokens
@@ -190,12 +196,17 @@ class Packed:
             branch[:] = self.pages + lacking.cumsum() - lacking
         if len(self.runs) == count:
             group[:], common[:] = 1, home
+            reach[:] = np.where(home == keys, keys, 0) if self.branches else keys
         else:
             place = np.arange(count, dtype=np.int32) - before  # in its run
             leaders = (place % self.group == 0).nonzero()[0]
             together = np.minimum(run_rows - place, self.group)[leaders]
             group[leaders] = together
             common[:] = np.minimum.reduceat(home, leaders).repeat(together)
+            furthest = np.maximum.reduceat(keys, leaders)
+            if self.branches:
+                furthest *= np.logical_and.reduceat(home == keys, leaders)
+            reach[:] = furthest.repeat(together)
         flat[behind : behind + len(self.wanted)] = self.wanted
         if draws:
             flat[wanted:numbers].reshape(DRAW_FIELDS, -1)[:, : len(draws)] = draw_numbers(draws)
