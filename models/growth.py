@@ -92,19 +92,19 @@ def stretch(
     noise: float = 0.0,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """Grow `model` to the given sizes, in its own dtype on the CPU; with no noise the logits stay the same.
+    """Grow `model` to the given sizes, in its own dtype, where it is; with no noise the logits stay the same.
 
     The MLP grows in proportion to the hidden size unless told otherwise. Raises ValueError for sizes smaller
     than before or a hidden size that does not divide into whole groups of heads.
     """
     growth = grow_to(model, hidden_size, layers, intermediate_size)
-    with no_init_weights():
+    with no_init_weights(), model.device:
         grown = placed(LlamaForCausalLM(growth.config()), model.dtype)
     grown.train(False)
     grown.tie_weights()  # skipped together with the initialisation
     if model.generation_config is not None:
         grown.generation_config = model.generation_config
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     with torch.no_grad():
         _pad_embeddings(grown, model)
         for place, layer in enumerate(grown.model.layers):
@@ -172,7 +172,9 @@ def _fill_layer(new: nn.Module, old: nn.Module | None, growth: Growth, generator
 
 @torch.no_grad()
 def set_noise(grown: LlamaForCausalLM, growth: Growth, noise: float, seed: int) -> None:
-    """Set the free entries of all output projections to Gaussians; in place, the same for the same seed.
+    """Set the free entries of all output projections to Gaussians; in place.
+
+    The same for the same seed and kind of device.
 
     `noise` is roughly the size of the disturbance of the residual stream after all layers, whatever the
     sizes.
@@ -180,7 +182,7 @@ def set_noise(grown: LlamaForCausalLM, growth: Growth, noise: float, seed: int) 
     rows = growth.old.hidden_size
     for place, layer in enumerate(grown.model.layers):
         added = growth.origin(place) is None
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + place + 1)
+        generator = torch.Generator(grown.device).manual_seed(seed * 1_000_003 + place + 1)
         for linear, old_columns in (
             (layer.self_attn.o_proj, growth.old.num_attention_heads * growth.head_dim),
             (layer.mlp.down_proj, growth.old.intermediate_size),

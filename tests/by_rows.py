@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.row_attention import PlainRowAttention, RowAttention
+from engine.attention.row_attention import PlainRowAttention, RowAttention, RowPlan
 from engine.attention.rows import SLICE, Rows
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.interface import Chunk
@@ -26,25 +26,28 @@ class PlainRows(PlainRowAttention):
         self.calls = 0
         self.max_rows = 0
 
-    def __call__(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, rows: Rows, **how: Any) -> Tensor:
+    def __call__(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, **how: Any) -> Tensor:
         self.calls += 1
         self.max_rows = max(self.max_rows, len(query_TQD))
-        check_groups(rows)
-        return super().__call__(query_TQD, keys_SHD, values_SHE, rows, **how)
+        check_groups(plan.rows)
+        return super().__call__(query_TQD, keys_SHD, values_SHE, plan, **how)
 
 
 def check_groups(rows: Rows) -> None:
     """Every row is read for by exactly one, and shares with the rows of its group what it is said to."""
-    columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.group_T, rows.common_T)
-    keys, homes, pages, groups, commons = (column.tolist() for column in columns)
+    columns = (rows.keys_T, rows.home_T, rows.pages_T, rows.group_T, rows.common_T, rows.reach_T)
+    keys, homes, pages, groups, commons, reaches = (column.tolist() for column in columns)
     real = [t for t, seen in enumerate(keys) if seen]
     covered: list[int] = []
     for t in real:
         of_group = range(t, t + groups[t])
         covered += of_group
+        whole = all(homes[other] == keys[other] for other in of_group)
+        furthest = max((keys[other] for other in of_group), default=0) if whole else 0
         for other in of_group:
             assert other // SLICE == t // SLICE
             assert pages[other] == pages[t] and commons[other] == commons[t] <= homes[other]
+            assert reaches[other] == furthest
     assert covered == real
 
 

@@ -15,9 +15,14 @@ from benchmarks.gpu.settings import (
     MOST,
     ONE,
     OURS,
+    OWN,
+    RIGHT,
+    SHARED,
+    STRETCHED,
     TREE,
     TREE_FAR,
     GpuOptions,
+    Setting,
     launched,
 )
 from benchmarks.harness.report import Goal, Result, Table, cell, goals_table, wanted
@@ -51,15 +56,43 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Speedup:
+    """Drafting from one place beside plain decoding, over the same rounds of prompts."""
+
+    placement: str
+    setting: Setting
+    plain: tuple[float, ...]
+    drafted: tuple[float, ...]
+    """Tokens a second of every round, after the prompts."""
+    ratios: tuple[float, ...]
+    """The second over the first."""
+    offered: float
+    kept: float
+    """Drafts verified of a text in a step, and those of them that became text."""
+    same_text: float
+    """Share of the texts that are those of plain decoding."""
+    plain_ms: float
+    drafted_ms: float
+    """From one commit of a text to its next, median: a step and what is between two."""
+
+    @property
+    def ratio(self) -> float:
+        """Median over the rounds."""
+        return median(self.ratios)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a stage came to with one shape."""
+    """What a stage, or a part of one, came to with one shape."""
 
     stage: str = ""
     shape: str = ""
+    part: str = ""
     seconds: float = 0.0
     steps: Mapping[str, StepTime] = field(default_factory=dict)
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Tokens a second of every turn, by contender and batch; see :func:`contender`."""
+    speedups: Sequence[Speedup] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
     """Why it, or a part of it, did not work; one line."""
@@ -120,6 +153,21 @@ def _over_compiled(batch: int) -> Figure:
     return figure
 
 
+def _speedups(outcomes: Sequence[Outcome]) -> list[Speedup]:
+    return [one for outcome in outcomes if outcome.shape == STRETCHED for one in outcome.speedups]
+
+
+def _speedup(placement: str, streams: int, temperature: float = 0.0) -> Figure:
+    wanted = (placement, Setting(RIGHT, streams, temperature))
+    return lambda outcomes: next(
+        (one.ratio for one in _speedups(outcomes) if (one.placement, one.setting) == wanted), None
+    )
+
+
+def _slowest(outcomes: Sequence[Outcome]) -> float | None:
+    return min((one.ratio for one in _speedups(outcomes)), default=None)
+
+
 GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
     Goal("step_over_floor", "8B, up to 32 tokens, over the floor", 1.3, True, _over_floor(ONE, CHAIN, TREE, MANY)),
     Goal("step64_over_floor", "8B, 64 tokens, over the floor", 1.4, True, _over_floor(MANY_CHAINS, MOST)),
@@ -132,6 +180,13 @@ GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
     Goal("over_compiled_1", "tokens/s over transformers compiled, 1", 1.15, False, _over_compiled(1)),
     Goal("over_compiled_16", "tokens/s over transformers compiled, 16", 2.0, False, _over_compiled(16)),
     Goal("prompt_ms", "8B, a prompt of 2,048 tokens, ms", 75.0, True, _prompt),
+    Goal("own_1", "drafting over plain, own GPU, 1 stream", 2.8, False, _speedup(OWN, 1)),
+    Goal("own_1_sampled", "the same at temperature 0.8", 1.8, False, _speedup(OWN, 1, 0.8)),
+    Goal("own_8", "drafting over plain, own GPU, 8 streams", 1.8, False, _speedup(OWN, 8)),
+    Goal("own_32", "drafting over plain, own GPU, 32 streams", 1.1, False, _speedup(OWN, 32)),
+    Goal("shared_1", "drafting over plain, on one GPU, 1 stream", 2.2, False, _speedup(SHARED, 1)),
+    Goal("shared_8", "drafting over plain, on one GPU, 8 streams", 1.4, False, _speedup(SHARED, 8)),
+    Goal("slowest", "drafting over plain, the worst of what was run", 0.97, False, _slowest),
 )
 
 
@@ -144,7 +199,7 @@ def result(options: GpuOptions, device: str, outcomes: Sequence[Outcome], warnin
         "sizes": asdict(options.sizes),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
-    return Result("gpu", "The engine on a GPU", options, tables(outcomes), notes(device, warnings), figures)
+    return Result("gpu", "On a GPU", options, tables(outcomes), notes(device, warnings), figures)
 
 
 def tables(outcomes: Sequence[Outcome]) -> list[Table]:
@@ -172,10 +227,40 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
         for outcome in outcomes
         for what, fact in (outcome.facts | ({"failed": outcome.failed} if outcome.failed else {})).items()
     ]
+    speedups = [
+        (
+            one.placement,
+            one.setting.drafter,
+            f"{one.setting.streams}",
+            f"{one.setting.temperature:g}",
+            f"{median(one.plain):.0f}",
+            f"{median(one.drafted):.0f}",
+            f"{one.ratio:.2f}",
+            " ".join(f"{ratio:.2f}" for ratio in one.ratios),
+            f"{one.kept:.2f} of {one.offered:.2f}",
+            f"{one.same_text:.2f}",
+            f"{one.plain_ms:.2f}",
+            f"{one.drafted_ms:.2f}",
+        )
+        for outcome in outcomes
+        for one in outcome.speedups
+    ]
+    speedup_columns = (
+        "draft model",
+        "drafts",
+        "streams",
+        "T",
+        "plain",
+        "drafted",
+        "over plain",
+        "by round",
+        "kept a step",
+    )
     rate_columns = ("shape", "contender", "median", "slowest", "fastest")
     found = (
         Table("Steps", ("stage", "shape", "step", "tokens", "rows", *measures), steps),
         Table("Plain decoding with its prompts, tokens/s", rate_columns, rates),
+        Table("Drafting, tokens/s", (*speedup_columns, "same text", "plain ms", "drafted ms"), speedups),
         Table("Besides", ("stage", "shape", "what", "found"), facts),
     )
     return [*(table for table in found if table.lines), goals_table(GOALS, outcomes)]
@@ -184,9 +269,12 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
 def notes(device: str, warnings: Sequence[str]) -> list[str]:
     """What a reader of the figures must know."""
     return [
-        f"{device}; random weights, made on the device: the speed is real, the text is not.",
+        f"{device}; weights made on the device: the speed is real, the text is not.",
         "Floor: the weights that a step reads, at the pace of a large sum on the same device. Far: behind a long text.",
         "transformers runs in the same process and in turn, with attention as torch chooses it, but with our settings "
         "of cuBLAS, which keep it from splitting sums.",
+        "Drafting: drafts of the draft model only, prompts that are all different, in turn with plain decoding by the "
+        "same kind of worker. own: another GPU; same GPU: another process on the target's; shared: in the target's "
+        "process; cpu: on the host's. ms: from a text's commit to its next.",
         *warnings,
     ]

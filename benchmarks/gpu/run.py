@@ -4,7 +4,8 @@ Models of random weights are made on the device, by the way that a worker makes 
 apart: one that fails says why, and the others go on. On a CPU the same code runs on a tiny model, with the plain
 computation in place of kernels and a repeated call in place of a graph, so that it can be tried anywhere.
 
-Needs torch, transformers and triton; nothing of what serves requests.
+Needs torch, transformers and triton; nothing of what serves requests, but for the stage on speculation, which is in
+``benchmarks.gpu.speculation``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -36,6 +38,7 @@ from benchmarks.gpu.settings import (
     OURS,
     PROMPT,
     SHAPES,
+    SPECULATION,
     GpuOptions,
     launched,
     one_by_one,
@@ -51,6 +54,9 @@ from engine.step import Engine
 from speculation.messages import EXACT, Source
 from speculation.verifying.calibration import Calibration
 
+Report = Callable[[Outcome], None]
+"""Takes what was measured, as soon as it was."""
+
 
 def main(options: GpuOptions) -> int:
     """Measure and report; 1 if a stage failed. Figures are written after each."""
@@ -59,17 +65,20 @@ def main(options: GpuOptions) -> int:
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, with stand-ins for what a GPU does"
     told, outcomes, warnings = Console(stderr=True), list[Outcome](), list[str]()
+
+    def report(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        what = " ".join(filter(None, (outcome.stage, outcome.shape, outcome.part)))
+        told.print(f"{what}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s", highlight=False)
+        result(options, name, outcomes, warnings).save()
+
     with _warnings(warnings):
-        for outcome in measure(options, device):
-            outcomes.append(outcome)
-            told.print(f"{outcome.stage} {outcome.shape}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s")
-            found = result(options, name, outcomes, warnings)
-            found.save()
-    found.show()
+        measure(options, device, report, lambda line: told.print(line, highlight=False))
+    result(options, name, outcomes, warnings).show()
     return int(any(outcome.failed for outcome in outcomes))
 
 
-def measure(options: GpuOptions, device: torch.device) -> Iterator[Outcome]:
+def measure(options: GpuOptions, device: torch.device, report: Report, tell: Callable[[str], None]) -> None:
     """Every stage with every shape it is asked for, shape by shape: one model at a time."""
     gpu = Gpu(device, options.sizes, options.quantization)
     for shape, stages in options.plan().items():
@@ -78,6 +87,10 @@ def measure(options: GpuOptions, device: torch.device) -> Iterator[Outcome]:
         for stage in stages:
             started = time.perf_counter()
             try:
+                if stage == SPECULATION:
+                    # Only here: it needs what serves requests.
+                    import_module("benchmarks.gpu.speculation").measure(options, gpu, report, tell)
+                    continue
                 if shape and subject is None and not unbuilt:
                     subject = devices.build(shape, gpu)
                 if subject is None:
@@ -87,7 +100,7 @@ def measure(options: GpuOptions, device: torch.device) -> Iterator[Outcome]:
             except Exception as error:
                 outcome = Outcome(failed=first_line(error))
                 unbuilt = f"its model was not built: {outcome.failed}"
-            yield replace(outcome, stage=stage, shape=shape, seconds=time.perf_counter() - started)
+            report(replace(outcome, stage=stage, shape=shape, seconds=time.perf_counter() - started))
         del subject
         gpu.tidy()
 

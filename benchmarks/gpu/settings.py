@@ -1,4 +1,4 @@
-"""The design of the benchmark of the engine on a GPU: its stages, the shapes of models, the steps that are timed.
+"""The design of the benchmark on a GPU: its stages, the shapes of models, the steps that are timed, how drafts are had.
 
 Imports no torch: a mistake on the command line is answered at once.
 """
@@ -6,8 +6,10 @@ Imports no torch: a mistake on the command line is answered at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -39,7 +41,9 @@ SHAPES = {
 """Llama 3 8B and Llama 3.2 1B, with a vocabulary of a quarter and untied; the bundled draft."""
 
 CPU_SHAPE = "tiny"
-FLOOR = "floor"
+STRETCHED = "stretched"
+"""A checkpoint of the stage on speculation alone: the bundled target at the cost of a larger one."""
+FLOOR, SPECULATION = "floor", "speculation"
 STAGES: Mapping[str, Sequence[str]] = {
     FLOOR: (),
     "steps": ("8B",),
@@ -47,6 +51,7 @@ STAGES: Mapping[str, Sequence[str]] = {
     "exact": ("8B", "1B", "tiny"),
     "prompt": ("8B",),
     "transformers": ("8B",),
+    SPECULATION: (STRETCHED,),
 }
 """Every stage and the shapes it measures, unless others are asked for; none: it measures the device."""
 
@@ -84,6 +89,32 @@ def launched(sessions: int) -> str:
 
 OURS, GENERATE, COMPILED = "ours", "transformers", "transformers compiled"
 
+SHARED, OWN, CPU = "shared", "own", "cpu"
+PLACEMENTS = (SHARED, OWN, CPU)
+"""Where the draft model works: in the target's process, in turn; a process and device of its own; the host's CPU."""
+SAME_GPU = "same GPU"
+"""What ``OWN`` comes to where there is only one: a process of its own that shares the target's GPU by time."""
+RIGHT, WRONG, DEAD = "right", "wrong", "dead"
+DRAFTERS = (RIGHT, WRONG, DEAD)
+"""What becomes of drafts: right as often as was asked for, at random, or none, since their worker was killed."""
+TEMPERATURES = (0.0, 0.8)
+MAX_STREAMS, MAX_TEMPERATURE = 64, 2.0
+MAX_ROUNDS = 12
+"""There are prompts for no more of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What drafting and plain decoding are compared in."""
+
+    drafter: str
+    streams: int
+    temperature: float
+
+    def __str__(self) -> str:
+        """For progress and tables."""
+        return f"{self.drafter} drafter, {self.streams} at once, T {self.temperature:g}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -101,11 +132,25 @@ class Sizes:
     turns: int = 3
     read_bytes: int = 4 << 30
     cache_tokens: int = 32_768
+    hidden: int = 4096
+    layers: int = 24
+    """Of the stretched target; so it has 4.5 billion parameters."""
+    streams: tuple[int, ...] = (1, 8, 32)
 
 
 CPU_SIZES = Sizes(
-    context=12, far=70, prompt=80, request=4, rounds=2, turns=1, read_bytes=1 << 22, cache_tokens=4096
-)  # fmt: skip
+    context=12,
+    far=70,
+    prompt=80,
+    request=4,
+    rounds=2,
+    turns=1,
+    read_bytes=1 << 22,
+    cache_tokens=4096,
+    hidden=512,
+    layers=8,
+    streams=(1, 2),
+)
 """For a stand-in that computes row by row."""
 
 
@@ -121,11 +166,35 @@ class GpuOptions(Options):
     quantization: str = flag(
         "none", "of all models' weights; needs torchao (default: none)", choices=("none", "int8", "fp8")
     )
+    streams: tuple[str, ...] = flag((), "speculation: texts at once (default: 1,8,32; on a CPU 1,2)", metavar="N,...")
+    temperatures: tuple[str, ...] = flag((), "speculation: of sampling (default: 0,0.8)", metavar="X,...")
+    placements: tuple[str, ...] = flag(
+        (), "speculation: where the draft model works, of shared, own and cpu (default: all)", metavar="NAME,..."
+    )
+    drafters: tuple[str, ...] = flag(
+        (), "speculation: its drafts, of right, wrong and dead (default: all)", metavar="NAME,..."
+    )
+    agreement: float = flag(0.8, "speculation: how often the right drafter is to be right", least=0.0, most=1.0)
+    hidden: int = flag(0, "speculation: hidden size of the target (default: 4096; on a CPU 512)", least=0)
+    layers: int = flag(0, "speculation: its layers (default: 24; on a CPU 8)", least=0)
+    tokens: int = flag(64, "speculation: new tokens of a text", least=8, most=512)
+    rounds: int = flag(3, "speculation: turns of each contender, besides those that warm up", least=1, most=MAX_ROUNDS)
+    budget_s: float = flag(0.0, "speculation: seconds after which it stops with what it has; 0: none", least=0.0)
+    records: str = flag(
+        "", "speculation: folder for the workers' records of steps, which slow them down", metavar="DIR"
+    )
 
     def check(self) -> None:
         """See :class:`benchmarks.harness.options.Options`."""
         known("--stage", self.stages, STAGES, "stage")
         known("--shape", self.shapes, SHAPES if self.device == "cuda" else [CPU_SHAPE], "shape")
+        known("--placements", self.placements, PLACEMENTS, "placement")
+        known("--drafters", self.drafters, DRAFTERS, "drafter")
+        for name, given in (("--streams", self.streams), ("--temperatures", self.temperatures)):
+            for word in given:
+                _check_number(name, word, whole=name == "--streams")
+        if self.records and not Path(self.records).is_dir():
+            raise BadInput(f"--records {self.records}: no such folder")
         if self.device == "cuda" and not import_module("torch").cuda.is_available():
             only = "this benchmark is for a GPU, and torch finds none here; --device cpu tries it on a tiny model"
             raise BadInput(only)
@@ -133,12 +202,32 @@ class GpuOptions(Options):
     @property
     def sizes(self) -> Sizes:
         """A CPU has no need of large ones."""
-        return CPU_SIZES if self.device == "cpu" else Sizes()
+        sizes = CPU_SIZES if self.device == "cpu" else Sizes()
+        return replace(
+            sizes,
+            hidden=self.hidden or sizes.hidden,
+            layers=self.layers or sizes.layers,
+            streams=tuple(map(int, self.streams)) or sizes.streams,
+        )
+
+    @property
+    def placed(self) -> list[str]:
+        """Where draft models work."""
+        return [placement for placement in PLACEMENTS if placement in (self.placements or PLACEMENTS)]
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Those that drafting is measured in; a drafter dies last."""
+        drafters = [drafter for drafter in DRAFTERS if drafter in (self.drafters or DRAFTERS)]
+        if self.placed == [SHARED]:
+            drafters = [drafter for drafter in drafters if drafter != DEAD]  # it would take the target with it
+        temperatures = tuple(map(float, self.temperatures)) or TEMPERATURES
+        return [Setting(*each) for each in product(drafters, self.sizes.streams, temperatures)]
 
     def plan(self) -> dict[str, list[str]]:
         """By shape, "" for the device itself, the stages to be run; each model is built once."""
         found: dict[str, list[str]] = {}
-        for shape in ("", *SHAPES):
+        for shape in ("", *SHAPES, STRETCHED):
             stages = [stage for stage in STAGES if stage in (self.stages or STAGES) and shape in self._shapes(stage)]
             found |= {shape: stages} if stages else {}
         return found
@@ -146,12 +235,24 @@ class GpuOptions(Options):
     def _shapes(self, stage: str) -> Sequence[str]:
         if not STAGES[stage]:
             return ("",)
+        if stage == SPECULATION:
+            return STAGES[stage]
         return self.shapes or ((CPU_SHAPE,) if self.device == "cpu" else STAGES[stage])
 
 
+def _check_number(name: str, word: str, *, whole: bool) -> None:
+    with suppress(ValueError):
+        number = int(word) if whole else float(word)
+        if 1 <= number <= MAX_STREAMS if whole else 0 <= number <= MAX_TEMPERATURE:
+            return
+    wanted = f"numbers from 1 to {MAX_STREAMS}" if whole else f"numbers from 0 to {MAX_TEMPERATURE:g}"
+    raise BadInput(f"{name} must be {wanted}, got {word}")
+
+
 BENCH = Bench(
-    "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, and transformers",
-    "Takes less than five minutes on an H100; needs torch, transformers and triton, and nothing that serves.",
+    "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, transformers, speculation",
+    "Takes less than ten minutes on an H100, half of them for speculation, which needs what workers need; the other "
+    "stages need torch, transformers and triton, and nothing that serves.",
     GpuOptions,
     "benchmarks.gpu.run",
 )

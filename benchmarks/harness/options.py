@@ -53,7 +53,9 @@ class Options:
     def command(self) -> str:
         """What measures the same again."""
         own = [(_name(one), getattr(self, one.name)) for one in flags(type(self)) if one.name not in PLACES]
-        words = (name if value is True else f"{name} {_word(value)}" for name, value in own if value not in (False, ()))
+        words = (
+            name if value is True else f"{name} {_word(value)}" for name, value in own if value not in (False, (), "")
+        )
         return " ".join([f"paceline bench {self.BENCH}", *words])
 
     @classmethod

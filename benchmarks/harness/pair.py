@@ -50,6 +50,8 @@ class Pair:
     """Of the target."""
     about: str
     """What a reader of the figures must know."""
+    agreement: float | None = None
+    """How often the draft is right greedily, as measured when the pair was built; None: it was not."""
 
 
 def trained_pair() -> Pair:
@@ -59,10 +61,10 @@ def trained_pair() -> Pair:
     return Pair("trained", BUNDLED, ROOT / "models" / "draft", parameters, about)
 
 
-def stretched_pair(shape: Shape) -> Pair:
-    """Build the pair, or find it as built before from the same bundled checkpoint."""
+def stretched_pair(shape: Shape, device: torch.device | None = None) -> Pair:
+    """Build the pair on a device (default: the CPU), or find it as built before from the same bundled checkpoint."""
     folder = CACHE / f"{_checkpoint(BUNDLED)}-h{shape.hidden}-l{shape.layers}-a{shape.acceptance:.2f}"
-    _once(folder, lambda fresh: _stretch(shape, fresh))
+    _once(folder, lambda fresh: _stretch(shape, device, fresh))
     known = json.loads((folder / "pair.json").read_text())
     about = (
         f"Target: the bundled model stretched to {known['parameters'] / 1e6:.0f}M parameters, "
@@ -70,7 +72,7 @@ def stretched_pair(shape: Shape) -> Pair:
         f"Draft: the bundled target, unstretched; it agrees greedily on {known['agreement']:.2f} of the tokens. "
         "The cost is real, the agreement is set."
     )
-    return Pair(f"stretched {shape.acceptance:g}", folder, BUNDLED, known["parameters"], about)
+    return Pair(f"stretched {shape.acceptance:g}", folder, BUNDLED, known["parameters"], about, known["agreement"])
 
 
 def slow_draft(hidden: int = 1024, layers: int = 6) -> Path:
@@ -104,8 +106,8 @@ def wrong_draft(pair: Pair) -> Path:
     return folder
 
 
-def _stretch(shape: Shape, folder: Path) -> None:
-    draft, tokenizer = load(BUNDLED, torch.bfloat16), load_tokenizer(BUNDLED)
+def _stretch(shape: Shape, device: torch.device | None, folder: Path) -> None:
+    draft, tokenizer = load(BUNDLED, torch.bfloat16, device), load_tokenizer(BUNDLED)
     size = {"hidden_size": shape.hidden, "layers": shape.layers}
     found = calibrate_noise(
         draft, draft, calibration_prompts(tokenizer, 12), shape.acceptance, seed=SEED, tokens=32, **size

@@ -27,8 +27,8 @@ class WorkerPlan:
     model: Path
     core: int | None
     """The one it is bound to; None: it may use all."""
-    record: Path
-    """Where it writes its step records."""
+    record: Path | None
+    """Where it writes its step records; None: it keeps none."""
     flags: Sequence[str] = ()
 
 
@@ -49,7 +49,8 @@ class RunningWorker:
 async def running(plan: WorkerPlan) -> AsyncIterator[RunningWorker]:
     """The worker, while it runs; raises :class:`WorkerFailed`."""
     command = [sys.executable, "-m", "cluster.cli", "worker", plan.role.value]
-    command += ["--model", str(plan.model), "--listen", "127.0.0.1:0", "--record", str(plan.record)]
+    command += ["--model", str(plan.model), "--listen", "127.0.0.1:0"]
+    command += ["--record", str(plan.record)] if plan.record is not None else []
     # On CPUs unless the plan says otherwise: cores are what it divides, and what others are compared on.
     command += ["--device", "cpu", "--exit-with", str(os.getpid()), *plan.flags]
     cores = sorted(os.sched_getaffinity(0))

@@ -34,7 +34,7 @@ from transformers import AttentionInterface
 from engine.attention.chain_view import ChainView, is_plain
 from engine.attention.invariance import chain_segments, position_ordered
 from engine.attention.key_batch import FEW_KEYS, FEW_QUERIES, KeyBatch, Segments, View, together
-from engine.attention.row_attention import RowAttention
+from engine.attention.row_attention import RowAttention, RowPlan
 from engine.attention.rows import Rows
 from engine.attention.visibility import KeyView, slot_ordered
 from engine.cache.kv_store import KVStore
@@ -71,24 +71,23 @@ class Step:
         invariant: bool = False,
         rows: Rows | None = None,
         attention: RowAttention | None = None,
-        longest: int = 0,
     ) -> None:
         """``chunks``: sequences and how many of their last pending nodes are in this step, in packed order.
 
         ``first``: see :meth:`engine.cache.kv_store.KVStore.write`. ``rows``: the step as rows, which ``attention``
-        computes instead of what is made of ``chunks``; ``longest``: see
-        :meth:`engine.attention.row_attention.RowAttention.__call__`.
+        computes instead of what is made of ``chunks``.
         """
         self.store = store
         self.slots_T = slots_T
         self.first = first
         self.invariant = invariant
-        self.rows, self.attention, self.longest = rows, attention, longest
+        self.rows, self.attention = rows, attention
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._chunks = chunks
         self._starts = list(accumulate((tokens for _, tokens in chunks), initial=0))
         self._batches: dict[int | None, list[KeyBatch]] = {}
+        self._plan: RowPlan | None = None
 
     def attend(
         self,
@@ -106,12 +105,13 @@ class Step:
         self.calls[layer] += 1
         if not self.attention.takes(query_TQD, keys_SHD, values_SHE):
             raise UnsupportedAttention(f"heads of {query_TQD.shape[-1]} in {query_TQD.dtype} are not computed by rows")
+        if self._plan is None:
+            self._plan = self.attention.plan(self.rows)
         return self.attention(
             query_TQD,
             keys_SHD,
             values_SHE,
-            self.rows,
-            longest=self.longest,
+            self._plan,
             scaling=scaling,
             window=sliding_window,
             cap=softcap,

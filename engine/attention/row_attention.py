@@ -14,7 +14,10 @@ Tensor legend: T rows, Q query heads, H key/value heads, S slots, D key head siz
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -27,16 +30,24 @@ from engine.host.upload import upload
 
 log = logging.getLogger(__name__)
 
-BLOCK, UNROLLED = 32, 4
-"""Keys that are read at a time, and how often before a loop turns."""
+BLOCK, STAGES = 64, 2
+"""Keys that are read at a time (of 32 bits: half as many), and how many blocks are under way."""
 
-SHORT_SPLIT, SHORT_SPLITS, LONGER_SPLITS = 256, 32, 16
+SPLITS, LONGER_SPLITS = ((128, 8), (256, 28)), 16
 """Keys of the first splits and how many these are; then so many of twice the keys, and so on."""
+
+PROGRAMS = 512
+"""That take splits in turn: more than a GPU computes at a time, and few enough to be started for nothing."""
+
+WORK = 8
+"""Numbers that tell of a split to be read."""
+
+ADD_WARPS = 1
 
 CHUNK = 16
 """Splits that are added up at a time."""
 
-MIN_ROWS = 16
+MIN_ROWS = 64
 """Of a matrix product: heads of a group, of as many tokens as fit."""
 
 LARGEST_HEAD = 256
@@ -49,30 +60,26 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 """Largest accepted error in the trial, whose results are of size 1."""
 
 
+def split_starts(context: int) -> list[int]:
+    """Where the splits of a sequence of up to ``context`` tokens begin, and where the last one ends.
+
+    Those of a shorter one are the same as far as they go.
+    """
+    octaves = chain(SPLITS, ((SPLITS[-1][0] << i, LONGER_SPLITS) for i in count(1)))
+    starts = [0]
+    while starts[-1] < context:
+        split, splits = next(octaves)
+        starts += [starts[-1] + split * (i + 1) for i in range(splits)]
+    return starts[: bisect_left(starts, context) + 1]
+
+
 @dataclass(frozen=True, slots=True)
-class Octave:
-    """Splits of one length, side by side."""
+class RowPlan:
+    """Who reads what in a step, for all of its layers."""
 
-    first_position: int
-    split: int
-    """Keys of each."""
-    count: int
-    first_split: int
-
-    @property
-    def end(self) -> int:
-        """The first position behind them."""
-        return self.first_position + self.count * self.split
-
-
-def octaves(context: int) -> list[Octave]:
-    """The splits of a sequence of up to ``context`` tokens. Those of a shorter one are the same as far as they go."""
-    found = [Octave(0, SHORT_SPLIT, min(SHORT_SPLITS, -(-context // SHORT_SPLIT)), 0)]
-    while (last := found[-1]).end < context:
-        split = 2 * last.split
-        count = min(LONGER_SPLITS, -(-(context - last.end) // split))
-        found.append(Octave(last.end, split, count, last.first_split + last.count))
-    return found
+    rows: Rows
+    works: Sequence[tuple[Tensor, Tensor]] = ()
+    """Of each slice how many splits are read, and which; :func:`engine.attention.row_attention_kernels.list_splits`."""
 
 
 class RowAttention:
@@ -89,19 +96,11 @@ class RowAttention:
         """Slots of a block of the cache."""
         self.group = max(1, MIN_ROWS // heads_per_key)
         """Rows that read common keys together."""
-        self._octaves = octaves(context)
-        starts = [octave.first_position + i * octave.split for octave in self._octaves for i in range(octave.count)]
-        self._starts = upload([*starts, self._octaves[-1].end], device, torch.int32)
-        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
-
-    @property
-    def splits(self) -> int:
+        starts = split_starts(context)
+        self.splits = len(starts) - 1
         """Of the longest sequence."""
-        return self._octaves[-1].first_split + self._octaves[-1].count
-
-    def tiers(self) -> tuple[int, ...]:
-        """Lengths of sequences that are worth telling apart, ascending; a step of short ones launches less."""
-        return tuple(sorted({self._octaves[0].end, self._octaves[-1].end}))
+        self._starts = upload(starts, device, torch.int32)
+        self._scratch: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def arithmetic(self, dtype: torch.dtype) -> str:  # noqa: ARG002
         """What decides how sums are rounded, where workers that differ in it may differ in a token; empty: nothing."""
@@ -113,14 +112,31 @@ class RowAttention:
         largest = max(keys_SHD.shape[-1], values_SHE.shape[-1])
         return len(dtypes) == 1 and dtypes <= DTYPES and largest <= LARGEST_HEAD
 
+    def plan(self, rows: Rows) -> RowPlan:
+        """Divide the reading of a step, on its device."""
+        from triton import next_power_of_2
+
+        from engine.attention.row_attention_kernels import list_splits
+
+        works = []
+        for start in range(0, len(rows), SLICE):
+            part = rows.cut(start, min(start + SLICE, len(rows)))
+            counted, work = part.keys_T.new_empty(1), part.keys_T.new_empty(len(part) * self.splits, WORK)
+            list_splits[len(part),](
+                part.keys_T, part.home_T, part.pages_T, part.branch_T, part.group_T, part.common_T, part.reach_T,
+                self._starts, counted, work, len(part), self.splits,
+                ROWS=next_power_of_2(len(part)), SPLITS=next_power_of_2(self.splits), WORK=WORK, num_warps=4,
+            )  # fmt: skip
+            works.append((counted, work))
+        return RowPlan(rows, works)
+
     def __call__(
         self,
         query_TQD: Tensor,
         keys_SHD: Tensor,
         values_SHE: Tensor,
-        rows: Rows,
+        plan: RowPlan,
         *,
-        longest: int,
         scaling: float | None = None,
         window: int | None = None,
         cap: float | None = None,
@@ -128,21 +144,20 @@ class RowAttention:
     ) -> Tensor:
         """``[T, Q, E]``. Every row sees itself and what is before it on its branch, ``window`` tokens in all.
 
-        ``longest``: one of :meth:`tiers`; no row sees more. ``cap``: scores s become ``cap * tanh(s / cap)``.
-        ``sinks_Q``: a score per head that takes part in the softmax and has no value. Rows that see nothing get zeros.
+        ``cap``: scores s become ``cap * tanh(s / cap)``. ``sinks_Q``: a score per head that takes part in the softmax
+        and has no value. Rows that see nothing get zeros.
         """
         query_TQD = query_TQD.contiguous()
         out_TQE = query_TQD.new_empty(*query_TQD.shape[:2], values_SHE.shape[-1])
-        for start in range(0, len(query_TQD), SLICE):
+        for start, work in zip(range(0, len(query_TQD), SLICE), plan.works, strict=True):
             stop = min(start + SLICE, len(query_TQD))
-            part = rows.cut(start, stop)
             self._launch(
                 query_TQD[start:stop],
                 keys_SHD,
                 values_SHE,
-                part,
+                plan.rows.cut(start, stop),
+                work,
                 out_TQE[start:stop],
-                [octave for octave in self._octaves if octave.first_position < longest],
                 query_TQD.shape[-1] ** -0.5 if scaling is None else scaling,
                 window or 0,
                 cap,
@@ -156,8 +171,8 @@ class RowAttention:
         keys_SHD: Tensor,
         values_SHE: Tensor,
         rows: Rows,
+        work: tuple[Tensor, Tensor],
         out_TQE: Tensor,
-        used: list[Octave],
         scale: float,
         window: int,
         cap: float | None,
@@ -171,26 +186,23 @@ class RowAttention:
         tokens, query_heads, size = query_TQD.shape
         key_heads, value_size = values_SHE.shape[1:]
         sums, maxima, totals = self._memory(query_heads, value_size, query_TQD.device)
-        value_padded = max(16, next_power_of_2(value_size))
-        for octave in used:
-            attend_splits[tokens, key_heads, octave.count](
-                query_TQD, keys_SHD, values_SHE, sums, maxima, totals,
-                rows.keys_T, rows.home_T, rows.pages_T, rows.branch_T, rows.group_T, rows.common_T, rows.numbers_F,
-                scale, cap or 1.0, self.splits, octave.first_split, octave.first_position,
-                QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
-                SIZE=size, SIZE_PADDED=max(16, next_power_of_2(size)),
-                VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
-                PAGE=self.page, SPLIT=octave.split, BLOCK=BLOCK, UNROLLED=UNROLLED,
-                ROWS=max(MIN_ROWS, next_power_of_2(self.group * (query_heads // key_heads))),
-                WINDOW=window, CAPPED=cap is not None,
-                PRECISION="ieee" if query_TQD.dtype == torch.float32 else "tf32",
-                num_warps=4, num_stages=1,
-            )  # fmt: skip
+        size_padded, value_padded = (max(16, next_power_of_2(each)) for each in (size, value_size))
+        attend_splits[max(16, PROGRAMS // key_heads), key_heads](
+            query_TQD, keys_SHD, values_SHE, sums, maxima, totals,
+            rows.keys_T, rows.numbers_F, *work, scale, cap or 1.0, self.splits,
+            QUERY_HEADS=query_heads, KEY_HEADS=key_heads,
+            SIZE=size, SIZE_PADDED=size_padded, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
+            PAGE=self.page, BLOCK=BLOCK if query_TQD.itemsize == 2 else BLOCK // 2, STAGES=STAGES,
+            ROWS=max(MIN_ROWS, next_power_of_2(self.group * (query_heads // key_heads))),
+            WORK=WORK, WINDOW=window, CAPPED=cap is not None,
+            PRECISION="ieee" if query_TQD.dtype == torch.float32 else "tf32",
+            num_warps=4,
+        )  # fmt: skip
         add_splits[tokens, query_heads](
             sums, maxima, totals, rows.keys_T, self._starts, totals if sinks_Q is None else sinks_Q, out_TQE,
-            self.splits, used[-1].first_split + used[-1].count,
+            self.splits, SPLITS=next_power_of_2(self.splits),
             QUERY_HEADS=query_heads, VALUE_SIZE=value_size, VALUE_PADDED=value_padded,
-            CHUNK=CHUNK, WINDOW=window, SINKS=sinks_Q is not None, num_warps=4,
+            CHUNK=CHUNK, WINDOW=window, SINKS=sinks_Q is not None, num_warps=ADD_WARPS,
         )  # fmt: skip
 
     def _memory(self, heads: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +249,6 @@ def trial_error(attention: RowAttention, heads_per_key: int, dtype: torch.dtype,
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     keys_SHD, values_SHE = random(slots, heads, size), random(slots, heads, size)
-    longest = attention.tiers()[-1]
     chain = SequenceState(PAGE, [7, 2, 11, 0, 5], 0, 4 * PAGE + 9, [-1, 0, 1], [0, 1, 2])
     chain.pending_slots = [chain.home(chain.length + i) for i in range(3)]
     tree = SequenceState(PAGE, [9, 1], 0, PAGE - 1, [-1, -1, 1, 2, 0], [0, 0, 1, 2, 1])
@@ -251,9 +262,9 @@ def trial_error(attention: RowAttention, heads_per_key: int, dtype: torch.dtype,
     rows = Rows.within(buffer, TRIAL_ROWS)
     # Large queries make every row look at few keys, so that no result is small.
     query_TQD = 4 * random(TRIAL_ROWS, heads * heads_per_key, size)
-    worst = 0.0
+    plan, worst = attention.plan(rows), 0.0
     for how in ({}, {"window": 70}, {"cap": 20.0}, {"sinks_Q": random(heads * heads_per_key)}):
-        found_TQE = attention(query_TQD, keys_SHD, values_SHE, rows, longest=longest, **how)
+        found_TQE = attention(query_TQD, keys_SHD, values_SHE, plan, **how)
         expected_TQE = plain_attention(query_TQD, keys_SHD, values_SHE, rows, **how)
         error = (found_TQE.float() - expected_TQE).abs().max()
         worst = float(torch.maximum(error, error.new_tensor(worst)))  # NaN stays NaN
@@ -310,9 +321,11 @@ class PlainRowAttention(RowAttention):
         """Whatever it is."""
         return True
 
-    def __call__(
-        self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, rows: Rows, *, longest: int, **how: Any
-    ) -> Tensor:
+    def plan(self, rows: Rows) -> RowPlan:
+        """Nothing to divide."""
+        return RowPlan(rows)
+
+    def __call__(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor, plan: RowPlan, **how: Any) -> Tensor:
         """As the kernels."""
-        assert int(rows.keys_T.max()) <= longest, "a row sees more than the step was made for"
-        return plain_attention(query_TQD, keys_SHD, values_SHE, rows, page=self.page, **how).to(query_TQD.dtype)
+        found_TQE = plain_attention(query_TQD, keys_SHD, values_SHE, plan.rows, page=self.page, **how)
+        return found_TQE.to(query_TQD.dtype)

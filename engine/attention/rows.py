@@ -39,7 +39,7 @@ MAX_WANTED = 256
 SLICE = 128
 """Rows whose attention is computed together; groups do not reach across their ends."""
 
-FIELDS = ("tokens", "positions", "slots", "keys", "home", "pages", "branch", "group", "common")
+FIELDS = ("tokens", "positions", "slots", "keys", "home", "pages", "branch", "group", "common", "reach")
 """The columns of :class:`Rows`, in the order of their memory."""
 
 SLOTS = FIELDS.index("slots")
@@ -65,6 +65,8 @@ class Rows:
     """How many rows, from this one on, it reads common keys for; 0: one before it does."""
     common_T: Tensor
     """How many keys all rows of its group find by the page table."""
+    reach_T: Tensor
+    """Of a group without branches, how many keys any of its rows sees, which are read for all of them; else 0."""
     wanted_R: Tensor
     """Rows whose logits are wanted."""
     draws_3R: Tensor
@@ -79,6 +81,9 @@ class Rows:
         wanted = max_wanted(rows)
         wanted_R, draws, numbers_F = rest.tensor_split((wanted, (1 + DRAW_FIELDS) * wanted))
         return cls(wanted_R=wanted_R, draws_3R=draws.view(DRAW_FIELDS, wanted), numbers_F=numbers_F, **columns)
+
+    def __len__(self) -> int:
+        return len(self.keys_T)
 
     def cut(self, start: int, stop: int) -> Rows:
         """Some of the rows."""
@@ -107,8 +112,6 @@ class Packed:
     tokens: Sequence[int] = ()
     wanted: Sequence[int] = ()
     """Its own rows."""
-    max_keys: int = 0
-    """Of any of its rows."""
     depths: array[int] = field(default_factory=INTEGERS)
     slots: array[int] = field(default_factory=INTEGERS)
     branch_sizes: array[int] = field(default_factory=INTEGERS)
@@ -167,7 +170,10 @@ class Packed:
             self.branches.extend(chain.from_iterable(branches))
         pages = _pages(state, deepest)
         tables.extend(blocks if pages == len(blocks) else blocks[:pages])
-        self.max_keys = max(self.max_keys, length + deepest + 1)
+
+    def fits(self, rows: int, pages: int) -> bool:
+        """Whether its page tables and branches have room in a step of ``rows`` rows."""
+        return self.numbers <= max_numbers(rows, pages)
 
     def host_buffer(self, rows: int, spare: int) -> Tensor:
         """A step padded to ``rows`` rows as :meth:`Rows.within` finds it, as far as there is anything: int32."""
@@ -201,7 +207,7 @@ class HostBuffer:
         count, pages, numbers = len(piece), len(piece.tables), piece.numbers
         self._columns[:, count:] = 0
         self._columns[SLOTS, count:] = self._spare[: len(self._spare) - count]
-        tokens, positions, slots, keys, home, pages_, branch, group, common = self._columns[:, :count]
+        tokens, positions, slots, keys, home, pages_, branch, group, common, reach = self._columns[:, :count]
         of_run = np.frombuffer(piece.runs, np.int32).reshape(-1, 4)
         alone = len(of_run) == count
         run_rows, before, lengths, pages_[:] = (of_run if alone else of_run.repeat(of_run[:, 0], axis=0)).T
@@ -217,6 +223,7 @@ class HostBuffer:
             branch[: len(lacking)] = pages + lacking.cumsum() - lacking
         if alone:
             group[:], common[:] = 1, home
+            reach[:] = np.where(home == keys, keys, 0) if piece.branches else keys
         else:
             place = np.arange(count, dtype=np.int32) - before  # in its run
             leaders = (place % piece.group == 0).nonzero()[0]
@@ -224,6 +231,10 @@ class HostBuffer:
             group[:] = 0
             group[leaders] = together
             common[:] = np.minimum.reduceat(home, leaders).repeat(together)
+            furthest = np.maximum.reduceat(keys, leaders)
+            if piece.branches:
+                furthest *= np.logical_and.reduceat(home == keys, leaders)
+            reach[:] = furthest.repeat(together)
         self._wanted_draws[:] = 0
         self._wanted_draws[0, : len(piece.wanted)] = piece.wanted
         if draws is not None:

@@ -23,6 +23,9 @@ from engine.host.huge_pages import collapse
 from engine.layers.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import packs_bfloat16
 
+READ_TOGETHER = 16
+"""Query heads that read keys together at most."""
+
 
 class CpuRows(RowAttention):
     """Says how a step is laid out; what attends is :class:`CpuStack`."""
@@ -32,6 +35,7 @@ class CpuRows(RowAttention):
     def __init__(self, context: int, heads_per_key: int, width: int) -> None:
         """``width``: see :attr:`engine.cpu.library.Library.width`."""
         super().__init__(context, heads_per_key, torch.device("cpu"), page=BLOCK)
+        self.group = max(1, READ_TOGETHER // heads_per_key)
         self._width = width
 
     def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002

@@ -54,8 +54,6 @@ class StepShape:
     """What decides which kernels a step launches."""
 
     rows: int
-    longest: int
-    """No row sees more tokens; one of :meth:`~engine.attention.row_attention.RowAttention.tiers`."""
     noise: bool = False
     """Whether rows are drawn at temperatures above 0."""
 
@@ -158,7 +156,7 @@ class RowSteps:
         pieces = list(packed(tokens, order, chunks, group=group, max_rows=max_rows, pages=self._pages))
         if draws and len(pieces) == 1 and order == list(wanted) and self._draws(rows := self._class(pieces[0])):
             numbers = draw_numbers(draws)
-            shape = StepShape(rows, self._longest(pieces[0]), noise=bool(numbers[0].any()))
+            shape = StepShape(rows, noise=bool(numbers[0].any()))
             found_RX = self._computed(shape, pieces[0], numbers)
             if self._record is not None:  # it was not given up just now
                 self.drawn_R2 = self._drawn_R2[: len(wanted)]
@@ -183,8 +181,7 @@ class RowSteps:
             return False
         started, before = time.perf_counter(), self._reserved()
         shapes = [
-            StepShape(rows, longest, noise)
-            for longest in self._attention.tiers()
+            StepShape(rows, noise)
             for rows in reversed(self.classes)
             for noise in ((False, True) if self._draws(rows) else (False,))
         ]
@@ -205,17 +202,14 @@ class RowSteps:
         return True
 
     def _class(self, piece: Packed) -> int:
-        return next(rows for rows in self.classes if rows >= len(piece))
-
-    def _longest(self, piece: Packed) -> int:
-        return next(longest for longest in self._attention.tiers() if longest >= piece.max_keys)
+        return next(rows for rows in self.classes if rows >= len(piece) and piece.fits(rows, self._pages))
 
     def _draws(self, rows: int) -> bool:
         """Whether steps of so many rows draw."""
         return self._record is not None and self._vocabulary > 0 and rows <= DRAWN_ROWS
 
     def _piece(self, piece: Packed) -> Tensor:
-        return self._computed(StepShape(self._class(piece), self._longest(piece)), piece)
+        return self._computed(StepShape(self._class(piece)), piece)
 
     def _computed(self, shape: StepShape, piece: Packed, draws: NDArray[np.int32] | None = None) -> Tensor:
         """``[R, X]`` with padding, good until the next call."""
@@ -251,15 +245,7 @@ class RowSteps:
 
     def _forward(self, shape: StepShape, buffer: Tensor) -> Tensor:
         rows = Rows.within(buffer, shape.rows)
-        step = Step(
-            self._store,
-            (),
-            rows.slots_T.long(),
-            self._layers,
-            rows=rows,
-            attention=self._attention,
-            longest=shape.longest,
-        )
+        step = Step(self._store, (), rows.slots_T.long(), self._layers, rows=rows, attention=self._attention)
         found_RX = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), rows.wanted_R.long())
         if self._draws(shape.rows):
             logits_RV = found_RX[:, : self._vocabulary].float()

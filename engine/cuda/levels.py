@@ -131,7 +131,6 @@ class LaunchKind:
     """What decides which kernels a level launches."""
 
     sessions: int
-    longest: int
     noisy: bool
     """Whether any session draws with noise."""
 
@@ -177,7 +176,6 @@ class Levels:
         width = self.width
         self._basis, self._vocabulary, self._dtype = basis, vocabulary, dtype
         self._device = basis.store.device
-        self._tiers = basis.attention.tiers()
         self.classes = tuple(rows // width for rows in basis.classes if width <= rows <= MAX_ROWS)
         """Numbers of sessions that launches are padded to, ascending."""
         self._memories: dict[int, Memory] = {}
@@ -204,13 +202,7 @@ class Levels:
         """
         assert 1 <= levels <= MAX_LEVELS
         sessions = next(each for each in self.classes if each >= len(growths))
-        longest = max(place.end for growth in growths for place in growth.places)
-        longest = max(longest, *(leaf.above.end for growth in growths for leaf in growth.leaves), 0) + levels
-        kind = LaunchKind(
-            sessions,
-            next((tier for tier in self._tiers if tier >= longest), self._tiers[-1]),
-            any(not growth.sampling.greedy for growth in growths),
-        )
+        kind = LaunchKind(sessions, any(not growth.sampling.greedy for growth in growths))
         memory = self._memory(sessions)
         self._fill(memory, logits_RV, growths, odds)
         first, further = memory.recordings.get(kind) or self._functions(memory, kind)
@@ -407,7 +399,7 @@ class Levels:
         """Expand the best leaves."""
         memory.level_1.add_(1).clamp_(max=MAX_LEVELS - 1)
         self._choose(memory)
-        logits_MX = self._basis.forward(StepShape(memory.rows, kind.longest), memory.buffer)
+        logits_MX = self._basis.forward(StepShape(memory.rows), memory.buffer)
         return self._say(memory, kind, logits_MX[:, : self._vocabulary].to(self._dtype))
 
     def _choose(self, memory: Memory) -> None:
@@ -533,12 +525,7 @@ class Levels:
     def _recorded(self) -> float:
         """Record all; the largest difference between what is replayed and what was computed."""
         assert self._basis.record is not None
-        kinds = [
-            LaunchKind(sessions, longest, noisy)
-            for sessions in reversed(self.classes)
-            for longest in self._tiers
-            for noisy in (False, True)
-        ]
+        kinds = [LaunchKind(sessions, noisy) for sessions in reversed(self.classes) for noisy in (False, True)]
         expected: dict[LaunchKind, Tensor] = {}
         for kind in kinds:
             memory = self._memory(kind.sessions)

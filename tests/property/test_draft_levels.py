@@ -408,7 +408,7 @@ def test_what_is_no_number_deep_below_ends_its_own_session_only(tmp_path: Path) 
 def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In Triton's interpreter, not recorded: in groups of rows that read common keys, across the ends of pages."""
     pytest.importorskip("triton")
-    for name, value in {"BLOCK": 16, "UNROLLED": 1, "SHORT_SPLIT": 16, "SHORT_SPLITS": 2, "LONGER_SPLITS": 1}.items():
+    for name, value in {"BLOCK": 32, "SPLITS": ((16, 2),), "LONGER_SPLITS": 1}.items():
         monkeypatch.setattr(f"engine.attention.row_attention.{name}", value)
     monkeypatch.setattr(RowAttention, "spare", 16)
     model = load_tiny("llama", tmp_path / "model", num_hidden_layers=1, max_position_embeddings=64)

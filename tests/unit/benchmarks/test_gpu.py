@@ -1,9 +1,11 @@
 """``paceline bench gpu``: every stage end to end on a CPU, what fails, its figures, and what it does without."""
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,30 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.gpu import device
+from benchmarks.gpu import device, speculation
 from benchmarks.gpu import run as gpu
-from benchmarks.gpu.figures import GOALS, Outcome, StepTime, contender
-from benchmarks.gpu.settings import CASES, COMPILED, GENERATE, OURS, SHAPES, STAGES, GpuOptions, Shape
+from benchmarks.gpu.figures import GOALS, Outcome, Speedup, StepTime, contender
+from benchmarks.gpu.settings import (
+    CASES,
+    COMPILED,
+    GENERATE,
+    OURS,
+    SHAPES,
+    SPECULATION,
+    STAGES,
+    GpuOptions,
+    Setting,
+    Shape,
+)
+from benchmarks.harness import pair as pairs
+from benchmarks.harness.measure import Commit, Decoded, Run
+from benchmarks.harness.pair import BUNDLED, Pair
+from benchmarks.harness.processes import WorkerFailed
 from benchmarks.harness.report import Result
+from benchmarks.harness.workers import RunningWorker, WorkerPlan
 from cluster.cli import main
 
+ENGINE = [stage for stage in STAGES if stage != SPECULATION]
 LEFT_OUT = ("accelerate", "google.protobuf", "grpc", "httpx", "llguidance", "matplotlib", "psutil", "ray", "torchao")
 
 
@@ -55,10 +74,10 @@ def test_quantised_weights_are_measured_against_what_they_take(tmp_path: Path, m
 
 
 def test_every_stage_runs_and_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, document = measured(tmp_path)
+    code, document = measured(tmp_path, "--stage", ",".join(ENGINE))
     found = by_stage(document)
     assert code == 0
-    assert list(found) == list(STAGES)
+    assert list(found) == ENGINE
     assert not any(outcome["failed"] for outcome in found.values())
     assert found["floor"]["facts"]["GB/s"] > 0
     for stage in ("steps", "draft"):
@@ -201,6 +220,16 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (("--shape", "9B"), "--shape 9B: no such shape; there are 8B, 1B, tiny"),
         (("--shape", "8B", "--device", "cpu"), "--shape 8B: no such shape; there are tiny"),
         (("--json", "/nowhere/figures.json"), "--json /nowhere/figures.json: no such folder"),
+        (("--placements", "owm", "--device", "cpu"), "--placements owm: no such placement; there are shared, own, cpu"),
+        (("--drafters", "rigth", "--device", "cpu"), "--drafters rigth: no such drafter; there are right, wrong, dead"),
+        (("--streams", "8,0", "--device", "cpu"), "--streams must be numbers from 1 to 64, got 0"),
+        (("--streams", "1.5", "--device", "cpu"), "--streams must be numbers from 1 to 64, got 1.5"),
+        (("--temperatures", "hot", "--device", "cpu"), "--temperatures must be numbers from 0 to 2, got hot"),
+        (("--temperatures", "nan", "--device", "cpu"), "--temperatures must be numbers from 0 to 2, got nan"),
+        (("--agreement", "1.2", "--device", "cpu"), "--agreement must be 0 to 1, got 1.2"),
+        (("--tokens", "4", "--device", "cpu"), "--tokens must be 8 to 512, got 4"),
+        (("--rounds", "13", "--device", "cpu"), "--rounds must be 1 to 12, got 13"),
+        (("--records", "/nowhere", "--device", "cpu"), "--records /nowhere: no such folder"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(
@@ -221,6 +250,7 @@ def test_each_stage_measures_its_own_shapes_unless_others_are_asked_for() -> Non
             "8B": ["steps", "exact", "prompt", "transformers"],
             "1B": ["draft", "exact"],
             "tiny": ["draft", "exact"],
+            "stretched": ["speculation"],
         }
     )
     assert GpuOptions(stages=("prompt", "floor"), shapes=("1B",)).plan() == {"": ["floor"], "1B": ["prompt"]}
@@ -255,6 +285,18 @@ def test_goals_are_the_worst_of_their_steps() -> None:
         Outcome("exact", "1B", facts={"exact": False}),
         Outcome("transformers", "8B", rates=rates),
         Outcome("prompt", "8B", failed="OutOfMemoryError"),
+        Outcome("speculation", "tiny", speedups=[speedup("own", Setting("right", 1, 0.0), 9.0)]),
+        Outcome(
+            "speculation",
+            "stretched",
+            speedups=[
+                speedup("same GPU", Setting("right", 1, 0.0), 1.5),
+                speedup("shared", Setting("right", 1, 0.0), 2.5, 2.0, 2.1),
+                speedup("shared", Setting("wrong", 8, 0.0), 0.95),
+                speedup("own", Setting("right", 1, 0.8), 1.9),
+                speedup("own", Setting("right", 32, 0.0), 1.2),
+            ],
+        ),
     ]
     figures = {goal.key: goal.ours(outcomes) for goal in GOALS}
     assert figures == {
@@ -269,4 +311,146 @@ def test_goals_are_the_worst_of_their_steps() -> None:
         "over_compiled_1": 1.0,
         "over_compiled_16": None,
         "prompt_ms": None,
+        "own_1": None,
+        "own_1_sampled": 1.9,
+        "own_8": None,
+        "own_32": 1.2,
+        "shared_1": 2.1,
+        "shared_8": None,
+        "slowest": 0.95,
     }
+
+
+def speedup(placement: str, setting: Setting, *ratios: float) -> Speedup:
+    plain, drafted = (100.0,) * len(ratios), tuple(100 * ratio for ratio in ratios)
+    return Speedup(placement, setting, plain, drafted, ratios, 4.0, 3.0, 1.0, 5.0, 6.0)
+
+
+def test_drafting_is_measured_setting_by_setting_and_a_drafter_dies_last() -> None:
+    options = GpuOptions(stages=(SPECULATION,), device="cpu", drafters=("dead", "right"), temperatures=("0", "1"))
+    assert options.plan() == {"stretched": ["speculation"]}
+    assert options.settings == [
+        Setting(drafter, streams, temperature)
+        for drafter in ("right", "dead")
+        for streams in (1, 2)
+        for temperature in (0.0, 1.0)
+    ]
+    in_turn = GpuOptions(device="cpu", placements=("shared",), streams=("4",), temperatures=("0",))
+    assert [setting.drafter for setting in in_turn.settings] == ["right", "wrong"], "it would take the target with it"
+    assert in_turn.sizes.streams == (4,)
+
+
+def test_prompts_of_all_rounds_begin_differently() -> None:
+    found = speculation.distinct([(1, 2, 3, 4), (5, 6, 7, 8)], 2, 3)
+    assert found == [((1, 2, 3, 4), (5, 6, 7, 8)), ((2, 3, 4), (6, 7, 8)), ((3, 4), (7, 8))]
+
+
+def test_a_speedup_is_taken_round_by_round() -> None:
+    def run(start: float, step: float, *commits: tuple[int, int, int], tokens: tuple[int, ...] = (1, 2)) -> Run:
+        times = [start + step * number for number in range(len(commits))]
+        made = [Commit(at, *commit) for at, commit in zip(times, commits, strict=True)]
+        return Run((Decoded(tokens, tuple(made)),))
+
+    plain = [run(1.0, 0.25, *[(1, 0, 0)] * 5), run(9.0, 0.25, *[(1, 0, 0)] * 5)]
+    drafted = [
+        run(3.0, 0.5, (1, 0, 0), (4, 3, 6), (4, 3, 4)),
+        run(5.0, 0.5, (1, 0, 0), (2, 1, 5), (2, 1, 1), tokens=(1, 3)),
+    ]
+    assert speculation.speedup_of("own", Setting("right", 1, 0.0), plain, drafted) == Speedup(
+        placement="own",
+        setting=Setting("right", 1, 0.0),
+        plain=(4.0, 4.0),
+        drafted=(8.0, 4.0),
+        ratios=(2.0, 1.0),
+        offered=4.0,
+        kept=2.0,
+        same_text=0.5,
+        plain_ms=250.0,
+        drafted_ms=500.0,
+    )
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Pair("stretched", BUNDLED, BUNDLED, 1000, "", 0.8)
+    monkeypatch.setattr(speculation, "stretched_pair", lambda *_: found)
+    monkeypatch.setattr(speculation, "wrong_draft", lambda _: BUNDLED)
+
+
+@pytest.mark.usefixtures("built")
+def test_what_there_is_no_time_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(speculation.Bench, "_start", never)
+    code, document = measured(tmp_path, "--stage", "speculation", "--drafters", "right,wrong", "--budget-s", "0.01")
+    pair, rest = document["outcomes"]
+    assert code == 0
+    assert pair["facts"] == {"parameters": 1000, "agreement": 0.8}
+    assert rest["facts"] == {"not measured for want of time": "8 settings, from right drafter, 1 at once, T 0 on"}
+
+
+@pytest.mark.usefixtures("built")
+def test_a_worker_that_does_not_start_fails_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[WorkerPlan] = []
+
+    @asynccontextmanager
+    async def failing(plan: WorkerPlan) -> AsyncIterator[RunningWorker]:
+        wanted.append(plan)
+        raise WorkerFailed("the target worker did not start")
+        yield
+
+    monkeypatch.setattr(speculation, "running", failing)
+    code, document = measured(tmp_path, "--stage", "floor,speculation", "--records", str(tmp_path))
+    floor, pair, failed = document["outcomes"]
+    assert code == 1
+    assert not floor["failed"] and not pair["failed"]
+    assert failed["failed"] == "WorkerFailed: the target worker did not start"
+    names = ["cpu-right-draft", "cpu-target", "cpu-wrong-draft", "own-right-draft", "own-target", "own-wrong-draft"]
+    names += ["shared-right-target", "shared-wrong-target"]
+    assert sorted(plan.record.stem for plan in wanted if plan.record) == names
+    assert all(
+        ["--draft-model", str(BUNDLED)] == list(plan.flags)[-2:] for plan in wanted if "shared" in str(plan.record)
+    )
+
+
+@pytest.mark.thorough
+def test_drafting_beside_plain_decoding_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pairs, "CACHE", tmp_path)
+    flags = [
+        "--placements",
+        "shared,own",
+        "--streams",
+        "2",
+        "--temperatures",
+        "0,0.8",
+        "--tokens",
+        "8",
+        "--rounds",
+        "1",
+    ]
+    code, document = measured(tmp_path, "--stage", "speculation", *flags)
+    pair, *settings = document["outcomes"]
+    assert code == 0
+    assert not any(outcome["failed"] for outcome in document["outcomes"])
+    assert 0.7 < pair["facts"]["agreement"] < 0.9
+    found = [(one["placement"], *one["setting"].values()) for outcome in settings for one in outcome["speedups"]]
+    assert found == [
+        (placement, drafter, 2, temperature)
+        for drafter in ("right", "wrong", "dead")
+        for temperature in (0.0, 0.8)
+        for placement in ("shared", "own")
+        if (placement, drafter) != ("shared", "dead")
+    ]
+    for outcome in settings:
+        for one in outcome["speedups"]:
+            assert one["same_text"] == 1.0, "drafts change no text"
+            assert len(one["ratios"]) == 1 and one["ratios"][0] > 0
+            assert 0 <= one["kept"] <= one["offered"]
+            if one["setting"]["drafter"] == "dead":
+                assert one["offered"] == 0
+    said = capsys.readouterr()
+    assert "starting 5 workers" in said.err and "own wrong draft: ready after" in said.err
+    assert "Drafting, tokens/s" in said.out

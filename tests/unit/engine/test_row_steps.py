@@ -83,25 +83,19 @@ def test_one_recording_for_each_class_of_rows(llama: Model) -> None:
     assert engine.run([Chunk(sequence, [7])]).shape == (0, llama.vocabulary)
 
 
-def test_long_sequences_have_recordings_of_their_own(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step whose rows see few tokens launches nothing for those far behind."""
-    monkeypatch.setattr("engine.attention.row_attention.SHORT_SPLIT", 32)
-    monkeypatch.setattr("engine.attention.row_attention.SHORT_SPLITS", 4)
-    attention = PlainRows(2, llama.context)
-    assert attention.tiers() == (128, 256)
+def test_long_branches_take_a_larger_class(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows may need more slots than the buffer of their class has room for."""
+    monkeypatch.setattr("engine.attention.rows.max_numbers", lambda rows, pages: pages + rows)
     record = Recorder()
-    engine, plain = by_rows(llama, attention=attention, record=record), slot_engine(llama, 400)
-    tokens = random_tokens(136, 5)
-    found, recorded = [], []
-    for each in (engine, plain):
-        sequence = each.cache.sequence()
-        for start in range(0, 128, 16):
-            each.run([Chunk(sequence, tokens[start : start + 16])])
-            sequence.advance(range(16))
-        recorded.append(record.recorded)
-        found.append(each.run([Chunk(sequence, tokens[128:], rows=[7])]))
-    assert (recorded[0], record.recorded) == (1, 2), "the same rows, behind 128 tokens"
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+    engine, plain = by_rows(llama, record=record), slot_engine(llama, 400)
+    parents = [-1, -1, *range(1, 10)]  # the second branch lies beside the first
+    for _ in range(2):
+        found, expected = (
+            each.run([Chunk(each.cache.sequence(), random_tokens(11, 4), parents, range(11))])
+            for each in (engine, plain)
+        )
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert record.places[0].shape[0] == 32
 
 
 def test_a_step_with_more_than_fits_is_cut(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import row_attention as module
-from engine.attention.row_attention import Octave, RowAttention, find_attention, octaves, plain_attention, trial_error
+from engine.attention.row_attention import RowAttention, find_attention, plain_attention, split_starts, trial_error
 from engine.attention.rows import Rows, empty_buffer, packed
 from engine.cache.kv_cache import KVCache
 from engine.cache.sequence_state import SequenceState
@@ -28,7 +29,7 @@ PAGES = 16
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits so short that small tests have many; the interpreter takes milliseconds for each."""
-    for name, value in {"BLOCK": 16, "UNROLLED": 1, "SHORT_SPLIT": 16, "SHORT_SPLITS": 2, "LONGER_SPLITS": 1}.items():
+    for name, value in {"BLOCK": 32, "SPLITS": ((16, 2),), "LONGER_SPLITS": 1}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -81,7 +82,7 @@ def test_kernels_compute_what_is_plain(heads: tuple[int, int], sizes: tuple[int,
     query, keys, values = tensors(*heads, *sizes, cache.capacity)
     if how.pop("sinks", False):
         how["sinks_Q"] = torch.randn(heads[0])
-    found = attention(query, keys, values, rows, longest=attention.tiers()[-1], **how)
+    found = attention(query, keys, values, attention.plan(rows), **how)
     expected = plain_attention(query, keys, values, rows, page=PAGE, **how)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
     assert not found[rows.keys_T == 0].any(), "rows that see nothing"
@@ -94,16 +95,15 @@ def test_what_is_not_ones_own_may_be_no_number() -> None:
     (chunk, *_) = chunks = chunks_of(cache, 2)
     rows = rows_of(chunks, attention.group)
     query, keys, values = tensors(2, 1, 16, 16, cache.capacity)
-    expected = attention(query, keys, values, rows, longest=32)[:5]
+    expected = attention(query, keys, values, attention.plan(rows))[:5]
     own = {chunk[0].home(position) for position in range(8)}
     broken = [slot for slot in range(cache.capacity) if slot not in own]
     keys[broken], values[broken] = float("nan"), float("nan")
-    assert torch.equal(attention(query, keys, values, rows, longest=32)[:5], expected)
+    assert torch.equal(attention(query, keys, values, attention.plan(rows))[:5], expected)
 
 
-@pytest.mark.parametrize("longest", [32, 128])
-def test_a_row_has_the_same_bits_in_any_company(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, in a chain, as a branch of a tree, beside others, and in a step made for longer texts."""
+def test_a_row_has_the_same_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in a chain, as a branch of a tree, and beside others."""
     monkeypatch.setattr(numpy, "matmul", row_by_row)
     cache = KVCache(1, PAGE * 32, block=PAGE, dtype=torch.float32, device=CPU)
     attention = RowAttention(PAGE * PAGES, 2, CPU, page=PAGE)
@@ -126,7 +126,8 @@ def test_a_row_has_the_same_bits_in_any_company(longest: int, monkeypatch: pytes
                 asked[first + index] = torch.randn(2, 16, generator=source)
             else:
                 keys[slot], values[slot] = float("inf"), float("nan")
-        found = attention(asked, keys, values, rows_of(chunks, attention.group), longest=longest)[first + node]
+        plan = attention.plan(rows_of(chunks, attention.group))
+        found = attention(asked, keys, values, plan)[first + node]
         mine.rollback()
         return found
 
@@ -195,17 +196,12 @@ def test_where_there_are_no_kernels_the_reason_is_told(
 
 def test_splits_lie_where_they_lie_whatever_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert octaves(100) == [Octave(0, 256, 1, 0)]
-    assert octaves(8192) == [Octave(0, 256, 32, 0)]
-    longest = octaves(131_072)
-    assert longest == [
-        Octave(0, 256, 32, 0),
-        Octave(8192, 512, 16, 32),
-        Octave(16_384, 1024, 16, 48),
-        Octave(32_768, 2048, 16, 64),
-        Octave(65_536, 4096, 16, 80),
-    ]
-    assert octaves(20_000)[:2] == longest[:2] and octaves(20_000)[2] == Octave(16_384, 1024, 4, 48)
+    assert split_starts(100) == [0, 128]
+    assert split_starts(1280) == [*range(0, 1025, 128), 1280]
+    longest = split_starts(131_072)
+    steps = [stop - start for start, stop in itertools.pairwise(longest)]
+    assert steps == [128] * 8 + [256] * 28 + [512] * 16 + [1024] * 16 + [2048] * 16 + [4096] * 16
+    assert split_starts(20_000) == [*longest[:55], 19_456, 20_480]
 
 
 COMPILE = """
@@ -215,7 +211,7 @@ from triton.compiler import ASTSource
 from engine.attention import row_attention as attention, row_attention_kernels as attention_kernels
 from engine.cache.kv_store import PAGE
 
-PRECISE, NUMBERS = ("sums_ptr", "maxima_ptr", "totals_ptr"), ("N", "first_split", "first_position")
+PRECISE, NUMBERS = ("sums_ptr", "maxima_ptr", "totals_ptr"), ("N", "T")
 HALF = ("query_ptr", "keys_ptr", "values_ptr", "sinks_ptr", "out_ptr")
 
 def shared(kernel, capability, dtype, **constants):
@@ -226,26 +222,28 @@ def shared(kernel, capability, dtype, **constants):
             return "i32" if name in NUMBERS else "fp32"
         return "*fp32" if name in PRECISE else "*" + dtype if name in HALF else "*i32"
     source = ASTSource(fn=kernel, signature={name: kind(name) for name in kernel.arg_names}, constexprs=constants)
-    options = {"num_warps": 4, "num_stages": 1}
+    options = {"num_warps": 4}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
-def attend(capability, dtype, heads, size, padded, split, window, capped):
+def attend(capability, dtype, heads, size, padded, window, capped):
     return shared(
         attention_kernels.attend_splits, capability, dtype, QUERY_HEADS=2 * heads, KEY_HEADS=heads, SIZE=size,
-        SIZE_PADDED=padded, VALUE_SIZE=size, VALUE_PADDED=padded, PAGE=PAGE, SPLIT=split, BLOCK=attention.BLOCK,
-        UNROLLED=attention.UNROLLED, ROWS=attention.MIN_ROWS, WINDOW=window, CAPPED=capped,
+        SIZE_PADDED=padded, VALUE_SIZE=size, VALUE_PADDED=padded, PAGE=PAGE,
+        BLOCK=attention.BLOCK // (1 if dtype == "bf16" else 2), STAGES=attention.STAGES, ROWS=attention.MIN_ROWS,
+        WORK=attention.WORK, WINDOW=window, CAPPED=capped,
         PRECISION="ieee" if dtype == "fp32" else "tf32",
     )
 
 taken = [
-    attend(90, "bf16", 8, 128, 128, 256, 0, False),
-    attend(89, "bf16", 8, 256, 256, 4096, 4096, True),
-    attend(89, "fp32", 8, 80, 128, 256, 0, False),
+    attend(90, "bf16", 8, 128, 128, 0, False),
+    attend(89, "bf16", 8, 256, 256, 4096, True),
+    attend(89, "fp32", 8, 80, 128, 0, False),
 ]
 assert max(taken) <= 99 << 10, f"an L4 has 99 KiB of shared memory for a program, asked for are {taken}"
+shared(attention_kernels.list_splits, 89, "bf16", ROWS=128, SPLITS=128, WORK=attention.WORK)
 for window, sinks in ((0, False), (4096, True)):
     shared(
-        attention_kernels.add_splits, 89, "bf16", USED=96, QUERY_HEADS=32, VALUE_SIZE=128, VALUE_PADDED=128,
+        attention_kernels.add_splits, 89, "bf16", SPLITS=128, QUERY_HEADS=32, VALUE_SIZE=128, VALUE_PADDED=128,
         CHUNK=attention.CHUNK, WINDOW=window, SINKS=sinks,
     )
 """

@@ -89,7 +89,6 @@ def test_every_row_finds_its_keys(seed: int, whole: bool, monkeypatch: pytest.Mo
         check_groups(laid_out)
         assert laid_out.wanted_R[: len(piece.wanted)].tolist() == list(piece.wanted)
         assert not laid_out.wanted_R[len(piece.wanted) :].any()
-        assert piece.max_keys == int(laid_out.keys_T.max())
         found_wanted += [len(found) + row for row in piece.wanted]
         tail = slice(len(piece), rows)
         assert not laid_out.keys_T[tail].any() and not laid_out.group_T[tail].any(), "padding"

@@ -1,0 +1,247 @@
+"""Drafting beside plain decoding on a GPU: tokens a second of a stretched target, wherever its draft model works.
+
+The target is the bundled one at the cost of a model of billions of parameters (:mod:`models.growth`), made on the
+device, with noise so that the bundled one, which drafts for it, agrees as often as was asked for. Every placement of
+the draft model has a target worker of its own, so that none learns costs and odds from another's drafts; all are
+started together, and idle but for the one whose turn it is. The router's session code runs in this process. Decided
+here: which workers there are, and who takes turns with whom. Drafts come from the draft model alone, and nothing is
+remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.gpu.device import Gpu
+from benchmarks.gpu.figures import Outcome, Speedup
+from benchmarks.gpu.settings import (
+    CPU,
+    CPU_SHAPE,
+    DEAD,
+    OWN,
+    RIGHT,
+    SAME_GPU,
+    SHARED,
+    SPECULATION,
+    STRETCHED,
+    WRONG,
+    GpuOptions,
+    Setting,
+)
+from benchmarks.harness import contenders
+from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
+from benchmarks.harness.pair import ROOT, Pair, Shape, stretched_pair, wrong_draft
+from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
+from models.corpus import read_prompts
+from router.dispatch import Dispatcher
+from speculation.events import Role
+from speculation.messages import Token
+
+PLAIN = contenders.PLAIN.name
+FIRST_WARM_UP, WARM_UP = 4, 1
+"""Rounds before those that count, with drafts of another kind and in other settings: what a step takes, and what drafts
+are worth, is learned in service."""
+MAX_PROMPT_TOKENS = 64
+BRANCHES = 128
+"""Room in the cache for the drafts of a text."""
+MIN_CACHE_TOKENS = 4096
+CPU_THREADS = 4
+"""Of a draft worker on the host's CPU."""
+
+
+def measure(options: GpuOptions, gpu: Gpu, report: Callable[[Outcome], None], tell: Callable[[str], None]) -> None:
+    """Build the pair, start the workers, and measure setting by setting.
+
+    Reports an outcome for what was built and one for each setting. Raises
+    :class:`benchmarks.harness.processes.WorkerFailed`, TimeoutError, and what the device does.
+    """
+    started = time.perf_counter()
+    logging.getLogger("transport.client").setLevel(logging.ERROR)  # that workers are lost is part of the plan
+    sizes = options.sizes
+    tell(f"building the target: hidden size {sizes.hidden}, {sizes.layers} layers (or finding it as built before)")
+    pair = stretched_pair(Shape(sizes.hidden, sizes.layers, options.agreement), gpu.device)
+    gpu.tidy()  # the workers need its memory
+    facts = {"parameters": pair.parameters, "agreement": pair.agreement}
+    built = Outcome(SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
+    report(built)
+    bench = Bench(options, gpu, pair, report, tell)
+    asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
+
+
+Key = tuple[Role, str, str]
+"""A worker: its role, where the draft model works, and which drafter it has; none, if a target serves with all."""
+
+
+@dataclass(slots=True)
+class Bench:
+    """The settings, on workers of one pair."""
+
+    options: GpuOptions
+    gpu: Gpu
+    pair: Pair
+    report: Callable[[Outcome], None]
+    tell: Callable[[str], None]
+
+    async def run(self, seconds: float | None) -> None:
+        """Measure all settings, or as many as there is time for."""
+        left = list(self.options.settings)
+        try:
+            async with asyncio.timeout(seconds) as budget, AsyncExitStack() as ending:
+                workers = await self._start(ending)
+                for drafter in dict.fromkeys(setting.drafter for setting in left):
+                    runners = await self._contenders(ending, workers, drafter)
+                    warm_up = FIRST_WARM_UP
+                    while left and left[0].drafter == drafter:
+                        self.report(await self._compare(left[0], runners, warm_up))
+                        warm_up = WARM_UP
+                        del left[0]
+        except TimeoutError:
+            if not budget.expired():
+                raise
+        if left:
+            facts = {"not measured for want of time": f"{len(left)} settings, from {left[0]} on"}
+            self.report(Outcome(SPECULATION, _shape(self.gpu), "rest", facts=facts))
+
+    async def _start(self, ending: AsyncExitStack) -> dict[Key, RunningWorker]:
+        """All at once: reading weights and recording steps takes each of them a while."""
+        started, plans, found = time.perf_counter(), self._plans(), dict[Key, RunningWorker]()
+        self.tell(f"starting {len(plans)} workers")
+
+        async def start(key: Key, plan: WorkerPlan) -> None:
+            found[key] = await ending.enter_async_context(running(plan))
+            self.tell(f"{_name(key)}: ready after {time.perf_counter() - started:.0f} s")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for key, plan in plans.items():
+                    group.create_task(start(key, plan))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return found
+
+    def _plans(self) -> dict[Key, WorkerPlan]:
+        options = self.options
+        drafters = {RIGHT if setting.drafter == DEAD else setting.drafter for setting in options.settings}
+        models = {RIGHT: self.pair.draft, WRONG: wrong_draft(self.pair) if WRONG in drafters else self.pair.draft}
+        plans: dict[Key, WorkerPlan] = {}
+        for placement in options.placed:
+            if placement == SHARED:
+                here = ["--set", f"draft.device={self.gpu.device.type}", "--draft-model"]
+                beside = {drafter: [*here, str(models[drafter])] for drafter in sorted(drafters)}
+            else:
+                beside = {"": []}
+                for drafter in sorted(drafters):
+                    key = Role.DRAFT, placement, drafter
+                    plans[key] = WorkerPlan(key[0], models[drafter], None, self._record(key), self._drafting(placement))
+            for drafter, flags in beside.items():
+                key = Role.TARGET, placement, drafter
+                plans[key] = WorkerPlan(key[0], self.pair.target, None, self._record(key), [*self._target, *flags])
+        return plans
+
+    @property
+    def _target(self) -> list[str]:
+        sizes = self.options.sizes
+        room = max(sizes.streams) * (MAX_PROMPT_TOKENS + self.options.tokens + BRANCHES)
+        return ["--device", self.gpu.device.type, "--dtype", "auto", "--cache-tokens", str(max(room, MIN_CACHE_TOKENS))]
+
+    def _drafting(self, placement: str) -> list[str]:
+        if placement == CPU or not self.gpu.on_cuda:
+            threads = CPU_THREADS if self.gpu.on_cuda else 1
+            return ["--device", "cpu", "--threads", str(threads)]
+        return ["--device", "cuda:1" if torch.cuda.device_count() > 1 else "cuda"]
+
+    def _record(self, key: Key) -> Path | None:
+        return Path(self.options.records) / f"{_name(key).replace(' ', '-')}.jsonl" if self.options.records else None
+
+    async def _contenders(
+        self, ending: AsyncExitStack, workers: Mapping[Key, RunningWorker], drafter: str
+    ) -> dict[str, Runner]:
+        """Plain decoding, and drafting from every place; plain on a target without a draft model, if there is one."""
+        routers: dict[str, Dispatcher] = {}
+        for placement in self.options.placed:
+            if placement == SHARED and drafter == DEAD:
+                continue  # it would take the target with it
+            if placement == SHARED:
+                both = [workers[Role.TARGET, placement, drafter]]
+            else:
+                draft = workers[Role.DRAFT, placement, RIGHT if drafter == DEAD else drafter]
+                both = [workers[Role.TARGET, placement, ""], draft]
+            routers[placement] = await ending.enter_async_context(connected(*both))
+            if drafter == DEAD:
+                await draft.kill()
+                await until_lost(routers[placement], Role.DRAFT)
+        alone = next((placement for placement in routers if placement != SHARED), SHARED)
+        drafting = {placement: served(router, contenders.OURS.speculation) for placement, router in routers.items()}
+        return {PLAIN: served(routers[alone], contenders.PLAIN.speculation), **drafting}
+
+    async def _compare(self, setting: Setting, runners: Mapping[str, Runner], warm_up: int) -> Outcome:
+        started, options = time.perf_counter(), self.options
+        batches = [
+            Batch(prompts, options.tokens, setting.temperature, seed)
+            for seed, prompts in enumerate(distinct(self._prompts(), setting.streams, options.rounds))
+        ]
+        runs = await take_turns(runners, batches, warm_up, lambda: None)
+        plain = runs.pop(PLAIN)
+        speedups = [speedup_of(self._label(placement), setting, plain, drafted) for placement, drafted in runs.items()]
+        seconds = time.perf_counter() - started
+        return Outcome(SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
+
+    def _prompts(self) -> list[tuple[Token, ...]]:
+        tokenizer = Tokenizer.from_file(str(self.pair.target / "tokenizer.json"))
+        texts = read_prompts(ROOT / "models" / "prompts.jsonl")
+        return [tuple(tokenizer.encode(text).ids[:MAX_PROMPT_TOKENS]) for text in texts]
+
+    def _label(self, placement: str) -> str:
+        alone = self.gpu.on_cuda and torch.cuda.device_count() == 1
+        return SAME_GPU if placement == OWN and alone else placement
+
+
+def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> list[tuple[tuple[Token, ...], ...]]:
+    """``count`` prompts for each round; no two begin alike: those that are used again lack some of their beginning."""
+    shifted = (prompt[cut:] for cut in itertools.count() for prompt in prompts)
+    return [tuple(itertools.islice(shifted, count)) for _ in range(rounds)]
+
+
+def speedup_of(placement: str, setting: Setting, plain: Sequence[Run], drafted: Sequence[Run]) -> Speedup:
+    """Of the runs of the same batches."""
+    steps = [commit for run in drafted for commit in run.counted]
+    texts, plain_texts = ([request.tokens for run in runs for request in run.decoded] for runs in (drafted, plain))
+    return Speedup(
+        placement=placement,
+        setting=setting,
+        plain=tuple(run.rate for run in plain),
+        drafted=tuple(run.rate for run in drafted),
+        ratios=tuple(one.rate / other.rate for one, other in zip(drafted, plain, strict=True)),
+        offered=fmean(commit.offered for commit in steps),
+        kept=fmean(commit.accepted for commit in steps),
+        same_text=fmean(one == other for one, other in zip(texts, plain_texts, strict=True)),
+        plain_ms=_between_commits(plain),
+        drafted_ms=_between_commits(drafted),
+    )
+
+
+def _between_commits(runs: Sequence[Run]) -> float:
+    """Milliseconds, median over all texts."""
+    commits = [[commit.at for commit in request.commits] for run in runs for request in run.decoded]
+    return 1e3 * median(later - earlier for times in commits for earlier, later in itertools.pairwise(times))
+
+
+def _shape(gpu: Gpu) -> str:
+    """Goals are those of a GPU."""
+    return STRETCHED if gpu.on_cuda else CPU_SHAPE
+
+
+def _name(key: Key) -> str:
+    role, placement, drafter = key
+    return " ".join(filter(None, (placement, drafter, role.value)))
