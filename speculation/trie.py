@@ -145,6 +145,8 @@ class VerificationTree:
 
     def depth_first(self) -> VerificationTree:
         """The same tokens branch by branch, the likeliest branch first, so that runs of parent and child are long."""
+        if self.parents == tuple(range(ANCHOR, len(self.parents) - 1)):
+            return self  # a chain
         below: list[list[int]] = [[] for _ in range(len(self.nodes) + 1)]  # the root's come last
         for i, parent in enumerate(self.parents):
             below[parent].append(i)
@@ -265,8 +267,8 @@ class SpeculationTrie:
         if not 0 <= token < self._vocabulary:
             return None
         confidence = min(confidence, 1.0) if confidence > MIN_CONFIDENCE else MIN_CONFIDENCE
-        elders = parent.children.values()
-        said = sum(elder.confidence for elder in elders if elder.source == source)
+        elders = list(parent.children.values())
+        said = sum([elder.confidence for elder in elders if elder.source == source])
         node = Node(
             token=token,
             end=parent.end + 1,
@@ -279,7 +281,7 @@ class SpeculationTrie:
             q=q,
             parent=parent,
         )
-        left = 1.0 - sum(elder.odds for elder in elders)
+        left = 1.0 - sum([elder.odds for elder in elders])
         node.odds = max(left * self._odds(node), MIN_CONFIDENCE)
         node.weight = parent.weight * node.odds
         parent.children[token] = node

@@ -53,11 +53,10 @@ class BatchEntry:
     @property
     def prompt_logprob_rows(self) -> range:
         """Which of the tokens to feed have rows that say how likely the prompt's next token was, and are asked for."""
-        missing_prompt_logprobs, start = self.sequence.missing_prompt_logprobs, self.sequence.cached.length
-        return range(
-            max(missing_prompt_logprobs.start - 1 - start, 0),
-            min(missing_prompt_logprobs.stop - 1 - start, self.num_scheduled_tokens),
-        )
+        missing, start = self.sequence.missing_prompt_logprobs, self.sequence.cached.length
+        if not missing:
+            return missing
+        return range(max(missing.start - 1 - start, 0), min(missing.stop - 1 - start, self.num_scheduled_tokens))
 
     @property
     def decodes(self) -> bool:

@@ -58,15 +58,17 @@ def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor 
     if drawn_R2 is None:
         return _drawn_here(logits_RV, entries)
     answer: list[Verdict] = []
-    rows = iter(drawn_R2.tolist())
+    tokens, sound = zip(*drawn_R2.tolist(), strict=True)
+    start = 0
     for entry in entries:
-        own = list(itertools.islice(rows, entry.rows))
-        if not all(sound for _, sound in own):
+        end = start + entry.rows
+        if not all(sound[start:end]):
             answer.append(_not_finite(entry))
         elif entry.tree is None:
             answer.append(None)
         else:
-            answer.append(walk(entry.tree.tokens, entry.tree.parents, [token for token, _ in own]))
+            answer.append(walk(entry.tree.tokens, entry.tree.parents, tokens[start:end]))
+        start = end
     return answer
 
 
