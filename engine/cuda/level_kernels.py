@@ -28,7 +28,7 @@ from engine.sampling.sampling import RIVALS
 from speculation import noise, trie
 from speculation.verifying import calibration
 
-PART = 2048
+PART = 1024
 """Logits that a program reads."""
 
 LOWEST = tl.constexpr(-0x7F80_0001_0000_0000)
@@ -100,8 +100,7 @@ def _find_best(
     largest_ptr,  # [M, A] float32, there already if NOISY
     total_ptr,  # [M, A] float32: of exponentials of the differences to it
     best_ptr,  # [M, A, D] int64
-    seed_ptr,  # fields of a session, as the next two
-    greedy_ptr,
+    seed_ptr,  # fields of a session, as the next one
     temperature_ptr,
     end_ptr,  # [N, L]
     level_ptr,  # [N]
@@ -129,13 +128,13 @@ def _find_best(
         a = tl.arange(0, PARTS_PADDED)
         largest = tl.max(tl.load(largest_ptr + m * PARTS + a, mask=a < PARTS, other=-INFINITY), 0)
         largest = tl.where((largest > -INFINITY) & (largest < INFINITY), largest, 0.0)
-        greedy = tl.load(greedy_ptr + n * RECORD) != 0
         place = LEAVES + tl.load(level_ptr + n) * WIDTH + m % WIDTH
         end = tl.load(end_ptr + n * PLACES + place)
         mixed = _splitmix64((tl.load(seed_ptr + n * RECORD) ^ end).to(tl.uint64))
         temperature = tl.load(temperature_ptr + n * RECORD).to(tl.float32)
-        score_V = tl.div_rn(logit_V - largest, tl.zeros([PART], tl.float32) + temperature)
-        score_V += tl.where(greedy, 0.0, _gumbel(_splitmix64(mixed ^ STREAM), v))
+        divisor_V = tl.zeros([PART], tl.float32) + tl.where(temperature == 0.0, 1.0, temperature)
+        score_V = tl.div_rn(logit_V - largest, divisor_V)
+        score_V += tl.where(temperature == 0.0, 0.0, _gumbel(_splitmix64(mixed ^ STREAM), v))
     else:
         tl.store(largest_ptr + m * PARTS + part, largest)
         score_V = logit_V
@@ -154,10 +153,10 @@ def _merge(
     largest_ptr,
     total_ptr,
     best_ptr,
-    greedy_ptr,
+    temperature_ptr,
     level_ptr,
     found_ptr,  # [K, N, W, X] float64
-    M: tl.constexpr,
+    M,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
     KEPT: tl.constexpr,
@@ -192,7 +191,7 @@ def _merge(
     log_total = tl.log(tl.where(sound, total, 1.0))
     if NOISY:
         weight_D = tl.where(d < KEPT, tl.exp(score_D - tl.max(score_D, 0)), 0.0)
-        greedy = tl.load(greedy_ptr + n * RECORD) != 0
+        greedy = tl.load(temperature_ptr + n * RECORD) == 0.0
         confidence_D = tl.where(greedy, tl.exp(score_D - log_total), weight_D / tl.sum(weight_D, 0))
     else:
         confidence_D = tl.exp(score_D - (largest + log_total))
@@ -296,7 +295,7 @@ def _next_level(
     common_ptr,
     numbers_ptr,
     spare,
-    M: tl.constexpr,
+    M,
     WIDTH: tl.constexpr,
     CHILDREN: tl.constexpr,
     LEAVES: tl.constexpr,
@@ -342,7 +341,7 @@ def _next_level(
         draft_P = tl.load(said_at_P + TOLD + number).to(tl.int64)
         said_P = _within(tl.load(said_at_P + TOLD + CHILDREN + number), MIN_CONFIDENCE, 1.0)
         claim_P = said_P / tl.maximum(1.0 - before_P, said_P)
-        tenth_P = tl.minimum((claim_P * BINS).to(tl.int64), BINS - 1)
+        tenth_P = tl.minimum(tl.maximum((claim_P * BINS).to(tl.int64), 0), BINS - 1)
         cell_P = (rank * BINS + tenth_P) * DISTANCES + depth_P
         odds_P = tl.minimum(claim_P * tl.load(odds_ptr + rank), 1.0)
         odds_P = odds_P * tl.load(odds_ptr + RANKS + cell_P) + tl.load(odds_ptr + RANKS + CELLS + cell_P)
@@ -492,7 +491,7 @@ class TritonLevelOps:
             GROUP=memory.group,
             RECORD=memory.record_NS.shape[1],
             TOLD=TOLD,
-            num_warps=min(8, max(1, padded // 128)),
+            num_warps=min(8, max(1, padded // 32)),
             **EXACT,
         )
 
@@ -514,7 +513,7 @@ class TritonLevelOps:
             largest_MA,
             total_MA,
             best_MAD,
-            *(fields[name] for name in ("seed", "greedy", "temperature")),
+            *(fields[name] for name in ("seed", "temperature")),
             memory.end_NL,
             memory.level_N,
             logits_MX.stride(0),
@@ -531,7 +530,7 @@ class TritonLevelOps:
             largest_MA,
             total_MA,
             best_MAD,
-            fields["greedy"],
+            fields["temperature"],
             memory.level_N,
             memory.found_KNWX,
             M=count,

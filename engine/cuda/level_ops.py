@@ -49,7 +49,10 @@ REALS = ("factor", "temperature", "min_weight", "weight", "leaf_weight")
 
 
 def session_fields(width: int, leaves: int) -> dict[str, int]:
-    """How many numbers of 8 bytes are uploaded of a session, in the order of their memory."""
+    """How many numbers of 8 bytes are uploaded of a session, in the order of their memory.
+
+    Of a session that is there to pad they are all 0. A temperature of 0 stands for greedy.
+    """
     places = leaves + width
     return {
         "factor": RANKS,
@@ -58,7 +61,6 @@ def session_fields(width: int, leaves: int) -> dict[str, int]:
         "weight": width,
         "leaf_weight": leaves,
         "seed": 1,
-        "greedy": 1,
         "width": 1,
         "children": 1,
         "position": 1,
@@ -90,13 +92,13 @@ class LevelMemory:
     rows: Rows
     """Views of it. The branches of its rows come first among its numbers."""
     inputs_F: Tensor
-    """What is uploaded, int64: the table of odds, ``source_M``, the fields, then page tables and branches in int32."""
+    """What is uploaded, int64: ``source_M``, ``odds_F``, ``record_NS``, then page tables and branches in int32."""
     tail_start: int
     """Where in ``rows.numbers_F`` these tables and branches begin."""
-    odds_F: Tensor
-    """Factors by rank, then slopes and offsets, float64."""
     source_M: Tensor
     """Which logits of the step are those of a row of the first level."""
+    odds_F: Tensor
+    """Factors by rank, then slopes and offsets, float64."""
     record_NS: Tensor
     fields: dict[str, Tensor]
     """Views of ``record_NS``, ``[N, *]``, see :func:`session_fields`."""
@@ -138,12 +140,13 @@ def empty_memory(
     sizes, rows = session_fields(width, leaves), sessions * width
     record = sum(sizes.values())
     odds = RANKS + 2 * CELLS
-    before = -(-(fixed_size(rows) + rows * MAX_BRANCH) // 2)  # numbers of 8 bytes before what is uploaded
-    fixed = odds + rows + sessions * record
+    # Numbers of 8 bytes before what is uploaded, even, so that kernels find all memories aligned alike.
+    before = 2 * -(-(fixed_size(rows) + rows * MAX_BRANCH) // 4)
+    fixed = rows + odds + sessions * record
     tail = sessions * (pages + (leaves + width) * MAX_BRANCH)
     all_F = torch.zeros(before + fixed + -(-tail // 2), dtype=torch.int64, device=device)
     inputs_F = all_F[before:]
-    record_NS = inputs_F[odds + rows : fixed].view(sessions, record)
+    record_NS = inputs_F[rows + odds : fixed].view(sessions, record)
     fields, start = {}, 0
     for name, size in sizes.items():
         part = record_NS[:, start : start + size]
@@ -169,8 +172,8 @@ def empty_memory(
         rows=views,
         inputs_F=inputs_F,
         tail_start=2 * (before + fixed) - fixed_size(rows),
-        odds_F=inputs_F[:odds].view(torch.float64),
-        source_M=inputs_F[odds : odds + rows],
+        source_M=inputs_F[:rows],
+        odds_F=inputs_F[rows : rows + odds].view(torch.float64),
         record_NS=record_NS,
         fields=fields,
         level_N=empty(sessions),
@@ -234,13 +237,12 @@ class PlainLevelOps:
         shape = (memory.sessions, memory.width, children)
         first = memory.leaves + level * memory.width
         end_NW = memory.end_NL[:, first : first + memory.width]
-        seed_M, greedy_M, temperature_M = (
-            fields[name].expand(-1, memory.width).flatten() for name in ("seed", "greedy", "temperature")
-        )
+        seed_M, temperature_M = (fields[name].expand(-1, memory.width).flatten() for name in ("seed", "temperature"))
+        greedy_M1 = temperature_M[:, None] == 0.0
         tokens_MC, confidence_MC, there_MC = best_draws(
             logits_MV,
-            greedy_M[:, None].bool(),
-            temperature_M[:, None].to(logits_MV.dtype),
+            greedy_M1,
+            temperature_M[:, None].to(logits_MV.dtype).masked_fill_(greedy_M1, 1.0),
             keys_at(seed_M, end_NW.flatten()) if noisy else None,
             children,
         )
@@ -299,7 +301,7 @@ def _worth(
     0 where it is no draft, or none to be expanded. In double precision, as on the host.
     """
     fields, weight_NW = memory.fields, memory.place_weight_NW
-    wide_factor, slope, offset = memory.odds_F.split((RANKS, CELLS, CELLS))
+    wide_factor, slope, offset = memory.odds_F.tensor_split((RANKS, RANKS + CELLS))
     said_NWC = confidence_NWC.clamp(MIN_CONFIDENCE, 1.0)
     ahead_NW1 = (end_NW - fields["position"])[..., None]
     depth_NW = (ahead_NW1 >= upload(DEPTHS, ahead_NW1.device)).sum(-1)

@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -162,6 +163,9 @@ class Levels:
         self._tiers = basis.attention.tiers()
         self.classes = tuple(rows // width for rows in basis.classes if width <= rows <= MAX_ROWS)
         """Numbers of sessions that launches are padded to, ascending."""
+        places = product(range(MAX_LEVELS), range(width))
+        self._drafts = [(place, rank) for place in places for rank in range(children)]
+        """What a launch drafts, in the order of its leaves: level and place that it hangs from, and its rank."""
         self._memories: dict[int, LevelMemory] = {}
         self._recordings: dict[LaunchKind, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}
         """What the first level says, and a further one."""
@@ -201,33 +205,28 @@ class Levels:
         """By session and level, what its places are, None where there was none. Waits for the device."""
         numbers_KNWX: NDArray[np.float64] = found_KNWX.cpu().numpy()
         behind = TOLD + self.children
-        whole = numbers_KNWX[..., :behind].astype(np.int64).tolist()
-        real = numbers_KNWX[..., behind:].tolist()
+        told = numbers_KNWX[..., :TOLD].astype(np.int64).tolist()
+        tokens = numbers_KNWX[..., TOLD:behind].astype(np.int64).flatten().tolist()
+        draws = [*zip(tokens, numbers_KNWX[..., behind:].flatten().tolist(), strict=True)]
+        at = 0
         sessions: list[list[list[Expanded | None]]] = [[] for _ in range(found_KNWX.shape[1])]
-        for whole_NWX, real_NWC in zip(whole, real, strict=True):
-            for levels, whole_WX, real_WC in zip(sessions, whole_NWX, real_NWC, strict=True):
-                level = [
-                    None if whole_X[0] == NO_LEAF else self._expanded(whole_X, real_C, levels)
-                    for whole_X, real_C in zip(whole_WX, real_WC, strict=True)
-                ]
+        for told_NW3 in told:
+            for levels, told_W3 in zip(sessions, told_NW3, strict=True):
+                level: list[Expanded | None] = []
+                for chosen, sound, count in told_W3:
+                    mine = draws[at : at + count]
+                    at += self.children
+                    if chosen == NO_LEAF:
+                        level.append(None)
+                    elif chosen < self.leaves:
+                        level.append(Expanded(None if chosen == GIVEN else chosen, None, 0, mine, sound == 1))
+                    else:
+                        place, rank = self._drafts[chosen - self.leaves]
+                        above = levels[place[0]][place[1]]
+                        assert above is not None, "a draft that hangs from nothing was expanded"
+                        level.append(Expanded(None, place, above.draws[rank][0], mine, sound == 1))
                 levels.append(level)
         return sessions
-
-    def _expanded(
-        self, told: Sequence[int], confidences: Sequence[float], before: Sequence[Sequence[Expanded | None]]
-    ) -> Expanded:
-        """``before``: the levels before its own."""
-        chosen, sound, count = told[:TOLD]
-        draws = [*zip(told[TOLD : TOLD + count], confidences, strict=False)]
-        if chosen == GIVEN:
-            return Expanded(None, None, 0, draws, bool(sound))
-        if chosen < self.leaves:
-            return Expanded(chosen, None, 0, draws, bool(sound))
-        place, rank = divmod(chosen - self.leaves, self.children)
-        level, place = divmod(place, self.width)
-        above = before[level][place]
-        assert above is not None, "a draft that hangs from nothing was expanded"
-        return Expanded(None, (level, place), above.draws[rank][0], draws, bool(sound))
 
     # -- what is given in ----------------------------------------------------------------------------------------------
 
@@ -254,7 +253,7 @@ class Levels:
             reals.append(
                 [
                     *growth.factors,
-                    1.0 if sampling.greedy else max(sampling.temperature, tiny),
+                    0.0 if sampling.greedy else max(sampling.temperature, tiny),
                     growth.min_weight,
                     *growth.weights,
                     *[0.0] * no_places,
@@ -265,7 +264,6 @@ class Levels:
             wholes.append(
                 [
                     _signed(splitmix64(sampling.seed & MASK64)),
-                    sampling.greedy,
                     growth.width,
                     growth.children,
                     growth.position,
@@ -295,15 +293,15 @@ class Levels:
         tail: Sequence[int],
     ) -> None:
         """``reals``, ``wholes``: by session, its floating-point numbers and its integers."""
-        of_odds, of_sessions = len(memory.odds_F), memory.record_NS.numel()
-        fixed = of_odds + memory.count + of_sessions
+        first = memory.count + len(memory.odds_F)  # of the sessions' numbers
+        fixed = first + memory.record_NS.numel()
         size = fixed + -(-len(tail) // 2)
         host_F = torch.empty(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         flat: NDArray[np.int64] = host_F.numpy()
-        flat[:of_odds].view(np.float64)[:] = [*odds.factors, *odds.slopes, *odds.offsets]
-        flat[of_odds : of_odds + memory.count] = sources
-        flat[fixed - of_sessions : fixed] = 0
-        records = flat[fixed - of_sessions : fixed].reshape(memory.record_NS.shape)
+        flat[: memory.count] = sources
+        flat[memory.count : first].view(np.float64)[:] = [*odds.factors, *odds.slopes, *odds.offsets]
+        records = flat[first:fixed].reshape(memory.record_NS.shape)
+        records[len(reals) :] = 0
         records.view(np.float64)[: len(reals), : len(reals[0])] = reals
         records[: len(wholes), len(reals[0]) :] = wholes
         flat[fixed:].view(np.int32)[: len(tail)] = tail

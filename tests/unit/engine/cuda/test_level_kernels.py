@@ -31,9 +31,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_of(
-    sessions: int = 2, width: int = 4, children: int = 3, vocabulary: int = 75, *, greedy: float = 0.5
+    sessions: int = 2, width: int = 4, children: int = 3, vocabulary: int = 75, *, greedy: int = 2
 ) -> LevelMemory:
-    """What a launch is told at random: leaves from before it, places at home and away, some of each not there."""
+    """What a launch is told at random: leaves from before it, places at home and away, some of each not there.
+
+    Every session whose number has the divisor ``greedy`` is.
+    """
     generator = torch.Generator().manual_seed(3)
     memory = empty_memory(
         sessions,
@@ -62,12 +65,11 @@ def memory_of(
     memory.rows.numbers_F[memory.tail_start :].copy_(whole(0, 900, len(memory.rows.numbers_F) - memory.tail_start))
     for name, value in {
         "factor": 0.5 + real(sessions, RANKS),
-        "temperature": 0.3 + real(sessions, 1),
+        "temperature": (0.3 + real(sessions, 1)) * ((torch.arange(sessions)[:, None] + 1) % greedy > 0),
         "min_weight": 0.01 * real(sessions, 1),
         "weight": real(sessions, width) * (real(sessions, width) > 0.3),
         "leaf_weight": 0.3 * real(sessions, 5) * (real(sessions, 5) > 0.4),
         "seed": whole(-(1 << 63), (1 << 63) - 1, sessions, 1),
-        "greedy": (real(sessions, 1) < greedy).long(),
         "width": torch.full((sessions, 1), width) - (torch.arange(sessions)[:, None] % 2) * (width > 1),
         "children": torch.full((sessions, 1), children),
         "position": whole(1, 8, sessions, 1),
@@ -81,7 +83,6 @@ def memory_of(
         "branch": branch_NL,
     }.items():
         memory.fields[name].copy_(value)
-    memory.fields["temperature"].masked_fill_(memory.fields["greedy"].bool(), 1.0)
     return memory
 
 
@@ -103,22 +104,25 @@ def assert_same(found: LevelMemory, expected: LevelMemory) -> None:
 
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
+    ("sizes", "dtype", "levels"),
     [
-        ({}, torch.float32),
-        ({"sessions": 1, "width": 1, "children": 1, "vocabulary": 4}, torch.float32),
-        ({"sessions": 3, "width": 2, "children": 4, "vocabulary": 32}, torch.bfloat16),
+        ({}, torch.float32, 4),
+        ({"sessions": 1, "width": 1, "children": 1, "vocabulary": 4}, torch.float32, MAX_LEVELS + 1),
+        ({"sessions": 3, "width": 2, "children": 4, "vocabulary": 32}, torch.bfloat16, 2),
     ],
     ids=["several parts", "hardly any tokens", "one part"],
 )
-def test_levels_are_those_of_the_plain_operations(sizes: dict[str, int], dtype: torch.dtype, noisy: bool) -> None:
-    found, expected = (memory_of(**sizes, greedy=0.5 if noisy else 1.0) for _ in range(2))
+def test_levels_are_those_of_the_plain_operations(
+    sizes: dict[str, int], dtype: torch.dtype, levels: int, noisy: bool
+) -> None:
+    """Up to one more than there may be, which changes nothing that was there before the last."""
+    found, expected = (memory_of(**sizes, greedy=2 if noisy else 1) for _ in range(2))
     ops, plain = TritonLevelOps(DEVICE), PlainLevelOps()
     ops.begin(found)
     plain.begin(expected)
     assert_same(found, expected)
     active = 0
-    for level in range(MAX_LEVELS):
+    for level in range(levels):
         logits_MX = logits_of(found, level, dtype)
         ops.expand(found, logits_MX, noisy=noisy)
         plain.expand(expected, logits_MX, noisy=noisy)
@@ -152,7 +156,7 @@ def test_logits_that_are_no_numbers_and_tokens_that_cannot_be(noisy: bool) -> No
 
 def test_the_first_of_equals_is_chosen() -> None:
     """Of tokens with the same logit and of leaves with the same weight, minus zero being zero."""
-    found, expected = memory_of(greedy=1.0), memory_of(greedy=1.0)
+    found, expected = memory_of(greedy=1), memory_of(greedy=1)
     logits_MX = logits_of(found, 1).round().clamp(-1, 0)
     logits_MX[0, ::2] = -0.0
     for ops, memory in ((TritonLevelOps(DEVICE), found), (PlainLevelOps(), expected)):
@@ -168,7 +172,7 @@ def test_the_first_of_equals_is_chosen() -> None:
 
 def test_noise_decides_as_on_the_host() -> None:
     """Equal logits leave the choice to the noise alone, at the position behind each place."""
-    memory = memory_of(greedy=0.0)
+    memory = memory_of(greedy=3)
     memory.fields["temperature"].fill_(1.0)
     TritonLevelOps(DEVICE).begin(memory)
     TritonLevelOps(DEVICE).expand(memory, torch.zeros(8, 75, device=DEVICE), noisy=True)
@@ -205,17 +209,16 @@ def asm(kernel, warps, **constants):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **EXACT}).asm["ptx"]
 
-PARTS, SIZES = {"PARTS": 16, "PARTS_PADDED": 16, "KEPT": 7}, {"WIDTH": 4, "RECORD": 112}
-asm(kernels._find_largest, 4, V=32064, PARTS=16, PART=2048)
+PARTS, SIZES = {"PARTS": 32, "PARTS_PADDED": 32, "KEPT": 7}, {"WIDTH": 4, "RECORD": 112}
+asm(kernels._find_largest, 4, V=32064, PARTS=32, PART=1024)
 for noisy in (False, True):
-    asm(kernels._find_best, 4, V=32064, PART=2048, LEAVES=8, PLACES=40, NOISY=noisy, **PARTS, **SIZES)
-    asm(kernels._merge, 1, M=16, KEPT_PADDED=8, BEST_PADDED=128, CHILDREN=3, TOLD=3, NOISY=noisy, **PARTS, **SIZES)
+    asm(kernels._find_best, 4, V=32064, PART=1024, LEAVES=8, PLACES=40, NOISY=noisy, **PARTS, **SIZES)
+    asm(kernels._merge, 1, KEPT_PADDED=8, BEST_PADDED=256, CHILDREN=3, TOLD=3, NOISY=noisy, **PARTS, **SIZES)
 SIZES |= {"CHILDREN": 3, "LEAVES": 8, "PLACES": 40, "DRAFTS": 104, "DRAFTS_PADDED": 128, "BRANCH": 64, "TOLD": 3}
 asm(kernels._begin, 4, GIVEN_PADDED=16, **SIZES)
-ptx = asm(kernels._next_level, 1, M=16, LEVELS=8, STOPS=8, GROUP=4, **SIZES)
+ptx = asm(kernels._next_level, 4, LEVELS=8, STOPS=8, GROUP=4, **SIZES)
 assert "mul.rn.f64" in ptx or "mul.f64" in ptx, ptx
 assert "st.local" not in ptx, "registers are spilt"
-print(len(ptx))
 """
 
 
