@@ -251,8 +251,8 @@ def _check_number(name: str, word: str, *, whole: bool) -> None:
 
 BENCH = Bench(
     "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, transformers, speculation",
-    "Takes less than ten minutes on an H100, half of them for speculation, which needs what workers need; the other "
-    "stages need torch, transformers and triton, and nothing that serves.",
+    "The stages of the engine take less than five minutes on an H100; they need torch, transformers and triton, and "
+    "nothing that serves. Speculation needs what workers need; how long it takes depends on what is asked for.",
     GpuOptions,
     "benchmarks.gpu.run",
 )
