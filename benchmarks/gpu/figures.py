@@ -269,12 +269,13 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
 def notes(device: str, warnings: Sequence[str]) -> list[str]:
     """What a reader of the figures must know."""
     return [
-        f"{device}; weights made on the device: the speed is real, the text is not.",
+        f"{device}; random weights, made on the device: the speed is real, the text is not.",
         "Floor: the weights that a step reads, at the pace of a large sum on the same device. Far: behind a long text.",
         "transformers runs in the same process and in turn, with attention as torch chooses it, but with our settings "
         "of cuBLAS, which keep it from splitting sums.",
-        "Drafting: drafts of the draft model only, prompts that are all different, in turn with plain decoding by the "
-        "same kind of worker. own: another GPU; same GPU: another process on the target's; shared: in the target's "
-        "process; cpu: on the host's. ms: from a text's commit to its next.",
+        "Drafting: the target is a trained model stretched with random weights. Drafts of the draft model only, "
+        "prompts all different, in turn with plain decoding by the same kind of worker. own: another GPU; same GPU: "
+        "another process on the target's; shared: in the target's process; cpu: on the host's. ms: from one commit "
+        "of a text to the next.",
         *warnings,
     ]

@@ -49,7 +49,7 @@ from speculation.events import Role
 from speculation.messages import Token
 
 PLAIN = contenders.PLAIN.name
-FIRST_WARM_UP, WARM_UP = 4, 1
+FIRST_WARM_UP, WARM_UP = 6, 1
 """Rounds before those that count, with drafts of another kind and in other settings: what a step takes, and what drafts
 are worth, is learned in service."""
 MAX_PROMPT_TOKENS = 64
