@@ -21,8 +21,8 @@ from benchmarks.gpu.settings import (
     STRETCHED,
     TREE,
     TREE_FAR,
+    DraftingSetting,
     GpuOptions,
-    Setting,
     launched,
 )
 from benchmarks.harness.report import Goal, Result, Table, cell, goals_table, wanted
@@ -60,7 +60,7 @@ class Speedup:
     """Drafting from one place beside plain decoding, over the same rounds of prompts."""
 
     placement: str
-    setting: Setting
+    setting: DraftingSetting
     plain: tuple[float, ...]
     drafted: tuple[float, ...]
     """Tokens a second of every round, after the prompts."""
@@ -158,7 +158,7 @@ def _speedups(outcomes: Sequence[Outcome]) -> list[Speedup]:
 
 
 def _speedup(placement: str, streams: int, temperature: float = 0.0) -> Figure:
-    wanted = (placement, Setting(RIGHT, streams, temperature))
+    wanted = (placement, DraftingSetting(RIGHT, streams, temperature))
     return lambda outcomes: next(
         (one.ratio for one in _speedups(outcomes) if (one.placement, one.setting) == wanted), None
     )
@@ -227,7 +227,18 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
         for outcome in outcomes
         for what, fact in (outcome.facts | ({"failed": outcome.failed} if outcome.failed else {})).items()
     ]
-    speedups = [
+    rate_columns = ("shape", "contender", "median", "slowest", "fastest")
+    found = (
+        Table("Steps", ("stage", "shape", "step", "tokens", "rows", *measures), steps),
+        Table("Plain decoding with its prompts, tokens/s", rate_columns, rates),
+        _drafting(outcomes),
+        Table("Besides", ("stage", "shape", "what", "found"), facts),
+    )
+    return [*(table for table in found if table.lines), goals_table(GOALS, outcomes)]
+
+
+def _drafting(outcomes: Sequence[Outcome]) -> Table:
+    lines = [
         (
             one.placement,
             one.setting.drafter,
@@ -245,36 +256,21 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
         for outcome in outcomes
         for one in outcome.speedups
     ]
-    speedup_columns = (
-        "draft model",
-        "drafts",
-        "streams",
-        "T",
-        "plain",
-        "drafted",
-        "over plain",
-        "by round",
-        "kept a step",
-    )
-    rate_columns = ("shape", "contender", "median", "slowest", "fastest")
-    found = (
-        Table("Steps", ("stage", "shape", "step", "tokens", "rows", *measures), steps),
-        Table("Plain decoding with its prompts, tokens/s", rate_columns, rates),
-        Table("Drafting, tokens/s", (*speedup_columns, "same text", "plain ms", "drafted ms"), speedups),
-        Table("Besides", ("stage", "shape", "what", "found"), facts),
-    )
-    return [*(table for table in found if table.lines), goals_table(GOALS, outcomes)]
+    contenders = ("draft model", "drafts", "streams", "T", "plain", "drafted", "over plain", "by round")
+    steps = ("kept a step", "same text", "plain ms", "drafted ms")
+    return Table("Drafting, tokens/s", (*contenders, *steps), lines)
 
 
 def notes(device: str, warnings: Sequence[str]) -> list[str]:
     """What a reader of the figures must know."""
     return [
-        f"{device}; weights made on the device: the speed is real, the text is not.",
+        f"{device}; random weights, made on the device: the speed is real, the text is not.",
         "Floor: the weights that a step reads, at the pace of a large sum on the same device. Far: behind a long text.",
         "transformers runs in the same process and in turn, with attention as torch chooses it, but with our settings "
         "of cuBLAS, which keep it from splitting sums.",
-        "Drafting: drafts of the draft model only, prompts that are all different, in turn with plain decoding by the "
-        "same kind of worker. own: another GPU; same GPU: another process on the target's; shared: in the target's "
-        "process; cpu: on the host's. ms: from a text's commit to its next.",
+        "Drafting: the target is a trained model stretched with random weights. Drafts of the draft model only, "
+        "prompts all different, in turn with plain decoding by the same kind of worker. own: another GPU; same GPU: "
+        "another process on the target's; shared: in the target's process; cpu: on the host's. ms: from one commit "
+        "of a text to the next.",
         *warnings,
     ]

@@ -104,7 +104,7 @@ MAX_ROUNDS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DraftingSetting:
     """What drafting and plain decoding are compared in."""
 
     drafter: str
@@ -216,13 +216,13 @@ class GpuOptions(Options):
         return [placement for placement in PLACEMENTS if placement in (self.placements or PLACEMENTS)]
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[DraftingSetting]:
         """Those that drafting is measured in; a drafter dies last."""
         drafters = [drafter for drafter in DRAFTERS if drafter in (self.drafters or DRAFTERS)]
         if self.placed == [SHARED]:
             drafters = [drafter for drafter in drafters if drafter != DEAD]  # it would take the target with it
         temperatures = tuple(map(float, self.temperatures)) or TEMPERATURES
-        return [Setting(*each) for each in product(drafters, self.sizes.streams, temperatures)]
+        return [DraftingSetting(*each) for each in product(drafters, self.sizes.streams, temperatures)]
 
     def plan(self) -> dict[str, list[str]]:
         """By shape, "" for the device itself, the stages to be run; each model is built once."""
@@ -251,8 +251,8 @@ def _check_number(name: str, word: str, *, whole: bool) -> None:
 
 BENCH = Bench(
     "the engine on a GPU: its steps over the memory's pace, whether they are exact, prompts, transformers, speculation",
-    "Takes less than ten minutes on an H100, half of them for speculation, which needs what workers need; the other "
-    "stages need torch, transformers and triton, and nothing that serves.",
+    "The stages of the engine take less than five minutes on an H100; they need torch, transformers and triton, and "
+    "nothing that serves. Speculation needs what workers need; how long it takes depends on what is asked for.",
     GpuOptions,
     "benchmarks.gpu.run",
 )

@@ -36,8 +36,8 @@ from benchmarks.gpu.settings import (
     SPECULATION,
     STRETCHED,
     WRONG,
+    DraftingSetting,
     GpuOptions,
-    Setting,
 )
 from benchmarks.harness import contenders
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
@@ -49,7 +49,7 @@ from speculation.events import Role
 from speculation.messages import Token
 
 PLAIN = contenders.PLAIN.name
-FIRST_WARM_UP, WARM_UP = 4, 1
+FIRST_WARM_UP, WARM_UP = 6, 1
 """Rounds before those that count, with drafts of another kind and in other settings: what a step takes, and what drafts
 are worth, is learned in service."""
 MAX_PROMPT_TOKENS = 64
@@ -75,7 +75,7 @@ def measure(options: GpuOptions, gpu: Gpu, report: Callable[[Outcome], None], te
     facts = {"parameters": pair.parameters, "agreement": pair.agreement}
     built = Outcome(SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
     report(built)
-    bench = Bench(options, gpu, pair, report, tell)
+    bench = DraftingBench(options, gpu, pair, report, tell)
     asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
 
 
@@ -84,7 +84,7 @@ Key = tuple[Role, str, str]
 
 
 @dataclass(slots=True)
-class Bench:
+class DraftingBench:
     """The settings, on workers of one pair."""
 
     options: GpuOptions
@@ -185,7 +185,7 @@ class Bench:
         drafting = {placement: served(router, contenders.OURS.speculation) for placement, router in routers.items()}
         return {PLAIN: served(routers[alone], contenders.PLAIN.speculation), **drafting}
 
-    async def _compare(self, setting: Setting, runners: Mapping[str, Runner], warm_up: int) -> Outcome:
+    async def _compare(self, setting: DraftingSetting, runners: Mapping[str, Runner], warm_up: int) -> Outcome:
         started, options = time.perf_counter(), self.options
         batches = [
             Batch(prompts, options.tokens, setting.temperature, seed)
@@ -213,7 +213,7 @@ def distinct(prompts: Sequence[tuple[Token, ...]], count: int, rounds: int) -> l
     return [tuple(itertools.islice(shifted, count)) for _ in range(rounds)]
 
 
-def speedup_of(placement: str, setting: Setting, plain: Sequence[Run], drafted: Sequence[Run]) -> Speedup:
+def speedup_of(placement: str, setting: DraftingSetting, plain: Sequence[Run], drafted: Sequence[Run]) -> Speedup:
     """Of the runs of the same batches."""
     steps = [commit for run in drafted for commit in run.counted]
     texts, plain_texts = ([request.tokens for run in runs for request in run.decoded] for runs in (drafted, plain))

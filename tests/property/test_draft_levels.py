@@ -408,6 +408,8 @@ def test_what_is_no_number_deep_below_ends_its_own_session_only(tmp_path: Path) 
 def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In Triton's interpreter, not recorded: in groups of rows that read common keys, across the ends of pages."""
     pytest.importorskip("triton")
+    from engine.cuda.level_kernels import TritonLevelOps
+
     for name, value in {"BLOCK": 32, "SPLITS": ((16, 2),), "LONGER_SPLITS": 1}.items():
         monkeypatch.setattr(f"engine.attention.row_attention.{name}", value)
     monkeypatch.setattr(RowAttention, "spare", 16)
@@ -418,7 +420,14 @@ def test_the_kernels_draft_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         found = Drafter(model, 1, attention=attention, record=None)
         if levels > 1:
             basis = found.engine._forward._rows.basis  # type: ignore[union-attr]
-            found.launches._levels = Levels(basis, model.vocabulary, torch.float32, width=LIMITS.width, children=3)
+            found.launches._levels = Levels(
+                basis,
+                model.vocabulary,
+                torch.float32,
+                width=LIMITS.width,
+                children=3,
+                ops=TritonLevelOps(basis.store.device),
+            )
             found.launches.time = Fixed(levels)
         return found
 

@@ -24,8 +24,8 @@ from benchmarks.gpu.settings import (
     SHAPES,
     SPECULATION,
     STAGES,
+    DraftingSetting,
     GpuOptions,
-    Setting,
     Shape,
 )
 from benchmarks.harness import pair as pairs
@@ -285,16 +285,16 @@ def test_goals_are_the_worst_of_their_steps() -> None:
         Outcome("exact", "1B", facts={"exact": False}),
         Outcome("transformers", "8B", rates=rates),
         Outcome("prompt", "8B", failed="OutOfMemoryError"),
-        Outcome("speculation", "tiny", speedups=[speedup("own", Setting("right", 1, 0.0), 9.0)]),
+        Outcome("speculation", "tiny", speedups=[speedup("own", DraftingSetting("right", 1, 0.0), 9.0)]),
         Outcome(
             "speculation",
             "stretched",
             speedups=[
-                speedup("same GPU", Setting("right", 1, 0.0), 1.5),
-                speedup("shared", Setting("right", 1, 0.0), 2.5, 2.0, 2.1),
-                speedup("shared", Setting("wrong", 8, 0.0), 0.95),
-                speedup("own", Setting("right", 1, 0.8), 1.9),
-                speedup("own", Setting("right", 32, 0.0), 1.2),
+                speedup("same GPU", DraftingSetting("right", 1, 0.0), 1.5),
+                speedup("shared", DraftingSetting("right", 1, 0.0), 2.5, 2.0, 2.1),
+                speedup("shared", DraftingSetting("wrong", 8, 0.0), 0.95),
+                speedup("own", DraftingSetting("right", 1, 0.8), 1.9),
+                speedup("own", DraftingSetting("right", 32, 0.0), 1.2),
             ],
         ),
     ]
@@ -321,7 +321,7 @@ def test_goals_are_the_worst_of_their_steps() -> None:
     }
 
 
-def speedup(placement: str, setting: Setting, *ratios: float) -> Speedup:
+def speedup(placement: str, setting: DraftingSetting, *ratios: float) -> Speedup:
     plain, drafted = (100.0,) * len(ratios), tuple(100 * ratio for ratio in ratios)
     return Speedup(placement, setting, plain, drafted, ratios, 4.0, 3.0, 1.0, 5.0, 6.0)
 
@@ -330,7 +330,7 @@ def test_drafting_is_measured_setting_by_setting_and_a_drafter_dies_last() -> No
     options = GpuOptions(stages=(SPECULATION,), device="cpu", drafters=("dead", "right"), temperatures=("0", "1"))
     assert options.plan() == {"stretched": ["speculation"]}
     assert options.settings == [
-        Setting(drafter, streams, temperature)
+        DraftingSetting(drafter, streams, temperature)
         for drafter in ("right", "dead")
         for streams in (1, 2)
         for temperature in (0.0, 1.0)
@@ -356,9 +356,9 @@ def test_a_speedup_is_taken_round_by_round() -> None:
         run(3.0, 0.5, (1, 0, 0), (4, 3, 6), (4, 3, 4)),
         run(5.0, 0.5, (1, 0, 0), (2, 1, 5), (2, 1, 1), tokens=(1, 3)),
     ]
-    assert speculation.speedup_of("own", Setting("right", 1, 0.0), plain, drafted) == Speedup(
+    assert speculation.speedup_of("own", DraftingSetting("right", 1, 0.0), plain, drafted) == Speedup(
         placement="own",
-        setting=Setting("right", 1, 0.0),
+        setting=DraftingSetting("right", 1, 0.0),
         plain=(4.0, 4.0),
         drafted=(8.0, 4.0),
         ratios=(2.0, 1.0),
@@ -382,7 +382,7 @@ def test_what_there_is_no_time_for_is_told(tmp_path: Path, monkeypatch: pytest.M
     async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(speculation.Bench, "_start", never)
+    monkeypatch.setattr(speculation.DraftingBench, "_start", never)
     code, document = measured(tmp_path, "--stage", "speculation", "--drafters", "right,wrong", "--budget-s", "0.01")
     pair, rest = document["outcomes"]
     assert code == 0
