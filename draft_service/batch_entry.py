@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draft_service.sequence import DraftSequence
-from engine.cuda.levels import Expanded
+from engine.cuda.level_memory import Expanded
 from engine.interface import Chunk
 from engine.sampling.sampling import Draw
 from engine.shaping.shaping import Shape

@@ -19,7 +19,8 @@ from torch import Tensor
 from draft_service.batch_entry import DraftBatchEntry
 from draft_service.sequence import DraftSequence
 from engine.cache.kv_cache import ROOT, CacheFull
-from engine.cuda.levels import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, Levels, TreePlace
+from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, TreePlace
+from engine.cuda.levels import Levels
 from speculation.drafting.draft_session import Candidate
 from speculation.messages import Rule, Source
 from speculation.trie import Node

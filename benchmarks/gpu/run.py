@@ -45,7 +45,8 @@ from benchmarks.gpu.settings import (
 )
 from engine.attention.row_attention import first_line
 from engine.attention.rows import ROW_CLASSES
-from engine.cuda.levels import Growth, Levels, TreePlace
+from engine.cuda.level_memory import Growth, TreePlace
+from engine.cuda.levels import Levels
 from engine.interface import Chunk
 from engine.loading.quantisation import weight_bytes
 from engine.sampling.sampling import Draw, candidates

@@ -1,191 +1,27 @@
 """What a launch of several draft levels computes beside the model: what a level says, and which rows the next one has.
 
 :class:`PlainLevelOps` defines it in plain torch; :mod:`engine.cuda.level_kernels` must agree. Both read what
-:class:`engine.cuda.levels.Levels` uploads and leave everything else where it is, in :class:`LevelMemory`, so that what
-was launched can be replayed. Decided here: what may follow a place, what that is worth, and which leaves are expanded
-next. Of equal logits the token with the lower number comes first, of equally likely leaves the one that was there
-first.
+:class:`engine.cuda.levels.Levels` uploads and write to :class:`~engine.cuda.level_memory.LevelMemory` alone, so that
+what was launched can be replayed. Decided here: what may follow a place, what that is worth, and which leaves are
+expanded next. Of equal logits the token with the lower number comes first, of equally likely leaves the one that was
+there first.
 
-Tensor legend: N sessions, W places that a level expands of each, M = N * W rows, C draws kept at a place, K levels,
-H leaves left over, L = H + K * W places (first those that leaves hang from), P = H + K * W * C leaves, B slots of a
-branch, V vocabulary, X numbers of a place that are downloaded, S numbers that are uploaded of a session.
+Tensor legend: as in :mod:`engine.cuda.level_memory`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.attention.rows import Rows, fixed_size, max_wanted
+from engine.cuda.level_memory import GIVEN, MAX_BRANCH, MAX_LEVELS, NO_LEAF, NO_LIMIT, TOLD, LevelMemory
 from engine.host.upload import upload
 from engine.sampling.noise import gumbel, keys_at
 from engine.sampling.sampling import RIVALS
 from speculation.trie import MIN_CONFIDENCE
 from speculation.verifying.calibration import BINS, CELLS, DEPTHS, MAX_ODDS, MIN_ODDS, RANKS
-
-MAX_LEVELS = 8
-"""Of a launch, the first included."""
-
-MAX_BRANCH = 64
-"""Drafts in a row that may lie away from home, up to a place of the last level."""
-
-MAX_STOPS = 8
-"""Stop tokens of a session."""
-
-NO_LEAF, GIVEN = -1, -2
-"""What was chosen where nothing was, and where the first level has its places."""
-
-NO_LIMIT = 1 << 30
-
-TOLD = 3
-"""Numbers of a place before its tokens and confidences: what was chosen, whether its logits are numbers, and how many
-draws there are."""
-
-REALS = ("factor", "temperature", "min_weight", "weight", "leaf_weight")
-"""The first of :func:`session_fields`: floating-point numbers in double precision, the others are integers."""
-
-
-def session_fields(width: int, leaves: int) -> dict[str, int]:
-    """How many numbers of 8 bytes are uploaded of a session, in the order of their memory.
-
-    Of a session that is there to pad they are all 0. A temperature of 0 stands for greedy.
-    """
-    places = leaves + width
-    return {
-        "factor": RANKS,
-        "temperature": 1,
-        "min_weight": 1,
-        "weight": width,
-        "leaf_weight": leaves,
-        "seed": 1,
-        "width": 1,
-        "children": 1,
-        "position": 1,
-        "max_end": 1,
-        "table": 1,
-        "stop": MAX_STOPS,
-        "leaf_token": leaves,
-        "slot": (MAX_LEVELS - 1) * width,
-        "end": places,
-        "home": places,
-        "branch": places,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class LevelMemory:
-    """What the levels of a launch of so many sessions read and write: where it is never changes."""
-
-    sessions: int
-    width: int
-    children: int
-    leaves: int
-    group: int
-    """Rows that read common keys together."""
-    spare: int
-    """The first slot that is nobody's."""
-    buffer: Tensor
-    """Of the rows of a level; what is uploaded lies behind them, so that it need not be copied to get there."""
-    rows: Rows
-    """Views of it. The branches of its rows come first among its numbers."""
-    inputs_F: Tensor
-    """What is uploaded, int64: ``source_M``, ``odds_F``, ``record_NS``, then page tables and branches in int32."""
-    tail_start: int
-    """Where in ``rows.numbers_F`` these tables and branches begin."""
-    source_M: Tensor
-    """Which logits of the step are those of a row of the first level."""
-    odds_F: Tensor
-    """Factors by rank, then slopes and offsets, float64."""
-    record_NS: Tensor
-    fields: dict[str, Tensor]
-    """Views of ``record_NS``, ``[N, *]``, see :func:`session_fields`."""
-    level_N: Tensor
-    """The level whose rows are in the buffer. All are equal; each session has its own to count."""
-    logits_MV: Tensor
-    """Of the first level."""
-    branch_NLB: Tensor
-    home_NL: Tensor
-    end_NL: Tensor
-    weight_NP: Tensor
-    """0: not to be expanded (any more)."""
-    token_NP: Tensor
-    place_weight_NW: Tensor
-    """Of the places of that level; 0: none is there."""
-    found_KNWX: Tensor
-    """All that is downloaded, float64: see :data:`TOLD`, then C tokens, then C confidences."""
-
-    @property
-    def count(self) -> int:
-        """Of its rows."""
-        return self.sessions * self.width
-
-
-def empty_memory(
-    sessions: int,
-    width: int,
-    children: int,
-    leaves: int,
-    *,
-    group: int,
-    spare: int,
-    pages: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LevelMemory:
-    """``pages``: of the longest sequence; ``dtype``: of the logits; ``group``: divides the width."""
-    sizes, rows = session_fields(width, leaves), sessions * width
-    record = sum(sizes.values())
-    odds = RANKS + 2 * CELLS
-    # Numbers of 8 bytes before what is uploaded, even, so that kernels find all memories aligned alike.
-    before = 2 * -(-(fixed_size(rows) + rows * MAX_BRANCH) // 4)
-    fixed = rows + odds + sessions * record
-    tail = sessions * (pages + (leaves + width) * MAX_BRANCH)
-    all_F = torch.zeros(before + fixed + -(-tail // 2), dtype=torch.int64, device=device)
-    inputs_F = all_F[before:]
-    record_NS = inputs_F[rows + odds : fixed].view(sessions, record)
-    fields, start = {}, 0
-    for name, size in sizes.items():
-        part = record_NS[:, start : start + size]
-        fields[name] = part.view(torch.float64) if name in REALS else part
-        start += size
-    buffer = all_F.view(torch.int32)
-    views = Rows.within(buffer, rows)
-    views.wanted_R.copy_(torch.arange(max_wanted(rows)))
-    views.branch_T.copy_(MAX_BRANCH * torch.arange(rows))
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    places, drafts = leaves + MAX_LEVELS * width, leaves + MAX_LEVELS * width * children
-    return LevelMemory(
-        sessions=sessions,
-        width=width,
-        children=children,
-        leaves=leaves,
-        group=group,
-        spare=spare,
-        buffer=buffer,
-        rows=views,
-        inputs_F=inputs_F,
-        tail_start=2 * (before + fixed) - fixed_size(rows),
-        source_M=inputs_F[:rows],
-        odds_F=inputs_F[rows : rows + odds].view(torch.float64),
-        record_NS=record_NS,
-        fields=fields,
-        level_N=empty(sessions),
-        logits_MV=empty(rows, vocabulary, dtype=dtype),
-        branch_NLB=empty(sessions, places, MAX_BRANCH),
-        home_NL=empty(sessions, places),
-        end_NL=empty(sessions, places),
-        weight_NP=empty(sessions, drafts, dtype=torch.float64),
-        token_NP=empty(sessions, drafts),
-        place_weight_NW=empty(sessions, width, dtype=torch.float64),
-        found_KNWX=empty(MAX_LEVELS, sessions, width, TOLD + 2 * children, dtype=torch.float64),
-    )
 
 
 class LevelOps(Protocol):

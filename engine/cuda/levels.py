@@ -10,7 +10,7 @@ Decided here: what a launch is told, in one upload, and what was found. The leav
 session, new ones and the best that were left over, the likeliest by what :mod:`speculation.verifying.calibration` makes
 of the draws. What is expanded for nothing costs time, never a wrong draft.
 
-Tensor legend: as in :mod:`engine.cuda.level_ops`; R rows of the first level.
+Tensor legend: as in :mod:`engine.cuda.level_memory`; R rows of the first level.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,24 +28,23 @@ from torch import Tensor
 
 from engine.attention.row_attention import first_line
 from engine.cuda.graphs import TOLERANCE, Basis, StepShape
-from engine.cuda.level_ops import (
+from engine.cuda.level_memory import (
     GIVEN,
-    MAX_BRANCH,
     MAX_LEVELS,
     MAX_STOPS,
     NO_LEAF,
     TOLD,
+    Expanded,
+    Growth,
     LevelMemory,
-    LevelOps,
-    PlainLevelOps,
+    TreePlace,
     empty_memory,
 )
+from engine.cuda.level_ops import LevelOps, PlainLevelOps
 from engine.host.upload import to_device
-from speculation.messages import Sampling, Token
+from speculation.messages import Sampling
 from speculation.noise import MASK64, splitmix64
 from speculation.verifying.calibration import CELLS, RANKS, OddsTable
-
-__all__ = ["MAX_BRANCH", "MAX_LEVELS", "MAX_STOPS", "Expanded", "Growth", "Leaf", "Levels", "TreePlace"]
 
 log = logging.getLogger(__name__)
 
@@ -55,76 +53,6 @@ MAX_ROWS = 64
 
 LEAVES = 8
 """Leaves of a session from before the launch that it may expand."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreePlace:
-    """Where a place of a draft tree is in the cache."""
-
-    end: int
-    """Tokens up to and with its own."""
-    home: int
-    """How many of them, from the first on, are at home."""
-    branch: Sequence[int]
-    """Slots of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A draft that may be expanded."""
-
-    token: Token
-    weight: float
-    above: TreePlace
-    """What it hangs from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What a launch needs to know of a session, whose places have been computed as a step's first level."""
-
-    sampling: Sampling
-    """Without filters."""
-    stops: Sequence[Token]
-    """Drafts that are never expanded, at most :data:`MAX_STOPS`."""
-    position: int
-    """Of the next token: how many are committed."""
-    max_end: int
-    """A draft that ends further behind is not expanded."""
-    min_weight: float
-    """Chance of being kept below which nothing is expanded."""
-    width: int
-    """Places that a level expands."""
-    children: int
-    """Drafts that hang from a place."""
-    factors: Sequence[float]
-    """Of the session, see :meth:`speculation.verifying.calibration.Calibration.factors`."""
-    blocks: Sequence[int]
-    """The block table of its sequence."""
-    rows: Sequence[int]
-    """Which logits of the step are those of its ``places``."""
-    places: Sequence[TreePlace]
-    weights: Sequence[float]
-    """Of the places."""
-    leaves: Sequence[Leaf]
-    """Best first; those beyond :data:`LEAVES` are left out."""
-    slots: Sequence[int]
-    """Where what is expanded goes: of every further level as many as the launch is wide."""
-
-
-class Expanded(NamedTuple):
-    """A place that a level expanded."""
-
-    leaf: int | None
-    """Which leaf from before the launch it was; None: the launch drafted it, or it is a place of the first level."""
-    above: tuple[int, int] | None
-    """Level and place that it hangs from, if the launch drafted it."""
-    token: Token
-    """If the launch drafted it."""
-    draws: Sequence[tuple[Token, float]]
-    """What may follow it, best first, each with its confidence."""
-    sound: bool
-    """Whether its logits are numbers."""
 
 
 @dataclass(frozen=True, slots=True)

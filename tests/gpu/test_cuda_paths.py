@@ -18,7 +18,7 @@ from engine.build import build
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import PAGE
 from engine.cuda.graphs import CudaRecorder, Record
-from engine.cuda.levels import Growth, TreePlace
+from engine.cuda.level_memory import Growth, TreePlace
 from engine.exactness import EXACT
 from engine.interface import Chunk
 from engine.loading.loader import Model, load

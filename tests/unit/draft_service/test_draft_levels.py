@@ -7,7 +7,8 @@ import torch
 
 from draft_service import levels
 from draft_service.levels import LaunchTime
-from engine.cuda.level_ops import MAX_LEVELS, best_draws
+from engine.cuda.level_memory import MAX_LEVELS
+from engine.cuda.level_ops import best_draws
 from engine.sampling.noise import keys_at
 from engine.sampling.sampling import Draw, candidates
 from speculation.messages import Sampling

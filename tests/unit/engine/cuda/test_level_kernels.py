@@ -13,9 +13,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.cuda import level_kernels
+from engine.cuda import draw_kernels
 from engine.cuda.level_kernels import TritonLevelOps
-from engine.cuda.level_ops import MAX_LEVELS, TOLD, LevelMemory, PlainLevelOps, empty_memory
+from engine.cuda.level_memory import MAX_LEVELS, TOLD, LevelMemory, empty_memory
+from engine.cuda.level_ops import PlainLevelOps
 from engine.sampling.noise import gumbel, keys_at
 from speculation.verifying.calibration import CELLS, RANKS
 from tests.by_rows import check_groups
@@ -27,7 +28,7 @@ PAGES, SPARE = 5, 1000
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so short that a row has several; the interpreter takes milliseconds for each."""
-    monkeypatch.setattr(level_kernels, "PART", 32)
+    monkeypatch.setattr(draw_kernels, "PART", 32)
 
 
 def memory_of(
@@ -188,7 +189,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.cuda import level_kernels as kernels
+from engine.cuda import draw_kernels as draws, level_kernels as kernels
 from engine.layers.layer_kernels import EXACT
 
 DOUBLE = {"odds_ptr", "factor_ptr", "min_weight_ptr", "weight_ptr", "place_weight_ptr", "found_ptr", "temperature_ptr",
@@ -213,10 +214,10 @@ PARTS = {"PARTS": 32, "PARTS_PADDED": 32, "KEPT": 7, "WIDTH": 4, "RECORD": 111}
 SIZES = {"WIDTH": 4, "RECORD": 111, "CHILDREN": 3, "LEAVES": 8, "PLACES": 40, "DRAFTS": 104, "DRAFTS_PADDED": 128,
          "BRANCH": 64, "TOLD": 3}
 for capability in (89, 90):
-    asm(kernels._find_largest, capability, V=32064, PARTS=32, PART=1024)
+    asm(draws._find_largest, capability, V=32064, PARTS=32, PART=1024)
     for noisy in (False, True):
-        asm(kernels._find_best, capability, V=32064, PART=1024, LEAVES=8, PLACES=40, NOISY=noisy, **PARTS)
-        asm(kernels._merge, capability, KEPT_PADDED=8, BEST_PADDED=256, CHILDREN=3, TOLD=3, NOISY=noisy, **PARTS)
+        asm(draws._find_best, capability, V=32064, PART=1024, LEAVES=8, PLACES=40, NOISY=noisy, **PARTS)
+        asm(draws._merge, capability, KEPT_PADDED=8, BEST_PADDED=256, CHILDREN=3, TOLD=3, NOISY=noisy, **PARTS)
     asm(kernels._begin, capability, GIVEN_PADDED=16, **SIZES)
     ptx = asm(kernels._next_level, capability, LEVELS=8, STOPS=8, GROUP=4, **SIZES)
     assert ".local" not in ptx, "registers are spilt"
