@@ -4,7 +4,7 @@
 the coupled rule whose logits are drawn from as they are (no filters, penalties or grammar), in the draft model's own
 vocabulary, without guesses in the step; all others are drafted level by level. And how many levels a launch has: as
 many as fit into a part of the time between two verifications, since what a commit contradicts is drafted for nothing
-and no commit is heard meanwhile; one, where a further level takes no less than a step of its own.
+and no commit is heard meanwhile; but as many as take as long as the first, most of which is the host's time.
 
 The trees that come of it are those of so many steps: the same calls in the same order, with what was drawn.
 """
@@ -27,10 +27,10 @@ from speculation.trie import Node
 from speculation.verifying.calibration import Calibration
 
 SHARE = 0.5
-"""Of the time between two verifications that a launch takes at most."""
+"""Of the time between two verifications that a launch takes at most, or twice as long as a step of a single level."""
 
 PROBE_EVERY = 64
-"""Launches of which one has a single level, to see what that takes; and another one two, where more did not pay."""
+"""Launches of which one has a single level, to see what that takes."""
 
 SMOOTHING = 0.1
 """Weight of a new measurement."""
@@ -61,18 +61,14 @@ class LaunchTime:
     def levels(self, interval: float | None = None) -> int:
         """How many the next launch has, at most. ``interval``: of verifications, if it is not the measured one."""
         self._asked += 1
-        turn = self._asked % PROBE_EVERY
-        if self.step is None or turn == 1:
+        if self.step is None or self._asked % PROBE_EVERY == 1:
             return 1
-        if self.level is None:
-            return 2
-        if self.level >= self.step:
-            return 2 if turn == 2 else 1
         interval = self._interval if interval is None else interval
-        if interval is None:
+        if self.level is None or interval is None:
             return MAX_LEVELS
-        room = SHARE * interval - self.step
-        return MAX_LEVELS if room >= (MAX_LEVELS - 1) * self.level else 1 + max(0, int(room / self.level))
+        level = min(self.level, self.step)  # a step is a level and what the host does for it
+        room = max(SHARE * interval - self.step, self.step)
+        return MAX_LEVELS if room >= (MAX_LEVELS - 1) * level else 1 + int(room / level)
 
 
 class DraftLevels:

@@ -25,8 +25,6 @@ from engine.step import Engine
 
 SEED = 0
 READS = 8
-WARM_UP = 2
-"""Times that a step is computed before it is timed."""
 
 
 class Gpu:
@@ -109,7 +107,7 @@ class Clock:
         Medians over the rounds; None where nothing was replayed.
         """
         walls, graphs, layouts = [], [], []
-        for number in range(WARM_UP + rounds):
+        for number in range(self._gpu.sizes.warm_up + rounds):
             self._gpu.wait()
             self._replays = []
             started = time.perf_counter()
@@ -117,7 +115,7 @@ class Clock:
             wall = time.perf_counter() - started
             self._gpu.wait()
             replays, self._replays = self._replays, None
-            if number < WARM_UP:
+            if number < self._gpu.sizes.warm_up:
                 continue
             walls.append(1e3 * wall)
             if replays:

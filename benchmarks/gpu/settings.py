@@ -128,6 +128,8 @@ class Sizes:
     request: int = 64
     """Tokens of a prompt that is continued, and new ones."""
     batches: tuple[int, ...] = (1, 16)
+    warm_up: int = 10
+    """Times that a step is computed before it is timed."""
     rounds: int = 30
     turns: int = 3
     read_bytes: int = 4 << 30
@@ -143,6 +145,7 @@ CPU_SIZES = Sizes(
     far=70,
     prompt=80,
     request=4,
+    warm_up=1,
     rounds=2,
     turns=1,
     read_bytes=1 << 22,
