@@ -32,6 +32,8 @@ FIRST_LEVELS = 32
 """Levels after which their cost counts as known; until then all are worth their time."""
 PROBE_EVERY, PROBES = 64, 2
 """Of so many turns in a row that do not pay, the last few draft whatever it is worth, to see whether it pays by now."""
+LOOK_EVERY = 8
+"""After so many turns in a row that do not pay, the only ones in which that is reckoned anew, but for the probes."""
 
 Key = tuple[Hashable, SessionId]
 """A session: the link it was opened on and its number there."""
@@ -73,22 +75,31 @@ class InTurn(Lookahead):
         """
         self._constrain(time.perf_counter())
         outgoing = self._read([self._sequences[key] for key in running if key in self._sequences])
-        drafted, probe = 0, self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
+        drafted, probe = 0, self._probes
         while drafted < MAX_LEVELS:
             started = time.perf_counter()
-            places = self._level(wanted, rate, row_seconds, probe=probe)
+            places, levels = self._level(wanted, rate, row_seconds, probe=probe)
             if not places:
                 break
             entries = self._entries(places)
-            max_levels = MAX_LEVELS if probe else self._further(places, rate, row_seconds)
-            max_levels = min(max_levels, MAX_LEVELS - drafted)
-            drafted += self._levels.plan(entries, self._engine.model.context, max_levels)
+            drafted += self._levels.plan(entries, self._engine.model.context, min(levels, MAX_LEVELS - drafted))
             outgoing += self._expand(entries, started)
         self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
         for key in wanted:
             if (sequence := self._sequences.get(key)) is not None:
                 outgoing += sequence.pushes()
         return outgoing
+
+    def rests(self) -> bool:
+        """Whether this turn goes by without being asked to draft, since it has not paid for a while."""
+        if self._idle_turns < LOOK_EVERY or self._idle_turns % LOOK_EVERY == 0 or self._probes:
+            return False
+        self._idle_turns += 1
+        return True
+
+    @property
+    def _probes(self) -> bool:
+        return self._idle_turns % PROBE_EVERY >= PROBE_EVERY - PROBES
 
     def close(self) -> None:
         """Let go of the engine. The last call."""
@@ -108,13 +119,18 @@ class InTurn(Lookahead):
         readable = len(sequence.text.tokens) <= self._engine.model.context and sequence not in self._compiling
         return readable and sequence.num_uncomputed_tokens >= self._limits.prefill_from
 
-    def _level(self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool) -> list[_Place]:
-        """The places that the next level expands; none if no number of them is worth its time."""
+    def _level(
+        self, wanted: Mapping[Key, float], rate: float, row_seconds: float, *, probe: bool
+    ) -> tuple[Sequence[_Place], int]:
+        """The places that are expanded next, and by how many levels in one launch; none if no number is worth it."""
         places = [place for key, chance in wanted.items() for place in self._places(key, chance)]
         places.sort(key=lambda place: -place.gain)
         places = places[: self._limits.batch]
-        known = self.counters.steps >= FIRST_LEVELS and not probe
-        return places[: self._worth(places, rate, row_seconds)] if known else places
+        deepest = self._levels.time.levels(math.inf) if places and self._levels.several else 1
+        if probe or self.counters.steps < FIRST_LEVELS:
+            return places, deepest
+        count, levels = self._worth(places, deepest, rate, row_seconds)
+        return places[:count], levels
 
     def _entries(self, places: Sequence[_Place]) -> list[DraftBatchEntry]:
         chosen: dict[DraftSequence, list[Node]] = {}
@@ -143,25 +159,21 @@ class InTurn(Lookahead):
             for node in sequence.frontier(self._engine.model.context)
         ]
 
-    def _further(self, places: Sequence[_Place], rate: float, row_seconds: float) -> int:
-        """How many levels pay in one launch, the one of these places included: each is as wide, and gains less."""
-        levels = self._levels.time.levels(math.inf)
-        seconds = self._levels.time.level
-        if seconds is None:
-            return levels
-        for number in range(1, levels):
-            gain = sum(place.gain * place.chance**number for place in places)
-            if gain <= rate * (seconds + len(places) * row_seconds):
-                return number
-        return levels
+    def _worth(self, places: Sequence[_Place], deepest: int, rate: float, row_seconds: float) -> tuple[int, int]:
+        """How many of these places, best first, and levels bring the most beyond what their time is worth.
 
-    def _worth(self, places: list[_Place], rate: float, row_seconds: float) -> int:
-        """How many of these places, best first, bring the most beyond what their time is worth."""
-        best, count, gained, tokens = 0.0, 0, 0.0, 0
+        Each further level of a launch is reckoned as wide as the first, and every draft as likely as its session's.
+        """
+        best, chosen, level = 0.0, (0, 1), self._levels.time.further
+        gained, tokens = [0.0] * deepest, 0
         for number, place in enumerate(places, start=1):
-            gained += place.gain
             tokens += place.tokens
-            value = gained - rate * (self._cost(tokens) + number * row_seconds)
-            if value > best:
-                best, count = value, number
-        return count
+            gain, seconds, value = place.gain, self._cost(tokens), 0.0
+            for further in range(deepest):
+                gained[further] += gain
+                gain *= place.chance
+                seconds += number * row_seconds + (level if further else 0.0)
+                value += gained[further]
+                if value - rate * seconds > best:
+                    best, chosen = value - rate * seconds, (number, further + 1)
+        return chosen

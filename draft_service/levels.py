@@ -32,8 +32,8 @@ SHARE = 0.5
 PROBE_EVERY = 64
 """Launches of which one has a single level, to see what that takes."""
 
-SMOOTHING = 0.1
-"""Weight of a new measurement."""
+SMOOTHING, SHORTER = 0.1, 0.5
+"""Weight of a new measurement, and of one that is shorter than expected: what disturbs a step makes it longer."""
 
 
 class LaunchTime:
@@ -50,9 +50,15 @@ class LaunchTime:
     def observe(self, levels: int, seconds: float) -> None:
         """A step took so long that only drafted."""
         if levels == 1:
-            self.step = _smoothed(self.step, seconds)
+            self.step = _shorter(self.step, seconds)
         elif self.step is not None:
-            self.level = _smoothed(self.level, max(seconds - self.step, 0.0) / (levels - 1))
+            self.level = _shorter(self.level, max(seconds - self.step, 0.0) / (levels - 1))
+
+    @property
+    def further(self) -> float:
+        """Seconds of one more level, as far as is known: a step is a level and what the host does for it."""
+        known = [seconds for seconds in (self.step, self.level) if seconds is not None]
+        return min(known, default=0.0)
 
     def verified(self, seconds: float) -> None:
         """A session was verified so long after the last time."""
@@ -66,9 +72,8 @@ class LaunchTime:
         interval = self._interval if interval is None else interval
         if self.level is None or interval is None:
             return MAX_LEVELS
-        level = min(self.level, self.step)  # a step is a level and what the host does for it
         room = max(SHARE * interval - self.step, self.step)
-        return MAX_LEVELS if room >= (MAX_LEVELS - 1) * level else 1 + int(room / level)
+        return MAX_LEVELS if room >= (MAX_LEVELS - 1) * self.further else 1 + int(room / self.further)
 
 
 class DraftLevels:
@@ -80,6 +85,11 @@ class DraftLevels:
         self._levels = levels
         self._launched: list[DraftBatchEntry] = []
         self._found_KNWX = torch.empty(0)
+
+    @property
+    def several(self) -> bool:
+        """Whether a launch may have several."""
+        return self._levels is not None
 
     def verified(self, sequence: DraftSequence, now: float) -> None:
         """A verification of a session was heard ``now``."""
@@ -264,6 +274,12 @@ def _above(entry: DraftBatchEntry, node: Node) -> int:
     """The pending node that a draft hangs from, or ROOT."""
     assert node.parent is not None
     return ROOT if node.parent is entry.sequence.session.trie.root else entry.sequence.pending[node.parent]
+
+
+def _shorter(known: float | None, measured: float) -> float:
+    if known is None or measured >= known:
+        return _smoothed(known, measured)
+    return known + SHORTER * (measured - known)
 
 
 def _smoothed(known: float | None, measured: float) -> float:

@@ -302,10 +302,9 @@ class Lookahead:
         self.counters.computed += tokens
         levels = max(entry.levels for entry in entries)
         if all(len(entry.tokens) == len(entry.expands) for entry in entries):
-            took = ended - started - self._staged.seconds
+            took, first = ended - started - self._staged.seconds, sum(len(entry.tokens) for entry in entries)
             self._levels.time.observe(levels, took)
-            if levels == 1:
-                self._cost.observe(tokens, took)
+            self._cost.observe(first, max(took - (levels - 1) * self._levels.time.further, 0.0))
         if self._recorder:
             self._recorder.write(
                 role="draft",

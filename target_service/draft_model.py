@@ -64,6 +64,9 @@ class Drafter(Protocol):
     def draft(self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float) -> Outgoing:
         """See :meth:`draft_service.in_turn.InTurn.draft`."""
 
+    def rests(self) -> bool:
+        """See :meth:`draft_service.in_turn.InTurn.rests`."""
+
     def close(self) -> None:
         """Let go of what it has beyond this process. The last call."""
 
@@ -99,6 +102,8 @@ class DraftModel:
         """``planner``: knows what steps of the target take."""
         self._drafter, self._planner, self._counters = drafter, planner, counters
         self._open: dict[Key, TargetSequence] = {}
+        self._unread: defaultdict[Key, list[Verification]] = defaultdict(list)
+        """What was committed since the drafter was asked last."""
         self._again: dict[Key, int] = {}
         """The turn from which on a session that was refused is tried again; never, if it failed."""
         self._turn = 0
@@ -127,7 +132,9 @@ class DraftModel:
             is_plain = len(part) == len(drawing) and self._is_plain_due(len(drawing))
             if is_plain:
                 wanted = {}
-            if self._open:
+            if self._open and not self._drafter.rests():
+                for key in list(self._unread):
+                    self._hear(key)
                 rate, row_seconds = self._worth(len(drawing))
                 self._take(self._drafter.draft([_key(sequence) for sequence in part], wanted, rate, row_seconds))
         except FATAL:
@@ -141,20 +148,30 @@ class DraftModel:
 
     def verified(self, sequence: TargetSequence, verification: Verification) -> None:
         """A step has committed tokens of a session."""
-        if _key(sequence) not in self._open:
+        if (key := _key(sequence)) not in self._open:
             return
-        try:
-            self._take(self._drafter.receive(sequence.link, verification))
-        except FATAL:
-            raise
-        except Exception:
-            sequence.log.exception("the draft model failed; the session goes on without it")
-            self._give_up()
+        unread = self._unread[key]
+        if unread and not unread[-1].offered and not verification.offered:
+            before = unread.pop()
+            verification = replace(verification, position=before.position, tokens=before.tokens + verification.tokens)
+        unread.append(verification)
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""
         self._again.pop(_key(sequence), None)
+        try:
+            self._hear(_key(sequence))
+        except FATAL:
+            raise
+        except Exception:
+            sequence.log.exception("the draft model failed")
+            self._give_up()
         self._close(sequence)
+
+    def _hear(self, key: Key) -> None:
+        """Have the drafter follow a session."""
+        for verification in self._unread.pop(key, ()):
+            self._take(self._drafter.receive(key[0], verification))
 
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
@@ -203,6 +220,7 @@ class DraftModel:
     def _refused(self, sequence: TargetSequence, refused: Refused) -> None:
         key = _key(sequence)
         del self._open[key]
+        self._unread.pop(key, None)
         match refused.code:
             case RefusalCode.UNKNOWN_SESSION:
                 return  # it lost the thread, and gets the whole text
@@ -225,6 +243,7 @@ class DraftModel:
             self._again[key] = _NEVER
 
     def _close(self, sequence: TargetSequence) -> None:
+        self._unread.pop(_key(sequence), None)
         if self._open.pop(_key(sequence), None) is not None:
             self._drafter.receive(sequence.link, Close(sequence.session.opened.session, sequence.session.opened.epoch))
 

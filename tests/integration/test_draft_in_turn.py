@@ -387,6 +387,63 @@ def test_levels_are_drafted_while_they_pay(model: Model, likeness: Model, monkey
     assert_empty(drafter)
 
 
+def test_levels_of_a_launch_are_weighed_together(
+    model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first level that is dear pays with what further ones bring; none of these counts more than a step."""
+    monkeypatch.setattr(in_turn, "FIRST_LEVELS", 0)
+    engine = by_rows(likeness, 2048, record=lambda compute: compute, invariant=False)
+    limits = limits_in_turn(replace(DraftLimits(), min_weight=0.0))
+    levels = DraftLevels(engine.levels(limits.draft.width, limits.draft.children))
+    drafter = InTurn(engine, welcome(EngineSettings("draft"), likeness, "draft"), limits, levels=levels)
+    key, one = (LINK, SessionId(1)), opening(1, GREEDY, new=120)
+    drafter.receive(LINK, one)
+    drafter._cost.observe(1, 0.01)
+    levels.time.levels()  # a first launch has one level
+    for step, level, rate, expected in [
+        (0.01, 0.001, 500.0, 0),
+        (0.01, 0.001, 150.0, 8),
+        (0.01, 0.05, 150.0, 0),
+        (0.01, 0.05, 50.0, 3),
+    ]:
+        levels.time.step, levels.time.level = step, level
+        places, found = drafter._level({key: 0.8}, rate, 0.0, probe=False)
+        assert (found if places else 0) == expected, (level, rate)
+    drafter.receive(LINK, Close(SessionId(1), 1))
+
+
+def test_what_does_not_pay_rests_and_catches_up(
+    model: Model, likeness: Model, expected: dict[int, list[Token]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resting, it hears of eight steps at once, and reads them together; once drafting pays, its drafts are right again."""
+    monkeypatch.setattr(in_turn, "FIRST_LEVELS", 0)
+    heard: list[int] = []
+    price = [1e9]
+
+    class Heard(InTurn):
+        def receive(self, link: object, message: object, at: float = 0.0) -> Outgoing:
+            if isinstance(message, Verification):
+                heard.append(len(message.tokens))
+            return super().receive(link, message, at)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draft_model.DraftModel, "_worth", lambda *_: (price[0], 0.0))
+    drafter = Heard(
+        engine_of(likeness, invariant=False),
+        welcome(EngineSettings("draft"), likeness, "draft"),
+        limits_in_turn(DraftLimits()),
+    )
+    drafter._cost.observe(1, 0.01)
+    loop = loop_of(model, drafter)
+    text = texts(loop, [opening(1, GREEDY, new=50)])
+    assert sum(heard) == 50 and max(heard) == in_turn.LOOK_EVERY
+    assert heard[:8] == [1] * 8 and len(heard) < 20
+    assert drafter.counters.steps <= 1 + 50 // in_turn.LOOK_EVERY, "but for reading what was said"
+    price[0] = 0.0
+    assert texts(loop, [replace(opening(1, GREEDY, new=50), epoch=2)]) == text
+    assert loop.counters.accepted_from[Source.DRAFT] > 20
+    assert_empty(drafter)
+
+
 def test_a_grammar_holds_for_drafts(tmp_path: Path) -> None:
     """A draft model of one mind with the target is right within the grammar as well."""
     engine, tokenizer = tiny_engine(tmp_path)
