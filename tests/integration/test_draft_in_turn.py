@@ -415,7 +415,7 @@ def test_levels_of_a_launch_are_weighed_together(
 def test_what_does_not_pay_rests_and_catches_up(
     model: Model, likeness: Model, expected: dict[int, list[Token]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resting, it hears of eight steps at once, and reads them together; once drafting pays, its drafts are right again."""
+    """Resting, it hears of eight steps at once and reads them together; once drafting pays, drafts are right again."""
     monkeypatch.setattr(in_turn, "FIRST_LEVELS", 0)
     heard: list[int] = []
     price = [1e9]
