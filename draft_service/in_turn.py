@@ -30,10 +30,13 @@ MAX_LEVELS = 8
 """Forwards of the draft model before one step of the target, at most."""
 FIRST_LEVELS = 32
 """Levels after which their cost counts as known; until then all are worth their time."""
-PROBE_EVERY, PROBES = 64, 2
+PROBE_EVERY, PROBES = 16, 2
 """Of so many turns in a row that do not pay, the last few draft whatever it is worth, to see whether it pays by now."""
-LOOK_EVERY = 8
-"""After so many turns in a row that do not pay, the only ones in which that is reckoned anew, but for the probes."""
+IDLE_TURNS, IDLE_SHARE = 8, 0.02
+"""After so many turns in a row that do not pay, the share of time that goes into finding out whether one would."""
+
+MAX_REST_SECONDS = 2.0
+"""Reading a long prompt once must not end drafting."""
 
 Key = tuple[Hashable, SessionId]
 """A session: the link it was opened on and its number there."""
@@ -66,6 +69,7 @@ class InTurn(Lookahead):
     """
 
     _idle_turns = 0
+    _rests_until = 0.0
 
     def draft(self, running: Collection[Key], wanted: Mapping[Key, float], rate: float, row_seconds: float) -> Outgoing:
         """Proposals for ``wanted`` sessions, which are about to be verified, and refusals of those that are dropped.
@@ -73,7 +77,8 @@ class InTurn(Lookahead):
         ``wanted[key]``: the chance that a draft token is right. ``running``: all whose text may be read, prompts in
         parts. ``rate``: tokens a second that the target makes. ``row_seconds``: what one more draft costs its step.
         """
-        self._constrain(time.perf_counter())
+        began = time.perf_counter()
+        self._constrain(began)
         outgoing = self._read([self._sequences[key] for key in running if key in self._sequences])
         drafted, probe = 0, self._probes
         while drafted < MAX_LEVELS:
@@ -84,18 +89,18 @@ class InTurn(Lookahead):
             entries = self._entries(places)
             drafted += self._levels.plan(entries, self._engine.model.context, min(levels, MAX_LEVELS - drafted))
             outgoing += self._expand(entries, started)
-        self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
         for key in wanted:
             if (sequence := self._sequences.get(key)) is not None:
                 outgoing += sequence.pushes()
+        if wanted:
+            self._idle_turns = 0 if drafted and not probe else self._idle_turns + 1
+            ended = time.perf_counter()
+            self._rests_until = ended + min((ended - began) / IDLE_SHARE, MAX_REST_SECONDS)
         return outgoing
 
     def rests(self) -> bool:
-        """Whether this turn goes by without being asked to draft, since it has not paid for a while."""
-        if self._idle_turns < LOOK_EVERY or self._idle_turns % LOOK_EVERY == 0 or self._probes:
-            return False
-        self._idle_turns += 1
-        return True
+        """Whether it is not to be asked to draft in this turn, since that has not paid for a while."""
+        return self._idle_turns >= IDLE_TURNS and time.perf_counter() < self._rests_until
 
     @property
     def _probes(self) -> bool:
