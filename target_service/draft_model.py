@@ -150,7 +150,9 @@ class DraftModel:
         """A step has committed tokens of a session."""
         if (key := _key(sequence)) not in self._open:
             return
-        unread = self._unread[key]
+        # What drafting takes here is known, so it is not told how far to go: policies for drafters elsewhere would have
+        # it rest for long where it has rested for a moment.
+        verification, unread = replace(verification, lead=None), self._unread[key]
         if unread and not unread[-1].offered and not verification.offered:
             before = unread.pop()
             verification = replace(verification, position=before.position, tokens=before.tokens + verification.tokens)
