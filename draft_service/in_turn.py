@@ -35,6 +35,8 @@ PROBE_EVERY, PROBES = 16, 2
 IDLE_TURNS, IDLE_SHARE = 8, 0.02
 """After so many turns in a row that do not pay, the share of time that goes into finding out whether one would."""
 
+MAX_PRICE = 0.2
+"""A draft that is likelier to be kept is drafted whatever verifying it costs: what that is may have been disturbed."""
 MAX_REST_SECONDS = 2.0
 """Reading a long prompt once must not end drafting."""
 
@@ -80,6 +82,9 @@ class InTurn(Lookahead):
         began = time.perf_counter()
         self._constrain(began)
         outgoing = self._read([self._sequences[key] for key in running if key in self._sequences])
+        for sequence in map(self._sequences.get, wanted):
+            if sequence is not None:
+                sequence.session.price = min(rate * row_seconds, MAX_PRICE)
         drafted, probe = 0, self._probes
         while drafted < MAX_LEVELS:
             started = time.perf_counter()

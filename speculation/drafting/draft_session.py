@@ -120,6 +120,11 @@ class DraftSession:
         self.calibration = Calibration(calibration or Calibration())
         self.children = 1 if opened.speculation.chains else limits.children
         """Candidates wanted at each place."""
+        self.price = 0.0
+        """Tokens that one more draft costs where that is known: what is less likely to be kept is not worth drafting.
+
+        Counts under the coupled rule alone, where no choice among drafts changes the law of the text.
+        """
         trie_limits = TrieLimits(limits.nodes, limits.lead, self.children)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
         self._lead = 0 if resting and opened.speculation.schedule is Schedule.TRIE else limits.lead
@@ -171,7 +176,13 @@ class DraftSession:
     @property
     def min_weight(self) -> float:
         """Chance of being kept below which no place is expanded."""
-        return self.limits.min_weight if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+        return self._min_draft_weight if self.opened.speculation.schedule is Schedule.TRIE else 0.0
+
+    @property
+    def _min_draft_weight(self) -> float:
+        """Chance of being kept below which a draft is left out that is not the likeliest at its place."""
+        priced = self.opened.speculation.rule is Rule.COUPLED
+        return max(self.limits.min_weight, self.price) if priced else self.limits.min_weight
 
     def _worth_expanding(self, leaves: Iterable[Node]) -> list[Node]:
         deepest, min_weight = self.trie.position + self._depth, self.min_weight
@@ -219,7 +230,7 @@ class DraftSession:
             child = self.trie.add(node, candidate.token, candidate.confidence, q=candidate.q)
             if child is None:
                 break
-            if rank and child.weight < self.limits.min_weight:
+            if rank and child.weight < self._min_draft_weight:
                 self.trie.remove(child)
                 break
             self._leaves[child] = self._unsent[child] = None

@@ -412,6 +412,24 @@ def test_levels_of_a_launch_are_weighed_together(
     drafter.receive(LINK, Close(SessionId(1), 1))
 
 
+def test_what_verifying_costs_keeps_unlikely_drafts_out(
+    model: Model, likeness: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the coupled rule; drawn drafts of the rejection rule are never left out by what they are."""
+    one, key = opening(1, GREEDY, new=120), (LINK, SessionId(1))
+    for rule, kept_out in ((Rule.COUPLED, True), (Rule.REJECTION, False)):
+        weights: list[list[float]] = []
+        for row_seconds in (0.0, 0.002):
+            drafter = drafter_of(engine_of(likeness, invariant=False))
+            drafter.receive(LINK, replace(one, speculation=replace(DRAFTED, rule=rule)))
+            drafter.draft([key], {key: 0.8}, 100.0, row_seconds)
+            (sequence,) = drafter._sequences.values()
+            weights.append([node.weight for node in sequence.session.trie if node.rank])
+            drafter.receive(LINK, Close(SessionId(1), 1))
+        assert (weights[0] != weights[1]) == kept_out
+        assert not kept_out or (min(weights[0]) < 0.2 <= min(weights[1], default=1.0))
+
+
 def test_what_does_not_pay_rests_and_catches_up(
     model: Model, likeness: Model, expected: dict[int, list[Token]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
