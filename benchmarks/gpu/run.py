@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,8 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.steps import GREEDY, Steps, Work, draw_tokens
@@ -36,6 +39,7 @@ from benchmarks.gpu.settings import (
     DRAFTING_SESSIONS,
     GENERATE,
     OURS,
+    PROFILED,
     PROMPT,
     SHAPES,
     SPECULATION,
@@ -57,6 +61,10 @@ from speculation.verifying.calibration import Calibration
 
 Report = Callable[[Outcome], None]
 """Takes what was measured, as soon as it was."""
+
+
+KERNELS = 12
+"""That are told of a step."""
 
 
 def main(options: GpuOptions) -> int:
@@ -111,6 +119,18 @@ def _floor(gpu: Gpu) -> Outcome:
     return Outcome(facts={"GB/s": gpu.bandwidth() / 1e9} | floors)
 
 
+def _cases(subject: Subject) -> tuple[Steps, Callable[[str], Work]]:
+    """Sequences with their contexts computed, and the steps of :data:`~benchmarks.gpu.settings.CASES` over them."""
+    most, sizes = max(count for count, _, _ in CASES.values()), subject.gpu.sizes
+    steps = Steps(subject.engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
+
+    def work(name: str) -> Work:
+        count, parents, far = CASES[name]
+        return steps.step([most] if far else range(count), parents)
+
+    return steps, work
+
+
 def _steps(subject: Subject) -> Outcome:
     sizes, engine = subject.gpu.sizes, subject.engine
     floor, module = floor_ms(subject.shape, subject.gpu), cast(Any, engine.model.module)
@@ -119,12 +139,11 @@ def _steps(subject: Subject) -> Outcome:
         embedding = 0 if subject.shape.tied else module.get_input_embeddings().weight.nbytes
         floor = 1e3 * (weight_bytes(module) - embedding) / subject.gpu.bandwidth()
         facts = {"weights": engine.model.weights}
-    most = max(count for count, _, _ in CASES.values())
-    steps = Steps(engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
-    found = {}
-    for name, (count, parents, far) in CASES.items():
-        work = steps.step([most] if far else range(count), parents)
-        found[name] = _timed(subject, work, count * len(parents), sizes.rounds, floor)
+    steps, work = _cases(subject)
+    found = {
+        name: _timed(subject, work(name), count * len(parents), sizes.rounds, floor)
+        for name, (count, parents, _) in CASES.items()
+    }
     steps.free()
     return Outcome(steps=found, facts=facts)
 
@@ -225,6 +244,31 @@ def _exact(subject: Subject) -> Outcome:
     return Outcome(facts={"exact": told == EXACT, "told": told, "given up": given_up, "rows": list(engine.row_classes)})
 
 
+def _kernels(subject: Subject) -> Outcome:
+    """The kernels of some steps that take longest, by name: milliseconds a step, and how often they are launched."""
+    on_cuda, rounds = subject.gpu.on_cuda, subject.gpu.sizes.turns
+    steps, work = _cases(subject)
+    facts: dict[str, Any] = {}
+    for name in PROFILED:
+        again = work(name)
+        again()
+        with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as traced:
+            for _ in range(rounds):
+                again()
+            subject.gpu.wait()
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for event in traced.events() or ():
+            if not on_cuda or event.device_type == DeviceType.CUDA:
+                found[event.name[:60]].append(event.device_time_total if on_cuda else event.self_cpu_time_total)
+        longest = sorted(found.items(), key=lambda item: -sum(item[1]))[:KERNELS]
+        facts |= {
+            f"{name}: {kernel}": f"{sum(times) / 1e3 / rounds:.3f} ms in {len(times) / rounds:g}"
+            for kernel, times in longest
+        }
+    steps.free()
+    return Outcome(facts=facts)
+
+
 def _prompt(subject: Subject) -> Outcome:
     text = subject.text(subject.gpu.sizes.prompt)
 
@@ -312,6 +356,7 @@ MEASURED: dict[str, Callable[[Subject], Outcome]] = {
     "draft": _draft,
     "exact": _exact,
     "prompt": _prompt,
+    "kernels": _kernels,
     "transformers": _transformers,
 }
 

@@ -50,6 +50,7 @@ STAGES: Mapping[str, Sequence[str]] = {
     "draft": ("1B", "tiny"),
     "exact": ("8B", "1B", "tiny"),
     "prompt": ("8B",),
+    "kernels": ("8B",),
     "transformers": ("8B",),
     SPECULATION: (STRETCHED,),
 }
@@ -71,6 +72,8 @@ CASES: Mapping[str, tuple[int, Sequence[int], bool]] = {
     TREE_FAR: (1, TREE_PARENTS, True),
 }
 """Steps that are timed: how many sequences, the parents of each one's tokens, and whether behind a long text."""
+PROFILED = (TREE, MOST, ONE_FAR)
+"""Of these, where the device's time goes."""
 DRAFT_LEVELS = 8
 DRAFTING_SESSIONS = (1, 8)
 DRAFT_WIDTH, DRAFT_CHILDREN = 4, 3

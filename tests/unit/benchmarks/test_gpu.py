@@ -21,6 +21,7 @@ from benchmarks.gpu.settings import (
     COMPILED,
     GENERATE,
     OURS,
+    PROFILED,
     SHAPES,
     SPECULATION,
     STAGES,
@@ -101,6 +102,9 @@ def test_every_stage_runs_and_says_what_it_found(tmp_path: Path, capsys: pytest.
     (prompt,) = found["prompt"]["steps"].values()
     assert (prompt["tokens"], prompt["rows"]) == (80, 0), "two pieces"
     assert 0 < prompt["graph"] < prompt["wall"]
+    told = found["kernels"]["facts"]
+    assert {name.split(": ")[0] for name in told} == set(PROFILED)
+    assert all(float(text.split()[0]) >= 0 and text.split()[1:3] == ["ms", "in"] for text in told.values())
     facts = found["exact"]["facts"]
     assert facts["told"]
     assert sorted([*facts["given up"], *facts["rows"]]) == [16, 32, 64]
@@ -247,7 +251,7 @@ def test_each_stage_measures_its_own_shapes_unless_others_are_asked_for() -> Non
         == GpuOptions(stages=tuple(STAGES)).plan()
         == {
             "": ["floor"],
-            "8B": ["steps", "exact", "prompt", "transformers"],
+            "8B": ["steps", "exact", "prompt", "kernels", "transformers"],
             "1B": ["draft", "exact"],
             "tiny": ["draft", "exact"],
             "stretched": ["speculation"],
