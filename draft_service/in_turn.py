@@ -136,7 +136,8 @@ class InTurn(Lookahead):
         places = [place for key, chance in wanted.items() for place in self._places(key, chance)]
         places.sort(key=lambda place: -place.gain)
         places = places[: self._limits.batch]
-        deepest = self._levels.time.levels(math.inf) if places and self._levels.several else 1
+        sessions = len({id(place.sequence) for place in places})
+        deepest = self._levels.time.levels(math.inf) if 0 < sessions <= self._levels.max_sessions else 1
         if probe or self.counters.steps < FIRST_LEVELS:
             return places, deepest
         count, levels = self._worth(places, deepest, rate, row_seconds)

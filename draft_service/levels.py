@@ -87,9 +87,9 @@ class DraftLevels:
         self._found_KNWX = torch.empty(0)
 
     @property
-    def several(self) -> bool:
-        """Whether a launch may have several."""
-        return self._levels is not None
+    def max_sessions(self) -> int:
+        """Of a launch of several levels; 0: none has several."""
+        return 0 if self._levels is None else self._levels.max_sessions
 
     def verified(self, sequence: DraftSequence, now: float) -> None:
         """A verification of a session was heard ``now``."""

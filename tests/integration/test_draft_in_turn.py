@@ -409,6 +409,8 @@ def test_levels_of_a_launch_are_weighed_together(
         levels.time.step, levels.time.level = step, level
         places, found = drafter._level({key: 0.8}, rate, 0.0, probe=False)
         assert (found if places else 0) == expected, (level, rate)
+    drafter._levels._levels.classes = ()  # type: ignore[union-attr, misc]
+    assert drafter._level({key: 0.8}, 50.0, 0.0, probe=False)[1] == 1, "more sessions than a launch takes"
     drafter.receive(LINK, Close(SessionId(1), 1))
 
 
