@@ -11,7 +11,6 @@ ends itself: its event loop would go on telling routers that all is well.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -146,8 +145,6 @@ class Worker:
     async def start(self, listen: str, identity: Identity | None = None) -> None:
         """Listen on ``HOST:PORT``, with TLS as ``identity``; raises :class:`transport.address.AddressError`."""
         sys.setswitchinterval(SWITCH_SECONDS)
-        gc.collect()
-        gc.freeze()  # what is loaded stays: the collector need not go through it again and again
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._server = await serve(self, self._role, listen, identity)
