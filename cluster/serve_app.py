@@ -8,7 +8,6 @@ a worker with several ranks is rank 0, and starts the others.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -60,8 +59,7 @@ class _WorkerReplica:
 
     async def _begin(self, worker: Worker, drain_timeout: float) -> None:
         self._worker, self._drain_timeout = worker, drain_timeout
-        gc.collect()
-        gc.freeze()  # what is loaded stays: the collector need not go through it again and again
+        worker.freeze_loaded()
         self._watch = asyncio.create_task(self._exit_on_failure())
 
     async def _exit_on_failure(self) -> None:

@@ -152,11 +152,11 @@ class DraftModel:
             return
         # What drafting takes here is known, so it is not told how far to go: policies for drafters elsewhere would have
         # it rest for long where it has rested for a moment.
-        verification, unread = replace(verification, lead=None), self._unread[key]
+        position, tokens, unread = verification.position, verification.tokens, self._unread[key]
         if unread and not unread[-1].offered and not verification.offered:
             before = unread.pop()
-            verification = replace(verification, position=before.position, tokens=before.tokens + verification.tokens)
-        unread.append(verification)
+            position, tokens = before.position, before.tokens + tokens
+        unread.append(replace(verification, position=position, tokens=tokens, lead=None))
 
     def drop(self, sequence: TargetSequence) -> None:
         """A session is over."""

@@ -11,6 +11,7 @@ ends itself: its event loop would go on telling routers that all is well.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -151,6 +152,12 @@ class Worker:
         self.address = self._server.address
         self._thread.start()
         self._heart = asyncio.create_task(self._beat())
+
+    @staticmethod
+    def freeze_loaded() -> None:
+        """Where the process is the worker's alone: what is loaded stays, and the collector passes it by."""
+        gc.collect()
+        gc.freeze()
 
     @property
     def demand(self) -> WorkerDemand:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -109,8 +108,7 @@ async def _serve(role: str, config: Config, listen: str) -> int:
         # Loading runs in a thread that cannot be interrupted, and nothing is at stake yet.
         loop.add_signal_handler(number, os._exit, 128 + number)
     worker = await _start(role, config, listen)
-    gc.collect()
-    gc.freeze()  # what is loaded stays: the collector need not go through it again and again
+    worker.freeze_loaded()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     settings = config.target if role == "target" else config.draft

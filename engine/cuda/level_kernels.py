@@ -253,14 +253,7 @@ class TritonLevelOps:
         _begin[(memory.sessions,)](
             *(fields[name] for name in ("weight", "leaf_weight", "leaf_token", "table", "end", "home", "branch")),
             memory.rows.numbers_F,
-            memory.level_N,
-            memory.branch_NLB,
-            memory.home_NL,
-            memory.end_NL,
-            memory.weight_NP,
-            memory.token_NP,
-            memory.place_weight_NW,
-            memory.found_KNWX,
+            *_state(memory),
             memory.rows.pages_T,
             WIDTH=memory.width,
             CHILDREN=memory.children,
@@ -286,14 +279,7 @@ class TritonLevelOps:
             self._depths,
             *(fields[name] for name in ("factor", "min_weight", "width", "children", "position", "max_end", "stop")),
             fields["slot"],
-            memory.level_N,
-            memory.branch_NLB,
-            memory.home_NL,
-            memory.end_NL,
-            memory.weight_NP,
-            memory.token_NP,
-            memory.place_weight_NW,
-            memory.found_KNWX,
+            *_state(memory),
             rows.tokens_T,
             rows.positions_T,
             rows.slots_T,
@@ -319,6 +305,20 @@ class TritonLevelOps:
             num_warps=min(8, max(1, padded // 32)),
             **EXACT,
         )
+
+
+def _state(memory: LevelMemory) -> tuple[Tensor, ...]:
+    """What goes on from level to level, in the order in which the kernels take it."""
+    return (
+        memory.level_N,
+        memory.branch_NLB,
+        memory.home_NL,
+        memory.end_NL,
+        memory.weight_NP,
+        memory.token_NP,
+        memory.place_weight_NW,
+        memory.found_KNWX,
+    )
 
 
 def _sizes(memory: LevelMemory) -> tuple[int, int]:
