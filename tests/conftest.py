@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from cluster import console
 from tests.words import in_one_process, may_match
@@ -37,6 +38,17 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         return CLUSTERS if file.startswith(CLUSTERS) else file
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test that ended its process, by a crash or a hang: it failed, and is not run again."""
+        units = self.assigned_work[node]
+        crashed = next((test for unit in units.values() for test, done in unit.items() if not done), None)
+        for scope, unit in list(units.items()):
+            units[scope] = {test: done or test == crashed for test, done in unit.items()}
+            if all(units[scope].values()):
+                del units[scope]
+        super().remove_node(node)
+        return crashed
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
