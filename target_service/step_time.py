@@ -13,6 +13,8 @@ SMOOTHING = 0.3
 """Part of the error that a step makes up for."""
 OUTLIER = 3.0
 """A step that took this many times longer than expected counts as that long only."""
+ROWS_SMOOTHING = 0.2
+"""Weight of a new number of tokens that a session's part of a step had."""
 EVEN = 32
 """Tokens of a step that tells as much of the fixed part as about that of each token."""
 
@@ -23,6 +25,7 @@ class StepTime:
     def __init__(self) -> None:
         self._fixed = self._each = 0.0
         self._known = False
+        self._rows_each = 1.0
 
     def __call__(self, tokens: int) -> float:
         """Expected seconds; 0 before anything was measured."""
@@ -39,12 +42,16 @@ class StepTime:
         self._fixed = max(self._fixed + change, 0.0)
         self._each = max(self._each + change * size / EVEN, 0.0)
 
+    def verified(self, sessions: int, tokens: int) -> None:
+        """A step computed so many tokens, drafts included, for so many sessions that decode."""
+        self._rows_each += ROWS_SMOOTHING * (tokens / sessions - self._rows_each)
+
     def prefill_budget(self, decoding: int, max_tokens: int, *, slowdown: float, seconds: float) -> int:
-        """How many prompt tokens, up to ``max_tokens``, a step can take beside ``decoding`` tokens of others.
+        """How many prompt tokens, up to ``max_tokens``, a step can take beside ``decoding`` sessions and their drafts.
 
         With them it shall take at most ``slowdown`` (at least 1) times as long as without, or ``seconds`` if that is
-        more.
+        more. The sessions are expected to verify as many drafts as lately.
         """
-        alone = self(decoding)
+        alone = self(round(decoding * self._rows_each))
         spare = max(slowdown * alone, seconds) - alone
         return max_tokens if spare >= self._each * max_tokens else int(spare / self._each)

@@ -327,6 +327,8 @@ class VerifyLoop:
         if all(entry.decodes for entry in entries):
             self._planner.observe(len(entries), tokens, computing, committed)
         self._step_time.observe(tokens, computing)
+        if decoding := [entry.tokens for entry in entries if entry.decodes]:
+            self._step_time.verified(len(decoding), sum(decoding))
         if self._recorder:
             self._recorder.write(
                 role="target",

@@ -155,10 +155,11 @@ class DraftConfig:
 
     model: str = _setting(str(BUNDLED / "draft"), "model folder, or a hub id; best with the target's tokenizer")
     placement: str = _setting(
-        OWN,
+        AUTO,
         "where to draft: own (workers of their own, ahead of the target), shared (in each target's process, in turn "
-        "with it, where both would share a GPU or cores) or cpu (workers of their own, on the CPU)",
-        choices=(OWN, SHARED, CPU),
+        "with it), cpu (workers of their own, on the CPU) or auto (own, but shared where `paceline up` finds that "
+        "faster on one machine)",
+        choices=(AUTO, OWN, SHARED, CPU),
     )
     target_tokenizer: str = _setting(
         "", "folder or hub id of the target's tokenizer, if it is another (default: found out where both are folders)"

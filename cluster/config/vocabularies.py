@@ -12,6 +12,8 @@ from cluster.config.check_error import CheckError
 from cluster.config.config import Config
 from cluster.config.folders import expanded
 from cluster.config.pools import DraftConfig, Pool
+from cluster.config.settings import AUTO
+from speculation.messages import Schedule
 
 
 def worker_config(config: Config, pool: Pool) -> Config:
@@ -26,6 +28,22 @@ def worker_config(config: Config, pool: Pool) -> Config:
     if not difference(target, chosen.draft.model):
         return chosen
     return replace(chosen, draft=replace(chosen.draft, target_tokenizer=target))
+
+
+def may_draft_in_turn(config: Config) -> bool:
+    """Whether there is one draft worker for one target that may as well work in its process.
+
+    Nobody has said where it is to work, both are folders here with the same tokenizer, and nothing is wanted of the
+    draft model that takes a draft worker.
+    """
+    draft, speculation = config.draft, config.speculation
+    if config.models or config.autoscales or config.target.replicas != 1 or config.drafts != 1:
+        return False
+    wants_worker = draft.assistant or draft.target_tokenizer or draft.tensor_parallel_size > 1
+    if draft.placement != AUTO or wants_worker or Schedule(speculation.schedule) is not Schedule.TRIE:
+        return False
+    theirs, ours = _vocabulary(config.target.model), _vocabulary(draft.model)
+    return theirs is not None and theirs == ours
 
 
 def target_of(config: Config, pool: Pool) -> str:

@@ -1,19 +1,22 @@
-"""How one machine divides its cores between a target and a drafter.
+"""How one machine divides its cores between a target and a draft model.
 
-A core given to the drafter is a core taken from the target. There are two ways:
+A core given to the drafter is a core taken from the target. There are three ways:
 
 - *split*: the drafter has a core of its own and the target all others. Drafting overlaps with verification, so a
   cycle takes as long as the longer of the two.
 - *shared*: both compute with all cores. Then they take turns for them, whatever the schedule, so a cycle takes the sum.
+- *in turn*: the draft model is in the target's process and drafts before each step. A cycle takes the sum as well, but
+  no core is given away, and none of the drafts is made before the outcome is known that it depends on.
 
 With K drafts to a step, each kept with probability a, a cycle brings tokens(K) = (1 - a^(K+1)) / (1 - a) tokens
 (Leviathan et al., 2023, equation 1). So
 
     split     tokens(K) / max(T_target(1 + K), K * T_draft)     target on cores - 1, drafter on 1
     shared    tokens(K) / (T_target(1 + K) + K * T_draft)       both on all cores
+    in turn   tokens(K) / (T_target(1 + K) + K * T_draft)       one process, on all cores or on cores - 1
 
 are compared, each at its best K; K = 0, plain decoding, is a candidate. How often drafts will be kept is not known
-before anything is served: a is assumed, see :data:`ACCEPTANCE`. Sharing has to promise clearly more, see
+before anything is served: a is assumed, see :data:`ACCEPTANCE`. All cores have to promise clearly more than fewer, see
 :data:`MARGIN`. Pure: knows neither models nor clocks.
 """
 
@@ -27,9 +30,9 @@ from typing import Any
 ACCEPTANCE = 0.8
 """The chance that a draft token is kept, assumed."""
 MARGIN = 1.15
-"""How many times the speed of split sharing has to promise. Threads of one step wait for the slowest of them, so what
-else runs on the cores, the router to begin with, delays shared steps most. On two cores of an AMD EPYC a promise of
-1.06 came out as 0.98, and for plain decoding one of 1.14 as 0.75."""
+"""How many times the speed of fewer cores a step on all of them has to promise. Its threads wait for the slowest one
+of them, so what else runs on the cores, the router to begin with, delays such steps most. On two cores of an AMD EPYC a
+promise of 1.06 came out as 0.98, and for plain decoding one of 1.14 as 0.75."""
 DRAFTS = (0, 2, 4, 8)
 """The K that are compared."""
 
@@ -58,20 +61,17 @@ Measured = Mapping[int, StepTimes]
 
 @dataclass(frozen=True, slots=True)
 class CoreDivision:
-    """Threads of each worker, and the speeds in tokens a millisecond that the choice was made by, if they are known."""
+    """Threads of each worker, and the speed in tokens a millisecond that they promise, if it is known."""
 
     target: int
     draft: int
-    split: float = 0.0
-    shared: float = 0.0
-
-    @property
-    def shares(self) -> bool:
-        """Whether both compute with all cores."""
-        return self.draft > 1
+    """0: the draft model is in the target's process."""
+    speed: float = 0.0
 
     def __str__(self) -> str:
-        how = ", which both share" if self.shares else ""
+        if not self.draft:
+            return f"{self.target} for the target and its draft model, which take turns"
+        how = ", which both share" if self.draft > 1 else ""
         return f"{self.target} for the target, {self.draft} for the drafter{how}"
 
 
@@ -81,29 +81,35 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def divide(cores: int, measured: Measured) -> CoreDivision:
-    """The better of the two ways, for at least two cores.
+    """The better of the two ways that have a worker for each model, for at least two cores.
 
     ``measured`` holds the :func:`thread_counts`.
     """
     assert cores >= 2, f"{cores} cores cannot be divided"
-    apart, alone, every = measured[cores - 1].target, measured[1].draft, measured[cores]
+    apart, alone = measured[cores - 1].target, measured[1].draft
     split = max(tokens(k) / max(apart[k], k * alone) for k in DRAFTS)
-    shared = max(tokens(k) / (every.target[k] + k * every.draft) for k in DRAFTS)
-    threads = (cores, cores) if shared > MARGIN * split else (cores - 1, 1)
-    return CoreDivision(*threads, split, shared)
+    shared = _taking_turns(measured[cores])
+    return CoreDivision(cores, cores, shared) if shared > MARGIN * split else CoreDivision(cores - 1, 1, split)
 
 
-def threads_in_turn(cores: int, measured: Measured) -> int:
-    """Threads of one process that drafts in turn with its target's steps: all of the cores where that clearly pays.
+def in_turn(cores: int, measured: Measured) -> CoreDivision:
+    """For a draft model in the target's process: all of the cores where that clearly pays.
 
     ``measured`` as in :func:`divide`. With fewer, routers have what is left.
     """
-    speeds = {
-        threads: max(tokens(k) / (measured[threads].target[k] + k * measured[threads].draft) for k in DRAFTS)
-        for threads in thread_counts(cores)
-    }
+    speeds = {threads: _taking_turns(measured[threads]) for threads in thread_counts(cores)}
     fewer = max((threads for threads in speeds if threads < cores), key=speeds.__getitem__)
-    return cores if speeds[cores] > MARGIN * speeds[fewer] else fewer
+    threads = cores if speeds[cores] > MARGIN * speeds[fewer] else fewer
+    return CoreDivision(threads, 0, speeds[threads])
+
+
+def fastest(cores: int, measured: Measured) -> CoreDivision:
+    """The best of all three ways. ``measured`` as in :func:`divide`."""
+    return max(in_turn(cores, measured), divide(cores, measured), key=lambda division: division.speed)
+
+
+def _taking_turns(times: StepTimes) -> float:
+    return max(tokens(k) / (times.target[k] + k * times.draft) for k in DRAFTS)
 
 
 def tokens(drafts: int) -> float:

@@ -16,6 +16,7 @@ from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import VISIBLE_GPUS as VISIBLE
 from cluster.config.environment import may_have_gpus, visible_gpus
 from cluster.config.pools import SHARED, DraftConfig, ModelConfig, Pool, TargetConfig
+from cluster.config.vocabularies import may_draft_in_turn
 from cluster.console import complain
 from cluster.local.threads import Unmeasured, output_of
 from speculation.events import Role
@@ -42,7 +43,22 @@ def here() -> int:
 
 def settled(config: Config) -> Config:
     """The same configuration, with what each rank is to have of this machine's GPUs, if it runs here."""
-    return divided(config, here()) if config.backend == "local" or config.ray.address == "local" else config
+    if config.backend != "local" and config.ray.address != "local":
+        return config
+    return divided(placed(config, here()), here())
+
+
+def placed(config: Config, gpus: int) -> Config:
+    """The same, with a draft model that would have to share the only GPU with its target in the target's process.
+
+    Two processes take turns for a GPU by time slices, which costs more (benchmarks/results/2026-11-23-h100).
+    """
+    alone = gpus == 1 and _open(config.target) and _open(config.draft)
+    return (
+        replace(config, draft=replace(config.draft, placement=SHARED))
+        if alone and may_draft_in_turn(config)
+        else config
+    )
 
 
 def divided(config: Config, gpus: int) -> Config:

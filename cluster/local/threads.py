@@ -1,10 +1,11 @@
-"""How many threads ``paceline up`` gives its workers where the configuration says ``auto``.
+"""How many threads ``paceline up`` gives its workers, and where the draft model works, where either is ``auto``.
 
 On a GPU, with several workers of a kind or ranks of a worker, on other machines, with a single core, or where a number
-is given for one of the two, ``auto`` is 1. One target and one drafter that compute on the cores of this machine are
-measured, once, and get the division that :mod:`cluster.local.cores` predicts to be faster; so does a target that drafts
-in turn with itself. When they cannot be measured, the drafter gets one core and the target the others: that is never an
-error, and it is not tried again for a day.
+is given for one of the two, ``threads: auto`` is 1 and ``draft.placement: auto`` is a draft worker. One target and one
+draft model that compute on the cores of this machine are measured, once, and get the division that
+:mod:`cluster.local.cores` predicts to be the fastest of those that the placement leaves open. When they cannot be
+measured, the drafter gets one core and the target the others: that is never an error, and it is not tried again for a
+day.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from dataclasses import replace
 
 from cluster.config.config import Config
 from cluster.config.environment import on_cpu
+from cluster.config.pools import SHARED
 from cluster.config.settings import AUTO
+from cluster.config.vocabularies import may_draft_in_turn
 from cluster.console import complain, say, stages
 from cluster.local.core_cache import default_cache, key_of
-from cluster.local.cores import CoreDivision, Measured, decoded, divide, thread_counts, threads_in_turn
+from cluster.local.cores import CoreDivision, Measured, decoded, divide, fastest, in_turn, thread_counts
 from cluster.processes.child import ours, spawn
 from cluster.processes.openmp import environment as openmp_environment
 
@@ -35,7 +38,7 @@ class Unmeasured(Exception):
 
 
 def settled(config: Config) -> Config:
-    """The same configuration, with numbers of threads; says which after a measurement, nothing where one is known."""
+    """The same configuration, with numbers of threads and a placement; says which after a measurement."""
     cores = usable_cores()
     if not divisible(config, cores):
         return config
@@ -50,23 +53,31 @@ def settled(config: Config) -> Config:
             cache.put_failure(key, time.time())
         else:
             cache.put(key, measured)
-    settled, how = _divided(config, cores, measured)
+    division = _division(config, cores, measured)
     if failure:
-        complain(f"paceline: {cores} cores: {how}; if that is fastest could not be measured ({failure}), see --threads")
+        complain(
+            f"paceline: {cores} cores: {division}; if that is fastest could not be measured ({failure}), see --threads"
+        )
     elif fresh:
-        say(f"{cores} cores: {how}, the fastest as measured at this first start")
-    return settled
+        say(f"{cores} cores: {division}, the fastest as measured at this first start")
+    return _divided(config, division)
 
 
-def _divided(config: Config, cores: int, measured: Measured | None) -> tuple[Config, str]:
-    """With the threads of the better division, and its words. Unmeasured, the drafter has one core."""
+def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivision:
+    """The fastest that the placement of the draft model leaves open. Unmeasured, a drafter has one core."""
     if _drafts_in_turn(config):
-        threads = threads_in_turn(cores, measured) if measured else cores - 1
-        how = f"{threads} for the target and its draft model, which take turns"
-        return replace(config, target=replace(config.target, threads=threads)), how
-    division = divide(cores, measured) if measured else CoreDivision(cores - 1, 1)
+        return in_turn(cores, measured) if measured else CoreDivision(cores - 1, 0)
+    if measured is None:
+        return CoreDivision(cores - 1, 1)
+    return fastest(cores, measured) if may_draft_in_turn(config) else divide(cores, measured)
+
+
+def _divided(config: Config, division: CoreDivision) -> Config:
+    """With its threads, and the draft model where it has it."""
     target = replace(config.target, threads=division.target)
-    return replace(config, target=target, draft=replace(config.draft, threads=division.draft)), str(division)
+    if not division.draft:
+        return replace(config, target=target, draft=replace(config.draft, placement=SHARED))
+    return replace(config, target=target, draft=replace(config.draft, threads=division.draft))
 
 
 def usable_cores() -> int:

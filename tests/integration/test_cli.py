@@ -118,7 +118,7 @@ def test_another_vocabulary_cannot_draft_in_the_targets_process(other_vocabulary
         (["worker", "target", "--model", "nowhere"], 2, "nowhere: no such folder"),
         (["worker", "target", "--model", str(MODELS)], 2, "it has no config.json"),
         (["up", "--draft-placement", "shared", "--draft", "./nowhere"], 2, "--draft ./nowhere: no such folder"),
-        (["up", "--draft-placement", "both"], 2, "draft.placement must be one of own, shared, cpu, got 'both'"),
+        (["up", "--draft-placement", "both"], 2, "draft.placement must be one of auto, own, shared, cpu, got 'both'"),
         (["worker", "target", "--draft-model", "./nowhere"], 2, "--draft-model ./nowhere: no such folder"),
         (["worker", "draft", "--target-tokenizer", "/nowhere"], 2, "--target-tokenizer /nowhere: no such folder"),
         (["worker", "target", "--listen", "7001"], 2, "'7001' is not HOST:PORT"),

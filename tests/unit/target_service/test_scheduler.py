@@ -299,6 +299,17 @@ def test_prompt_tokens_beside_running_text_are_bounded_by_measured_time():
     assert prefill_budget(time, 40) == 50
 
 
+def test_drafts_belong_to_running_text():
+    """A step of ten sessions takes as long as what they verify: prompts may take as much again."""
+    time = measured(0.010, 0.001, [1, 200])
+    for _ in range(50):
+        time.verified(8, 32)
+    assert prefill_budget(time, 10) == 50
+    for _ in range(50):
+        time.verified(8, 8)
+    assert prefill_budget(time, 10) == 20
+
+
 def test_prompt_tokens_that_cost_nothing_are_bounded_by_the_budget_only():
     assert prefill_budget(measured(0.010, 0.0, [1, 200]), 1) == 1000
     assert prefill_budget(StepTime(), 1) == 1000  # nor do we know yet that they cost something

@@ -220,7 +220,7 @@ def test_drafting_on_cpus_is_a_device():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("draft: {placement: here}", "draft.placement must be one of own, shared, cpu, got 'here'"),
+        ("draft: {placement: here}", "draft.placement must be one of auto, own, shared, cpu, got 'here'"),
         ("draft: {placement: cpu, device: 'cuda:1'}", "draft.placement is cpu, but its device is cuda:1"),
         (
             "draft: {placement: shared, assistant: /m}",

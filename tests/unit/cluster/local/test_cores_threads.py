@@ -27,7 +27,8 @@ MEASURED = {count: StepTimes(dict.fromkeys(DRAFTS, 30.0 / count), 1.0) for count
 
 
 def configured(**settings: str) -> Config:
-    settings = {"target_device": "cpu", "draft_device": "cpu"} | settings
+    """Drafting on a worker of its own, unless said otherwise."""
+    settings = {"target_device": "cpu", "draft_device": "cpu", "draft_placement": "own"} | settings
     return load(None, [Override(key.replace("_", ".", 1), text, "--set") for key, text in settings.items()])
 
 
@@ -60,6 +61,7 @@ def measured_by(monkeypatch, program: str, seconds: float = 20.0) -> list[str]:
         ({"target_replicas": "2"}, 2, False),
         ({"draft_replicas": "2"}, 2, False),
         ({"draft_replicas": "0"}, 2, False),
+        ({"draft_placement": "auto"}, 2, True),
         ({"draft_placement": "shared"}, 2, True),
         ({"draft_placement": "shared", "speculation_enabled": "false"}, 2, False),
         ({"draft_placement": "shared", "target_threads": "1"}, 2, False),
@@ -123,6 +125,36 @@ def test_a_target_that_drafts_in_turn_gets_the_cores_that_pay(monkeypatch, capsy
     assert chosen_threads(settled(configured(draft_placement="shared")).target) == 2
     how = "2 for the target and its draft model, which take turns"
     assert capsys.readouterr().out == f"2 cores: {how}, the fastest as measured at this first start\n"
+
+
+DEAR = {1: StepTimes(dict.fromkeys(DRAFTS, 30.0), 5.0), 2: StepTimes(dict.fromkeys(DRAFTS, 28.0), 4.0)}
+"""A draft model that takes as long for its drafts as the target for their verification."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "measured", "placement", "numbers"),
+    [
+        ({}, MEASURED, "shared", (2, 1)),
+        ({}, DEAR, "auto", (1, 1)),
+        ({"draft_placement": "own"}, MEASURED, "own", (2, 2)),
+        ({"draft_placement": "cpu"}, MEASURED, "cpu", (2, 2)),
+        ({"draft_assistant": str(MODELS / "draft")}, MEASURED, "auto", (2, 2)),
+        ({"draft_model": str(MODELS / "draft_other")}, MEASURED, "auto", (2, 2)),
+        ({"draft_target_tokenizer": str(MODELS / "target")}, MEASURED, "auto", (2, 2)),
+        ({"speculation_schedule": "sequential"}, MEASURED, "auto", (2, 2)),
+    ],
+)
+def test_the_draft_model_works_where_that_is_fastest_and_possible(monkeypatch, settings, measured, placement, numbers):
+    measured_by(monkeypatch, f"print({json.dumps(encoded(measured))!r})")
+    config = settled(configured(**{"draft_placement": "auto"} | settings))
+    assert (config.draft.placement, config.drafts) == (placement, int(placement != "shared"))
+    assert (chosen_threads(config.target), chosen_threads(config.draft)) == numbers
+
+
+def test_unmeasured_a_draft_model_has_a_worker_of_its_own(monkeypatch):
+    measured_by(monkeypatch, "raise SystemExit('busy')")
+    config = settled(configured(draft_placement="auto"))
+    assert (config.draft.placement, config.drafts) == ("auto", 1)
 
 
 @pytest.mark.parametrize(

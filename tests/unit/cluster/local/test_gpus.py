@@ -9,7 +9,7 @@ import pytest
 from cluster.config.config import Config, Override, from_mapping, load
 from cluster.config.serving import draft_settings, target_settings
 from cluster.local import gpus
-from cluster.local.gpus import Turns, divided
+from cluster.local.gpus import Turns, divided, placed
 
 
 def configured(**settings: object) -> Config:
@@ -45,6 +45,26 @@ def shares(config: Config) -> tuple[float, float]:
 def test_what_ranks_have_of_a_gpu(settings: dict[str, object], count: int, expected: tuple[float, float]) -> None:
     found = shares(divided(configured(**settings), count))
     assert found == expected or ("speculation_enabled" in settings and found[0] == expected[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "expected"),
+    [
+        ({}, 0, "auto"),
+        ({}, 1, "shared"),
+        ({}, 2, "auto"),
+        ({"draft_placement": "own"}, 1, "own"),
+        ({"draft_replicas": 2}, 1, "auto"),
+        ({"target_gpus": 0.5}, 1, "auto"),
+        ({"draft_device": "cpu"}, 1, "auto"),
+        ({"draft_model": "org/somewhere-else"}, 1, "auto"),
+        ({"speculation_enabled": "false"}, 1, "auto"),
+    ],
+)
+def test_two_models_do_not_share_the_only_gpu_in_two_processes(
+    settings: dict[str, object], count: int, expected: str
+) -> None:
+    assert placed(configured(**settings), count).draft.placement == expected
 
 
 @pytest.mark.parametrize("targets", range(1, 6))
