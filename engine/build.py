@@ -91,6 +91,7 @@ def load_model(
         quantization=settings.quantization,
         by_rows=not settings.plain_cuda,
         threads=settings.threads,
+        max_threads=settings.max_threads,
         without_speculation=without_speculation,
         group=group,
         progress=progress,

@@ -20,6 +20,8 @@ class EngineSettings:
     """One of :data:`engine.loading.quantisation.CHOICES`."""
     threads: int = 1
     """CPU threads of a step."""
+    max_threads: int = 0
+    """CPU threads of a step of many rows, where that is measured to be faster (0: as many as of others)."""
     plain_cuda: bool = False
     """Neither kernels of our own nor CUDA graphs."""
     cache_tokens: int = 0

@@ -44,6 +44,14 @@ def _threads() -> Any:
     return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
 
 
+def _max_threads() -> Any:
+    about = (
+        "CPU threads of a step of many tokens, where that is measured to be faster (default: auto: all cores that "
+        "`paceline up` has for one target, else as many as of others)"
+    )
+    return _setting(AUTO, about, at_least=1, at_most=1024, auto=True)
+
+
 def _quantization() -> Any:
     about = (
         "smaller weights: none, int8, int8-dynamic (activations too: fastest on a CPU) or fp8 (on a GPU that has it)"
@@ -115,6 +123,7 @@ class TargetConfig:
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
     threads: Threads = _threads()
+    max_threads: Threads = _max_threads()
     cache_tokens: int = _cache_tokens()
     step_timeout: float = _step_timeout()
     max_running: int = _setting(64, "sessions computed in one step", at_least=1, at_most=65536)
@@ -175,6 +184,7 @@ class DraftConfig:
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
     threads: Threads = _threads()
+    max_threads: Threads = _max_threads()
     cache_tokens: int = _cache_tokens()
     step_timeout: float = _step_timeout()
     second_level: str = _setting(
@@ -245,3 +255,8 @@ def role_of(deployment: str) -> Role | None:
 def chosen_threads(worker: TargetConfig | DraftConfig) -> int:
     """How many threads a worker computes with; one where nobody chose for it."""
     return worker.threads if isinstance(worker.threads, int) else 1
+
+
+def chosen_max_threads(worker: TargetConfig | DraftConfig) -> int:
+    """How many threads it may compute steps of many tokens with."""
+    return worker.max_threads if isinstance(worker.max_threads, int) else chosen_threads(worker)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config.config import AdmissionConfig, Config, RouterConfig
-from cluster.config.pools import SHARED, DraftConfig, TargetConfig, chosen_threads
+from cluster.config.pools import SHARED, DraftConfig, TargetConfig, chosen_max_threads, chosen_threads
 from cluster.config.security import api_keys, identity
 from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
@@ -66,7 +66,8 @@ def shared_drafter(config: Config) -> MakeDrafter | None:
 
     # One process has one number of threads.
     of_gpu = config.draft.gpus or SHARED_GPU * (config.target.gpus if 0 < config.target.gpus < 1 else 1.0)
-    draft = replace(config.draft, threads=chosen_threads(config.target), gpus=of_gpu)
+    threads, max_threads = chosen_threads(config.target), chosen_max_threads(config.target)
+    draft = replace(config.draft, threads=threads, max_threads=max_threads, gpus=of_gpu)
     settings = draft_settings(replace(config, draft=draft))
     return lambda progress: build_in_turn(settings, progress)
 
@@ -178,6 +179,7 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         quantization=worker.quantization,
         plain_cuda=worker.plain_cuda,
         threads=chosen_threads(worker),
+        max_threads=chosen_max_threads(worker),
         cache_tokens=worker.cache_tokens,
         gpu_share=worker.gpus if 0 < worker.gpus < 1 else 1.0,
         medusa=worker.medusa if isinstance(worker, TargetConfig) else "",

@@ -3,7 +3,8 @@
 On a GPU, with several workers of a kind or ranks of a worker, on other machines, with a single core, or where a number
 is given for one of the two, ``threads: auto`` is 1 and ``draft.placement: auto`` is a draft worker. One target and one
 draft model that compute on the cores of this machine are measured, once, and get the division that
-:mod:`cluster.local.cores` predicts to be the fastest of those that the placement leaves open. When they cannot be
+:mod:`cluster.local.cores` predicts to be the fastest of those that the placement leaves open; such a target may use all
+cores for steps of many tokens. When they cannot be
 measured, the drafter gets one core and the target the others: that is never an error, and it is not tried again for a
 day.
 """
@@ -20,7 +21,7 @@ from dataclasses import replace
 
 from cluster.config.config import Config
 from cluster.config.environment import on_cpu
-from cluster.config.pools import SHARED
+from cluster.config.pools import SHARED, DraftConfig, TargetConfig
 from cluster.config.settings import AUTO
 from cluster.config.vocabularies import may_draft_in_turn
 from cluster.console import complain, say, stages
@@ -40,6 +41,8 @@ class Unmeasured(Exception):
 def settled(config: Config) -> Config:
     """The same configuration, with numbers of threads and a placement; says which after a measurement."""
     cores = usable_cores()
+    if _computes_here(config) and config.target.max_threads == AUTO:
+        config = replace(config, target=replace(config.target, max_threads=cores))
     if not divisible(config, cores):
         return config
     cache, key, failure = default_cache(), key_of(config, cores), ""
@@ -89,13 +92,20 @@ def usable_cores() -> int:
 
 def divisible(config: Config, cores: int) -> bool:
     """Whether there is something to choose: one target and one draft model, on CPU cores of this machine."""
+    one_draft = (config.drafts == 1 or _drafts_in_turn(config)) and _open(config.draft)
+    return cores >= 2 and _computes_here(config) and one_draft
+
+
+def _computes_here(config: Config) -> bool:
+    """Whether there is one target, on CPU cores of this machine, and nobody has said on how many."""
     here = config.backend == "local" or config.ray.address == "local"
-    workers = (config.target, config.draft)
     fixed = not config.models and not config.autoscales
-    alone = fixed and config.target.replicas == 1 and (config.drafts == 1 or _drafts_in_turn(config))
-    alone = alone and all(worker.tensor_parallel_size == 1 for worker in workers)
-    free = all(worker.threads == AUTO and not worker.gpus and on_cpu(worker.device) for worker in workers)
-    return cores >= 2 and here and alone and free
+    return here and fixed and config.target.replicas == 1 and _open(config.target)
+
+
+def _open(worker: TargetConfig | DraftConfig) -> bool:
+    on_cores = not worker.gpus and on_cpu(worker.device) and worker.tensor_parallel_size == 1
+    return on_cores and worker.threads == AUTO
 
 
 def _drafts_in_turn(config: Config) -> bool:

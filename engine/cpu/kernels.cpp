@@ -19,6 +19,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -200,7 +202,15 @@ class Team {
 };
 
 std::mutex one_at_a_time;
-Team* team = nullptr;
+Team* team = nullptr;  // of the call that computes
+
+// The team of so many threads; its threads sleep while another computes.
+Team* team_of(int threads) {
+  static std::map<int, std::unique_ptr<Team>> teams;
+  auto& found = teams[threads];
+  if (!found) found = std::make_unique<Team>(threads);
+  return found.get();
+}
 
 // Items of a phase, handed out to whoever is free.
 class Counters {
@@ -699,18 +709,11 @@ extern "C" {
 // Floats of a vector: weights are packed by it.
 int paceline_width() { return WIDTH; }
 
-// Compute with so many threads from now on.
-void paceline_threads(int threads) {
-  std::lock_guard<std::mutex> lock(one_at_a_time);
-  if (team && team->threads() == threads) return;
-  delete team;
-  team = new Team(threads);
-}
-
 // All layers and the final norm of a step. `hidden` [T, D] is overwritten, `out` [T, D] written.
 void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const float* cos, const float* sin,
-                   float* out) {
+                   float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
+  team = team_of(threads);
   static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, Counters(0)};
   step.stack = stack, step.rows = rows, step.hidden = hidden, step.cos = cos, step.sin = sin, step.out = out;
   step.leaders.clear();
@@ -730,8 +733,9 @@ void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const fl
 
 // x [T, K] times packed weights, to out [T, O].
 void paceline_product(const void* weights, const float* bias, int half, int inputs, int outputs, const float* x,
-                      int rows, float* out) {
+                      int rows, float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
+  team = team_of(threads);
   Alone job{{weights, bias, inputs, outputs}, half != 0, x, out, rows, Counters(1)};
   team->run(compute_alone, &job);
 }

@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.cpu.thread_choice import COUNTS, MIN_ROWS
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -83,21 +85,16 @@ class CRows(Structure):
 
 
 class Library:
-    """The compiled functions. One call computes at a time, with a team of threads that all calls share."""
+    """The compiled functions. One call computes at a time, with the team of so many threads that all calls share."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded."""
         self._c = ctypes.CDLL(str(path))
-        self._c.paceline_product.argtypes = (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_void_p)
-        self._c.paceline_step.argtypes = (POINTER(CStack), POINTER(CRows), c_void_p, c_void_p, c_void_p, c_void_p)
+        pointer, stack, rows = c_void_p, POINTER(CStack), POINTER(CRows)
+        self._c.paceline_product.argtypes = (pointer, pointer, c_int, c_int, c_int, pointer, c_int, pointer, c_int)
+        self._c.paceline_step.argtypes = (stack, rows, pointer, pointer, pointer, pointer, c_int)
         self.width: int = self._c.paceline_width()
         """Floats of a vector of this processor."""
-        self.set_threads(torch.get_num_threads())
-
-    def set_threads(self, threads: int) -> None:
-        """Compute with so many from now on."""
-        self.threads = threads
-        self._c.paceline_threads(threads)
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         """A weight as products read it, ``[P, I, W]``, of the same dtype; outputs are filled up with zeros.
@@ -123,24 +120,22 @@ class Library:
         rows, inputs = x_TI.shape
         out_TO = x_TI.new_empty(rows, outputs)
         half = int(packed_PIW.dtype == torch.bfloat16)
+        threads = COUNTS.few if rows < MIN_ROWS else COUNTS.most
         bias = None if bias_O is None else bias_O.data_ptr()
         self._c.paceline_product(
-            packed_PIW.data_ptr(), bias, half, inputs, outputs, x_TI.data_ptr(), rows, out_TO.data_ptr()
+            packed_PIW.data_ptr(), bias, half, inputs, outputs, x_TI.data_ptr(), rows, out_TO.data_ptr(), threads
         )
         return out_TO
 
-    def step(self, stack: CStack, rows: CRows, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    def step(
+        self, stack: CStack, rows: CRows, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, threads: int
+    ) -> Tensor:
         """All layers and the final norm, ``[T, D]``. All tensors float32 and contiguous; ``hidden_TD`` is used up."""
         out_TD = torch.empty_like(hidden_TD)
         self._c.paceline_step(
-            stack, rows, hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), out_TD.data_ptr()
+            stack, rows, hidden_TD.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), out_TD.data_ptr(), threads
         )
         return out_TD
-
-
-def open_library() -> Library | None:
-    """The library, if :func:`find_library` found it before; it is not looked for."""
-    return find_library() if find_library.cache_info().currsize else None
 
 
 @functools.cache

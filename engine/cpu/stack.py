@@ -8,6 +8,7 @@ Tensor legend: T tokens, D hidden size, E head size, O outputs, I inputs.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from engine.attention.attention import Step, current_step
 from engine.attention.row_attention import RowAttention
 from engine.cache.kv_store import BLOCK, KVStore
 from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
+from engine.cpu.thread_choice import ThreadChoice
 from engine.host.huge_pages import collapse
 from engine.layers.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import packs_bfloat16
@@ -96,7 +98,7 @@ class CpuStack(FusedStack):
         if reason := _obstacle(stock, library.width):
             raise Unrecognised(reason)
         super().__init__(stock)
-        self._library, self._current = library, current
+        self._library, self._current, self._threads = library, current, ThreadChoice()
         self._store: weakref.ref[KVStore] | None = None
         self._vectors: list[Tensor] = []
         self._packed: list[tuple[list[nn.Linear], Tensor, bool]] = []
@@ -131,9 +133,9 @@ class CpuStack(FusedStack):
         assert step.rows is not None and step.attention is not None, "only steps by rows"
         if self._store is None or self._store() is not step.store:
             self._use(step.store)
-        rows = step.rows
+        rows, rows_count = step.rows, hidden_1TD.shape[1]
         described = CRows(
-            count=hidden_1TD.shape[1],
+            count=rows_count,
             page=step.attention.page,
             slots=rows.slots_T.data_ptr(),
             keys=rows.keys_T.data_ptr(),
@@ -148,7 +150,10 @@ class CpuStack(FusedStack):
         hidden_TD = hidden_1TD[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for layer, of_layer in zip(self.layers, self._of_layers, strict=True):
             of_layer.window = layer.sliding_window or 0
-        found_TD = self._library.step(self._all, described, hidden_TD, cos_TE, sin_TE)
+        threads = self._threads.choose(rows_count)
+        started = time.perf_counter()
+        found_TD = self._library.step(self._all, described, hidden_TD, cos_TE, sin_TE, threads)
+        self._threads.observe(rows_count, threads, time.perf_counter() - started)
         step.calls = [calls + 1 for calls in step.calls]
         return found_TD.to(hidden_1TD.dtype)[None]
 

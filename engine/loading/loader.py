@@ -74,6 +74,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
+    max_threads: int | None = None,
     quantization: str = NONE,
     pack: bool = True,
     self_test: bool = True,
@@ -84,7 +85,8 @@ def load(
 ) -> Model:
     """Load the causal language model in the folder ``path``, or of the hub id ``Org/Name``. Raises ModelError.
 
-    ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1).
+    ``dtype`` auto: bfloat16 where the hardware computes it, else float32. ``threads``: CPU threads (default 1),
+    ``max_threads``: of steps with many rows (default: as many).
     ``quantization``: one of :data:`engine.loading.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's
     layout (CPU only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised
     and :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load
@@ -92,7 +94,7 @@ def load(
     line before each slow part.
     """
     report = progress or (lambda _: None)
-    set_threads(threads)
+    set_threads(threads, max_threads)
     local = _local(path)
     chosen_device = choose_device(device) if group is None else group.device
     chosen_dtype = choose_dtype(dtype, chosen_device)

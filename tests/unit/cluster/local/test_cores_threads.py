@@ -15,7 +15,7 @@ import pytest
 from cluster.checkout import CHECKOUT
 from cluster.config import environment
 from cluster.config.config import Config, Override, load
-from cluster.config.pools import chosen_threads
+from cluster.config.pools import chosen_max_threads, chosen_threads
 from cluster.local import core_cache, threads
 from cluster.local.core_cache import CoreCache, default_cache, key_of
 from cluster.local.cores import DRAFTS, StepTimes, decoded, encoded
@@ -78,6 +78,14 @@ def measured_by(monkeypatch, program: str, seconds: float = 20.0) -> list[str]:
 def test_what_is_measured(settings, cores, wanted):
     config = configured(**settings)
     assert divisible(config, cores) == wanted
+
+
+def test_one_target_may_use_all_cores_for_large_steps():
+    """With drafts or without; not beside others, and not where somebody has said how many."""
+    for settings, number in (({}, 2), ({"speculation_enabled": "false"}, 2), ({"target_threads": "1"}, 1)):
+        assert chosen_max_threads(settled(configured(**settings)).target) == number
+    assert chosen_max_threads(settled(configured(target_replicas="2")).target) == 1
+    assert chosen_max_threads(settled(configured(target_max_threads="5")).target) == 5
 
 
 def test_what_is_not_measured_has_the_threads_it_was_given_else_one():

@@ -17,6 +17,7 @@ from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.cpu import library as built
 from engine.cpu.library import Library, find_library
 from engine.cpu.stack import CpuRows, CpuStack, RowLinear
+from engine.cpu.thread_choice import MIN_ROWS, ThreadChoice
 from engine.cpu.threads import set_threads
 from engine.exactness import EXACT
 from engine.interface import Chunk
@@ -78,16 +79,38 @@ def test_products(library: Library, dtype: torch.dtype, one_thread: None) -> Non
     whole_TO = library.product(packed_PIW, bias_O, 150, x_TI)
     torch.testing.assert_close(whole_TO, expected_TO, rtol=1e-4, atol=1e-4)
     for threads in (1, 3):
-        library.set_threads(threads)
+        set_threads(threads)
         for rows in (*range(1, 27), 95, 96, 97, 200):
             start = (rows * 7) % (230 - rows)
             some_TO = library.product(packed_PIW, bias_O, 150, x_TI[start : start + rows].contiguous())
             assert torch.equal(some_TO, whole_TO[start : start + rows]), (threads, rows)
 
 
-def test_a_number_of_threads_is_that_of_the_library_too(library: Library, one_thread: None) -> None:
+def computed(choice: ThreadChoice, rows: int, seconds: dict[int, float], steps: int) -> list[int]:
+    """With how many threads so many steps are computed that take so long."""
+    found = []
+    for _ in range(steps):
+        found.append(choice.choose(rows))
+        choice.observe(rows, found[-1], seconds[found[-1]])
+    return found
+
+
+def test_more_threads_are_used_where_they_are_faster(one_thread: None) -> None:
+    """Sizes apart from each other; what was slower is tried again, ever more rarely."""
+    set_threads(2, 6)
+    choice = ThreadChoice()
+    assert set(computed(choice, MIN_ROWS - 1, {2: 1.0, 6: 0.1}, 50)) == {2}
+    faster = computed(choice, 100, {2: 1.0, 6: 0.5}, 1000)
+    assert faster[:3] == [6, 2, 6] and 3 <= faster.count(2) <= 8
+    slower = computed(choice, 10, {2: 1.0, 6: 2.0}, 1000)
+    assert slower[2] == 2 and 3 <= slower.count(6) <= 8
+    turned = computed(choice, 100, {2: 0.5, 6: 2.0}, 2000)
+    assert turned[-100:].count(2) >= 98
+
+
+def test_without_more_threads_there_is_no_choice(one_thread: None) -> None:
     set_threads(3)
-    assert library.threads == 3
+    assert set(computed(ThreadChoice(), 500, {3: 1.0}, 20)) == {3}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,10 +181,10 @@ def as_branch(engine: Engine, text: list[int], start: int, rng: random.Random) -
 def test_threads_change_no_bit(tmp_path: Path, library: Library, one_thread: None) -> None:
     engine, text = engine_of(load_tiny("llama", tmp_path, by_rows=True, **SIZES)), random_tokens(90, seed=4)
     found = []
-    for threads in (1, 2, 5):
-        library.set_threads(threads)
+    for threads in ((1,), (2,), (5,), (1, 3)):
+        set_threads(*threads)
         found += [fed(engine, text, [60, 1, 4, 1, 24], random.Random(1))]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert all(torch.equal(found[0], one) for one in found[1:])
 
 
 def test_what_is_no_number_stays_with_its_sequence(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""With how many threads each C++ step is computed: few, or all that the worker may use.
+
+A worker that has the machine, or shares it with a draft worker that leaves its core idle for most of the time, gains
+from more threads in steps of many rows, which are bound by arithmetic. Whether it does depends on what else runs at the
+moment, so it is measured as it goes. No bit of a result depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MIN_ROWS = 8
+"""Of a step that more threads are tried for: fewer take as long as reading the weights, of which one core does most."""
+SMOOTHING = 0.25
+"""Weight of a new measurement."""
+PROBE_AFTER, MAX_PROBE_AFTER = 16, 1024
+"""Steps of a size after which the slower number is tried again; twice as many each time that it is slower still."""
+
+
+@dataclass(slots=True)
+class ThreadCounts:
+    """Of this process, as torch's own number is."""
+
+    few: int = 1
+    """Threads of a step."""
+    most: int = 1
+    """Threads of a step of many rows, where that is measured to be faster."""
+
+
+COUNTS = ThreadCounts()
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about the same number of rows."""
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    """Of a row, smoothed, by number of threads."""
+    fastest: int = 0
+    probe_after: int = PROBE_AFTER
+    steps: int = 0
+
+
+class ThreadChoice:
+    """With how many threads a model computes its next step: as few as are given to it, or all."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self._sizes: dict[int, _Size] = {}
+
+    def choose(self, rows: int) -> int:
+        """For a step of so many rows."""
+        few, most = COUNTS.few, COUNTS.most
+        if rows < MIN_ROWS or few == most:
+            return few
+        size = self._sizes.setdefault(rows.bit_length(), _Size())
+        for untried in (most, few):
+            if untried not in size.seconds:
+                return untried
+        fastest, slower = sorted((most, few), key=size.seconds.__getitem__)
+        size.steps += 1
+        if size.steps <= size.probe_after:
+            return fastest
+        size.steps = 0
+        size.probe_after = min(2 * size.probe_after, MAX_PROBE_AFTER) if fastest == size.fastest else PROBE_AFTER
+        size.fastest = fastest
+        return slower
+
+    def observe(self, rows: int, threads: int, seconds: float) -> None:
+        """A step took so long."""
+        if (size := self._sizes.get(rows.bit_length())) is not None:
+            known, new = size.seconds.get(threads), seconds / rows
+            size.seconds[threads] = new if known is None else known + SMOOTHING * (new - known)
