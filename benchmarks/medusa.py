@@ -15,7 +15,7 @@ import asyncio
 from typing import Any
 
 from benchmarks.harness.pair import Shape, stretched_heads, stretched_pair
-from benchmarks.turns import WARM_UP, Tally, accepted, held_out, rows, serving, take_turns, tell
+from benchmarks.turns import WARM_UP, RunTotals, accepted, held_out, rows, serving, take_turns, tell
 from cluster.console import say
 from router.generation import Generation
 from router.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ CONTENDERS = {
 PLACES = 4
 
 
-def reached(tally: Tally) -> dict[str, Any]:
+def reached(tally: RunTotals) -> dict[str, Any]:
     """Share of steps that kept a draft at the first place, the second, and so on; and whose drafts were accepted."""
     steps = len(tally.commits)
     shares = [round(sum(commit.accepted > place for commit in tally.commits) / steps, 3) for place in range(PLACES)]

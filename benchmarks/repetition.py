@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.pair import Shape, stretched_pair
-from benchmarks.repetition_texts import KINDS, Request
-from benchmarks.turns import WARM_UP, Tally, rows, serving, take_turns, tell
+from benchmarks.repetition_texts import KINDS, GrammarPrompt
+from benchmarks.turns import WARM_UP, RunTotals, rows, serving, take_turns, tell
 from cluster.console import say
 from router.generation import Generation
 from router.text.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ MOST_TOKENS = 200
 
 
 def rounds_of(
-    tokenizer: Tokenizer, requests: Sequence[Request], temperature: float, about: str
+    tokenizer: Tokenizer, requests: Sequence[GrammarPrompt], temperature: float, about: str
 ) -> list[dict[str, Generation]]:
     """What contenders are asked. ``about`` is for the scopes: what was remembered under another name is not found."""
     return [
@@ -52,7 +52,7 @@ def rounds_of(
     ]
 
 
-def accepted_a_step(tally: Tally) -> dict[str, Any]:
+def accepted_a_step(tally: RunTotals) -> dict[str, Any]:
     """Drafts of each source."""
     return {"accepted_per_step": {name: round(count / tally.steps, 2) for name, count in tally.sources.items()}}
 

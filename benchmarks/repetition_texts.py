@@ -20,7 +20,7 @@ from router.schema.structured import text_grammar
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GrammarPrompt:
     """What is asked, and the grammar of the answer; empty: none."""
 
     prompt: str
@@ -57,12 +57,12 @@ _HOLE = "[a-z]{3,8}"
 _FUNCTIONS = ("flatten", "median", "is_prime", "slugify", "transpose", "chunked", "gcd", "word_count")
 
 
-def rows() -> list[Request]:
+def rows() -> list[GrammarPrompt]:
     """A table of its own each, and the same as JSON."""
     return [_table(name, Random(number)) for number, name in enumerate(_TABLES)]
 
 
-def _table(name: str, rng: Random) -> Request:
+def _table(name: str, rng: Random) -> GrammarPrompt:
     lines, pattern = ["identifier,label,amount,available"], []
     for _ in range(ROWS):
         values = rng.randint(100, 999), "-".join(rng.sample(_WORDS, 2)), rng.randint(10, 99), rng.random() < 0.5
@@ -71,10 +71,10 @@ def _table(name: str, rng: Random) -> Request:
         pattern.append(re.escape(json.dumps(row)).replace(r"\?", "[a-z ]{4,12}"))
     table = "\n".join(lines)
     prompt = f"# Our {name}, a remark for each:\n{table}\n\n# The same as JSON:\n"
-    return Request(prompt, _grammar(regex=_plain_escapes("\n".join(pattern))))
+    return GrammarPrompt(prompt, _grammar(regex=_plain_escapes("\n".join(pattern))))
 
 
-def edits() -> list[Request]:
+def edits() -> list[GrammarPrompt]:
     """A file, and the same with other names in it."""
     found = []
     for subject in _SUBJECTS:
@@ -82,16 +82,16 @@ def edits() -> list[Request]:
         pattern = re.escape(file).replace(f"add_{subject}", f"add_{_HOLE}").replace(f"find_{subject}", f"find_{_HOLE}")
         pattern = pattern.replace(f"remove_{subject}", f"remove_{_HOLE}")
         prompt = f"# Before:\n{file}\n\n# The same, with shorter names of the methods:\n"
-        found.append(Request(prompt, _grammar(regex=_plain_escapes(pattern))))
+        found.append(GrammarPrompt(prompt, _grammar(regex=_plain_escapes(pattern))))
     return found
 
 
-def functions() -> list[Request]:
+def functions() -> list[GrammarPrompt]:
     """Code as it comes, in no form: for comparison."""
-    return [Request(f'def {name}(values):\n    """') for name in _FUNCTIONS]
+    return [GrammarPrompt(f'def {name}(values):\n    """') for name in _FUNCTIONS]
 
 
-KINDS: dict[str, Callable[[], Sequence[Request]]] = {"rows": rows, "edits": edits, "free code": functions}
+KINDS: dict[str, Callable[[], Sequence[GrammarPrompt]]] = {"rows": rows, "edits": edits, "free code": functions}
 
 
 def _plain_escapes(pattern: str) -> str:

@@ -21,7 +21,7 @@ import jsonschema
 
 from benchmarks.harness.pair import Shape, stretched_pair
 from benchmarks.random_schemas import random_schema
-from benchmarks.turns import WARM_UP, Tally, accepted, decode, held_out, rows, serving, take_turns, tell
+from benchmarks.turns import WARM_UP, RunTotals, accepted, decode, held_out, rows, serving, take_turns, tell
 from cluster.console import say
 from router.dispatch import Dispatcher
 from router.generation import Generation
@@ -88,7 +88,7 @@ async def measure_random(
     Texts may reach their last token before they end; those are only compared.
     """
     rng = random.Random(seed)
-    tallies = {name: Tally() for name in ("plain", "all sources")}
+    tallies = {name: RunTotals() for name in ("plain", "all sources")}
     ended = 0
     for number in range(schemas):
         schema, sampling = random_schema(rng), Sampling(temperature=1.0, seed=number)

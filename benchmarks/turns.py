@@ -1,4 +1,4 @@
-"""Contenders that say the same in turn, prompt by prompt: what comes of each is one :class:`Tally`.
+"""Contenders that say the same in turn, prompt by prompt: what comes of each is one :class:`RunTotals`.
 
 Pace is taken from a run's first tokens to its last, as in :mod:`benchmarks.harness.measure`. A contender is a way to
 speculate; the first one is what the others are compared with.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.measure import SETTLE_SECONDS, Commit, order
+from benchmarks.harness.measure import SETTLE_SECONDS, TimedCommit, order
 from benchmarks.harness.pair import ROOT
 from benchmarks.harness.workers import WorkerPlan, connected, running
 from cluster.console import say
@@ -34,12 +34,12 @@ WARM_UP = 2
 
 
 @dataclass(slots=True)
-class Tally:
+class RunTotals:
     """What came of one contender's runs."""
 
     rates: list[float] = field(default_factory=list)
     """Tokens a second of each run, after its first tokens."""
-    commits: list[Commit] = field(default_factory=list)
+    commits: list[TimedCommit] = field(default_factory=list)
     """Those after the first of each run."""
     tokens: int = 0
     steps: int = 0
@@ -72,15 +72,15 @@ def tell(row: Mapping[str, Any]) -> None:
     say(json.dumps(row))
 
 
-async def decode(dispatcher: Dispatcher, generation: Generation, tally: Tally | None) -> list[Token]:
+async def decode(dispatcher: Dispatcher, generation: Generation, tally: RunTotals | None) -> list[Token]:
     """One run, noted in ``tally``."""
     tokens: list[Token] = []
-    commits: list[Commit] = []
+    commits: list[TimedCommit] = []
     sources: Counter[SourceName] = Counter()
     asked = time.perf_counter()
     async for item in dispatcher.generate(generation):
         if isinstance(item, Committed):
-            commits.append(Commit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
+            commits.append(TimedCommit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
             tokens += item.tokens
             sources.update(item.metadata.sources or (Source.DRAFT,) * item.accepted)
     if tally is not None:
@@ -94,12 +94,12 @@ async def decode(dispatcher: Dispatcher, generation: Generation, tally: Tally | 
     return tokens
 
 
-async def take_turns(dispatcher: Dispatcher, rounds: Sequence[Mapping[str, Generation]]) -> dict[str, Tally]:
+async def take_turns(dispatcher: Dispatcher, rounds: Sequence[Mapping[str, Generation]]) -> dict[str, RunTotals]:
     """Let all contenders say the same in every round, the first :data:`WARM_UP` uncounted.
 
     ``rounds`` hold what each contender is asked. Raises AssertionError if they do not say the same.
     """
-    tallies = {name: Tally() for name in rounds[0]}
+    tallies = {name: RunTotals() for name in rounds[0]}
     for number, asked in enumerate(rounds):
         said: list[list[Token]] = []
         for name in order(list(asked), number):
@@ -109,12 +109,12 @@ async def take_turns(dispatcher: Dispatcher, rounds: Sequence[Mapping[str, Gener
     return tallies
 
 
-def accepted(tally: Tally) -> dict[str, Any]:
+def accepted(tally: RunTotals) -> dict[str, Any]:
     """How many drafts of each source were accepted."""
     return {"accepted": dict(tally.sources)}
 
 
-def rows(tallies: Mapping[str, Tally], more: Callable[[Tally], dict[str, Any]]) -> list[dict[str, Any]]:
+def rows(tallies: Mapping[str, RunTotals], more: Callable[[RunTotals], dict[str, Any]]) -> list[dict[str, Any]]:
     """The figures of each contender, and ``more`` of them."""
     plain = next(iter(tallies.values())).rates
     return [

@@ -122,7 +122,7 @@ class DraftWorker(_WorkerReplica):
 
 
 @serve.ingress()
-class Router:
+class RouterReplica:
     """A router behind Serve's HTTP proxy."""
 
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -182,7 +182,7 @@ def build(config: Config) -> serve.Application:
         if max_replicas_of(pool.settings):
             workers = _deployment(kinds[pool.role], pool.deployment, options(config, pool))
             handles.append((pool.role, workers.bind(config, pool.deployment)))
-    return _deployment(Router, ROUTER, options(config, None)).bind(config, handles)
+    return _deployment(RouterReplica, ROUTER, options(config, None)).bind(config, handles)
 
 
 def _deployment(kind: type[object], name: str, options: dict[str, Any]) -> serve.Deployment:

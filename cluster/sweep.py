@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from simulation.costs import Costs
-from simulation.simulate import WITHIN, Bounds, Report, Setting, enough, simulate
+from simulation.simulate import WITHIN, Bounds, Report, SimulationSettings, enough, simulate
 from speculation.drafting.draft_session import Outcome
 from speculation.messages import Schedule
 
@@ -96,9 +96,9 @@ class Simulator:
         """
         self._costs, self._outcomes, self._bounds = costs, outcomes, bounds
         self._tokens, self._request_tokens, self._seed = tokens, request_tokens, seed
-        self._known: dict[Setting, Report] = {}
+        self._known: dict[SimulationSettings, Report] = {}
 
-    def report(self, setting: Setting) -> Report:
+    def report(self, setting: SimulationSettings) -> Report:
         """Simulate, or remember."""
         if setting not in self._known:
             rng = Random(self._seed)
@@ -110,18 +110,18 @@ class Simulator:
     def row(self, sweep: Sweep, schedule: str, rtt: float, sessions: int, targets: int, drafters: int) -> SweepRow:
         """One combination; of a baseline, with the draft length that suits it best."""
         length = self._request_tokens
-        plain = self.report(Setting(None, sessions=sessions, targets=targets, request_tokens=length))
+        plain = self.report(SimulationSettings(None, sessions=sessions, targets=targets, request_tokens=length))
         kind = SCHEDULES[schedule]
         if kind is None:
             return SweepRow(plain, 1.0)
         lengths = sweep.draft_lengths if kind is not Schedule.TRIE else (0,)
-        settings = [Setting(kind, drafts, rtt, sessions, targets, drafters, length) for drafts in lengths]
+        settings = [SimulationSettings(kind, drafts, rtt, sessions, targets, drafters, length) for drafts in lengths]
         best = max((self.report(setting) for setting in settings), key=lambda report: report.rate)
         return SweepRow(best, best.rate / plain.rate)
 
     def rows(self, sweep: Sweep, progress: Callable[[str], None]) -> list[SweepRow]:
         """All combinations; plain decoding, which knows no drafters, once for each kind of load."""
-        rows: dict[Setting, SweepRow] = {}
+        rows: dict[SimulationSettings, SweepRow] = {}
         for sessions, targets, rtt, drafters, schedule in product(
             sweep.sessions, sweep.targets, sweep.rtts, sweep.drafters, sweep.schedules
         ):

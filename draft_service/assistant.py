@@ -20,7 +20,7 @@ from draft_service.staged_drafting import Ask
 from engine.cache.kv_cache import CachedSequence, CacheFull
 from engine.interface import Chunk
 from engine.sampling.sampling import Draw, candidates
-from engine.shaping.shaping import Shape, shaped
+from engine.shaping.shaping import RowShaping, shaped
 from engine.step import Engine
 from speculation.drafting.draft_session import Candidate
 from speculation.drafting.guesses import Forward
@@ -151,7 +151,7 @@ def _chunks(going: Sequence[tuple[Ask, _Read]]) -> tuple[list[Chunk], list[tuple
 def _drawn(drawing: Sequence[tuple[Ask, _Read]], logits_NV: Tensor) -> Sequence[Sequence[Candidate]]:
     """What the assistant says next in each session, drawn and shaped as the draft model's own word is; none or one."""
     draws: list[Draw] = []
-    shapes: list[Shape | None] = []
+    shapes: list[RowShaping | None] = []
     for ask, _ in drawing:
         session, shaping = ask.sequence.session, ask.sequence.shaping
         draws.append(Draw(session.opened.sampling, len(session.tokens) + len(ask.text)))

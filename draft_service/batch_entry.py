@@ -9,7 +9,7 @@ from draft_service.sequence import DraftSequence
 from engine.cuda.level_memory import Expanded
 from engine.interface import Chunk
 from engine.sampling.sampling import Draw
-from engine.shaping.shaping import Shape
+from engine.shaping.shaping import RowShaping
 from speculation.messages import ANCHOR
 from speculation.trie import Node, VerificationTree
 
@@ -76,7 +76,7 @@ class DraftBatchEntry:
         draws = [Draw(sampling, node.end, node.digest) for node in self.expands]
         return draws + [Draw(sampling, draws[0].position + guess.end) for guess in self.guesses.nodes]
 
-    def shapes(self) -> list[Shape | None]:
+    def shapes(self) -> list[RowShaping | None]:
         """How the logits of each place are shaped; None: not at all."""
         shaping, root = self.sequence.shaping, self.sequence.session.trie.root
         if shaping is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from draft_service.batch_entry import DraftBatchEntry
 from draft_service.sequence import DraftSequence
 from engine.cache.kv_cache import ROOT, CacheFull
-from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Growth, Leaf, TreePlace
+from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Leaf, LevelExpansion, TreePlace
 from engine.cuda.levels import Levels
 from speculation.drafting.draft_session import Candidate
 from speculation.messages import Rule, Source
@@ -122,7 +122,7 @@ class DraftLevels:
         deep = [entry for entry in entries if entry.levels > 1]
         if self._levels is None or not deep or not self._reserve(deep):
             return
-        growths: list[Growth] = []
+        growths: list[LevelExpansion] = []
         row = 0
         for entry in entries:
             if entry.levels > 1:
@@ -234,13 +234,13 @@ def _is_able(entry: DraftBatchEntry, context: int) -> bool:
     return max(node.end for node in entry.expands) - at_home + MAX_LEVELS <= MAX_BRANCH
 
 
-def _growth(entry: DraftBatchEntry, row: int, context: int) -> Growth:
+def _growth(entry: DraftBatchEntry, row: int, context: int) -> LevelExpansion:
     """``row``: where the logits of its places begin in the step's."""
     sequence, session = entry.sequence, entry.sequence.session
     first = sequence.cached.pending - len(entry.reserved) - len(entry.expands)
     position = session.trie.position
     room = min(session.levels_below(session.trie.root) - 1, context - len(sequence.text.tokens))
-    return Growth(
+    return LevelExpansion(
         sampling=session.opened.sampling,
         stops=tuple(session.opened.limits.stop_tokens),
         position=position,

@@ -28,7 +28,7 @@ from models.growth import Growth, grow_to, set_noise, stretch, stretch_heads
 from models.pair import load, load_tokenizer, save_tokenizer
 
 __all__ = [
-    "Calibration",
+    "CalibratedNoise",
     "Growth",
     "calibrate_noise",
     "calibration_prompts",
@@ -45,7 +45,7 @@ PROMPTS = Path(__file__).resolve().parent / "prompts.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class CalibratedNoise:
     """The noise found, and the greedy acceptance measured at it."""
 
     noise: float
@@ -65,7 +65,7 @@ def calibrate_noise(
     tokens: int = 48,
     tolerance: float = 0.02,
     steps: int = 10,
-) -> Calibration:
+) -> CalibratedNoise:
     """Find the noise at which `stretch(model, ...)` accepts a share `wanted` of the tokens `draft` would offer.
 
     Measured as a server would see it at temperature 0: the stretched model continues each of `prompts_BT` by
@@ -109,15 +109,15 @@ def calibration_prompts(tokenizer: PreTrainedTokenizerFast, count: int, path: Pa
     return torch.tensor([row[:PROMPT_TOKENS] for row in rows if len(row) >= PROMPT_TOKENS][:count])
 
 
-def bisect_noise(agreement: Callable[[float], float], wanted: float, tolerance: float, steps: int) -> Calibration:
+def bisect_noise(agreement: Callable[[float], float], wanted: float, tolerance: float, steps: int) -> CalibratedNoise:
     """Search a falling function for `wanted`: double until below, then halve the interval."""
-    best = Calibration(0.0, agreement(0.0))
+    best = CalibratedNoise(0.0, agreement(0.0))
     low, high, noise = 0.0, float("inf"), FIRST_NOISE
     for _ in tqdm(range(steps), desc="calibrate", leave=False):
         too_poor = best.noise == 0.0 and best.agreement < wanted
         if too_poor or abs(best.agreement - wanted) <= tolerance:
             break
-        tried = Calibration(noise, agreement(noise))
+        tried = CalibratedNoise(noise, agreement(noise))
         if abs(tried.agreement - wanted) < abs(best.agreement - wanted):
             best = tried
         if tried.agreement > wanted:

@@ -19,10 +19,10 @@ from router.sessions.event_log import SessionNotes
 from router.sessions.null_tracer import NullTracer
 from router.sessions.pool import PoolEvents, WorkerPool, outside_vocabulary
 from router.sessions.prefixes import blocks_of
-from router.sessions.run import Run
+from router.sessions.run import RunningSession
 from router.sessions.snapshot import Snapshot, WorkerView
 from router.sessions.speculation_trace import SpeculationTrace
-from router.sessions.tally import Tally
+from router.sessions.tally import RouterCounters
 from router.sessions.totals import Totals
 from router.telemetry.metrics import RouterMetrics
 from speculation.demand import RouterDemand
@@ -98,7 +98,7 @@ class Dispatcher:
         ``traced`` makes what hears of each session; see :mod:`router.sessions.null_tracer`.
         """
         self._limits, self._traced = limits, traced
-        self._runs: dict[SessionId, Run] = {}
+        self._runs: dict[SessionId, RunningSession] = {}
         self.reading = 0
         """Generations whose sessions run or have more to read."""
         self._ids = itertools.count(1)
@@ -108,7 +108,7 @@ class Dispatcher:
         events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity)
         self.totals = Totals()
-        self.metrics = RouterMetrics(Tally(), self.snapshot)
+        self.metrics = RouterMetrics(RouterCounters(), self.snapshot)
         if identity is not None:
             self.metrics.certificates = (identity.certificate,)
         self.draining = False
@@ -162,7 +162,7 @@ class Dispatcher:
         notes = SessionNotes(self.pool.event_log, session, generation.request_id)
         blocks = blocks_of(generation.prompt)
         began = asyncio.get_running_loop().time()
-        run = self._runs[number] = Run(session, tally, session_log, notes, trace, model, blocks, began)
+        run = self._runs[number] = RunningSession(session, tally, session_log, notes, trace, model, blocks, began)
         if generation.details:
             run.speculation_trace = SpeculationTrace(began)
         self.totals.sessions += 1
@@ -195,7 +195,7 @@ class Dispatcher:
         """Sessions that wait for a target."""
         return sum(run.session.phase is Phase.PLACING for run in self._runs.values())
 
-    def _over(self, run: Run) -> None:
+    def _over(self, run: RunningSession) -> None:
         """A session has ended: it takes no place any more, whenever its client has read what there is."""
         session = run.session
         if self._runs.pop(session.session, None) is None:
@@ -209,7 +209,7 @@ class Dispatcher:
         self._poison_detector.ended(session.session, finished=isinstance(run.ended, FinishReason))
         self._ask_again_soon()
 
-    def _add_up(self, run: Run) -> None:
+    def _add_up(self, run: RunningSession) -> None:
         """Take over what a session that ended has counted."""
         session = run.session
         self.totals.take(session)
@@ -282,7 +282,7 @@ class Dispatcher:
                 self._verified(run, peer, message)
             self._handle(run, Received(peer, message))
 
-    def _verified(self, run: Run, peer: PeerId, verification: Verification) -> None:
+    def _verified(self, run: RunningSession, peer: PeerId, verification: Verification) -> None:
         """Note what is to be known of a step whatever the session makes of it."""
         known = self.pool.peers.get(peer)
         if known is not None and known.role is Role.TARGET:
@@ -297,13 +297,13 @@ class Dispatcher:
         if run is not None:
             self._handle(run, Faulted(peer, error.epoch or 0, str(error)))
 
-    def _handle(self, run: Run, event: Event, at: float = 0.0) -> None:
+    def _handle(self, run: RunningSession, event: Event, at: float = 0.0) -> None:
         """Let a session take an event; ``at``: the time is no earlier, whatever the clock says."""
         self._take(run, event, at)
         if run.session.phase is Phase.ENDED:
             self._over(run)
 
-    def _take(self, run: Run, event: Event, at: float = 0.0) -> None:
+    def _take(self, run: RunningSession, event: Event, at: float = 0.0) -> None:
         now = max(asyncio.get_running_loop().time(), at)
         workers = run.session.workers
         for effect in run.session.handle(now, event):
@@ -323,7 +323,7 @@ class Dispatcher:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, run: Run, effect: Effect, workers: Workers, now: float) -> None:
+    def _perform(self, run: RunningSession, effect: Effect, workers: Workers, now: float) -> None:
         """``workers``: where the session was when what has this effect happened, at ``now``."""
         match effect:
             case Place(role=role, avoid=avoid):
@@ -360,13 +360,13 @@ class Dispatcher:
             case _:
                 assert_never(effect)
 
-    def _fail(self, run: Run, error: GenerationError) -> None:
+    def _fail(self, run: RunningSession, error: GenerationError) -> None:
         self.totals.failed += 1
         run.ended = error
         run.log.warning("failed (%s): %s", error.code, error.message)
         run.items.put_nowait(error)
 
-    def _placed(self, run: Run, role: Role, avoid: frozenset[PeerId]) -> Placed | PoisonRequest:
+    def _placed(self, run: RunningSession, role: Role, avoid: frozenset[PeerId]) -> Placed | PoisonRequest:
         """The choice of a worker, but for targets where it is not this session's turn."""
 
         def choose(avoid: frozenset[PeerId]) -> PeerId | None:
@@ -382,7 +382,7 @@ class Dispatcher:
             run.notes.condemned(run.opened_at, answer.deaths)
         return answer
 
-    def _note(self, run: Run, peer: PeerId, message: ToWorker) -> None:
+    def _note(self, run: RunningSession, peer: PeerId, message: ToWorker) -> None:
         """Keep the accounts of which session is open where."""
         if isinstance(message, Open):
             self.pool.opened(peer, message, run.blocks)
@@ -402,7 +402,7 @@ class Dispatcher:
             self.pool.closed(peer, message.session)
         self.pool.join(run.session.session, *run.session.openings)
 
-    def _learn(self, run: Run, target: PeerId, draft: PeerId | None, accepted: int, offered: int) -> None:
+    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, accepted: int, offered: int) -> None:
         """What a step of a session says about its workers."""
         known = self.pool.peers.get(target)
         if run.revision is None and known is not None and known.welcome is not None:
@@ -410,7 +410,7 @@ class Dispatcher:
         if offered and draft is not None:
             self.pool.drafted(target, draft, accepted, offered)
 
-    def _why(self, run: Run, code: FailureCode, message: str) -> str:
+    def _why(self, run: RunningSession, code: FailureCode, message: str) -> str:
         """The reason of a failure, with what the session itself cannot know."""
         if code is not FailureCode.UNAVAILABLE or run.model is None:
             return message
@@ -421,7 +421,7 @@ class Dispatcher:
             )
         return f"{message} for model {run.model.name}"
 
-    def _set_timer(self, run: Run, at: float) -> None:
+    def _set_timer(self, run: RunningSession, at: float) -> None:
         def fire() -> None:
             run.timer = None
             self._handle(run, Tick(), at)  # an event loop may be early: uvloop's clock has steps of 1 ms

@@ -170,7 +170,7 @@ class Spoken(ReplayedText):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReplayedRequest:
     """A text as a request for it: what it opens with, and where it ends."""
 
     text: ReplayedText
@@ -186,7 +186,7 @@ class Request:
 class Texts(Protocol):
     """The requests of a simulated run."""
 
-    def request(self, number: int, seed: int) -> Request:
+    def request(self, number: int, seed: int) -> ReplayedRequest:
         """The one that is opened after ``number`` others; ``seed`` for what in it is left to chance."""
         ...
 
@@ -202,10 +202,10 @@ class Replays:
     def __post_init__(self) -> None:
         assert self.tokens > 1, "a request of one token has no pace"
 
-    def request(self, number: int, seed: int) -> Request:
+    def request(self, number: int, seed: int) -> ReplayedRequest:
         """As :class:`Texts` says."""
         text = Replayed(self.outcomes, (self.start + number * self.tokens) % len(self.outcomes), seed)
-        return Request(text, (text.token(0),), 1 + self.tokens)
+        return ReplayedRequest(text, (text.token(0),), 1 + self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +215,10 @@ class Passages:
     passages: Sequence[AgreementPassage]
     vocabulary: int
 
-    def request(self, number: int, seed: int) -> Request:
+    def request(self, number: int, seed: int) -> ReplayedRequest:
         """As :class:`Texts` says."""
         lap, index = divmod(number, len(self.passages))
         passage = self.passages[index]
         end = len(passage.prompt) + len(passage.tokens)
         text = Spoken(passage, self.vocabulary, seed)
-        return Request(text, passage.prompt, end, passage.guesses, scope=str(lap))
+        return ReplayedRequest(text, passage.prompt, end, passage.guesses, scope=str(lap))

@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from simulation.agreement import Replays, Request, Texts
+from simulation.agreement import ReplayedRequest, Replays, Texts
 from simulation.costs import Costs
 from simulation.simulated_draft import SimulatedDrafter
 from simulation.simulated_sources import OwnSources, RecordedHeads
 from simulation.simulated_world import Bounds as Bounds
-from simulation.simulated_world import Setting as Setting
 from simulation.simulated_world import SimulatedWorld
+from simulation.simulated_world import SimulationSettings as SimulationSettings
 from speculation.drafting.draft_session import Outcome
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Verification
 from speculation.trie import VerificationTree
@@ -44,7 +44,7 @@ WARM_UP = 128
 class Report:
     """What a simulated run came to. Tokens and verifications are those after the first of each request."""
 
-    setting: Setting
+    setting: SimulationSettings
     seconds: float
     decoding: float
     """Seconds between the commits of a request, of all requests together."""
@@ -82,7 +82,7 @@ class Report:
 
 
 def simulate(
-    setting: Setting,
+    setting: SimulationSettings,
     costs: Costs,
     outcomes: Sequence[Outcome],
     rng: Random,
@@ -99,7 +99,7 @@ def simulate(
 
 
 def simulate_texts(
-    setting: Setting,
+    setting: SimulationSettings,
     costs: Costs,
     texts: Texts,
     rng: Random,
@@ -121,7 +121,7 @@ def enough(rates: Mapping[int, float], goal: float | None = None) -> int | None:
 class _Run(SimulatedWorld):
     """Requests and workers of one run, too."""
 
-    def __init__(self, setting: Setting, costs: Costs, texts: Texts, rng: Random, bounds: Bounds) -> None:
+    def __init__(self, setting: SimulationSettings, costs: Costs, texts: Texts, rng: Random, bounds: Bounds) -> None:
         super().__init__(setting, costs, bounds, rng)
         self._texts = texts
         self._opened = 0
@@ -174,7 +174,7 @@ class _Verified:
     """A session at its target."""
 
     session: TargetSession
-    request: Request
+    request: ReplayedRequest
     slot: int
     drafter: SimulatedDrafter | None
     heads: RecordedHeads | None
@@ -192,7 +192,7 @@ class _Target:
         self._idle = True
         self._woken = 0
 
-    def open(self, opened: Open, request: Request, slot: int, drafter: SimulatedDrafter | None) -> None:
+    def open(self, opened: Open, request: ReplayedRequest, slot: int, drafter: SimulatedDrafter | None) -> None:
         heads, outputs = self._sources.heads(request), self._sources.outputs(request)
         session = self._planner.session(
             opened, request.text.vocabulary, [one for one in (heads, outputs) if one is not None]

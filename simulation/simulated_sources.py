@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simulation.agreement import Request
+from simulation.agreement import ReplayedRequest
 from speculation.drafting.medusa import GuessTree, HeadGuesses, MedusaDrafts
 from speculation.messages import Source, Sources, Token
 from speculation.sources.suffix import SuffixLookup, SuffixStore
@@ -57,15 +57,15 @@ class OwnSources:
         self._heads = Source.MEDUSA in allowed
         self._store = SuffixStore(capacity) if Source.SUFFIX in allowed else None
 
-    def heads(self, request: Request) -> RecordedHeads | None:
+    def heads(self, request: ReplayedRequest) -> RecordedHeads | None:
         """What the heads say for a request that is opened, if there are any."""
         return RecordedHeads(len(request.prompt), request.guesses) if self._heads and request.guesses else None
 
-    def outputs(self, request: Request) -> SuffixLookup | None:
+    def outputs(self, request: ReplayedRequest) -> SuffixLookup | None:
         """What it can find in earlier outputs, if any are kept."""
         return None if self._store is None else SuffixLookup(self._store, request.scope)
 
-    def keep(self, request: Request, tokens: Sequence[Token]) -> None:
+    def keep(self, request: ReplayedRequest, tokens: Sequence[Token]) -> None:
         """A request has ended, with all these tokens."""
         if self._store is not None:
             self._store.record(request.scope, tokens, len(request.prompt))

@@ -38,7 +38,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SimulationSettings:
     """What is simulated: workers, requests that are always running, and how drafts are made."""
 
     schedule: Schedule | None = Schedule.TRIE
@@ -107,7 +107,7 @@ class SimulationTotals:
 class SimulatedWorld:
     """One heap of what will happen, one seeded generator, virtual time."""
 
-    def __init__(self, setting: Setting, costs: Costs, bounds: Bounds, rng: Random) -> None:
+    def __init__(self, setting: SimulationSettings, costs: Costs, bounds: Bounds, rng: Random) -> None:
         """Nothing is going to happen."""
         self.setting, self.costs, self.bounds = setting, costs, bounds
         self.now = 0.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.interface import Chunk
 from engine.sampling.draws import is_plain
 from engine.sampling.sampling import Draw
-from engine.shaping.shaping import Shape
+from engine.shaping.shaping import RowShaping
 from speculation.acceptance import Chosen, Draft, Sampled
 from speculation.messages import ANCHOR, Rule, Sampling, Token
 from speculation.trie import VerificationTree
@@ -114,7 +114,7 @@ class BatchEntry:
         positions = [session.trie.position, *(node.end for node in self.tree.nodes)]
         return [Draw(session.opened.sampling, position) for position in positions]
 
-    def shapes(self) -> list[Shape | None]:
+    def shapes(self) -> list[RowShaping | None]:
         """How each wanted row is shaped before it is drawn from; None: not at all."""
         shaping = self.sequence.shaping
         if self.tree is None or shaping is None:

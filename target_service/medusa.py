@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.interface import Chunk
 from engine.medusa import MedusaHeads
 from engine.sampling.sampling import Candidate, Draw, candidates
-from engine.shaping.shaping import Shape, shaped
+from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
 from speculation.drafting.medusa import HeadGuesses, MedusaDrafts
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
@@ -111,7 +111,7 @@ def _draw(sequence: TargetSequence, place: int) -> Draw:
     return Draw(sampling, sequence.session.trie.position + place)
 
 
-def _shape(sequence: TargetSequence, place: int) -> Shape | None:
+def _shape(sequence: TargetSequence, place: int) -> RowShaping | None:
     """The first place is shaped as the target will. What comes before the others is not known.
 
     So they take what does not depend on it, or hardly: bias and penalties, but no grammar.

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 
 from benchmarks.chaos import nodes
-from benchmarks.chaos.processes import CONTROLLER, Process, Worker
+from benchmarks.chaos.processes import CONTROLLER, Process, WorkerReplica
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
 from speculation.events import Role
 
@@ -95,7 +95,7 @@ async def kill(*victims: Process) -> None:
         await asyncio.sleep(GONE_SECONDS)
 
 
-async def _victim(stage: Stage, role: Role, rng: Random) -> Worker:
+async def _victim(stage: Stage, role: Role, rng: Random) -> WorkerReplica:
     """Any worker of the role that runs."""
     running = [worker for worker in await stage.workers(role) if worker.running]
     if not running:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from benchmarks.chaos.records import Outcome, Wanted, tally
+from benchmarks.chaos.records import FaultResult, Requirement, tally
 from benchmarks.chaos.settings import (
     DRAFTS,
     FINISH_SECONDS,
@@ -47,7 +47,7 @@ FIRST_TOKEN_SECONDS = 30.0
 
 
 @dataclass(slots=True)
-class Sizes:
+class PoolSizes:
     """How many workers of each role there were, over time."""
 
     seen: dict[Role, list[int]] = field(default_factory=lambda: {Role.TARGET: [], Role.DRAFT: []})
@@ -91,10 +91,10 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
             await task
 
 
-async def ramp(stage: Stage, options: ChaosOptions) -> Outcome:
+async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:
     """One stream more every second, then one less; the pools may follow from one worker to all that fit."""
     requests = options.requests(RAMP_TOKENS)
-    sizes = Sizes()
+    sizes = PoolSizes()
     await stage.update(FOLLOW)
     await stage.shrunk(HEAL_SECONDS)
     await stage.whole(HEAL_SECONDS)
@@ -115,7 +115,7 @@ async def ramp(stage: Stage, options: ChaosOptions) -> Outcome:
         await load.finish(FINISH_SECONDS)
         await asyncio.sleep(QUIET_SECONDS)
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = Outcome("", "", Wanted(""), RAMP_STREAMS, counted)
+    outcome = FaultResult("", "", Requirement(""), RAMP_STREAMS, counted)
     outcome.complaints += sizes.objections()
     if outcome.tally.refused:
         outcome.complaints.append(f"{outcome.tally.refused} requests were refused")
@@ -125,7 +125,7 @@ async def ramp(stage: Stage, options: ChaosOptions) -> Outcome:
     return outcome
 
 
-async def overload(stage: Stage, options: ChaosOptions) -> Outcome:
+async def overload(stage: Stage, options: ChaosOptions) -> FaultResult:
     """Four times as many streams as the router accepts, for a while."""
     requests = options.requests(OVERLOAD_TOKENS)
     (router, *_) = stage.processes.routers()
@@ -145,7 +145,7 @@ async def overload(stage: Stage, options: ChaosOptions) -> Outcome:
         await load.finish(FINISH_SECONDS)
     seconds = time.monotonic() - began
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    outcome = Outcome("", "", Wanted(""), OVERLOAD * MAX_SESSIONS, counted)
+    outcome = FaultResult("", "", Requirement(""), OVERLOAD * MAX_SESSIONS, counted)
     grown, first = (most - before) / MEGABYTE, outcome.tally.first_token
     accepted = outcome.tally.requests - outcome.tally.refused
     outcome.notes = [

@@ -94,7 +94,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerReplica:
     """A replica of a worker pool, and the processes of its other ranks."""
 
     role: Role
@@ -121,7 +121,7 @@ class Processes:
         """Those titled so, oldest first."""
         return sorted((p for p in self._all() if words in p.title), key=lambda process: process.pid)
 
-    def workers(self, role: Role) -> list[Worker]:
+    def workers(self, role: Role) -> list[WorkerReplica]:
         """The workers of a role, as far as they have started. A node holds one at most."""
         everything = list(self._all())
         found = []
@@ -129,7 +129,7 @@ class Processes:
             if f"{REPLICA}{_KINDS[role]}" in replica.title:
                 node = replica.node
                 ranks = (p for p in everything if f"ray::paceline:{role}" in p.title and p.node == node)
-                found.append(Worker(role, node, replica.listens(), replica, tuple(ranks)))
+                found.append(WorkerReplica(role, node, replica.listens(), replica, tuple(ranks)))
         return sorted(found, key=lambda worker: worker.node)
 
     def routers(self) -> list[Process]:

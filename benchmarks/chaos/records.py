@@ -86,7 +86,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class ReplyTally:
     """What a number of replies amount to."""
 
     requests: int
@@ -105,14 +105,14 @@ class Tally:
 COMPLAINTS = 5
 
 
-def tally(replies: Iterable[Reply], right: Mapping[int, str]) -> Tally:
+def tally(replies: Iterable[Reply], right: Mapping[int, str]) -> ReplyTally:
     """Count; ``right`` has the text of each request that was asked for."""
     asked = list(replies)
     failed = [reply for reply in asked if reply.failed]
     different = [reply for reply in asked if reply.differs(right[reply.request])]
     complaints = [f"request {reply.request}: {reply.reason}" for reply in failed]
     complaints += [f"request {reply.request}: {difference(reply.text, right[reply.request])}" for reply in different]
-    return Tally(
+    return ReplyTally(
         requests=len(asked),
         refused=sum(reply.refused for reply in asked),
         failed=len(failed),
@@ -130,7 +130,7 @@ def difference(got: str, right: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Requirement:
     """What a row must show, besides no failed request and no different text."""
 
     text: str
@@ -140,16 +140,16 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Outcome:
+class FaultResult:
     """What was measured under one fault."""
 
     name: str
     fault: str
     """What was done, for the table."""
-    wanted: Wanted
+    wanted: Requirement
     streams: int
     """At once."""
-    tally: Tally
+    tally: ReplyTally
     seconds: float = 0.0
     """From the fault until all workers were back; 0 where nothing was lost."""
     complaints: list[str] = field(default_factory=list)

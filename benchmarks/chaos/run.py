@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 
 from benchmarks.chaos import scenarios, settings, soak
-from benchmarks.chaos.records import Outcome
+from benchmarks.chaos.records import FaultResult
 from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
 from benchmarks.chaos.stage import Stage, running
 from benchmarks.harness.options import known
@@ -38,7 +38,7 @@ def chaos(options: ChaosOptions) -> int:
             say(f"{row.name:16} {row.fault}")
         return 0
 
-    async def play(stage: Stage) -> list[Outcome]:
+    async def play(stage: Stage) -> list[FaultResult]:
         outcomes = []
         for scenario in rows:
             if not options.only or scenario.name in options.only:
@@ -56,15 +56,15 @@ def chaos(options: ChaosOptions) -> int:
 def random_faults(options: SoakOptions) -> int:
     """The same for random faults."""
 
-    async def play(stage: Stage) -> list[Outcome]:
+    async def play(stage: Stage) -> list[FaultResult]:
         say(f"random faults of seed {options.seed}:")
         return [await soak.soak(stage, options, say)]
 
     return _run(options, play)
 
 
-def _run(options: FaultOptions, play: Callable[[Stage], Awaitable[list[Outcome]]]) -> int:
-    async def on_stage() -> list[Outcome]:
+def _run(options: FaultOptions, play: Callable[[Stage], Awaitable[list[FaultResult]]]) -> int:
+    async def on_stage() -> list[FaultResult]:
         say("starting the cluster")
         with closing(HeldPort()) as port:
             async with running(configuration(port.number, options.dtype)) as stage:
@@ -76,7 +76,7 @@ def _run(options: FaultOptions, play: Callable[[Stage], Awaitable[list[Outcome]]
     return 0 if all(outcome.holds for outcome in outcomes) else FAILED
 
 
-def result(options: FaultOptions, outcomes: Sequence[Outcome]) -> Result:
+def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
     """What is known by now."""
     found = Result(
         options.BENCH,
@@ -109,7 +109,7 @@ def result(options: FaultOptions, outcomes: Sequence[Outcome]) -> Result:
     return replace(found, page=page)
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
+def table(outcomes: Sequence[FaultResult]) -> Table:
     """A row for each fault."""
     lines = []
     for outcome in outcomes:
@@ -132,14 +132,14 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return Table("Faults under streaming requests", COLUMNS, lines)
 
 
-def verdict(outcome: Outcome) -> str:
+def verdict(outcome: FaultResult) -> str:
     """A row in one line."""
     counted = outcome.tally
     figures = f"{counted.failed} failed, {counted.different} different, silence {counted.silence.seconds:.2f} s"
     return f"as wanted: {figures}" if outcome.holds else f"NOT AS WANTED: {'; '.join(outcome.problems)} ({figures})"
 
 
-def remarks(outcomes: Sequence[Outcome]) -> list[str]:
+def remarks(outcomes: Sequence[FaultResult]) -> list[str]:
     """Further figures, and what was not as it must be."""
     found = [f"{outcome.name}: {'; '.join(outcome.notes)}" for outcome in outcomes if outcome.notes]
     return found + [f"{outcome.name}, NOT AS WANTED: {why}" for outcome in outcomes for why in outcome.problems]

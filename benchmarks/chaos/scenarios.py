@@ -13,7 +13,7 @@ import httpx
 from benchmarks.chaos import faults
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.pressure import overload, ramp
-from benchmarks.chaos.records import Outcome, Reply, Wanted, difference, tally
+from benchmarks.chaos.records import FaultResult, Reply, Requirement, difference, tally
 from benchmarks.chaos.settings import (
     AFTER_SECONDS,
     BEGIN_SECONDS,
@@ -37,7 +37,7 @@ BREAK_SECONDS = 5.0
 MAX_RUNNING = (24, 16)
 """Of the target pool, in turn: a setting whose change replaces it."""
 
-Drive = Callable[[Stage, ChaosOptions], Awaitable[Outcome]]
+Drive = Callable[[Stage, ChaosOptions], Awaitable[FaultResult]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Scenario:
 
     name: str
     fault: str
-    wanted: Wanted
+    wanted: Requirement
     drive: Drive
 
 
 def scenarios(options: ChaosOptions) -> list[Scenario]:
     """All, in the order of the table."""
     hang = f"SIGSTOP of a {{}} for {options.hang:g} s"
-    under = {seconds: Wanted(f"silence under {seconds:g} s", seconds) for seconds in (1.0, REOPENED, 5.0, 10.0)}
+    under = {seconds: Requirement(f"silence under {seconds:g} s", seconds) for seconds in (1.0, REOPENED, 5.0, 10.0)}
     rows = [
         _row("undisturbed", "none", under[1.0], _nothing),
         _row("kill-draft", "kill -9 of one of two drafters, then of both", under[1.0], _kill_drafters),
@@ -66,34 +66,34 @@ def scenarios(options: ChaosOptions) -> list[Scenario]:
         _row("kill-controller", "Serve controller killed", under[1.0], faults.kill_controller),
         _row("replace-targets", "target pool drained and replaced", under[1.0], _replace_targets),
     ]
-    again = Wanted("only its streams break; asked again, the same text", 1.0)
+    again = Requirement("only its streams break; asked again, the same text", 1.0)
     rows.append(Scenario("kill-router", "kill -9 of one of two routers", again, kill_router))
-    follow = Wanted("pools follow, no flapping")
-    bounded = Wanted("429s before acceptance only, bounded queue")
+    follow = Requirement("pools follow, no flapping")
+    bounded = Requirement("429s before acceptance only, bounded queue")
     rows.append(Scenario("ramp", "load ramp 1 to 32 to 0 streams", follow, ramp))
     rows.append(Scenario("overload", f"4 times capacity for {options.overload:g} s", bounded, overload))
     return rows
 
 
-async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> Outcome:
+async def run(scenario: Scenario, stage: Stage, options: ChaosOptions) -> FaultResult:
     """Drive it, and look at what is left afterwards."""
     try:
         outcome = await scenario.drive(stage, options)
     except (StageError, TimeoutError, httpx.HTTPError) as error:
-        outcome = Outcome("", "", scenario.wanted, options.streams, tally([], {}), complaints=[_words(error)])
+        outcome = FaultResult("", "", scenario.wanted, options.streams, tally([], {}), complaints=[_words(error)])
     outcome.name, outcome.fault, outcome.wanted = scenario.name, scenario.fault, scenario.wanted
     outcome.complaints += [words for words in (stage.ended, await stage.left()) if words]
     return outcome
 
 
-def _row(name: str, fault: str, wanted: Wanted, inject: Fault) -> Scenario:
-    async def drive(stage: Stage, options: ChaosOptions) -> Outcome:
+def _row(name: str, fault: str, wanted: Requirement, inject: Fault) -> Scenario:
+    async def drive(stage: Stage, options: ChaosOptions) -> FaultResult:
         return await disturbed(stage, options, inject, Random(f"{options.seed} {name}"))
 
     return Scenario(name, fault, wanted, drive)
 
 
-async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Random) -> Outcome:
+async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Random) -> FaultResult:
     """Inject a fault under the steady load, wait until the cluster is whole, and let all streams complete.
 
     Every request is a new one, computed undisturbed only afterwards: a target that takes over a session must not find
@@ -114,7 +114,7 @@ async def disturbed(stage: Stage, options: ChaosOptions, inject: Fault, rng: Ran
         await load.finish(FINISH_SECONDS)
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
     notes = [f"the longest silence began {counted.silence.began - began:.1f} s after the fault"]
-    return Outcome("", "", Wanted(""), options.streams, counted, healed, complaints, notes)
+    return FaultResult("", "", Requirement(""), options.streams, counted, healed, complaints, notes)
 
 
 def _words(error: Exception) -> str:
@@ -145,7 +145,7 @@ async def _replace_targets(stage: Stage, rng: Random) -> None:
         raise StageError(f"target processes {sorted(kept)} were not replaced")
 
 
-async def kill_router(stage: Stage, options: ChaosOptions) -> Outcome:
+async def kill_router(stage: Stage, options: ChaosOptions) -> FaultResult:
     """Deploy two, kill one under the steady load, and let clients whose streams broke ask again.
 
     A router alone holds the connections of its clients, so their streams break: nothing can hide that. What must hold
@@ -177,7 +177,7 @@ async def kill_router(stage: Stage, options: ChaosOptions) -> Outcome:
     ]
     await stage.update({"router": {"replicas": ROUTERS}})
     await stage.whole(HEAL_SECONDS)
-    return Outcome("", "", Wanted(""), options.streams, counted, healed, complaints, notes)
+    return FaultResult("", "", Requirement(""), options.streams, counted, healed, complaints, notes)
 
 
 async def ask_again(url: str, requests: Sequence[Body], broken: Sequence[Reply]) -> list[Reply]:

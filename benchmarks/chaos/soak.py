@@ -17,7 +17,7 @@ from random import Random
 from benchmarks.chaos import faults
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.processes import Process
-from benchmarks.chaos.records import Outcome, Wanted, tally
+from benchmarks.chaos.records import FaultResult, Requirement, tally
 from benchmarks.chaos.settings import FINISH_SECONDS, HEAL_SECONDS, SoakOptions
 from benchmarks.chaos.stage import Stage, StageError
 from benchmarks.chaos.workload import Workload
@@ -34,7 +34,7 @@ MEMORY_FACTOR, MEMORY_MB = 1.3, 64
 """Memory is flat if at the end it is at most so many times, and so much, more than when warm."""
 DESCRIPTORS = 24
 """Most files and sockets that a router may have open at the end beyond what it began with."""
-WANTED = Wanted("0 after acceptance, memory flat, nothing left")
+WANTED = Requirement("0 after acceptance, memory flat, nothing left")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def against_growth(before: Footprint, after: Footprint) -> list[str]:
     return found
 
 
-async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -> Outcome:
+async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -> FaultResult:
     """Random faults for ``options.minutes``."""
     requests = options.requests(options.tokens, REQUESTS)
     quiet = await footprint(stage)
@@ -136,7 +136,7 @@ async def soak(stage: Stage, options: SoakOptions, say: Callable[[str], None]) -
     notes.append(f"files and sockets of routers: {quiet.descriptors} at the start, {end.descriptors} at the end")
     title = f"random faults for {options.minutes:g} minutes"
     counted = tally(load.replies, await stage.right_texts(requests, load.replies))
-    return Outcome("soak", title, WANTED, options.streams, counted, complaints=complaints, notes=notes)
+    return FaultResult("soak", title, WANTED, options.streams, counted, complaints=complaints, notes=notes)
 
 
 async def _inject_all(

@@ -22,7 +22,7 @@ import httpx
 import yaml
 
 from benchmarks.chaos.nodes import ENVIRONMENT
-from benchmarks.chaos.processes import Processes, Worker
+from benchmarks.chaos.processes import Processes, WorkerReplica
 from benchmarks.chaos.records import Reply
 from benchmarks.chaos.settings import Body
 from benchmarks.chaos.workload import client, plain_text
@@ -117,7 +117,7 @@ class Stage:
         if not answer.startswith("did"):
             raise StageError(f"the pretend nodes did not {order} {name}: {answer or 'they ended'}")
 
-    async def workers(self, role: Role) -> list[Worker]:
+    async def workers(self, role: Role) -> list[WorkerReplica]:
         """Those that there are, running or not."""
         return await asyncio.to_thread(self.processes.workers, role)
 

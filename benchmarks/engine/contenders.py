@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.engine.steps import GREEDY, Part, StepParts, Work, chain, hooks
+from benchmarks.engine.steps import GREEDY, StepPart, StepParts, Work, chain, hooks
 from benchmarks.harness.contenders import PLAIN
-from benchmarks.harness.measure import Batch, Commit, Decoded, Run
+from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.transformers_baseline import continue_greedily
 from cluster.config.config import Config
 from cluster.config.serving import target_settings
@@ -54,14 +54,14 @@ class Loop:
             self._open(prompt, tokens, sampling) for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)
         ]
         tokens: dict[SessionId, list[Token]] = {session: [] for session in sessions}
-        commits: dict[SessionId, list[Commit]] = {session: [] for session in sessions}
+        commits: dict[SessionId, list[TimedCommit]] = {session: [] for session in sessions}
         unfinished = set(sessions)
         while unfinished:
             verifications = self._step()
             now = time.perf_counter()
             for verification in verifications:
                 tokens[verification.session] += verification.tokens
-                commits[verification.session].append(Commit(now, len(verification.tokens)))
+                commits[verification.session].append(TimedCommit(now, len(verification.tokens)))
                 if verification.finish:
                     unfinished.remove(verification.session)
         decoded = tuple(Decoded(tuple(tokens[session]), tuple(commits[session])) for session in sessions)
@@ -127,7 +127,7 @@ class Stock:
         prompts_BT = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, batch.prompts, strict=True)])
         mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
         new_BT, noted = continue_greedily(self._model, prompts_BT, batch.tokens, mask_BT)
-        commits = tuple(Commit(at, tokens) for at, tokens in noted)  # a token of every text each
+        commits = tuple(TimedCommit(at, tokens) for at, tokens in noted)  # a token of every text each
         texts = zip(new_BT.tolist(), batch.wanted, strict=True)
         return Run(tuple(Decoded(tuple(row[:tokens]), commits[:tokens]) for row, tokens in texts), asked=asked)
 
@@ -160,7 +160,7 @@ def measure_parts(loop: Loop, prompts: Sequence[Sequence[int]], steps: int) -> S
     totals: list[float] = []
     forwards: list[float] = []
     samplings: list[float] = []
-    hooked: list[dict[Part, float]] = []
+    hooked: list[dict[StepPart, float]] = []
     with loop.decoding(prompts, 2 * steps + 1) as step:
         for _ in range(steps):
             started = time.perf_counter()
@@ -174,9 +174,9 @@ def measure_parts(loop: Loop, prompts: Sequence[Sequence[int]], steps: int) -> S
                 step()
             hooked.append(seconds)
     total, forward, sampling = median(totals), median(forwards), median(samplings)
-    model = {part: median(one[part] for one in hooked) for part in (Part.LINEAR, Part.ATTENTION, Part.REST)}
+    model = {part: median(one[part] for one in hooked) for part in (StepPart.LINEAR, StepPart.ATTENTION, StepPart.REST)}
     scale = forward / sum(model.values())
     parts = {part: scale * seconds for part, seconds in model.items()}
     return StepParts(
-        len(prompts), total, parts | {Part.SAMPLING: sampling, Part.HOST: max(total - forward - sampling, 0.0)}
+        len(prompts), total, parts | {StepPart.SAMPLING: sampling, StepPart.HOST: max(total - forward - sampling, 0.0)}
     )

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.engine.contenders import PREFIX
 from benchmarks.engine.model import MEGABYTE, Memory, lengths, parameters
 from benchmarks.engine.settings import CONCURRENT, EngineOptions
-from benchmarks.engine.steps import TREE, Part, StepParts, chain, many
+from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, many
 from benchmarks.harness.measure import Run
 from benchmarks.harness.report import Goal, Result, Table, goals_table, wanted
 
@@ -123,7 +123,7 @@ def summary(measured: Measured) -> dict[str, float | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class TextAgreement:
     """How far two contenders write the same texts."""
 
     texts: int
@@ -133,7 +133,7 @@ class Agreement:
     """Median number of tokens before the first difference."""
 
 
-def agreement(ours: Sequence[Run], theirs: Sequence[Run]) -> Agreement:
+def agreement(ours: Sequence[Run], theirs: Sequence[Run]) -> TextAgreement:
     """Text by text, of runs over the same prompts."""
     pairs = [
         (one.tokens, other.tokens)
@@ -141,7 +141,7 @@ def agreement(ours: Sequence[Run], theirs: Sequence[Run]) -> Agreement:
         for one, other in zip(run.decoded, their.decoded, strict=True)
     ]
     agreed = [_agreed(*pair) for pair in pairs]
-    return Agreement(len(pairs), sum(one == other for one, other in pairs), median(agreed))
+    return TextAgreement(len(pairs), sum(one == other for one, other in pairs), median(agreed))
 
 
 def _agreed(one: Sequence[int], other: Sequence[int]) -> int:
@@ -179,11 +179,11 @@ def parts(measured: Measured) -> Table:
         (
             f"{one.sequences}",
             f"{1e3 * one.total:.2f}",
-            *(f"{1e3 * one.parts[part]:.2f} ({one.parts[part] / one.total:.0%})" for part in Part),
+            *(f"{1e3 * one.parts[part]:.2f} ({one.parts[part] / one.total:.0%})" for part in StepPart),
         )
         for one in measured.parts
     ]
-    return Table("Where the time of a decoding step goes, ms", ("sequences", "step", *Part), lines)
+    return Table("Where the time of a decoding step goes, ms", ("sequences", "step", *StepPart), lines)
 
 
 def pace(measured: Measured) -> Table:

@@ -30,7 +30,7 @@ from random import Random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.engine.settings import EXPANSION, GROUP, HEAD_SIZE, Shape
+from benchmarks.engine.settings import EXPANSION, GROUP, HEAD_SIZE, EngineShape
 from benchmarks.harness.measure import Batch
 from cluster.config.config import Config
 from models.pair import parameter_count, placed
@@ -51,7 +51,7 @@ LONGEST_PROMPT, LONGEST_ANSWER = 256, 256
 MEGABYTE = 1e6
 
 
-def config(shape: Shape) -> LlamaConfig:
+def config(shape: EngineShape) -> LlamaConfig:
     """In the proportions of the Llama 3.2 of a billion: tied embeddings, grouped queries, a wide MLP."""
     heads = shape.hidden // HEAD_SIZE
     return LlamaConfig(
@@ -67,7 +67,7 @@ def config(shape: Shape) -> LlamaConfig:
     )
 
 
-def write_model(shape: Shape, folder: Path) -> None:
+def write_model(shape: EngineShape, folder: Path) -> None:
     """A checkpoint in bfloat16, the same for the same shape."""
     torch.manual_seed(SEED)
     placed(LlamaForCausalLM(config(shape)), torch.bfloat16).save_pretrained(folder)
@@ -78,18 +78,18 @@ def random_prompts(count: int, tokens: int, generator: torch.Generator) -> list[
     return [tuple(row) for row in torch.randint(VOCABULARY, (count, tokens), generator=generator).tolist()]
 
 
-def parameters(shape: Shape) -> int:
+def parameters(shape: EngineShape) -> int:
     """Tied ones once. A step reads every one of them once: the embedding is the output layer."""
     with torch.device("meta"):
         return parameter_count(LlamaForCausalLM(config(shape)))
 
 
-def cached_values(shape: Shape) -> int:
+def cached_values(shape: EngineShape) -> int:
     """Numbers that the cache holds for a token."""
     return 2 * shape.layers * shape.hidden // GROUP
 
 
-def activations(shape: Shape, tokens: int, rows: int) -> int:
+def activations(shape: EngineShape, tokens: int, rows: int) -> int:
     """Numbers alive at the widest place of a step, about: residual, norm, the MLP's three products, and logits.
 
     ``rows``: of logits, counted three times, as the model's number format and as float32.
@@ -135,7 +135,7 @@ class Memory:
         return self.resident - self.weights - self.cache - self.activations
 
 
-def memory_of(process: int, shape: Shape, item: int, slots: int, rows: int) -> Memory:
+def memory_of(process: int, shape: EngineShape, item: int, slots: int, rows: int) -> Memory:
     """Of the worker with this process id; ``item``: bytes of a number, ``rows``: of logits in its widest step."""
     fields = read_rollup(Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii"))
     return Memory(

@@ -36,7 +36,7 @@ from benchmarks.engine.settings import (
     WORKER_CACHE_TOKENS,
     EngineOptions,
 )
-from benchmarks.engine.steps import TRIES, StepParts, Steps, in_turn, pinned, reads
+from benchmarks.engine.steps import TRIES, StepParts, TimedSteps, in_turn, pinned, reads
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.workers import WorkerPlan, connected, running
@@ -104,7 +104,7 @@ def time_steps(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of every way to read, and of every step of ours and of transformers, all in turn."""
     contexts = random_prompts(max(SIZES), CONTEXT, generator)
-    steps = Steps(engine, contexts)
+    steps = TimedSteps(engine, contexts)
     ways = reads(READ_BYTES)
     timed = steps.works(SIZES) | stock.works(contexts[0], SIZES)
     seconds = in_turn(ways | timed, options.rounds, tries=dict.fromkeys(timed, TRIES))

@@ -38,7 +38,7 @@ READ_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EngineShape:
     """How large the model is.
 
     By default 260 million parameters: a quarter of the layers of the Llama 3.2 of a billion. With more and thinner
@@ -70,9 +70,9 @@ class EngineOptions(Options):
         between("--threads", self.threads, 1, usable_cores(), ", the cores usable here")
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> EngineShape:
         """Of the model."""
-        return Shape(self.hidden, self.layers)
+        return EngineShape(self.hidden, self.layers)
 
     @property
     def rounds(self) -> int:

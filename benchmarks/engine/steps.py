@@ -112,7 +112,7 @@ def draw_tokens(engine: Engine, chunks: Sequence[Chunk]) -> list[int]:
     return [token for token, _ in engine.drawn.tolist()]
 
 
-class Steps:
+class TimedSteps:
     """Sequences with their context cached, and the steps that can be timed on them."""
 
     def __init__(self, engine: Engine, contexts: Sequence[Sequence[int]]) -> None:
@@ -155,7 +155,7 @@ class Steps:
         return step
 
 
-class Part(StrEnum):
+class StepPart(StrEnum):
     """What a step of the worker is made of."""
 
     LINEAR = "linear layers"
@@ -172,18 +172,18 @@ class StepParts:
 
     sequences: int
     total: float
-    parts: dict[Part, float]
+    parts: dict[StepPart, float]
     """They add up to ``total``."""
 
 
 @contextmanager
-def hooks(module: nn.Module) -> Iterator[dict[Part, float]]:
+def hooks(module: nn.Module) -> Iterator[dict[StepPart, float]]:
     """Seconds spent in linear layers, in attention outside of those, and in the rest of ``module``, while it lasts.
 
     Known by their classes' names: linear layers may be packed, and every family has its own attention.
     """
-    seconds = dict.fromkeys((Part.LINEAR, Part.ATTENTION, Part.REST), 0.0)
-    entered: list[Part] = []
+    seconds = dict.fromkeys((StepPart.LINEAR, StepPart.ATTENTION, StepPart.REST), 0.0)
+    entered: list[StepPart] = []
     since = 0.0
 
     def switch() -> None:
@@ -194,7 +194,7 @@ def hooks(module: nn.Module) -> Iterator[dict[Part, float]]:
             seconds[entered[-1]] += now - since
         since = now
 
-    def watch(one: nn.Module, part: Part) -> None:
+    def watch(one: nn.Module, part: StepPart) -> None:
         def enter(*_: object) -> None:
             switch()
             entered.append(part)
@@ -206,13 +206,13 @@ def hooks(module: nn.Module) -> Iterator[dict[Part, float]]:
         handles.extend((one.register_forward_pre_hook(enter), one.register_forward_hook(leave)))
 
     handles: list[torch.utils.hooks.RemovableHandle] = []
-    watch(module, Part.REST)
+    watch(module, StepPart.REST)
     for one in module.modules():
         name = type(one).__name__
         if "Linear" in name:
-            watch(one, Part.LINEAR)
+            watch(one, StepPart.LINEAR)
         elif name.endswith("Attention"):
-            watch(one, Part.ATTENTION)
+            watch(one, StepPart.ATTENTION)
     try:
         yield seconds
     finally:

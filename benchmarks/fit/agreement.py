@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.fit.settings import DEPTH, SUFFIX_TOKENS, Way
 from benchmarks.speculation.records import Depth
-from simulation.agreement import AgreementPassage, Passages, Request
+from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
 from simulation.simulated_sources import OwnSources
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
 from speculation.sources.local_sources import local_sources
@@ -20,7 +20,7 @@ from speculation.sources.registry import LocalSource, Suggestion
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DraftRun:
     """A draft from one place of the text."""
 
     offered: int
@@ -35,7 +35,7 @@ class Run:
 class Agreement:
     """A way's drafts over many places."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[DraftRun, ...]
     among: float
     """Share of the places at which the target's token is among what is proposed, first or not."""
 
@@ -63,7 +63,7 @@ class Agreement:
 
 def agreement(way: Way, passages: Sequence[AgreementPassage]) -> Agreement:
     """Count; the passages hold what the way's draft model says, if it has one."""
-    runs: list[Run] = []
+    runs: list[DraftRun] = []
     among = 0
     sources = OwnSources(way.local, SUFFIX_TOKENS)
     requests = Passages(passages, vocabulary=1)
@@ -77,26 +77,26 @@ def agreement(way: Way, passages: Sequence[AgreementPassage]) -> Agreement:
     return Agreement(tuple(runs), among / len(runs))
 
 
-def _drafted(passage: AgreementPassage) -> list[Run]:
+def _drafted(passage: AgreementPassage) -> list[DraftRun]:
     """What comes of following the draft model's first choice."""
-    found: list[Run] = []
+    found: list[DraftRun] = []
     right = 0
     for place in range(len(passage.tokens) - 1, -1, -1):
         said = passage.places[place]
         right = right + 1 if said and said[0].token == passage.tokens[place] else 0
         among = any(candidate.token == passage.tokens[place] for candidate in said)
-        found.append(Run(min(len(passage.tokens) - place, DEPTH) if said else 0, min(right, DEPTH), among))
+        found.append(DraftRun(min(len(passage.tokens) - place, DEPTH) if said else 0, min(right, DEPTH), among))
     return found[::-1]
 
 
-def _local(way: Way, request: Request, sources: OwnSources) -> list[LocalSource]:
+def _local(way: Way, request: ReplayedRequest, sources: OwnSources) -> list[LocalSource]:
     """The way's sources at the target."""
     opened = Open(SessionId(1), 1, request.prompt, Sampling(), Limits(request.end))
     found = (*local_sources(opened), sources.heads(request), sources.outputs(request))
     return [one for one in found if one is not None and one.source in way.local]
 
 
-def _followed(source: LocalSource, passage: AgreementPassage) -> list[Run]:
+def _followed(source: LocalSource, passage: AgreementPassage) -> list[DraftRun]:
     """What comes of following a source at the target."""
     source.extend(passage.prompt)
     runs = []
@@ -106,7 +106,7 @@ def _followed(source: LocalSource, passage: AgreementPassage) -> list[Run]:
         chain = _chain(said)
         right = next((i for i, (a, b) in enumerate(zip(chain, ahead, strict=False)) if a != b), len(chain))
         among = any(one == token for one, parent in zip(said.tokens, said.parents, strict=True) if parent == ANCHOR)
-        runs.append(Run(len(chain), right, among))
+        runs.append(DraftRun(len(chain), right, among))
         source.extend([token])
     return runs
 

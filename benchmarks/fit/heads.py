@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.fit.serving import Decoded
+from benchmarks.fit.serving import TargetText
 from benchmarks.fit.settings import FitError, FitOptions
 from engine.build import build
 from engine.interface import Chunk
@@ -42,7 +42,7 @@ def check(options: FitOptions) -> None:
         raise FitError(f"--medusa {options.medusa}: {reads}; give heads that were trained for it")
 
 
-def guesses(options: FitOptions, texts: Sequence[Decoded]) -> list[tuple[HeadGuesses, ...]]:
+def guesses(options: FitOptions, texts: Sequence[TargetText]) -> list[tuple[HeadGuesses, ...]]:
     """For each text what the heads say at every place; nothing at the first. Raises :class:`engine.model.ModelError`.
 
     There the target has only just read the prompt, and nothing of its own was drawn yet.
@@ -64,7 +64,7 @@ def guesses(options: FitOptions, texts: Sequence[Decoded]) -> list[tuple[HeadGue
         engine.close()
 
 
-def _said(engine: Engine, heads: MedusaHeads, text: Decoded, sampling: Sampling) -> list[HeadGuesses]:
+def _said(engine: Engine, heads: MedusaHeads, text: TargetText, sampling: Sampling) -> list[HeadGuesses]:
     """At the places from the second on.
 
     Heads guess from the state that the last token was drawn from, which the model was in when it had read the one

@@ -12,8 +12,19 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.fit import heads, plots, report, teacher
-from benchmarks.fit.predict import DEPTHS, FINE, ROUGH, Forecast, Known, Load, Predictor, forecast, loads, recommended
-from benchmarks.fit.serving import Decoded, Watched, spread, watch
+from benchmarks.fit.predict import (
+    DEPTHS,
+    FINE,
+    ROUGH,
+    Forecast,
+    Known,
+    Predictor,
+    TargetLoad,
+    forecast,
+    loads,
+    recommended,
+)
+from benchmarks.fit.serving import TargetText, Watched, spread, watch
 from benchmarks.fit.settings import FitOptions
 from benchmarks.fit.validate import validate
 from benchmarks.harness.report import describe_machine
@@ -60,7 +71,9 @@ def fit(options: FitOptions) -> report.FitResult:
     return result
 
 
-def learned(options: FitOptions, watched: Watched, texts: Sequence[Decoded], progress: Callable[[str], None]) -> Known:
+def learned(
+    options: FitOptions, watched: Watched, texts: Sequence[TargetText], progress: Callable[[str], None]
+) -> Known:
     """Costs from the records, and what each draft model, and Medusa heads, say along the texts."""
     passages: dict[str | None, list[AgreementPassage]] = {
         None: [AgreementPassage(text.prompt, text.tokens) for text in texts]
@@ -92,7 +105,7 @@ def _predict(options: FitOptions, known: Known, progress: Callable[[str], None])
     chosen = forecast(fine, chosen.way, options.round_trips, DEPTHS)
     found = loads(rough, chosen, options.round_trips[0], options.sessions)
     least = rough.least_acceptance(chosen.way, 1)
-    near = Load(rtt=options.round_trips[0])
+    near = TargetLoad(rtt=options.round_trips[0])
     forgetful = fine.forgetful(chosen.way, near, chosen.depth) if chosen.way.remembers else None
     everything = options, describe_machine(), known, tuple(forecasts), chosen, tuple(found), least
     return report.FitResult(*everything, forgetful=forgetful)

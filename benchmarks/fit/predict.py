@@ -19,7 +19,7 @@ from benchmarks.fit.agreement import Agreement, agreement
 from benchmarks.fit.settings import DEPTH, PLAIN, Way
 from simulation.agreement import AgreementPassage, Passages, made_up
 from simulation.costs import Costs, Curve
-from simulation.simulate import WITHIN, Report, Setting, simulate, simulate_texts
+from simulation.simulate import WITHIN, Report, SimulationSettings, simulate, simulate_texts
 from speculation.messages import Schedule, Source
 from speculation.verifying.budget import rising
 
@@ -79,7 +79,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TargetLoad:
     """What one target has to do, and who drafts for it."""
 
     sessions: int = 1
@@ -96,9 +96,9 @@ class Predictor:
     seed: int
     tokens: int
     """Simulated of all requests together, round and round the texts, besides those before anything counts."""
-    _reports: dict[tuple[Way, Load, int, str | None], Report] = field(default_factory=dict)
+    _reports: dict[tuple[Way, TargetLoad, int, str | None], Report] = field(default_factory=dict)
 
-    def report(self, way: Way, load: Load = Load(), depth: int = DEPTH, kind: str | None = None) -> Report:
+    def report(self, way: Way, load: TargetLoad = TargetLoad(), depth: int = DEPTH, kind: str | None = None) -> Report:
         """Of the way's requests; ``kind``: for texts of that kind only."""
         key = (way, load, depth, kind)
         if key not in self._reports:
@@ -128,11 +128,11 @@ class Predictor:
         costs = self.known.costs[way.draft]
         return sessions / (costs.verify_seconds(sessions, sessions) + costs.verify_pause)
 
-    def speedup(self, way: Way, load: Load = Load(), depth: int = DEPTH, kind: str | None = None) -> float:
+    def speedup(self, way: Way, load: TargetLoad = TargetLoad(), depth: int = DEPTH, kind: str | None = None) -> float:
         """Over plain decoding of as many requests."""
         return self.report(way, load, depth, kind).rate / self.plain(way, load.sessions)
 
-    def forgetful(self, way: Way, load: Load = Load(), depth: int = DEPTH) -> float:
+    def forgetful(self, way: Way, load: TargetLoad = TargetLoad(), depth: int = DEPTH) -> float:
         """The speed-up of a way if nothing of earlier answers were known."""
         without = replace(way, local=way.local - {Source.SUFFIX})
         return self.speedup(without, load, depth) if without != PLAIN else 1.0
@@ -142,7 +142,7 @@ class Predictor:
         if way.draft is None:
             return 0
         counts = [count for count in DRAFTERS if count <= sessions]
-        rates = {count: self.report(way, Load(sessions, rtt, count), depth).rate for count in counts}
+        rates = {count: self.report(way, TargetLoad(sessions, rtt, count), depth).rate for count in counts}
         return min(count for count, rate in rates.items() if rate >= (1 - ENOUGH) * max(rates.values()))
 
     def least_acceptance(self, way: Way, sessions: int) -> float | None:
@@ -150,7 +150,7 @@ class Predictor:
         if way.draft is None:
             return None
         costs, plain = self.known.costs[way.draft], self.plain(way, sessions)
-        setting = self._setting(Way(way.draft), Load(sessions), DEPTH)
+        setting = self._setting(Way(way.draft), TargetLoad(sessions), DEPTH)
 
         def pays(acceptance: float) -> bool:
             outcomes = made_up(Random(self.seed), acceptance, length=self.tokens)
@@ -159,9 +159,9 @@ class Predictor:
         found = bisect_left(ACCEPTANCES, True, key=pays)
         return ACCEPTANCES[found] if found < len(ACCEPTANCES) else None
 
-    def _setting(self, way: Way, load: Load, depth: int) -> Setting:
+    def _setting(self, way: Way, load: TargetLoad, depth: int) -> SimulationSettings:
         """With the second level of draft workers as they are started unless told otherwise."""
-        return Setting(
+        return SimulationSettings(
             Schedule.TRIE if way != PLAIN else None,
             rtt=load.rtt,
             sessions=load.sessions,
@@ -214,7 +214,7 @@ def forecast(
     predictor: Predictor, way: Way, round_trips: Sequence[float], tried: Sequence[int] = ROUGH_DEPTHS
 ) -> Forecast:
     """Simulate a way at the depths ``tried``, then at the best of them for every distance and kind of text."""
-    known, near = predictor.known, Load(rtt=round_trips[0])
+    known, near = predictor.known, TargetLoad(rtt=round_trips[0])
     depths = {depth: predictor.speedup(way, near, depth) for depth in tried}
     depth = best_depth(depths)
     kinds = list(dict.fromkeys(known.kinds))
@@ -223,7 +223,7 @@ def forecast(
         agreement(way, known.of(way)),
         {kind: agreement(way, known.of(way, kind)) for kind in kinds},
         depths,
-        {rtt: predictor.speedup(way, Load(rtt=rtt), depth) for rtt in round_trips},
+        {rtt: predictor.speedup(way, TargetLoad(rtt=rtt), depth) for rtt in round_trips},
         {kind: predictor.speedup(way, near, depth, kind) for kind in kinds},
         predictor.report(way, near, depth).rate,
     )
@@ -260,7 +260,7 @@ def loads(predictor: Predictor, chosen: Forecast, rtt: float, sessions: Sequence
     found = []
     for count in sessions:
         drafters = predictor.drafters(way, count, rtt, depth)
-        report = predictor.report(way, Load(count, rtt, max(drafters, 1)), depth)
+        report = predictor.report(way, TargetLoad(count, rtt, max(drafters, 1)), depth)
         delivered = report.lead_delivered / report.lead_asked if report.lead_asked else 1.0
         found.append(Loaded(count, drafters, delivered, report.rate, predictor.plain(way, count)))
     return found

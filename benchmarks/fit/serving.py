@@ -53,7 +53,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class TargetText:
     """A prompt and what the target says after it."""
 
     kind: str
@@ -66,7 +66,7 @@ class Watched:
     """What the workers have shown."""
 
     vocabulary: int
-    texts: list[Decoded] = field(default_factory=list)
+    texts: list[TargetText] = field(default_factory=list)
     lines: dict[str | None, list[Line]] = field(default_factory=dict)
     """Of their records, by the draft that was there; those of the target alone under None."""
     plainly: dict[str, list[Span]] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Requests:
     dispatcher: Dispatcher
     options: FitOptions
 
-    async def run(self, texts: Iterable[Decoded], speculation: Speculation, *, predicted: bool = False) -> Run:
+    async def run(self, texts: Iterable[TargetText], speculation: Speculation, *, predicted: bool = False) -> Run:
         """Decode ``texts`` again, all at the same time; ``predicted``: with their tokens as prediction."""
         return await self._run(
             Generation(
@@ -210,7 +210,7 @@ async def _decode(requests: Requests, prompts: Sequence[tuple[Token, ...]], watc
         run = await requests.ask(prompts[part], stop_tokens)
         for given, prompt, said in zip(options.prompts[part], prompts[part], run.decoded, strict=True):
             if len(said.tokens) >= SHORTEST:
-                watched.texts.append(Decoded(given.kind, prompt, said.tokens))
+                watched.texts.append(TargetText(given.kind, prompt, said.tokens))
     if not watched.texts:
         raise FitError(
             f"--prompts: the target ends each text within {SHORTEST} tokens; give prompts with longer answers"
@@ -233,7 +233,7 @@ async def _time_verification(requests: Requests, watched: Watched, report: Repor
                     await _time_heads(requests, texts_of_run, speculation, watched)
 
 
-async def _time_heads(requests: Requests, texts: Sequence[Decoded], without: Speculation, watched: Watched) -> None:
+async def _time_heads(requests: Requests, texts: Sequence[TargetText], without: Speculation, watched: Watched) -> None:
     """The same with heads; where nothing is predicted, their guesses alone are verified, as far as that pays."""
     speculation = replace(without, enabled=True, sources=frozenset({Source.PREDICTION, Source.MEDUSA}))
     began = time.perf_counter()
@@ -259,16 +259,16 @@ async def _draft(requests: Requests, draft: str, watched: Watched, report: Repor
             await requests.run(repeated(watched.texts, sessions), way.speculation())
 
 
-def spread(texts: Sequence[Decoded], count: int) -> list[Decoded]:
+def spread(texts: Sequence[TargetText], count: int) -> list[TargetText]:
     """At most so many of them, of every kind in turn."""
-    by_kind: dict[str, list[Decoded]] = {}
+    by_kind: dict[str, list[TargetText]] = {}
     for text in texts:
         by_kind.setdefault(text.kind, []).append(text)
     rounds = itertools.zip_longest(*by_kind.values())
     return [text for one_of_each in rounds for text in one_of_each if text is not None][:count]
 
 
-def repeated(texts: Sequence[Decoded], count: int) -> list[Decoded]:
+def repeated(texts: Sequence[TargetText], count: int) -> list[TargetText]:
     """So many of them, of every kind in turn, again and again if need be."""
     return list(itertools.islice(itertools.cycle(spread(texts, count)), count))
 

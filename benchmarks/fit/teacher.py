@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from benchmarks.fit.serving import Decoded
+from benchmarks.fit.serving import TargetText
 from benchmarks.fit.settings import FitError, FitOptions
 from draft_service.translation.overlap import TEXTS
 from draft_service.translation.reading import Reader
@@ -50,7 +50,7 @@ def translated(options: FitOptions) -> frozenset[str]:
     return frozenset(found)
 
 
-def passages(options: FitOptions, draft: str, texts: Sequence[Decoded]) -> list[AgreementPassage]:
+def passages(options: FitOptions, draft: str, texts: Sequence[TargetText]) -> list[AgreementPassage]:
     """``texts`` with what ``draft`` says at every place. Raises FitError or :class:`engine.model.ModelError`."""
     known = read_vocabularies(draft, options.target)
     longest = max(_length(text, known) for text in texts)
@@ -73,7 +73,7 @@ def _settings(options: FitOptions, draft: str, longest: int) -> EngineSettings:
     return EngineSettings(draft, dtype=options.dtype, device=options.device, threads=options.threads, cache_tokens=room)
 
 
-def _length(text: Decoded, known: Vocabularies | None) -> int:
+def _length(text: TargetText, known: Vocabularies | None) -> int:
     """Tokens of the draft model; at most, where it translates, since of drafts it keeps the target's."""
     words = text.prompt + text.tokens
     if known is None:
@@ -82,7 +82,7 @@ def _length(text: Decoded, known: Vocabularies | None) -> int:
     return len(own) + len(text.tokens)
 
 
-def _passage(engine: Engine, text: Decoded, sampling: Sampling) -> AgreementPassage:
+def _passage(engine: Engine, text: TargetText, sampling: Sampling) -> AgreementPassage:
     words = text.prompt + text.tokens
     first = len(text.prompt)
     sequence = engine.cache.sequence()
@@ -99,7 +99,7 @@ def _passage(engine: Engine, text: Decoded, sampling: Sampling) -> AgreementPass
     return AgreementPassage(text.prompt, text.tokens, tuple(places))
 
 
-def _translated(engine: Engine, reader: Reader, text: Decoded, sampling: Sampling) -> AgreementPassage:
+def _translated(engine: Engine, reader: Reader, text: TargetText, sampling: Sampling) -> AgreementPassage:
     """The same, place by place. Nothing is said where the draft model has no token for where the text ends."""
     committed = list(text.prompt)
     own = reader.text(committed)

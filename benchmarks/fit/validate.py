@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.fit.predict import FINE, Known, Predictor, best_depth
-from benchmarks.fit.serving import Decoded, serving, spread
+from benchmarks.fit.serving import TargetText, serving, spread
 from benchmarks.fit.settings import DEPTH, PLAIN, FitOptions, Way
 from benchmarks.harness.contenders import pace
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
@@ -86,7 +86,7 @@ async def validate(
     way: Way,
     best: int,
     known: Known,
-    texts: Sequence[Decoded],
+    texts: Sequence[TargetText],
     folder: Path,
     report: Callable[[str], None],
 ) -> Validation:
@@ -143,6 +143,6 @@ def _checked(predictor: Predictor, way: Way, depth: int, runs: Sequence[Run], pl
     return Checked(depth, speedup, pace(runs) / plain, predicted, sum(commits) / len(commits))
 
 
-def _same(runs: Sequence[Run], texts: Sequence[Decoded]) -> float:
+def _same(runs: Sequence[Run], texts: Sequence[TargetText]) -> float:
     pairs = zip(runs, texts, strict=True)
     return sum(run.decoded[0].tokens == text.tokens for run, text in pairs) / len(runs)

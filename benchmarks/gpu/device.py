@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.engine.steps import Work
-from benchmarks.gpu.settings import CONTEXT, SHAPES, Shape, Sizes
+from benchmarks.gpu.settings import CONTEXT, SHAPES, LlamaShape, Sizes
 from engine.attention.row_attention import PlainRowAttention
 from engine.build import build_alone
 from engine.cuda.graphs import CudaRecorder, Record
@@ -27,7 +27,7 @@ SEED = 0
 READS = 8
 
 
-class Gpu:
+class TimedDevice:
     """The device, and how time is taken on it."""
 
     def __init__(self, device: torch.device, sizes: Sizes, quantization: str = NONE) -> None:
@@ -80,10 +80,10 @@ class Gpu:
         return self._bandwidth
 
 
-class Clock:
+class ReplayTimer:
     """Records steps as another does, and takes the time of what is replayed."""
 
-    def __init__(self, record: Record, gpu: Gpu) -> None:
+    def __init__(self, record: Record, gpu: TimedDevice) -> None:
         self._record, self._gpu = record, gpu
         self._replays: list[tuple[float, Any, Any]] | None = None
 
@@ -128,10 +128,10 @@ class Clock:
 class Subject:
     """A model that is measured."""
 
-    shape: Shape
-    gpu: Gpu
+    shape: LlamaShape
+    gpu: TimedDevice
     engine: Engine
-    clock: Clock
+    clock: ReplayTimer
 
     def text(self, tokens: int) -> list[int]:
         """Another one whenever it is asked for."""
@@ -139,7 +139,7 @@ class Subject:
         return found
 
 
-def build(name: str, gpu: Gpu) -> Subject:
+def build(name: str, gpu: TimedDevice) -> Subject:
     """A model of random weights on the device, its steps recorded. Raises ModelError, and what the device does."""
     shape = SHAPES[name]
     module = random_module(shape, gpu)
@@ -150,12 +150,12 @@ def build(name: str, gpu: Gpu) -> Subject:
     else:
         stand_in = PlainRowAttention(model.context, shape.heads // shape.kv_heads, gpu.device, page=16)
         model = replace(model, attention=stand_in)
-    clock = Clock(record, gpu)
+    clock = ReplayTimer(record, gpu)
     settings = EngineSettings(name, cache_tokens=gpu.sizes.cache_tokens)
     return Subject(shape, gpu, build_alone(settings, model, record=clock), clock)
 
 
-def config(shape: Shape) -> LlamaConfig:
+def config(shape: LlamaShape) -> LlamaConfig:
     """As transformers has it."""
     return LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -170,7 +170,7 @@ def config(shape: Shape) -> LlamaConfig:
     )
 
 
-def random_module(shape: Shape, gpu: Gpu) -> Any:
+def random_module(shape: LlamaShape, gpu: TimedDevice) -> Any:
     """The same weights for the same shape, made where they stay."""
     torch.manual_seed(SEED)
     with torch.device(gpu.device):
@@ -178,7 +178,7 @@ def random_module(shape: Shape, gpu: Gpu) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def weights_read(shape: Shape) -> int:
+def weights_read(shape: LlamaShape) -> int:
     """Numbers that every step reads: all weights but the embedding, unless that is the output layer as well."""
     with torch.device("meta"):
         module = LlamaForCausalLM(config(shape))
@@ -186,6 +186,6 @@ def weights_read(shape: Shape) -> int:
     return sum(parameter.numel() for parameter in module.parameters()) - embedding
 
 
-def floor_ms(shape: Shape, gpu: Gpu) -> float:
+def floor_ms(shape: LlamaShape, gpu: TimedDevice) -> float:
     """Reading those once."""
     return 1e3 * weights_read(shape) * gpu.dtype.itemsize / gpu.bandwidth()

@@ -29,7 +29,7 @@ from benchmarks.harness.report import Goal, Result, Table, cell, goals_table, wa
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTiming:
     """A step; medians, in milliseconds."""
 
     tokens: int
@@ -82,14 +82,14 @@ class Speedup:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StageResult:
     """What a stage, or a part of one, came to with one shape."""
 
     stage: str = ""
     shape: str = ""
     part: str = ""
     seconds: float = 0.0
-    steps: Mapping[str, StepTime] = field(default_factory=dict)
+    steps: Mapping[str, StepTiming] = field(default_factory=dict)
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Tokens a second of every turn, by contender and batch; see :func:`contender`."""
     speedups: Sequence[Speedup] = ()
@@ -103,18 +103,18 @@ def contender(name: str, batch: int) -> str:
     return f"{name}, {batch} at once"
 
 
-def _of(outcomes: Sequence[Outcome], stage: str, shape: str) -> Outcome:
+def _of(outcomes: Sequence[StageResult], stage: str, shape: str) -> StageResult:
     """What was measured; nothing, if it was not."""
-    return next((one for one in outcomes if (one.stage, one.shape) == (stage, shape)), Outcome())
+    return next((one for one in outcomes if (one.stage, one.shape) == (stage, shape)), StageResult())
 
 
-Figure = Callable[[Sequence[Outcome]], float | None]
+Figure = Callable[[Sequence[StageResult]], float | None]
 
 
-def _worst(stage: str, shape: str, figure: Callable[[StepTime], float | None], *names: str) -> Figure:
+def _worst(stage: str, shape: str, figure: Callable[[StepTiming], float | None], *names: str) -> Figure:
     """The largest of some steps of a stage, or of all; none, if none was measured."""
 
-    def worst(outcomes: Sequence[Outcome]) -> float | None:
+    def worst(outcomes: Sequence[StageResult]) -> float | None:
         steps = _of(outcomes, stage, shape).steps
         found = [figure(step) for name, step in steps.items() if name in (names or steps)]
         return max((one for one in found if one is not None), default=None)
@@ -138,13 +138,13 @@ def _launch(shape: str) -> Figure:
     return _worst("draft", shape, lambda step: step.wall, launched(1))
 
 
-def _exact(outcomes: Sequence[Outcome]) -> float | None:
+def _exact(outcomes: Sequence[StageResult]) -> float | None:
     found = [_of(outcomes, "exact", shape).facts.get("exact") for shape in ("8B", "1B")]
     return None if None in found else found.count(True) / len(found)
 
 
 def _over_compiled(batch: int) -> Figure:
-    def figure(outcomes: Sequence[Outcome]) -> float | None:
+    def figure(outcomes: Sequence[StageResult]) -> float | None:
         rates = _of(outcomes, "transformers", "8B").rates
         ours, theirs = (rates.get(contender(name, batch), ()) for name in (OURS, COMPILED))
         # One that failed on its way has fewer turns.
@@ -153,7 +153,7 @@ def _over_compiled(batch: int) -> Figure:
     return figure
 
 
-def _speedups(outcomes: Sequence[Outcome]) -> list[Speedup]:
+def _speedups(outcomes: Sequence[StageResult]) -> list[Speedup]:
     return [one for outcome in outcomes if outcome.shape == STRETCHED for one in outcome.speedups]
 
 
@@ -164,11 +164,11 @@ def _speedup(placement: str, streams: int, temperature: float = 0.0) -> Figure:
     )
 
 
-def _slowest(outcomes: Sequence[Outcome]) -> float | None:
+def _slowest(outcomes: Sequence[StageResult]) -> float | None:
     return min((one.ratio for one in _speedups(outcomes)), default=None)
 
 
-GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
+GOALS: tuple[Goal[Sequence[StageResult]], ...] = (
     Goal("step_over_floor", "8B, up to 32 tokens, over the floor", 1.3, True, _over_floor(ONE, CHAIN, TREE, MANY)),
     Goal("step64_over_floor", "8B, 64 tokens, over the floor", 1.4, True, _over_floor(MANY_CHAINS, MOST)),
     Goal("wall_over_graph_ms", "8B, a step's wall time over its graph, ms", 0.5, True, _around),
@@ -190,7 +190,7 @@ GOALS: tuple[Goal[Sequence[Outcome]], ...] = (
 )
 
 
-def result(options: GpuOptions, device: str, outcomes: Sequence[Outcome], warnings: Sequence[str]) -> Result:
+def result(options: GpuOptions, device: str, outcomes: Sequence[StageResult], warnings: Sequence[str]) -> Result:
     """What there is so far. ``summary`` and ``wanted`` have exactly the keys of the goals."""
     figures = {
         "summary": {goal.key: goal.ours(outcomes) for goal in GOALS},
@@ -202,7 +202,7 @@ def result(options: GpuOptions, device: str, outcomes: Sequence[Outcome], warnin
     return Result("gpu", "On a GPU", options, tables(outcomes), notes(device, warnings), figures)
 
 
-def tables(outcomes: Sequence[Outcome]) -> list[Table]:
+def tables(outcomes: Sequence[StageResult]) -> list[Table]:
     """All that have lines, the one that matters last."""
     steps = [
         (
@@ -237,7 +237,7 @@ def tables(outcomes: Sequence[Outcome]) -> list[Table]:
     return [*(table for table in found if table.lines), goals_table(GOALS, outcomes)]
 
 
-def _drafting(outcomes: Sequence[Outcome]) -> Table:
+def _drafting(outcomes: Sequence[StageResult]) -> Table:
     lines = [
         (
             one.placement,

@@ -26,10 +26,10 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.steps import GREEDY, Steps, Work, draw_tokens
+from benchmarks.engine.steps import GREEDY, TimedSteps, Work, draw_tokens
 from benchmarks.gpu import device as devices
-from benchmarks.gpu.device import Gpu, Subject, floor_ms
-from benchmarks.gpu.figures import Outcome, StepTime, contender, result
+from benchmarks.gpu.device import Subject, TimedDevice, floor_ms
+from benchmarks.gpu.figures import StageResult, StepTiming, contender, result
 from benchmarks.gpu.settings import (
     CASES,
     COMPILED,
@@ -49,7 +49,7 @@ from benchmarks.gpu.settings import (
 )
 from engine.attention.row_attention import first_line
 from engine.attention.rows import ROW_CLASSES
-from engine.cuda.level_memory import Growth, TreePlace
+from engine.cuda.level_memory import LevelExpansion, TreePlace
 from engine.cuda.levels import Levels
 from engine.interface import Chunk
 from engine.loading.quantisation import weight_bytes
@@ -59,7 +59,7 @@ from engine.step import Engine
 from speculation.messages import EXACT, Source
 from speculation.verifying.calibration import Calibration
 
-Report = Callable[[Outcome], None]
+Report = Callable[[StageResult], None]
 """Takes what was measured, as soon as it was."""
 
 
@@ -73,9 +73,9 @@ def main(options: GpuOptions) -> int:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, with stand-ins for what a GPU does"
-    told, outcomes, warnings = Console(stderr=True), list[Outcome](), list[str]()
+    told, outcomes, warnings = Console(stderr=True), list[StageResult](), list[str]()
 
-    def report(outcome: Outcome) -> None:
+    def report(outcome: StageResult) -> None:
         outcomes.append(outcome)
         what = " ".join(filter(None, (outcome.stage, outcome.shape, outcome.part)))
         told.print(f"{what}: {outcome.failed or 'done'}, {outcome.seconds:.1f} s", highlight=False)
@@ -89,7 +89,7 @@ def main(options: GpuOptions) -> int:
 
 def measure(options: GpuOptions, device: torch.device, report: Report, tell: Callable[[str], None]) -> None:
     """Every stage with every shape it is asked for, shape by shape: one model at a time."""
-    gpu = Gpu(device, options.sizes, options.quantization)
+    gpu = TimedDevice(device, options.sizes, options.quantization)
     for shape, stages in options.plan().items():
         subject: Subject | None = None
         unbuilt = ""
@@ -103,26 +103,26 @@ def measure(options: GpuOptions, device: torch.device, report: Report, tell: Cal
                 if shape and subject is None and not unbuilt:
                     subject = devices.build(shape, gpu)
                 if subject is None:
-                    outcome = Outcome(failed=unbuilt) if shape else _floor(gpu)
+                    outcome = StageResult(failed=unbuilt) if shape else _floor(gpu)
                 else:
                     outcome = MEASURED[stage](subject)
             except Exception as error:
-                outcome = Outcome(failed=first_line(error))
+                outcome = StageResult(failed=first_line(error))
                 unbuilt = f"its model was not built: {outcome.failed}"
             report(replace(outcome, stage=stage, shape=shape, seconds=time.perf_counter() - started))
         del subject
         gpu.tidy()
 
 
-def _floor(gpu: Gpu) -> Outcome:
+def _floor(gpu: TimedDevice) -> StageResult:
     floors = {f"floor of {name}, ms": floor_ms(shape, gpu) for name, shape in SHAPES.items()}
-    return Outcome(facts={"GB/s": gpu.bandwidth() / 1e9} | floors)
+    return StageResult(facts={"GB/s": gpu.bandwidth() / 1e9} | floors)
 
 
-def _cases(subject: Subject) -> tuple[Steps, Callable[[str], Work]]:
+def _cases(subject: Subject) -> tuple[TimedSteps, Callable[[str], Work]]:
     """Sequences with their contexts computed, and the steps of :data:`~benchmarks.gpu.settings.CASES` over them."""
     most, sizes = max(count for count, _, _ in CASES.values()), subject.gpu.sizes
-    steps = Steps(subject.engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
+    steps = TimedSteps(subject.engine, [subject.text(sizes.context) for _ in range(most)] + [subject.text(sizes.far)])
 
     def work(name: str) -> Work:
         count, parents, far = CASES[name]
@@ -131,7 +131,7 @@ def _cases(subject: Subject) -> tuple[Steps, Callable[[str], Work]]:
     return steps, work
 
 
-def _steps(subject: Subject) -> Outcome:
+def _steps(subject: Subject) -> StageResult:
     sizes, engine = subject.gpu.sizes, subject.engine
     floor, module = floor_ms(subject.shape, subject.gpu), cast(Any, engine.model.module)
     facts = {}
@@ -145,16 +145,16 @@ def _steps(subject: Subject) -> Outcome:
         for name, (count, parents, _) in CASES.items()
     }
     steps.free()
-    return Outcome(steps=found, facts=facts)
+    return StageResult(steps=found, facts=facts)
 
 
-def _draft(subject: Subject) -> Outcome:
+def _draft(subject: Subject) -> StageResult:
     """Steps of a draft model, and several levels of drafts: each a step that the host prepares, or all one launch."""
     outcome, engine, sizes = _steps(subject), subject.engine, subject.gpu.sizes
     levels = engine.levels(DRAFT_WIDTH, DRAFT_CHILDREN)
     found = dict(outcome.steps)
     for count in DRAFTING_SESSIONS:
-        drafting = Drafting(engine, [subject.text(sizes.context) for _ in range(count)])
+        drafting = GreedyDrafting(engine, [subject.text(sizes.context) for _ in range(count)])
         tokens = count * (1 + (DRAFT_LEVELS - 1) * DRAFT_WIDTH)
         works = {one_by_one(count): drafting.one_by_one}
         works |= {} if levels is None else {launched(count): partial(drafting.launch, levels)}
@@ -163,7 +163,7 @@ def _draft(subject: Subject) -> Outcome:
     return replace(outcome, steps=found, failed=outcome.failed or ("" if levels else "levels are not launched"))
 
 
-class Drafting:
+class GreedyDrafting:
     """Sequences whose next tokens are drafted, greedily, some levels at a time; nothing of it is kept."""
 
     def __init__(self, engine: Engine, texts: Sequence[Sequence[int]]) -> None:
@@ -201,7 +201,7 @@ class Drafting:
         logits_RV = self._engine.run(chunks)
         odds = Calibration()
         growths = [
-            Growth(
+            LevelExpansion(
                 sampling=GREEDY,
                 stops=(),
                 position=len(text),
@@ -229,22 +229,24 @@ class Drafting:
             sequence.free()
 
 
-def _timed(subject: Subject, work: Work, tokens: int, rounds: int, floor: float | None = None) -> StepTime:
+def _timed(subject: Subject, work: Work, tokens: int, rounds: int, floor: float | None = None) -> StepTiming:
     wall, graph, layout = subject.clock.time(work, rounds)
     rows = next((rows for rows in subject.engine.row_classes if rows >= tokens), 0)
-    return StepTime(tokens, rows, wall, graph, layout, floor)
+    return StepTiming(tokens, rows, wall, graph, layout, floor)
 
 
-def _exact(subject: Subject) -> Outcome:
+def _exact(subject: Subject) -> StageResult:
     """What the engine measured when it was built."""
     engine = subject.engine
     possible = [rows for rows in ROW_CLASSES if rows <= engine.model.spare]
     given_up = [rows for rows in possible if rows not in engine.row_classes]
     told = engine.exactness or "not measured"
-    return Outcome(facts={"exact": told == EXACT, "told": told, "given up": given_up, "rows": list(engine.row_classes)})
+    return StageResult(
+        facts={"exact": told == EXACT, "told": told, "given up": given_up, "rows": list(engine.row_classes)}
+    )
 
 
-def _kernels(subject: Subject) -> Outcome:
+def _kernels(subject: Subject) -> StageResult:
     """The kernels of some steps that take longest, by name: milliseconds a step, and how often they are launched."""
     on_cuda, rounds = subject.gpu.on_cuda, subject.gpu.sizes.turns
     steps, work = _cases(subject)
@@ -266,10 +268,10 @@ def _kernels(subject: Subject) -> Outcome:
             for kernel, times in longest
         }
     steps.free()
-    return Outcome(facts=facts)
+    return StageResult(facts=facts)
 
 
-def _prompt(subject: Subject) -> Outcome:
+def _prompt(subject: Subject) -> StageResult:
     text = subject.text(subject.gpu.sizes.prompt)
 
     def work() -> None:
@@ -278,10 +280,10 @@ def _prompt(subject: Subject) -> Outcome:
         sequence.rollback()
         sequence.free()
 
-    return Outcome(steps={PROMPT: _timed(subject, work, len(text), max(1, subject.gpu.sizes.rounds // 3))})
+    return StageResult(steps={PROMPT: _timed(subject, work, len(text), max(1, subject.gpu.sizes.rounds // 3))})
 
 
-def _transformers(subject: Subject) -> Outcome:
+def _transformers(subject: Subject) -> StageResult:
     """Ours and transformers' continue the same prompts in turn, each of them another one in every turn."""
     gpu, sizes = subject.gpu, subject.gpu.sizes
     module = devices.random_module(subject.shape, gpu)
@@ -325,7 +327,7 @@ def _transformers(subject: Subject) -> Outcome:
                 if turn >= 0:
                     rate = batch * sizes.request / (time.perf_counter() - started)
                     rates.setdefault(contender(name, batch), []).append(rate)
-    return Outcome(rates=rates, failed="; ".join(failed))
+    return StageResult(rates=rates, failed="; ".join(failed))
 
 
 def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
@@ -351,7 +353,7 @@ def decode(engine: Engine, prompts: Sequence[Sequence[int]], new: int) -> list[l
     return texts
 
 
-MEASURED: dict[str, Callable[[Subject], Outcome]] = {
+MEASURED: dict[str, Callable[[Subject], StageResult]] = {
     "steps": _steps,
     "draft": _draft,
     "exact": _exact,

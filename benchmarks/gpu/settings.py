@@ -20,7 +20,7 @@ VOCABULARY, CONTEXT = 32_768, 8_192
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaShape:
     """The sizes of a Llama of random weights."""
 
     hidden: int
@@ -34,9 +34,9 @@ class Shape:
 
 
 SHAPES = {
-    "8B": Shape(4096, 14336, 32, 32, 8),
-    "1B": Shape(2048, 8192, 16, 32, 8),
-    "tiny": Shape(128, 352, 2, 4, 2, vocabulary=4096, tied=True),
+    "8B": LlamaShape(4096, 14336, 32, 32, 8),
+    "1B": LlamaShape(2048, 8192, 16, 32, 8),
+    "tiny": LlamaShape(128, 352, 2, 4, 2, vocabulary=4096, tied=True),
 }
 """Llama 3 8B and Llama 3.2 1B, with a vocabulary of a quarter and untied; the bundled draft."""
 

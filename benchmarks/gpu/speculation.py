@@ -23,8 +23,8 @@ from statistics import fmean, median
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.figures import Outcome, Speedup
+from benchmarks.gpu.device import TimedDevice
+from benchmarks.gpu.figures import Speedup, StageResult
 from benchmarks.gpu.settings import (
     CPU,
     CPU_SHAPE,
@@ -60,7 +60,9 @@ CPU_THREADS = 4
 """Of a draft worker on the host's CPU."""
 
 
-def measure(options: GpuOptions, gpu: Gpu, report: Callable[[Outcome], None], tell: Callable[[str], None]) -> None:
+def measure(
+    options: GpuOptions, gpu: TimedDevice, report: Callable[[StageResult], None], tell: Callable[[str], None]
+) -> None:
     """Build the pair, start the workers, and measure setting by setting.
 
     Reports an outcome for what was built and one for each setting. Raises
@@ -73,7 +75,7 @@ def measure(options: GpuOptions, gpu: Gpu, report: Callable[[Outcome], None], te
     pair = stretched_pair(Shape(sizes.hidden, sizes.layers, options.agreement), gpu.device)
     gpu.tidy()  # the workers need its memory
     facts = {"parameters": pair.parameters, "agreement": pair.agreement}
-    built = Outcome(SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
+    built = StageResult(SPECULATION, _shape(gpu), "pair", time.perf_counter() - started, facts=facts)
     report(built)
     bench = DraftingBench(options, gpu, pair, report, tell)
     asyncio.run(bench.run(options.budget_s - built.seconds if options.budget_s else None))
@@ -88,9 +90,9 @@ class DraftingBench:
     """The settings, on workers of one pair."""
 
     options: GpuOptions
-    gpu: Gpu
+    gpu: TimedDevice
     pair: Pair
-    report: Callable[[Outcome], None]
+    report: Callable[[StageResult], None]
     tell: Callable[[str], None]
 
     async def run(self, seconds: float | None) -> None:
@@ -111,7 +113,7 @@ class DraftingBench:
                 raise
         if left:
             facts = {"not measured for want of time": f"{len(left)} settings, from {left[0]} on"}
-            self.report(Outcome(SPECULATION, _shape(self.gpu), "rest", facts=facts))
+            self.report(StageResult(SPECULATION, _shape(self.gpu), "rest", facts=facts))
 
     async def _start(self, ending: AsyncExitStack) -> dict[Key, RunningWorker]:
         """All at once: reading weights and recording steps takes each of them a while."""
@@ -185,7 +187,7 @@ class DraftingBench:
         drafting = {placement: served(router, contenders.OURS.speculation) for placement, router in routers.items()}
         return {PLAIN: served(routers[alone], contenders.PLAIN.speculation), **drafting}
 
-    async def _compare(self, setting: DraftingSetting, runners: Mapping[str, Runner], warm_up: int) -> Outcome:
+    async def _compare(self, setting: DraftingSetting, runners: Mapping[str, Runner], warm_up: int) -> StageResult:
         started, options = time.perf_counter(), self.options
         batches = [
             Batch(prompts, options.tokens, setting.temperature, seed)
@@ -195,7 +197,7 @@ class DraftingBench:
         plain = runs.pop(PLAIN)
         speedups = [speedup_of(self._label(placement), setting, plain, drafted) for placement, drafted in runs.items()]
         seconds = time.perf_counter() - started
-        return Outcome(SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
+        return StageResult(SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
 
     def _prompts(self) -> list[tuple[Token, ...]]:
         tokenizer = Tokenizer.from_file(str(self.pair.target / "tokenizer.json"))
@@ -237,7 +239,7 @@ def _between_commits(runs: Sequence[Run]) -> float:
     return 1e3 * median(later - earlier for times in commits for earlier, later in itertools.pairwise(times))
 
 
-def _shape(gpu: Gpu) -> str:
+def _shape(gpu: TimedDevice) -> str:
     """Goals are those of a GPU."""
     return STRETCHED if gpu.on_cuda else CPU_SHAPE
 

@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class TimedCommit:
     """Tokens that arrived together."""
 
     at: float
@@ -65,7 +65,7 @@ class Decoded:
     """One request."""
 
     tokens: tuple[Token, ...]
-    commits: tuple[Commit, ...]
+    commits: tuple[TimedCommit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Run:
         return self.end - self.start
 
     @property
-    def counted(self) -> tuple[Commit, ...]:
+    def counted(self) -> tuple[TimedCommit, ...]:
         """Commits after ``start``."""
         start = self.start
         return tuple(commit for request in self.decoded for commit in request.commits if commit.at > start)
@@ -151,10 +151,10 @@ def served(dispatcher: Dispatcher, speculation: Speculation, extras: RequestOpti
 async def decode(dispatcher: Dispatcher, generation: Generation) -> Decoded:
     """Run one generation; raises :class:`router.generation.GenerationError`."""
     tokens: list[Token] = []
-    commits: list[Commit] = []
+    commits: list[TimedCommit] = []
     async for item in dispatcher.generate(generation):
         if isinstance(item, Committed):
-            commits.append(Commit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
+            commits.append(TimedCommit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
             tokens += item.tokens
     return Decoded(tuple(tokens), tuple(commits))
 

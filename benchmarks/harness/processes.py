@@ -22,7 +22,7 @@ class WorkerFailed(BenchError):
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class ReadyProcess:
     """One that is ready."""
 
     name: str
@@ -42,7 +42,7 @@ class Child:
 
 
 @asynccontextmanager
-async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]:
+async def child(name: str, module: str, *arguments: str) -> AsyncIterator[ReadyProcess]:
     """A module run as a program, until it is left. Raises :class:`WorkerFailed`, TimeoutError."""
     command = [sys.executable, "-m", module, *arguments]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES)
@@ -52,7 +52,7 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[Child]
             first = await process.stdout.readline()
         if not first:
             raise WorkerFailed(f"the {name} did not start")
-        yield Child(name, process, first.decode().strip())
+        yield ReadyProcess(name, process, first.decode().strip())
     finally:
         process.stdin.close()
         if process.returncode is None:

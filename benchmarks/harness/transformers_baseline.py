@@ -43,7 +43,7 @@ class Clock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-class Pair:
+class TransformersPair:
     """Both models, loaded."""
 
     def __init__(self, target: Path, draft: Path, dtype: torch.dtype) -> None:
@@ -95,7 +95,7 @@ def continue_greedily(
     return continued_BT[:, prompts_BT.shape[1] :], clock.commits
 
 
-def serve(pair: Pair, requests: TextIO, answers: TextIO) -> None:
+def serve(pair: TransformersPair, requests: TextIO, answers: TextIO) -> None:
     """Answer requests until there are no more."""
     for line in requests:
         answers.write(json.dumps(pair.generate(**json.loads(line))) + "\n")
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(options.threads)
-    pair = Pair(options.target, options.draft, DTYPES[options.dtype])
+    pair = TransformersPair(options.target, options.draft, DTYPES[options.dtype])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     serve(pair, sys.stdin, sys.stdout)

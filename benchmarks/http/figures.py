@@ -28,7 +28,7 @@ class BadAnswer(BenchError):
 
 
 @dataclass(slots=True)
-class Heard:
+class StreamedReply:
     """One request as its client saw it. Times of the clock that all processes of a machine share."""
 
     request_id: str
@@ -61,7 +61,7 @@ class Round:
         cls,
         contender: str,
         pattern: str,
-        heard: Sequence[Heard],
+        heard: Sequence[StreamedReply],
         times: Mapping[str, Sequence[float]],
         *,
         cpu: float,
@@ -83,7 +83,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class HttpFigures:
     """Of one contender under one pattern, all rounds together. Milliseconds, but for microseconds a token."""
 
     first_median: float
@@ -95,13 +95,13 @@ class Figures:
     client_cpu_us_per_token: float
 
 
-def figures(rounds: Iterable[Round], contender: str, pattern: str) -> Figures:
+def figures(rounds: Iterable[Round], contender: str, pattern: str) -> HttpFigures:
     """All rounds of one kind."""
     chosen = [one for one in rounds if (one.contender, one.pattern) == (contender, pattern)]
     first = [1e3 * value for one in chosen for value in one.first]
     later = [1e3 * value for one in chosen for value in one.later]
     tokens = sum(one.tokens for one in chosen)
-    return Figures(
+    return HttpFigures(
         first_median=median(first),
         first_p90=p90(first),
         before_median=median(1e3 * value for one in chosen for value in one.before),

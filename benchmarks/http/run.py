@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from benchmarks.harness.processes import Child, child
-from benchmarks.http.figures import BadAnswer, Heard, Round, result
+from benchmarks.harness.processes import ReadyProcess, child
+from benchmarks.http.figures import BadAnswer, Round, StreamedReply, result
 from benchmarks.http.settings import (
     BURST,
     COMMIT_SECONDS,
@@ -68,12 +68,12 @@ def _prompt() -> dict[str, object]:
     return {"prompt": json.loads(line)["prompt"], "seed": 1, "temperature": 0.8}
 
 
-async def _round(kind: str, server: Child, pattern: str, options: HttpOptions, body: dict[str, object]) -> Round:
+async def _round(kind: str, server: ReadyProcess, pattern: str, options: HttpOptions, body: dict[str, object]) -> Round:
     began, before = time.monotonic(), json.loads(await server.ask())
     length = FIRST_SECONDS + options.commits * COMMIT_SECONDS
     burst = pattern == BURST
 
-    async def stream(number: int) -> list[Heard]:
+    async def stream(number: int) -> list[StreamedReply]:
         async with Connection(int(server.first), body) as connection:
             offset = 0.0 if burst else length * number / options.streams
             await asyncio.sleep(max(began + 0.5 + offset - time.monotonic(), 0.0))
@@ -116,9 +116,9 @@ class Connection:
         self._writer.close()
         await self._writer.wait_closed()
 
-    async def ask(self) -> Heard:
+    async def ask(self) -> StreamedReply:
         """One request, to its end. Raises :class:`BadAnswer`, TimeoutError."""
-        heard = Heard(uuid.uuid4().hex, time.monotonic())
+        heard = StreamedReply(uuid.uuid4().hex, time.monotonic())
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: paceline\r\ncontent-type: application/json\r\n"
             f"content-length: {len(self._body)}\r\n{REQUEST_ID_HEADER}: {heard.request_id}\r\n\r\n"

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from benchmarks.harness.processes import Child, WorkerFailed, child
+from benchmarks.harness.processes import ReadyProcess, WorkerFailed, child
 from benchmarks.harness.report import Result, Table
 from benchmarks.relay.settings import (
     BARE,
@@ -36,7 +36,7 @@ PARTS = {PACELINE: ("target", "draft", "router"), BARE: ("bare-target", "bare-dr
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RelayTurn:
     """One turn of a contender. Times in milliseconds, by the way they were taken on."""
 
     contender: str
@@ -49,7 +49,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RelayFigures:
     """One way of one contender, over all its turns."""
 
     messages: int
@@ -59,22 +59,22 @@ class Figures:
     """Until the machine took it up: a target does so between two steps."""
 
 
-def figures(turns: Sequence[Turn], contender: str, way: str) -> Figures:
+def figures(turns: Sequence[RelayTurn], contender: str, way: str) -> RelayFigures:
     """What was measured of one way."""
     own = [turn for turn in turns if turn.contender == contender]
     heard = sorted(time for turn in own for time in turn.heard[way])
     taken = [time for turn in own for time in turn.taken[way]]
     if not heard:
         raise WorkerFailed(f"nothing came from {way} through {contender}")
-    return Figures(len(heard), median(heard), heard[99 * len(heard) // 100], median(taken))
+    return RelayFigures(len(heard), median(heard), heard[99 * len(heard) // 100], median(taken))
 
 
-def cpu(turns: Sequence[Turn], contender: str, part: str) -> float:
+def cpu(turns: Sequence[RelayTurn], contender: str, part: str) -> float:
     """Microseconds of a part for a verification and its proposal: the median of its turns; 0: it has no such part."""
     return median(turn.cpu_us.get(part, 0.0) for turn in turns if turn.contender == contender)
 
 
-def summary(turns: Sequence[Turn]) -> dict[str, float]:
+def summary(turns: Sequence[RelayTurn]) -> dict[str, float]:
     """The figures that matter, the first two of which have a goal of :data:`WANTED_MS`."""
     ours = {way: figures(turns, PACELINE, way) for way in WAYS}
     bare = {way: figures(turns, BARE, way) for way in WAYS}
@@ -89,7 +89,7 @@ def summary(turns: Sequence[Turn]) -> dict[str, float]:
     }
 
 
-async def measure(options: RelayOptions, report: Callable[[str], None] = lambda _: None) -> list[Turn]:
+async def measure(options: RelayOptions, report: Callable[[str], None] = lambda _: None) -> list[RelayTurn]:
     """All turns. Raises WorkerFailed, TimeoutError."""
     turns = []
     for number in range(options.rounds):
@@ -99,7 +99,7 @@ async def measure(options: RelayOptions, report: Callable[[str], None] = lambda 
     return turns
 
 
-async def _turn(contender: str, options: RelayOptions) -> Turn:
+async def _turn(contender: str, options: RelayOptions) -> RelayTurn:
     async with AsyncExitStack() as stack:
         parts = await _started(stack, contender, options)
         await asyncio.sleep(WARM_UP_SECONDS)
@@ -108,7 +108,7 @@ async def _turn(contender: str, options: RelayOptions) -> Turn:
         told = {name: json.loads(await part.ask()) for name, part in parts.items()}
     frames = 1 if contender == PACELINE else options.sessions  # a bare frame is as long as the messages of a step
     proposals = max(len(told["target"]["heard"]) * frames, 1)
-    return Turn(
+    return RelayTurn(
         contender,
         {VERIFIED: told["draft"]["heard"], PROPOSED: told["target"]["heard"]},
         {VERIFIED: told["draft"]["taken"], PROPOSED: told["target"]["taken"]},
@@ -116,11 +116,11 @@ async def _turn(contender: str, options: RelayOptions) -> Turn:
     )
 
 
-async def _started(stack: AsyncExitStack, contender: str, options: RelayOptions) -> dict[str, Child]:
+async def _started(stack: AsyncExitStack, contender: str, options: RelayOptions) -> dict[str, ReadyProcess]:
     """The processes of a contender by what they are, until the stack is left."""
     size = [f"{options.host_ms}", f"{options.steps}", f"{options.sessions}"]
 
-    async def start(part: str, *arguments: str) -> Child:
+    async def start(part: str, *arguments: str) -> ReadyProcess:
         return await stack.enter_async_context(child(f"{part} of the relay", "benchmarks.relay.part", part, *arguments))
 
     if contender == DIRECT:
@@ -140,7 +140,7 @@ def main(options: RelayOptions) -> int:
     return 0
 
 
-def table(turns: Sequence[Turn]) -> Table:
+def table(turns: Sequence[RelayTurn]) -> Table:
     """Each way of each contender."""
     lines = []
     for contender in CONTENDERS:
@@ -164,7 +164,7 @@ def notes(options: RelayOptions) -> list[str]:
     ]
 
 
-def result(options: RelayOptions, turns: Sequence[Turn]) -> Result:
+def result(options: RelayOptions, turns: Sequence[RelayTurn]) -> Result:
     """All that is shown."""
     figures_of = {
         contender: {

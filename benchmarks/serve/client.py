@@ -16,7 +16,7 @@ import httpx
 
 from benchmarks.serve.answer import CUT, MALFORMED, Answer, AnswerError, Drafts, Events, error_text
 from benchmarks.serve.requests import path
-from benchmarks.serve.settings import Contender, Json, Make, ServeOptions
+from benchmarks.serve.settings import Json, Make, ServeOptions, ServerContender
 from cluster.completion import bearer
 from transport.address import is_loopback
 
@@ -61,7 +61,7 @@ class Heard:
     """Seconds after which the server wants to hear of its client again."""
 
 
-def connect(contender: Contender, options: ServeOptions) -> httpx.AsyncClient:
+def connect(contender: ServerContender, options: ServeOptions) -> httpx.AsyncClient:
     """Connections to a contender, as many as are needed, kept between requests."""
     return httpx.AsyncClient(
         base_url=contender.url,

@@ -192,7 +192,7 @@ def meets(one: Heard, objectives: Mapping[Objective, float]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class RatioInterval:
     """How many times faster a variant is than its baseline, with the bounds of a 95 % interval."""
 
     value: float
@@ -208,10 +208,10 @@ class Comparison:
 
     variant: str
     baseline: str
-    ttft: Ratio | None
-    tpot: Ratio | None
-    e2e: Ratio | None
-    token_rate: Ratio | None
+    ttft: RatioInterval | None
+    tpot: RatioInterval | None
+    e2e: RatioInterval | None
+    token_rate: RatioInterval | None
     """By rounds, the others by requests; None where the rate of requests was given, which decides it."""
     same: int | None
     """Texts that are the same; None: they need not be (another server, and a temperature)."""
@@ -260,7 +260,7 @@ def compare(log: Log, variant: Variant, baseline: Variant, options: ServeOptions
     )
 
 
-def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> Ratio | None:
+def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> RatioInterval | None:
     """Mean of the first over mean of the second, resampling pairs (Efron's percentile interval); None: no pairs."""
     if not pairs or not all(sum(column) > 0 for column in zip(*pairs, strict=True)):
         return None
@@ -274,10 +274,12 @@ def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> Ratio | None:
     drawn.sort()
     value = sum(first for first, _ in pairs) / sum(second for _, second in pairs)
     outside = (1 - LEVEL) / 2
-    return Ratio(value, percentile(drawn, outside), percentile(drawn, 1 - outside), len(pairs))
+    return RatioInterval(value, percentile(drawn, outside), percentile(drawn, 1 - outside), len(pairs))
 
 
-def _ratio(pairs: Sequence[tuple[Heard, Heard]], measure: Callable[[Heard], float | None], seed: int) -> Ratio | None:
+def _ratio(
+    pairs: Sequence[tuple[Heard, Heard]], measure: Callable[[Heard], float | None], seed: int
+) -> RatioInterval | None:
     """Of times: the baseline's over the variant's."""
     values = [(measure(baseline), measure(variant)) for variant, baseline in pairs]
     return bootstrap([(base, own) for base, own in values if base is not None and own is not None], seed)

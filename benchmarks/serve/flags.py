@@ -19,11 +19,11 @@ from benchmarks.harness.options import BadInput, add_flags, between
 from benchmarks.serve.settings import (
     PLAIN_SUFFIX,
     Arrivals,
-    Contender,
+    LoadSweep,
     Objective,
     Pace,
     ServeOptions,
-    Sweep,
+    ServerContender,
     Swept,
 )
 from cluster.config.flags import Parser
@@ -111,7 +111,7 @@ class ServeBench(Bench):
 BENCH = ServeBench(ABOUT, DETAILS, ServeOptions, "benchmarks.serve.main")
 
 
-def _pace(args: argparse.Namespace, sweep: Sweep | None) -> Pace:
+def _pace(args: argparse.Namespace, sweep: LoadSweep | None) -> Pace:
     if sweep is not None and sweep.what in (Swept.RATE, Swept.CONCURRENCY):
         if args.rate is not None or args.concurrency is not None:
             raise BadInput(f"--sweep {sweep.what} says it already; leave out --rate and --concurrency")
@@ -124,7 +124,7 @@ def _pace(args: argparse.Namespace, sweep: Sweep | None) -> Pace:
     return Pace(concurrency=concurrency)
 
 
-def _contenders(args: argparse.Namespace) -> tuple[Contender, ...]:
+def _contenders(args: argparse.Namespace) -> tuple[ServerContender, ...]:
     urls: dict[str, str] = {}
     for given in args.url or [DEFAULT_URL]:
         name, url = _named(given)
@@ -141,7 +141,7 @@ def _contenders(args: argparse.Namespace) -> tuple[Contender, ...]:
     keys = {name: _key(variable) for name, variable in _by_name("--api-key-env", args.api_key_env, urls).items()}
     models = _by_name("--model", args.model, urls)
     return tuple(
-        Contender(name, url, models.get(name, ""), extras.get(name, {}), keys.get(name, ""))
+        ServerContender(name, url, models.get(name, ""), extras.get(name, {}), keys.get(name, ""))
         for name, url in urls.items()
     )
 
@@ -216,7 +216,7 @@ def _objectives(text: str) -> dict[Objective, float]:
     return found
 
 
-def _sweep(text: str) -> Sweep | None:
+def _sweep(text: str) -> LoadSweep | None:
     if not text:
         return None
     name, separator, rest = text.partition("=")
@@ -230,7 +230,7 @@ def _sweep(text: str) -> Sweep | None:
         if value > most or (name != Swept.RATE and value != int(value)):
             kind = "a number" if name == Swept.RATE else "a whole number"
             raise BadInput(f"--sweep {text}: {name} must be {kind} up to {most}, got {value:g}")
-    return Sweep(Swept(name), values)
+    return LoadSweep(Swept(name), values)
 
 
 def _number(flag: str, whole: str, text: str) -> float:

@@ -16,7 +16,7 @@ import httpx
 from benchmarks.serve.answer import Answer, AnswerError
 from benchmarks.serve.client import Refusal, read
 from benchmarks.serve.requests import Prompt, body, has_place, path
-from benchmarks.serve.settings import Contender, Make, ServeOptions, Swept, Variant
+from benchmarks.serve.settings import Make, ServeOptions, ServerContender, Swept, Variant
 from cluster.config.flags import FAILED
 from cluster.console import CommandError
 
@@ -43,7 +43,9 @@ class Server:
     """What a reader of the figures should know."""
 
 
-async def identify(client: httpx.AsyncClient, contender: Contender, options: ServeOptions, prompt: Prompt) -> Server:
+async def identify(
+    client: httpx.AsyncClient, contender: ServerContender, options: ServeOptions, prompt: Prompt
+) -> Server:
     """Raises :class:`ServerError`."""
     where = f"--url {contender.url}"
     try:
@@ -108,7 +110,7 @@ def _chosen(owners: dict[str, str], wanted: str, where: str) -> str:
     return next(iter(owners))
 
 
-def _check_offers(server: Server, contender: Contender, options: ServeOptions, where: str) -> None:
+def _check_offers(server: Server, contender: ServerContender, options: ServeOptions, where: str) -> None:
     if server.make is Make.PACELINE or options.sweep is None or options.sweep.what is not Swept.DEPTH:
         return
     if not has_place(contender.extra):
@@ -117,7 +119,7 @@ def _check_offers(server: Server, contender: Contender, options: ServeOptions, w
 
 
 async def _try(
-    client: httpx.AsyncClient, server: Server, contender: Contender, options: ServeOptions, prompt: Prompt
+    client: httpx.AsyncClient, server: Server, contender: ServerContender, options: ServeOptions, prompt: Prompt
 ) -> None:
     depth = int(options.sweep.values[0]) if options.sweep and options.sweep.what is Swept.DEPTH else None
     asked = body(options, Variant(contender, options.pace, depth), server.make, server.model, prompt, 0)

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness.report import Result, Table, cell, describe_machine, listed
 from benchmarks.serve import plots
 from benchmarks.serve.client import Heard
-from benchmarks.serve.figures import Comparison, Figures, Ratio, Spread, baselines, compare, figures
+from benchmarks.serve.figures import Comparison, Figures, RatioInterval, Spread, baselines, compare, figures
 from benchmarks.serve.requests import remembers
 from benchmarks.serve.rounds import Log, Turn
 from benchmarks.serve.settings import Arrivals, Json, Make, ServeOptions
@@ -229,5 +229,5 @@ def _share(part: float | None, whole: float | None) -> str:
     return f"{part / whole:.0%}" if part is not None and whole else MISSING
 
 
-def _ratio(ratio: Ratio | None) -> str:
+def _ratio(ratio: RatioInterval | None) -> str:
     return MISSING if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"

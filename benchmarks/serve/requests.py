@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.options import BadInput
-from benchmarks.serve.settings import BUNDLED_PROMPTS, Contender, Json, Make, ServeOptions, Variant
+from benchmarks.serve.settings import BUNDLED_PROMPTS, Json, Make, ServeOptions, ServerContender, Variant
 from cluster.checkout import BUNDLED
 
 DEPTH_PLACE = "{depth}"
@@ -110,7 +110,7 @@ def body(options: ServeOptions, variant: Variant, make: Make, model: str, prompt
     return {key: value for key, value in _merged(fields, extra).items() if value is not None}
 
 
-def remembers(contender: Contender) -> bool:
+def remembers(contender: ServerContender) -> bool:
     """Whether a Paceline may keep its answers to draft for later requests, which the user has to ask for."""
     said = contender.extra.get("speculation", {})
     return not isinstance(said, Mapping) or said.get("remember", False) is not False

@@ -19,7 +19,7 @@ from benchmarks.serve.arrivals import at_once, at_rate, offsets
 from benchmarks.serve.client import COUNTING, NOT_SENT, Counts, Heard, ask, connect, fetch
 from benchmarks.serve.probe import Server, ServerError, identify
 from benchmarks.serve.requests import Prompt, body
-from benchmarks.serve.settings import PLAIN_SUFFIX, Contender, Make, ServeOptions, Variant, variants
+from benchmarks.serve.settings import PLAIN_SUFFIX, Make, ServeOptions, ServerContender, Variant, variants
 
 Report = Callable[[str], None]
 
@@ -53,7 +53,7 @@ class Log:
 
     servers: dict[str, Server] = field(default_factory=dict)
     """By contender."""
-    contenders: tuple[Contender, ...] = ()
+    contenders: tuple[ServerContender, ...] = ()
     """With those that only differ in being plain."""
     variants: list[Variant] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -92,7 +92,7 @@ def numbers(options: ServeOptions, turn: int) -> Iterator[int]:
     return iter(range(turn, options.requests, options.rounds))
 
 
-def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[Contender, ...]:
+def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[ServerContender, ...]:
     """Each contender, followed by the same without speculation if that is wanted. Raises :class:`ServerError`."""
     if not options.against_plain:
         return options.contenders

@@ -52,7 +52,7 @@ class Arrivals(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class ServerContender:
     """A server, and how it is asked."""
 
     name: str
@@ -84,7 +84,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class LoadSweep:
     """One setting, and the values it takes in turn."""
 
     what: Swept
@@ -95,7 +95,7 @@ class Sweep:
 class ServeOptions(Options):
     """One run."""
 
-    contenders: tuple[Contender, ...] = ()
+    contenders: tuple[ServerContender, ...] = ()
     pace: Pace = Pace(concurrency=1)
     requests: int | None = None
     """Of each contender in all its rounds together; None: as many as fit into ``seconds``."""
@@ -105,7 +105,7 @@ class ServeOptions(Options):
     chat: bool = False
     objectives: Mapping[Objective, float] = field(default_factory=dict)
     """Milliseconds that a good request stays within."""
-    sweep: Sweep | None = None
+    sweep: LoadSweep | None = None
     typed: str = "paceline bench serve"
     """The command, as it was typed."""
     prompts: str = flag(
@@ -133,7 +133,7 @@ class ServeOptions(Options):
 class Variant:
     """A contender at one value of the sweep."""
 
-    contender: Contender
+    contender: ServerContender
     pace: Pace
     depth: int | None = None
     value: float | None = None
@@ -145,7 +145,7 @@ class Variant:
         return self.contender.name if self.value is None else f"{self.contender.name} @ {self.value:g}"
 
 
-def variants(contenders: tuple[Contender, ...], options: ServeOptions) -> list[Variant]:
+def variants(contenders: tuple[ServerContender, ...], options: ServeOptions) -> list[Variant]:
     """Every contender at every value; one whose speculation is off has no depth, and is measured once."""
     found = []
     for contender in contenders:

@@ -11,9 +11,9 @@ import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 
-from benchmarks.harness.measure import Batch, Commit, Decoded, Run, Runner
+from benchmarks.harness.measure import Batch, Decoded, Run, Runner, TimedCommit
 from benchmarks.harness.pair import Pair
-from benchmarks.harness.processes import Child, child
+from benchmarks.harness.processes import ReadyProcess, child
 
 CORES = 2
 """Ours has one for the target and one for the drafter."""
@@ -48,20 +48,20 @@ ASSISTED = (
 """Settings of assisted generation that are tried; the last is the library's default."""
 
 
-def runner(process: Child, mode: Mode) -> Runner:
+def runner(process: ReadyProcess, mode: Mode) -> Runner:
     """The contender that decodes so; greedy, one prompt at a time."""
 
     async def run(batch: Batch) -> Run:
         assert len(batch.prompts) == 1 and batch.temperature == 0.0
         request = {"prompt": batch.prompts[0], "tokens": batch.wanted[0], "mode": asdict(mode)}
         answer = json.loads(await process.ask(json.dumps(request)))
-        commits = tuple(Commit(at, tokens) for at, tokens in answer["commits"])
+        commits = tuple(TimedCommit(at, tokens) for at, tokens in answer["commits"])
         return Run((Decoded(tuple(answer["tokens"]), commits),))
 
     return run
 
 
-def transformers(pair: Pair, dtype: str) -> AbstractAsyncContextManager[Child]:
+def transformers(pair: Pair, dtype: str) -> AbstractAsyncContextManager[ReadyProcess]:
     """The process with the pair loaded, while it runs; raises :class:`benchmarks.harness.processes.WorkerFailed`."""
     threads = min(CORES, len(os.sched_getaffinity(0)))
     flags = ["--dtype", dtype, "--threads", str(threads)]

@@ -13,19 +13,27 @@ from statistics import fmean, median
 from benchmarks.harness import contenders
 from benchmarks.harness.measure import Run
 from benchmarks.harness.pair import Pair
-from benchmarks.speculation.records import Depth, Log, Profile, acceptance_by_depth, efficiency, profile, verify_seconds
-from benchmarks.speculation.settings import BATCH_16, DEAD, FAR, NEAR, TRANSFORMERS, WRONG, Setting
+from benchmarks.speculation.records import (
+    Depth,
+    Profile,
+    WorkerLog,
+    acceptance_by_depth,
+    efficiency,
+    profile,
+    verify_seconds,
+)
+from benchmarks.speculation.settings import BATCH_16, DEAD, FAR, NEAR, TRANSFORMERS, WRONG, ComparisonSetting
 
 OURS, PLAIN, SEQUENTIAL, PARALLEL = contenders.OURS.name, contenders.PLAIN.name, "sequential", "PEARL-like"
 ASSISTED = "transformers assisted"
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRuns:
     """The runs of one contender in one setting, by batch."""
 
     pair: str
-    setting: Setting
+    setting: ComparisonSetting
     contender: str
     runs: tuple[Run, ...]
     choice: str = ""
@@ -37,7 +45,7 @@ class Row:
     """What one contender came to in one setting. Rates in tokens a second."""
 
     pair: str
-    setting: Setting
+    setting: ComparisonSetting
     contender: str
     choice: str
     rates: tuple[float, ...]
@@ -69,7 +77,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class RateRatio:
     """One contender's rate over another's."""
 
     median: float
@@ -81,15 +89,15 @@ class Ratio:
 class Timeline:
     """A stretch of one request: what target and drafter did. Times as in the log."""
 
-    setting: Setting
+    setting: ComparisonSetting
     contender: str
     start: float
     end: float
-    log: Log
+    log: WorkerLog
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PairResult:
     """What a pair came to."""
 
     pair: Pair
@@ -99,15 +107,15 @@ class Outcome:
     timelines: list[Timeline]
 
 
-def rows(measured: Sequence[Measured], log: Log) -> list[Row]:
+def rows(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Row]:
     """A row for each, with what ``log`` says about the time it ran."""
-    first: dict[tuple[str, Setting], Measured] = {}
+    first: dict[tuple[str, ComparisonSetting], MeasuredRuns] = {}
     for one in measured:
         first.setdefault((one.pair, one.setting), one)
     return [_row(one, first[one.pair, one.setting], log) for one in measured]
 
 
-def _row(one: Measured, first: Measured, log: Log) -> Row:
+def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
     commits = [commit for run in one.runs for commit in run.counted]
     texts = [request.tokens for run in one.runs for request in run.decoded]
     others = [request.tokens for run in first.runs for request in run.decoded]
@@ -144,36 +152,36 @@ def find(rows: Iterable[Row], pair: str, setting: str, contender: str) -> Row | 
     )
 
 
-def ratio(row: Row, baseline: Row) -> Ratio:
+def ratio(row: Row, baseline: Row) -> RateRatio:
     """``row`` over ``baseline``, prompt by prompt."""
     assert (row.pair, row.setting) == (baseline.pair, baseline.setting), "a ratio is taken within one setting"
     ratios = [one / other for one, other in zip(row.rates, baseline.rates, strict=True)]
-    return Ratio(median(ratios), min(ratios), max(ratios))
+    return RateRatio(median(ratios), min(ratios), max(ratios))
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class SpeedupGoal:
     """A figure that must be reached."""
 
     key: str
     what: str
     least: float
-    setting: Setting
+    setting: ComparisonSetting
     baseline: str = ""
     """What ours is compared with; empty: the figure is our pipeline efficiency."""
 
 
 GOALS = (
-    Goal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, NEAR),
-    Goal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, FAR),
-    Goal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, NEAR, SEQUENTIAL),
-    Goal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, FAR, SEQUENTIAL),
-    Goal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, NEAR, PLAIN),
-    Goal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, FAR, PLAIN),
-    Goal("over_transformers_assisted", "over transformers' assisted generation", 2.0, TRANSFORMERS, ASSISTED),
-    Goal("dead_drafter_over_plain", "over plain, drafter dead", 0.97, DEAD, PLAIN),
-    Goal("wrong_drafter_over_plain", "over plain, drafter always wrong", 0.97, WRONG, PLAIN),
-    Goal("batch16_over_plain", "over plain, 16 requests at once", 1.0, BATCH_16, PLAIN),
+    SpeedupGoal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, NEAR),
+    SpeedupGoal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, FAR),
+    SpeedupGoal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, NEAR, SEQUENTIAL),
+    SpeedupGoal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, FAR, SEQUENTIAL),
+    SpeedupGoal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, NEAR, PLAIN),
+    SpeedupGoal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, FAR, PLAIN),
+    SpeedupGoal("over_transformers_assisted", "over transformers' assisted generation", 2.0, TRANSFORMERS, ASSISTED),
+    SpeedupGoal("dead_drafter_over_plain", "over plain, drafter dead", 0.97, DEAD, PLAIN),
+    SpeedupGoal("wrong_drafter_over_plain", "over plain, drafter always wrong", 0.97, WRONG, PLAIN),
+    SpeedupGoal("batch16_over_plain", "over plain, 16 requests at once", 1.0, BATCH_16, PLAIN),
 )
 
 
@@ -182,14 +190,14 @@ def summary(rows: Sequence[Row], pair: str) -> dict[str, float]:
     return {goal.key: _figure(rows, pair, goal) for goal in GOALS}
 
 
-def _figure(rows: Sequence[Row], pair: str, goal: Goal) -> float:
+def _figure(rows: Sequence[Row], pair: str, goal: SpeedupGoal) -> float:
     ours = _must(rows, pair, goal.setting, OURS)
     if not goal.baseline:
         return ours.median_efficiency
     return ratio(ours, _must(rows, pair, goal.setting, goal.baseline)).median
 
 
-def _must(rows: Sequence[Row], pair: str, setting: Setting, contender: str) -> Row:
+def _must(rows: Sequence[Row], pair: str, setting: ComparisonSetting, contender: str) -> Row:
     row = find(rows, pair, setting.name, contender)
     assert row is not None, f"{contender} was not measured in {setting.name}"
     return row

@@ -62,7 +62,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class WorkerLog:
     """What the workers recorded."""
 
     steps: tuple[TargetStep, ...] = ()
@@ -71,16 +71,16 @@ class Log:
     drafting: tuple[Span, ...] = ()
     """Steps of the drafters."""
 
-    def during(self, start: float, end: float) -> Log:
+    def during(self, start: float, end: float) -> WorkerLog:
         """What ended within a run. The step that brought the run's first tokens ended before it."""
-        return Log(
+        return WorkerLog(
             tuple(step for step in self.steps if start < step.end <= end),
             tuple(wait for wait in self.waits if start < wait.end <= end),
             tuple(span for span in self.drafting if start < span.end and span.start < end),
         )
 
 
-def read_log(paths: Iterable[Path]) -> Log:
+def read_log(paths: Iterable[Path]) -> WorkerLog:
     """The records of all workers. A line cut short, by ``kill -9`` say, ends its file."""
     steps: list[TargetStep] = []
     waits: list[Span] = []
@@ -93,7 +93,7 @@ def read_log(paths: Iterable[Path]) -> Log:
                 waits.append(Span(*line["wait"]))
             else:
                 steps.append(_target_step(line))
-    return Log(tuple(steps), tuple(waits), tuple(drafting))
+    return WorkerLog(tuple(steps), tuple(waits), tuple(drafting))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -150,7 +150,7 @@ class Profile:
         return self.own_ms / (self.own_ms + self.forward_ms)
 
 
-def profile(parts: Sequence[tuple[Log, float, float]]) -> Profile | None:
+def profile(parts: Sequence[tuple[WorkerLog, float, float]]) -> Profile | None:
     """Profile of runs, each given as its log, start and end; None if there were no steps."""
     steps = [step for log, _, _ in parts for step in log.steps]
     if not steps:

@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks.harness.report import Result, Table, cell, listed
 from benchmarks.speculation import plots
-from benchmarks.speculation.figures import GOALS, PLAIN, Outcome, Row, find, ratio, summary
+from benchmarks.speculation.figures import GOALS, PLAIN, PairResult, Row, find, ratio, summary
 from benchmarks.speculation.settings import SpeculationOptions
 
 
-def result(options: SpeculationOptions, outcomes: Sequence[Outcome], **about: Any) -> Result:
+def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about: Any) -> Result:
     """All that is shown; the main pair's outcome comes first. ``summary`` has exactly the keys of the goals."""
     rows = list(chain.from_iterable(outcome.rows for outcome in outcomes))
     measured = summary(rows, outcomes[0].pair.name)

@@ -27,8 +27,8 @@ from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import ROOT, Pair, Shape, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
 from benchmarks.speculation import baseline
-from benchmarks.speculation.figures import ASSISTED, Measured, Outcome, Timeline, rows
-from benchmarks.speculation.records import Log, read_log
+from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, Timeline, rows
+from benchmarks.speculation.records import WorkerLog, read_log
 from benchmarks.speculation.report import result
 from benchmarks.speculation.settings import (
     DEAD,
@@ -38,8 +38,8 @@ from benchmarks.speculation.settings import (
     TRANSFORMERS,
     WRONG,
     WRONG_COLD,
+    ComparisonSetting,
     PairPlan,
-    Setting,
     SpeculationOptions,
 )
 from models.corpus import read_prompts
@@ -63,10 +63,10 @@ class PairBench:
     options: SpeculationOptions
     prompts: Sequence[tuple[int, ...]]
     progress: Progress
-    measured: list[Measured] = field(default_factory=list)
-    tried: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredRuns] = field(default_factory=list)
+    tried: list[MeasuredRuns] = field(default_factory=list)
 
-    def batches(self, setting: Setting) -> list[Batch]:
+    def batches(self, setting: ComparisonSetting) -> list[Batch]:
         """What every contender decodes in a setting."""
         count = self.options.prompts if setting.batch == 1 else self.options.bursts
         endless = itertools.cycle(self.prompts[:-SWEEP_PROMPTS])
@@ -76,7 +76,11 @@ class PairBench:
         ]
 
     async def compare(
-        self, setting: Setting, runners: Mapping[str, Runner], choices: Mapping[str, str], warm_up: int = WARM_UP
+        self,
+        setting: ComparisonSetting,
+        runners: Mapping[str, Runner],
+        choices: Mapping[str, str],
+        warm_up: int = WARM_UP,
     ) -> None:
         """Measure the contenders of a setting. ``choices``: what was chosen for whom."""
         batches = self.batches(setting)
@@ -84,16 +88,18 @@ class PairBench:
             batches = batches[:COLD_ROUNDS]
         runs = await self._take_turns(f"{self.pair.name}, {setting.name}", runners, batches, warm_up)
         self.measured += [
-            Measured(self.pair.name, setting, name, tuple(runs[name]), choices.get(name, "")) for name in runners
+            MeasuredRuns(self.pair.name, setting, name, tuple(runs[name]), choices.get(name, "")) for name in runners
         ]
 
-    async def choose(self, setting: Setting, contender: str, choices: Mapping[str, Runner]) -> str:
+    async def choose(self, setting: ComparisonSetting, contender: str, choices: Mapping[str, Runner]) -> str:
         """The best of the choices for a contender in a setting, on prompts that are not measured."""
         tokens = max(2 * self.options.tokens // 3, 8)
         batches = [Batch((prompt,), tokens, setting.temperature) for prompt in self.prompts[-SWEEP_PROMPTS:]]
         title = f"{self.pair.name}, {setting.name}: best {contender}"
         runs = await self._take_turns(title, choices, batches, warm_up=0)
-        self.tried += [Measured(self.pair.name, setting, contender, tuple(runs[choice]), choice) for choice in choices]
+        self.tried += [
+            MeasuredRuns(self.pair.name, setting, contender, tuple(runs[choice]), choice) for choice in choices
+        ]
         return best(runs)
 
     async def _take_turns(
@@ -103,7 +109,7 @@ class PairBench:
         return await take_turns(runners, batches, warm_up, lambda: self.progress.advance(task))
 
 
-async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Setting, lookup: bool) -> None:
+async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
     """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
     dispatcher.pool.delays[Role.DRAFT] = setting.rtt_ms / 2000
     everyone = [contenders.PLAIN, contenders.OURS]
@@ -171,7 +177,7 @@ def _served(dispatcher: Dispatcher, known: Mapping[str, Contender]) -> dict[str,
     return {name: served(dispatcher, contender.speculation) for name, contender in known.items()}
 
 
-async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progress: Progress) -> Outcome:
+async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progress: Progress) -> PairResult:
     """Start a server for the pair and run its plan."""
     tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(text).ids) for text in read_prompts(ROOT / "models" / "prompts.jsonl")]
@@ -194,10 +200,10 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
         if plan.shared:
             records += await compare_shared(bench, Path(name))
         log = read_log(records)  # complete only now: workers write when they are idle
-    return Outcome(pair, rows(bench.measured, log), rows(bench.tried, log), timelines(bench.measured, log))
+    return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log), timelines(bench.measured, log))
 
 
-def timelines(measured: Sequence[Measured], log: Log) -> list[Timeline]:
+def timelines(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Timeline]:
     """How target and drafter worked together in the middle run of ours and of the sequential baseline."""
     shown = [
         one

@@ -20,7 +20,7 @@ MAIN_ACCEPTANCE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ComparisonSetting:
     """What the contenders of one comparison have in common."""
 
     name: str
@@ -31,19 +31,19 @@ class Setting:
     """Requests at once."""
 
 
-NEAR = Setting("0 ms")
-FAR = Setting("20 ms", rtt_ms=20.0)
-BATCH_16 = Setting("batch 16", batch=16)
-TRANSFORMERS = Setting("transformers")
+NEAR = ComparisonSetting("0 ms")
+FAR = ComparisonSetting("20 ms", rtt_ms=20.0)
+BATCH_16 = ComparisonSetting("batch 16", batch=16)
+TRANSFORMERS = ComparisonSetting("transformers")
 """Beside another library; ours is idle while it runs."""
-DEAD = Setting("dead drafter")
+DEAD = ComparisonSetting("dead drafter")
 """The drafter of a server in use was killed; requests still ask for drafts."""
-WRONG_COLD = Setting("wrong drafter, cold")
+WRONG_COLD = ComparisonSetting("wrong drafter, cold")
 """A drafter whose every draft is wrong has just come to a server that trusted the last one."""
-WRONG = Setting("wrong drafter")
+WRONG = ComparisonSetting("wrong drafter")
 """The same later: the target has seen what its drafts are worth."""
 EXTRAS = (TRANSFORMERS, DEAD, WRONG_COLD, WRONG)
-SHARED = Setting("cores shared")
+SHARED = ComparisonSetting("cores shared")
 """Both workers compute with all cores, instead of one each."""
 
 
@@ -53,7 +53,7 @@ class PairPlan:
 
     acceptance: float | None
     """Of a stretched pair; None: the pair as trained."""
-    settings: tuple[Setting, ...]
+    settings: tuple[ComparisonSetting, ...]
     lookup: bool = False
     """Whether the contenders with prompt lookup take part, at batch 1; there is no goal for them."""
     extras: bool = False
@@ -64,11 +64,11 @@ class PairPlan:
 
 QUICK = (PairPlan(MAIN_ACCEPTANCE, (NEAR, FAR, BATCH_16), extras=True),)
 
-ROUND_TRIPS = (NEAR, Setting("5 ms", rtt_ms=5.0), FAR)
+ROUND_TRIPS = (NEAR, ComparisonSetting("5 ms", rtt_ms=5.0), FAR)
 _OTHERS = (
-    Setting("temperature 0.7", temperature=0.7),
-    Setting("temperature 1", temperature=1.0),
-    Setting("batch 4", batch=4),
+    ComparisonSetting("temperature 0.7", temperature=0.7),
+    ComparisonSetting("temperature 1", temperature=1.0),
+    ComparisonSetting("batch 4", batch=4),
     BATCH_16,
 )
 FULL = (

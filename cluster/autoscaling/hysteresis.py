@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from cluster.autoscaling.policy import Wanted, Why
+from cluster.autoscaling.policy import DesiredReplicas, Why
 from cluster.config.config import AutoscalingConfig
 
 PATIENCE = 600.0
@@ -82,7 +82,7 @@ class State:
 
 
 def steer(
-    now: float, pool: ScaledPool, wanted: Wanted, state: State, settings: AutoscalingConfig
+    now: float, pool: ScaledPool, wanted: DesiredReplicas, state: State, settings: AutoscalingConfig
 ) -> tuple[Decision, State]:
     """Decide, and remember. ``now`` never goes back."""
     replicas, held, state = _steer(now, pool, wanted, state, settings)
@@ -90,7 +90,7 @@ def steer(
 
 
 def _steer(
-    now: float, pool: ScaledPool, wanted: Wanted, state: State, settings: AutoscalingConfig
+    now: float, pool: ScaledPool, wanted: DesiredReplicas, state: State, settings: AutoscalingConfig
 ) -> tuple[int, HoldReason, State]:
     bounded = min(max(pool.replicas, pool.min_replicas), pool.max_replicas)
     if bounded != pool.replicas:

@@ -54,7 +54,7 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredReplicas:
     """Replicas that the work amounts to, and why: one of few words, and a sentence for people."""
 
     replicas: float
@@ -62,19 +62,19 @@ class Wanted:
     says: str
 
 
-def targets(reports: Sequence[TargetDemand], settings: AutoscalingConfig) -> Wanted:
+def targets(reports: Sequence[TargetDemand], settings: AutoscalingConfig) -> DesiredReplicas:
     """Target workers for what ``reports``, one of each replica that runs, add up to."""
     speeds = [report.speed for report in reports if report.speed > 0]
     count, goal = _count(len(reports), "target"), f"goal {settings.load:.0%}"
     queued, sessions = _sum(report.queued_tokens for report in reports), _sum(report.sessions for report in reports)
     running = _sum(report.running_tokens for report in reports)
-    choices: list[Wanted] = []
+    choices: list[DesiredReplicas] = []
     if speeds:
         speed = _mean(speeds)
         computed = _sum(report.computed for report in reports)
         share = computed / speed / len(reports)
         says = f"{computed:,.0f} tokens a second = {share:.0%} of what {count} can compute; {goal}"
-        choices.append(Wanted(computed / speed / settings.load, Why.WORK, says))
+        choices.append(DesiredReplicas(computed / speed / settings.load, Why.WORK, says))
         choices += _for_queue(queued, speed, len(reports), settings)
     for amount, rooms, why, unit in (
         (sessions, [report.places for report in reports], Why.SESSIONS, "places"),
@@ -83,15 +83,15 @@ def targets(reports: Sequence[TargetDemand], settings: AutoscalingConfig) -> Wan
         room = _sum(rooms)
         if room > 0:
             says = f"{amount:,.0f} of {room:,.0f} {unit} taken on {count} = {amount / room:.0%}; {goal}"
-            choices.append(Wanted(amount / _mean(rooms) / settings.load, why, says))
+            choices.append(DesiredReplicas(amount / _mean(rooms) / settings.load, why, says))
     if not choices:
-        return Wanted(0.0, Why.UNKNOWN, "no target has reported yet")
+        return DesiredReplicas(0.0, Why.UNKNOWN, "no target has reported yet")
     if not queued and not sessions:
-        return Wanted(0.0, Why.IDLE, "no sessions")
+        return DesiredReplicas(0.0, Why.IDLE, "no sessions")
     return max(choices, key=lambda wanted: wanted.replicas)
 
 
-def _for_queue(queued: float, speed: float, replicas: int, settings: AutoscalingConfig) -> list[Wanted]:
+def _for_queue(queued: float, speed: float, replicas: int, settings: AutoscalingConfig) -> list[DesiredReplicas]:
     """More replicas while it takes these too long to compute what is queued."""
     seconds = queued / speed / replicas
     if seconds <= settings.queue_s:
@@ -99,10 +99,12 @@ def _for_queue(queued: float, speed: float, replicas: int, settings: Autoscaling
     count = _count(replicas, "target")
     says = f"queued {queued:,.0f} tokens = {seconds:.1f} s of work for {count}; limit {settings.queue_s:g} s"
     more = (seconds - settings.queue_s) / settings.clear_s
-    return [Wanted(replicas * (1.0 + more), Why.QUEUE, says)]
+    return [DesiredReplicas(replicas * (1.0 + more), Why.QUEUE, says)]
 
 
-def drafters(reports: Sequence[DraftDemand], routers: Iterable[RouterDemand], settings: AutoscalingConfig) -> Wanted:
+def drafters(
+    reports: Sequence[DraftDemand], routers: Iterable[RouterDemand], settings: AutoscalingConfig
+) -> DesiredReplicas:
     """Draft workers. ``reports``: one of each replica that runs; ``routers``: of each, about the model drafted for.
 
     Below full delivery what is delivered is in proportion to the time spent drafting; so is what is wanted.
@@ -121,33 +123,33 @@ def drafters(reports: Sequence[DraftDemand], routers: Iterable[RouterDemand], se
             f"{_count(len(reports), 'drafter')}, busy {min(used / len(reports), 1.0):.0%} of the time, "
             f"delivered {share:.0%} of the lead asked for; goal {settings.delivery:.0%}"
         )
-        lead = Wanted(used * settings.delivery / share, Why.LEAD, says)
+        lead = DesiredReplicas(used * settings.delivery / share, Why.LEAD, says)
         if lead.replicas >= NEGLIGIBLE and lead.replicas >= demand.replicas:
             return lead
     if demand.replicas:
         return demand
     if resting >= 0.5 or asked:
-        return Wanted(0.0, Why.RESTING, f"targets have no use for drafts in {max(resting, 1.0):.0f} sessions")
-    return Wanted(0.0, Why.IDLE, "no session wants drafts")
+        return DesiredReplicas(0.0, Why.RESTING, f"targets have no use for drafts in {max(resting, 1.0):.0f} sessions")
+    return DesiredReplicas(0.0, Why.IDLE, "no session wants drafts")
 
 
-def _demand(drafters: int, streams: float, undrafted: float) -> Wanted:
+def _demand(drafters: int, streams: float, undrafted: float) -> DesiredReplicas:
     """One drafter to begin with; then, for sessions without one, as many more as serve the others."""
     if undrafted < 0.5:
-        return Wanted(0.0, Why.IDLE, "every session that wants drafts has a drafter")
+        return DesiredReplicas(0.0, Why.IDLE, "every session that wants drafts has a drafter")
     wanted = drafters * (1 + undrafted / max(streams - undrafted, 1.0)) if drafters else 1.0
-    return Wanted(wanted, Why.DEMAND, f"{undrafted:.0f} sessions want drafts and have no drafter")
+    return DesiredReplicas(wanted, Why.DEMAND, f"{undrafted:.0f} sessions want drafts and have no drafter")
 
 
-def routers(reports: Sequence[RouterDemand], settings: AutoscalingConfig) -> Wanted:
+def routers(reports: Sequence[RouterDemand], settings: AutoscalingConfig) -> DesiredReplicas:
     """Routers."""
     if not reports:
-        return Wanted(0.0, Why.UNKNOWN, "no router has reported yet")
+        return DesiredReplicas(0.0, Why.UNKNOWN, "no router has reported yet")
     streams = _sum(report.streams for report in reports)
     if not streams:
-        return Wanted(0.0, Why.IDLE, "no streams")
+        return DesiredReplicas(0.0, Why.IDLE, "no streams")
     says = f"{streams:,.0f} streams on {_count(len(reports), 'router')}; {settings.streams} are enough for one"
-    return Wanted(streams / settings.streams, Why.STREAMS, says)
+    return DesiredReplicas(streams / settings.streams, Why.STREAMS, says)
 
 
 def _count(number: int, noun: str) -> str:

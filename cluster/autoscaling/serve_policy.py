@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from cluster.autoscaling import policy
 from cluster.autoscaling.decision_store import DecisionStore, Posted
 from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
-from cluster.autoscaling.policy import Wanted, Why
+from cluster.autoscaling.policy import DesiredReplicas, Why
 from cluster.config.config import AutoscalingConfig, Config
 from cluster.placement import ROUTER
 from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand, WorkerDemand
@@ -124,13 +124,13 @@ class ServePolicy:
         self._decision_store.post(posted)
         return sizes, states
 
-    def _steer(self, ctx: AutoscalingContext, wanted: Wanted) -> tuple[Decision, State]:
+    def _steer(self, ctx: AutoscalingContext, wanted: DesiredReplicas) -> tuple[Decision, State]:
         min_replicas, max_replicas = ctx.capacity_adjusted_min_replicas, ctx.capacity_adjusted_max_replicas
         pool = ScaledPool(ctx.target_num_replicas, ctx.current_num_replicas, min_replicas, max_replicas)
         assert ctx.current_time is not None
         return steer(ctx.current_time, pool, wanted, State(**ctx.policy_state.get(STATE, {})), self._settings)
 
-    def _wanted(self, ctx: AutoscalingContext, routers: AutoscalingContext | None) -> Wanted:
+    def _wanted(self, ctx: AutoscalingContext, routers: AutoscalingContext | None) -> DesiredReplicas:
         """What the figures of a pool amount to."""
         name = ctx.deployment_name
         if name == ROUTER:
@@ -144,7 +144,7 @@ class ServePolicy:
         present = PRESENT if reports else frozenset()
         asking = self._heard(RouterDemand, routers, pool.model, present) if routers is not None else []
         if not asking or len(reports) < ctx.current_num_replicas:
-            return Wanted(0.0, Why.UNKNOWN, "not every router and drafter has reported yet")
+            return DesiredReplicas(0.0, Why.UNKNOWN, "not every router and drafter has reported yet")
         return policy.drafters(reports, asking, self._settings)
 
     def _routers(self, ctx: AutoscalingContext) -> list[RouterDemand]:
@@ -155,12 +155,12 @@ class ServePolicy:
                 streams[replica] += one.streams
         return [RouterDemand(count) for count in streams.values()]
 
-    def _unlisted(self, name: str) -> Wanted:
+    def _unlisted(self, name: str) -> DesiredReplicas:
         """Of a deployment of which nothing was said: it stays as it is, and the others go on."""
         if name not in self._strangers:
             self._strangers.add(name)
             log.warning("%s is not in policy_kwargs.pools, so it stays as it is; there are %s", name, [*self._pools])
-        return Wanted(0.0, Why.UNKNOWN, "policy_kwargs.pools does not list it")
+        return DesiredReplicas(0.0, Why.UNKNOWN, "policy_kwargs.pools does not list it")
 
     def _heard(
         self, kind: type[Demand], ctx: AutoscalingContext, model: str = "", present: Set[str] = frozenset()

@@ -17,7 +17,7 @@ from typing import TypeVar
 from cluster.autoscaling import policy
 from cluster.autoscaling.fleet import TICK, Fleet, FleetLimits, FleetRequest
 from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
-from cluster.autoscaling.policy import Wanted
+from cluster.autoscaling.policy import DesiredReplicas
 from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival, seconds_of
 from cluster.config.config import AutoscalingConfig
@@ -28,7 +28,7 @@ POOLS = ("target", "draft", "router")
 LONGEST_TAIL = 3600.0
 """Seconds after the last arrival in which all must be done."""
 
-Steer = Callable[[float, ScaledPool, Wanted, State, AutoscalingConfig], tuple[Decision, State]]
+Steer = Callable[[float, ScaledPool, DesiredReplicas, State, AutoscalingConfig], tuple[Decision, State]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class _Reports:
         fleet = self._fleet
         self._heard.append((fleet.now, fleet.target_report(), fleet.draft_report(), fleet.router_report()))
 
-    def wanted(self) -> dict[str, Wanted]:
+    def wanted(self) -> dict[str, DesiredReplicas]:
         """What the policies make of it, by pool."""
         times, *heard = zip(*self._heard, strict=True)
         now, settings, seconds = self._fleet.now, self._settings, times[-1] - times[0]

@@ -138,7 +138,7 @@ def _workers(args: argparse.Namespace, config: Config, listed: dict[Role, list[s
     met = asyncio.run(workers.meet_all(listed, identity(config, "router") if any(listed.values()) else None))
     yield from workers.judge(met)
     if args.target_step_ms is not None:
-        steps = distance.Steps(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
+        steps = distance.StepCosts(args.target_step_ms / 1000, args.draft_step_ms / 1000, args.acceptance)
         yield from distance.judge(met, steps)
 
 

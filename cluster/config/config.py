@@ -27,8 +27,8 @@ from cluster.config.pools import (
     TargetConfig,
     node_labels,
 )
-from cluster.config.reading import DEFAULT_POOL, MODELS, Override, Reader, Values, document_in
-from cluster.config.settings import ConfigError, Rule, rule_in, settings_of
+from cluster.config.reading import DEFAULT_POOL, MODELS, ConfigReader, Override, Values, document_in
+from cluster.config.settings import ConfigError, SettingSpec, rule_in, settings_of
 from cluster.config.settings import setting as _setting
 from speculation.events import Role
 from speculation.messages import Rule as AcceptanceRule
@@ -292,7 +292,7 @@ SECTIONS: Mapping[str, type[Any]] = {
 }
 
 
-def rule_of(key: str) -> Rule:
+def rule_of(key: str) -> SettingSpec:
     """What is known of the setting with this dotted path."""
     return rule_in(_SETTINGS[key])
 
@@ -335,7 +335,7 @@ def from_mapping(
 _SETTINGS: dict[str, Field[Any]] = {entry.name: entry for entry in settings_of(Config)}
 for _name, _kind in SECTIONS.items():
     _SETTINGS |= {f"{_name}.{entry.name}": entry for entry in settings_of(_kind)}
-_READER = Reader(_SETTINGS, tuple(SECTIONS))
+_READER = ConfigReader(_SETTINGS, tuple(SECTIONS))
 
 
 def _under(values: Values, *path: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def yaml_in(where: object, text: str) -> Any:
         raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
 
 
-class Reader:
+class ConfigReader:
     """Knows what can be set, not what it means."""
 
     def __init__(self, settings: Mapping[str, Field[Any]], sections: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ AUTO: Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SettingSpec:
     """What a setting means and which values it takes."""
 
     about: str
@@ -39,7 +39,7 @@ class Rule:
 
 def setting(default: Any, about: str, **limits: Any) -> Any:
     """A field of a section."""
-    return field(default=default, metadata={"rule": Rule(about, **limits)})
+    return field(default=default, metadata={"rule": SettingSpec(about, **limits)})
 
 
 def settings_of(kind: type[Any]) -> Iterator[Field[Any]]:
@@ -47,10 +47,10 @@ def settings_of(kind: type[Any]) -> Iterator[Field[Any]]:
     return (entry for entry in fields(kind) if "rule" in entry.metadata)
 
 
-def rule_in(entry: Field[Any]) -> Rule:
+def rule_in(entry: Field[Any]) -> SettingSpec:
     """What is known of a setting."""
     rule = entry.metadata["rule"]
-    assert isinstance(rule, Rule)
+    assert isinstance(rule, SettingSpec)
     return rule
 
 
@@ -70,7 +70,7 @@ def checked(where: object, key: str, entry: Field[Any], value: object) -> object
     return value
 
 
-def _within(rule: Rule, value: float) -> bool:
+def _within(rule: SettingSpec, value: float) -> bool:
     """Written so that nan is not."""
     return (rule.at_least is None or value >= rule.at_least) and (rule.at_most is None or value <= rule.at_most)
 
@@ -110,7 +110,7 @@ def _type_of(entry: Field[Any]) -> type[object]:
     return int if rule_in(entry).auto else type(entry.default)
 
 
-def _wanted(kind: type[object], rule: Rule) -> str:
+def _wanted(kind: type[object], rule: SettingSpec) -> str:
     if rule.choices:
         return f"one of {', '.join(rule.choices)}"
     if rule.form:

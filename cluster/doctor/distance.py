@@ -10,7 +10,7 @@ from cluster.doctor.finding import Finding, ok, warning
 from cluster.doctor.workers import Met
 from simulation.agreement import made_up
 from simulation.costs import Costs, Curve
-from simulation.simulate import Bounds, Setting, simulate
+from simulation.simulate import Bounds, SimulationSettings, simulate
 from speculation.events import Role
 from speculation.messages import Schedule
 
@@ -21,7 +21,7 @@ SUBJECT = "distance"
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepCosts:
     """What steps take, in seconds, and how often a draft token is right."""
 
     target: float
@@ -29,7 +29,7 @@ class Steps:
     acceptance: float
 
 
-def speedup(steps: Steps, rtt: float) -> float:
+def speedup(steps: StepCosts, rtt: float) -> float:
     """Of one request over plain decoding, with ``rtt`` seconds from drafter to target and back."""
     costs = Costs(
         verify={1: Curve.straight(steps.target, 0.01)},
@@ -39,13 +39,13 @@ def speedup(steps: Steps, rtt: float) -> float:
     )
     outcomes = made_up(Random(0), steps.acceptance, None)
     rates = [
-        simulate(Setting(schedule), costs, outcomes, Random(0), tokens=TOKENS, bounds=Bounds()).rate
+        simulate(SimulationSettings(schedule), costs, outcomes, Random(0), tokens=TOKENS, bounds=Bounds()).rate
         for schedule in (Schedule.TRIE, None)
     ]
     return rates[0] / rates[1]
 
 
-def judge(met: Sequence[Met], steps: Steps) -> Iterator[Finding]:
+def judge(met: Sequence[Met], steps: StepCosts) -> Iterator[Finding]:
     """For the farthest drafter and the farthest target; drafts take the way through the router, where this runs."""
     far = {role: max((met_.trip for met_ in met if met_.role is role and met_.trips), default=None) for role in Role}
     to_target, to_draft = far[Role.TARGET], far[Role.DRAFT]

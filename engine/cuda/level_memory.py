@@ -65,7 +65,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class LevelExpansion:
     """What a launch needs to know of a session, whose places have been computed as a step's first level."""
 
     sampling: Sampling

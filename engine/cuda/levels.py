@@ -35,7 +35,7 @@ from engine.cuda.level_memory import (
     NO_LEAF,
     TOLD,
     Expanded,
-    Growth,
+    LevelExpansion,
     LevelMemory,
     TreePlace,
     empty_memory,
@@ -105,7 +105,7 @@ class Levels:
     # -- launching -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, logits_RV: Tensor, growths: Sequence[Growth], odds: OddsTable, levels: int) -> Tensor:
+    def launch(self, logits_RV: Tensor, growths: Sequence[LevelExpansion], odds: OddsTable, levels: int) -> Tensor:
         """Expand ``levels`` in all, the first of which was computed with ``logits_RV``; see :meth:`read`.
 
         Returns at once; the device may still be at it.
@@ -150,7 +150,7 @@ class Levels:
 
     # -- what is given in ----------------------------------------------------------------------------------------------
 
-    def _fill(self, memory: LevelMemory, logits_RV: Tensor, growths: Sequence[Growth], odds: OddsTable) -> None:
+    def _fill(self, memory: LevelMemory, logits_RV: Tensor, growths: Sequence[LevelExpansion], odds: OddsTable) -> None:
         """Upload what the levels are told, and put the logits of every place where they look for them."""
         max_leaves, width, tiny = self.leaves, self.width, torch.finfo(self._dtype).tiny
         reals: list[list[float]] = []
@@ -305,7 +305,7 @@ class Levels:
         logits_MV = 8 * torch.randn(memory.count, self._vocabulary, generator=generator)
         sampling = Sampling(temperature=0.8, seed=3) if kind.noisy else Sampling(temperature=0.0)
         growths = [
-            Growth(
+            LevelExpansion(
                 sampling=sampling,
                 stops=(),
                 position=1,

@@ -51,7 +51,7 @@ class Mask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RowShaping:
     """How one row is shaped: as the logits of the token after ``path``, draft tokens behind a session's text."""
 
     shaping: Shaping
@@ -110,9 +110,9 @@ class Shaping:
         """Whether anything is the same for every row."""
         return bool(self.sampling.bias or self.sampling.allowed or () in self._banned)
 
-    def after(self, path: Sequence[Token]) -> Shape | None:
+    def after(self, path: Sequence[Token]) -> RowShaping | None:
         """How the row behind ``path`` is shaped; None if it stays as it is."""
-        shape = Shape(self, tuple(path))
+        shape = RowShaping(self, tuple(path))
         early = bool(self._stop) and shape.position < self._limits.min_end
         shapes = early or self.mask is not None or self.penalises or self.offsets or bool(self._starts)
         return shape if shapes else None
@@ -151,7 +151,7 @@ class Shaping:
             self._offset_V = offset_V
         return self._offset_V
 
-    def excluded(self, shape: Shape) -> Iterator[Token]:
+    def excluded(self, shape: RowShaping) -> Iterator[Token]:
         """What may not come next, for reasons that depend on the text."""
         if shape.position < self._limits.min_end:
             yield from self._stop
@@ -162,7 +162,7 @@ class Shaping:
                     yield from self._banned.get(end[len(end) - length :], ())
 
 
-def shaped(logits_NV: Tensor, shapes: Sequence[Shape | None]) -> Tensor:
+def shaped(logits_NV: Tensor, shapes: Sequence[RowShaping | None]) -> Tensor:
     """Logits to draw from, ``[N, V]``; -inf for what must not be drawn. The argument itself if nothing is shaped.
 
     A row that is -inf throughout leaves nothing to draw: whoever draws must find out.
@@ -183,7 +183,7 @@ def shaped(logits_NV: Tensor, shapes: Sequence[Shape | None]) -> Tensor:
     return shaped_MV if len(rows) == len(shapes) else logits_NV.index_copy(0, rows_M, shaped_MV)
 
 
-def _offset(scores_MV: Tensor, shapes: Sequence[Shape]) -> None:
+def _offset(scores_MV: Tensor, shapes: Sequence[RowShaping]) -> None:
     """Add the bias, and exclude what is never allowed."""
     rows = [row for row, shape in enumerate(shapes) if shape.shaping.offsets]
     if rows:
@@ -191,7 +191,7 @@ def _offset(scores_MV: Tensor, shapes: Sequence[Shape]) -> None:
         scores_MV.index_add_(0, upload(rows, scores_MV.device), offsets_PV)
 
 
-def _penalise(scores_MV: Tensor, shapes: Sequence[Shape]) -> None:
+def _penalise(scores_MV: Tensor, shapes: Sequence[RowShaping]) -> None:
     """Repetition, frequency and presence penalty, for the text and for the drafts behind it."""
     rows = [row for row, shape in enumerate(shapes) if shape.shaping.penalises]
     if not rows:
@@ -216,7 +216,7 @@ def _penalise(scores_MV: Tensor, shapes: Sequence[Shape]) -> None:
     scores_MV[rows_P] = scores_PV
 
 
-def _exclude(scores_MV: Tensor, shapes: Sequence[Shape]) -> None:
+def _exclude(scores_MV: Tensor, shapes: Sequence[RowShaping]) -> None:
     """Banned sequences are not completed, and a text does not end before its time."""
     excluded = [(row, token) for row, shape in enumerate(shapes) for token in shape.shaping.excluded(shape)]
     if excluded:
@@ -224,7 +224,7 @@ def _exclude(scores_MV: Tensor, shapes: Sequence[Shape]) -> None:
         scores_MV.index_put_(places, scores_MV.new_full((1,), NEVER))
 
 
-def _mask(scores_MV: Tensor, shapes: Sequence[Shape]) -> None:
+def _mask(scores_MV: Tensor, shapes: Sequence[RowShaping]) -> None:
     """Only what the masks leave open is said."""
     masks = [(row, shape.shaping.mask, shape.path) for row, shape in enumerate(shapes)]
     asked = [(row, mask.bits(path)) for row, mask, path in masks if mask is not None]

@@ -41,7 +41,7 @@ from router.http.request_reader import RequestReader
 from router.schema.request_schema import Kind
 from router.schema.requests import ModelEntry, no_such_model
 from router.sessions.snapshot import Snapshot
-from router.sessions.tally import Tally
+from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics, own_version
 from router.text.tokenizers import Tokenizers
@@ -97,7 +97,7 @@ def build_app(
     without it none are kept.
     """
     settings = settings or ApiSettings()
-    metrics = metrics or RouterMetrics(Tally(), Snapshot)
+    metrics = metrics or RouterMetrics(RouterCounters(), Snapshot)
     admission = Admission(settings.admission)
     metrics.accounts = admission.accounts
     middleware = [Middleware(RequestIds)]

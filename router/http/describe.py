@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from router.errors import CODES
-from router.schema.field_table import ROWS, Row, Support
+from router.schema.field_table import ROWS, FieldRow, FieldSupport
 from router.schema.json_schema import in_words
 
 _INTRODUCTION = """\
@@ -67,17 +67,17 @@ def document() -> str:
     return _INTRODUCTION + "\n" + fields + "".join(map(_line, _ordered(ROWS))) + _ANSWERS + "".join(errors)
 
 
-def _ordered(rows: Sequence[Row]) -> list[Row]:
+def _ordered(rows: Sequence[FieldRow]) -> list[FieldRow]:
     """What a request must have, what it may have, what is refused, and labels; else as in the table."""
     needed = {row.name for row in rows if row.required}
-    rank = {Support.SUPPORTED: 0, Support.REFUSED: 1, Support.LABEL: 2}
+    rank = {FieldSupport.SUPPORTED: 0, FieldSupport.REFUSED: 1, FieldSupport.LABEL: 2}
     return sorted(rows, key=lambda row: (rank[row.support], row.name.partition("[")[0] not in needed))
 
 
-def _line(row: Row) -> str:
+def _line(row: FieldRow) -> str:
     where = {"both": "", "completion": " (text)", "chat": " (chat)"}[row.where]
     support = str(row.support)
-    if row.support is Support.REFUSED:
+    if row.support is FieldSupport.REFUSED:
         neutral = [f"`{json.dumps(value)}`" for value in row.schema["enum"] if value is not None]
         values = f"only {' or '.join(neutral)}" if neutral else ""
         return f"| `{row.name}`{where} | {support} | {values} | | {_sentence(row.about)} |\n"

@@ -16,7 +16,7 @@ LABEL_MARK = "No effect. "
 """With which the description of a label begins."""
 
 
-class Support(StrEnum):
+class FieldSupport(StrEnum):
     """What becomes of a field."""
 
     SUPPORTED = "supported"
@@ -24,11 +24,11 @@ class Support(StrEnum):
     REFUSED = "refused"
 
 
-MARKS = {REFUSED_MARK: Support.REFUSED, LABEL_MARK: Support.LABEL}
+MARKS = {REFUSED_MARK: FieldSupport.REFUSED, LABEL_MARK: FieldSupport.LABEL}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FieldRow:
     """One field, by the path to it: ``stream_options.include_usage``, ``messages[].role``."""
 
     name: str
@@ -42,7 +42,7 @@ class Row:
     where: Literal["both", Kind] = "both"
     """The endpoints that know it."""
     required: bool = False
-    support: Support = Support.SUPPORTED
+    support: FieldSupport = FieldSupport.SUPPORTED
 
     @property
     def inside(self) -> str:
@@ -59,18 +59,20 @@ class Row:
         return self.where in ("both", kind)
 
 
-def _rows(body: Schema, where: Literal["both", Kind], inside: str = "") -> Iterator[Row]:
+def _rows(body: Schema, where: Literal["both", Kind], inside: str = "") -> Iterator[FieldRow]:
     """The fields of an object that are described, and those of the objects inside it."""
     for key, field in body["properties"].items():
         name = inside + key
         if "description" in field:
             schema = {part: field[part] for part in field.keys() - {"default", "description", "examples"}}
             about, _, default = " ".join(field["description"].split()).partition(" Default: ")
-            support = next((support for mark, support in MARKS.items() if about.startswith(mark)), Support.SUPPORTED)
+            support = next(
+                (support for mark, support in MARKS.items() if about.startswith(mark)), FieldSupport.SUPPORTED
+            )
             about = about.removeprefix(REFUSED_MARK).removeprefix(LABEL_MARK)
             default = default or _shown(field.get("default"))
             examples, required = tuple(field.get("examples", ())), key in body.get("required", ())
-            yield Row(name, schema, about, default, examples, where, required, support)
+            yield FieldRow(name, schema, about, default, examples, where, required, support)
         for inner, mark in ((field, "."), (field.get("items", {}), "[].")):
             if "properties" in inner:
                 yield from _rows(inner, where, name + mark)
@@ -82,7 +84,7 @@ def _shown(default: object) -> str:
     return f"{default:g}" if isinstance(default, float) else json.dumps(default)
 
 
-def _table() -> Iterator[Row]:
+def _table() -> Iterator[FieldRow]:
     """What both endpoints know alike is there once."""
     tables = {kind: {row.name: row for row in _rows(json_schema(body), "both")} for kind, body in BODIES.items()}
     for kind, table in tables.items():
@@ -94,4 +96,4 @@ def _table() -> Iterator[Row]:
                 yield row
 
 
-ROWS: tuple[Row, ...] = tuple(_table())
+ROWS: tuple[FieldRow, ...] = tuple(_table())

@@ -111,7 +111,7 @@ def at_most(entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Refused(NamedTuple):
+class RefusedField(NamedTuple):
     """A field that is known and not carried out, but accepted with a value that asks for nothing."""
 
     reason: str
@@ -126,7 +126,7 @@ class Fields(BaseModel):
 
     names: ClassVar[frozenset[str]] = frozenset()
     """Of the fields that are carried out."""
-    refused: ClassVar[Mapping[str, Refused]] = {}
+    refused: ClassVar[Mapping[str, RefusedField]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, GetPydanticSchema, T
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import no_info_wrap_validator_function
 
-from router.schema.fields import Array, Fields, Refused, StringOr, loads, refusal
+from router.schema.fields import Array, Fields, RefusedField, StringOr, loads, refusal
 from speculation.messages import Rule, Schedule, Source
 from speculation.sources.registry import NAME
 
@@ -106,12 +106,12 @@ class Message(Fields, title="an object with role and content"):
     parsed: Any = None
     """No effect. What OpenAI's client read `content` as."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "function_call": Refused(INSTEAD_TOOLS),
-        "refusal": Refused("put what was said into content", ("",)),
-        "audio": Refused(TEXT_ONLY),
-        "annotations": Refused("put what matters into content", ([],)),
-        "reasoning_content": Refused("put what matters into content", ("",)),
+    refused: ClassVar[Mapping[str, RefusedField]] = {
+        "function_call": RefusedField(INSTEAD_TOOLS),
+        "refusal": RefusedField("put what was said into content", ("",)),
+        "audio": RefusedField(TEXT_ONLY),
+        "annotations": RefusedField("put what matters into content", ([],)),
+        "reasoning_content": RefusedField("put what matters into content", ("",)),
     }
 
 
@@ -192,9 +192,9 @@ class StructuredOutputs(Fields):
     disable_fallback: bool = False
     """No effect. There is one backend, and none to fall back on."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "structural_tag": Refused("use grammar"),
-        "disable_additional_properties": Refused("write additionalProperties into the schema", (False,)),
+    refused: ClassVar[Mapping[str, RefusedField]] = {
+        "structural_tag": RefusedField("use grammar"),
+        "disable_additional_properties": RefusedField("write additionalProperties into the schema", (False,)),
     }
 
 
@@ -208,7 +208,9 @@ class StreamOptions(Fields):
     include_speculation: bool = Field(False, examples=[True])
     """What was drafted and kept, with every chunk."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {"include_obfuscation": Refused("chunks are not padded", (False,))}
+    refused: ClassVar[Mapping[str, RefusedField]] = {
+        "include_obfuscation": RefusedField("chunks are not padded", (False,))
+    }
 
 
 class Prediction(Fields):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from router.schema.fields import Array, Fields, Refused, StringOr, at_most
+from router.schema.fields import Array, Fields, RefusedField, StringOr, at_most
 from router.schema.request_objects import (
     INSTEAD_TOOLS,
     TEXT_ONLY,
@@ -195,16 +195,16 @@ class Body(Fields):
     service_tier: Literal["auto", "default"] | None = Field(None, examples=["auto"])
     """No effect. There is one tier; see `priority`."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
-        "length_penalty": Refused("it belongs to beam search", (1,)),
-        "use_beam_search": Refused("tokens are drawn, or the likeliest taken; use n for several texts", (False,)),
-        "logits_processors": Refused("callers' code is not run; use logit_bias, bad_words or a grammar", ([],)),
-        "spaces_between_special_tokens": Refused("decoding follows the model's tokenizer", (True,)),
-        "cache_salt": Refused("prefix caches are shared by all callers of a server; run one for each group"),
-        "request_id": Refused("send it as the header X-Request-Id"),
-        "kv_transfer_params": Refused("caches do not move between workers"),
-        "vllm_xargs": Refused("there are no arguments for plugins", ({},)),
-        "mm_processor_kwargs": Refused(TEXT_ONLY, ({},)),
+    refused: ClassVar[Mapping[str, RefusedField]] = {
+        "length_penalty": RefusedField("it belongs to beam search", (1,)),
+        "use_beam_search": RefusedField("tokens are drawn, or the likeliest taken; use n for several texts", (False,)),
+        "logits_processors": RefusedField("callers' code is not run; use logit_bias, bad_words or a grammar", ([],)),
+        "spaces_between_special_tokens": RefusedField("decoding follows the model's tokenizer", (True,)),
+        "cache_salt": RefusedField("prefix caches are shared by all callers of a server; run one for each group"),
+        "request_id": RefusedField("send it as the header X-Request-Id"),
+        "kv_transfer_params": RefusedField("caches do not move between workers"),
+        "vllm_xargs": RefusedField("there are no arguments for plugins", ({},)),
+        "mm_processor_kwargs": RefusedField(TEXT_ONLY, ({},)),
     }
 
 
@@ -224,10 +224,10 @@ class CompletionBody(Body):
     echo: bool = Field(False, examples=[True])
     """The answer begins with the prompt; `logprobs` too."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
+    refused: ClassVar[Mapping[str, RefusedField]] = {
         **Body.refused,
-        "suffix": Refused("write the model's own fill-in-the-middle tokens into the prompt", ("",)),
-        "prompt_embeds": Refused("only token ids cross the wire; give prompt as text or token ids"),
+        "suffix": RefusedField("write the model's own fill-in-the-middle tokens into the prompt", ("",)),
+        "prompt_embeds": RefusedField("only token ids cross the wire; give prompt as text or token ids"),
     }
 
 
@@ -261,20 +261,20 @@ class ChatBody(Body):
     parallel_tool_calls: bool = Field(True, examples=[True, False])
     """False: the answer ends with its first call."""
 
-    refused: ClassVar[Mapping[str, Refused]] = {
+    refused: ClassVar[Mapping[str, RefusedField]] = {
         **Body.refused,
-        "echo": Refused("the template's text is not part of an answer; use /v1/completions", (False,)),
-        "media_io_kwargs": Refused(TEXT_ONLY, ({},)),
-        "functions": Refused(INSTEAD_TOOLS, ([],)),
-        "function_call": Refused(INSTEAD_TOOLS, ("none", "auto")),
-        "modalities": Refused(TEXT_ONLY, (["text"],)),
-        "audio": Refused(TEXT_ONLY),
-        "moderation": Refused("nothing is moderated"),
-        "verbosity": Refused("say it in a message", ("medium",)),
-        "web_search_options": Refused("the server reads no web pages; offer a tool"),
-        "documents": Refused("write them into a message", ([],)),
-        "include_reasoning": Refused("reasoning is part of the text", (True,)),
-        "chat_template": Refused(
+        "echo": RefusedField("the template's text is not part of an answer; use /v1/completions", (False,)),
+        "media_io_kwargs": RefusedField(TEXT_ONLY, ({},)),
+        "functions": RefusedField(INSTEAD_TOOLS, ([],)),
+        "function_call": RefusedField(INSTEAD_TOOLS, ("none", "auto")),
+        "modalities": RefusedField(TEXT_ONLY, (["text"],)),
+        "audio": RefusedField(TEXT_ONLY),
+        "moderation": RefusedField("nothing is moderated"),
+        "verbosity": RefusedField("say it in a message", ("medium",)),
+        "web_search_options": RefusedField("the server reads no web pages; offer a tool"),
+        "documents": RefusedField("write them into a message", ([],)),
+        "include_reasoning": RefusedField("reasoning is part of the text", (True,)),
+        "chat_template": RefusedField(
             "a template is a program, and whoever runs the server chooses it; render it yourself for /v1/completions"
         ),
     }

@@ -18,7 +18,7 @@ from transport.session_log import SessionLog
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class RunningSession:
     """A session under way and what it has for its client."""
 
     session: Session

@@ -160,7 +160,7 @@ class SessionTally:
         self._counts.lead.add(tokens)
 
 
-class Tally:
+class RouterCounters:
     """All counts of one router."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

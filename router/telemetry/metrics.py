@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 
 from router.limits import Account
 from router.sessions.snapshot import Snapshot
-from router.sessions.tally import Buckets, ModelCounts, Tally
+from router.sessions.tally import Buckets, ModelCounts, RouterCounters
 from router.telemetry.certificates import expiries
 from router.telemetry.families import counter, gauge, histogram
 from router.telemetry.worker_metrics import collect_workers
@@ -32,7 +32,7 @@ PER_ROUTER = " Per router: add routers up."
 class RouterMetrics:
     """What one router tells of itself. A collector in the sense of ``prometheus_client``, in a registry of its own."""
 
-    def __init__(self, tally: Tally, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, tally: RouterCounters, snapshot: Callable[[], Snapshot]) -> None:
         """Nothing is computed before somebody asks."""
         self.tally, self.snapshot = tally, snapshot
         self.certificates: Sequence[Path] = ()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from speculation.messages import Open
 from speculation.sources.lookup import LONGEST, SHORTEST, PromptLookup
-from speculation.sources.prediction import Prediction
+from speculation.sources.prediction import PredictionSource
 from speculation.sources.registry import LocalSource, made_for
 
 
@@ -33,5 +33,5 @@ def local_sources(opened: Open, bounds: LookupBounds = LookupBounds()) -> list[L
     """Those that a session can have by its text and its request alone."""
     sources: list[LocalSource] = [PromptLookup(shortest=bounds.shortest, longest=bounds.longest)]
     if opened.request_options.prediction:
-        sources.append(Prediction(opened.request_options.prediction, opened.prompt or len(opened.tokens)))
+        sources.append(PredictionSource(opened.request_options.prediction, opened.prompt or len(opened.tokens)))
     return [*sources, *made_for(opened)]

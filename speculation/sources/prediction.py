@@ -38,7 +38,7 @@ INDEXED = 64
 """Most tokens of the prediction indexed with each token of the text."""
 
 
-class Prediction:
+class PredictionSource:
     """Where in its prediction a session's text is. A :class:`speculation.sources.local_sources.LocalSource`."""
 
     source = Source.PREDICTION

@@ -17,7 +17,7 @@ import httpx
 
 from cluster.ray.metrics import RayExporter
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Tally
+from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
 from speculation.events import PeerId, Role
 from speculation.messages import Load
@@ -41,7 +41,7 @@ class Router:
         counters = {"step_microseconds": 3, "wait_microseconds": 1}
         load = Load(sessions=2, capacity_tokens=10, free_tokens=5, counters=counters)
         self._workers = [WorkerView(PeerId(name), Role.TARGET, WorkerState.UP, "m", load) for name in (FIRST, SECOND)]
-        tally = Tally()
+        tally = RouterCounters()
         record = tally.session("m", prompt=5)
         for i in range(10):
             record.committed(i / 8, tokens=3, accepted=2, offered=5, cached=0)

@@ -447,7 +447,7 @@ def test_a_router_looks_where_serve_listens(monkeypatch, host, args, open_to_all
 
 async def test_a_router_that_anyone_could_use_does_not_start(monkeypatch):
     http_at(monkeypatch, "0.0.0.0")
-    kind = serve_app.Router
+    kind = serve_app.RouterReplica
     monkeypatch.setattr(kind, "__del__", lambda self: None)
     with pytest.raises(SecurityError):
         await kind.__init__(kind.__new__(kind), from_mapping({"ray": {"address": "auto"}}, "args"), [])

@@ -18,7 +18,7 @@ from engine.build import build
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import PAGE
 from engine.cuda.graphs import CudaRecorder, Record
-from engine.cuda.level_memory import Growth, TreePlace
+from engine.cuda.level_memory import LevelExpansion, TreePlace
 from engine.exactness import EXACT
 from engine.interface import Chunk
 from engine.loading.loader import Model, load
@@ -198,7 +198,7 @@ def test_draft_levels_of_one_launch(model, sampling):
     engine.run([Chunk(sequence, text[:-1])])
     sequence.advance(range(len(text) - 1))
     logits_1V = engine.run([Chunk(sequence, text[-1:], rows=[0])])
-    growth = Growth(
+    growth = LevelExpansion(
         sampling=sampling,
         stops=(),
         position=len(text),

@@ -16,7 +16,7 @@ from benchmarks.serve.probe import ServerError
 from benchmarks.serve.report import result
 from benchmarks.serve.requests import Prompt
 from benchmarks.serve.rounds import Log
-from benchmarks.serve.settings import Arrivals, Contender, Make, Pace, ServeOptions
+from benchmarks.serve.settings import Arrivals, Make, Pace, ServeOptions, ServerContender
 from cluster.cli import main
 from router.generation import ServedModel
 from tests.fakes import FakeGenerator, commits, tiny_tokenizer
@@ -37,7 +37,7 @@ def bench(*arguments: str) -> int:
 
 
 async def measured(*servers: FakeServer, **given) -> Log:
-    contenders = tuple(Contender(name, one.url) for name, one in zip("abc", servers, strict=False))
+    contenders = tuple(ServerContender(name, one.url) for name, one in zip("abc", servers, strict=False))
     values = {"requests": 6, "rounds": 2, "warmup": 1, "timeout": 30.0, "pace": Pace(concurrency=1), **given}
     log = Log()
     await rounds.measure(ServeOptions(contenders=contenders, **values), [Prompt(f"p{n}") for n in range(4)], log)
@@ -112,7 +112,7 @@ async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
 
     with serving(script) as server:
         log = Log()
-        contender = Contender("a", server.url, model="./m")
+        contender = ServerContender("a", server.url, model="./m")
         await rounds.measure(ServeOptions(contenders=(contender,), requests=2, rounds=1), [Prompt("p")], log)
     assert (log.servers["a"].make, log.servers["a"].model) == (Make.OTHER, "./m")
     assert [one.error for turn in log.turns for one in turn.heard] == ["", ""]
@@ -169,7 +169,7 @@ async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
     options = {"requests": 8, "rounds": 1, "timeout": 6.0}
     with serving(lambda path, body: MODELS if path == "/v1/models" else next(script)) as server:
         log = await measured(server, **options)
-    contenders = (Contender("a", server.url),)
+    contenders = (ServerContender("a", server.url),)
     given = ServeOptions(contenders=contenders, **options)
     row = figures(log, log.variants[0], given)
     assert row.errors == {

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router.http.api import build_app
-from router.schema.field_table import ROWS, Row, Support
+from router.schema.field_table import ROWS, FieldRow, FieldSupport
 from router.schema.request_schema import Kind
 from router.text.tokenizers import Tokenizers
 from tests import stack
@@ -105,7 +105,7 @@ CHATS: list[dict[str, Any]] = [
 CASES = [
     pytest.param(kind, row, example, id=f"{kind}-{row.name}-{json.dumps(example)}")
     for row in ROWS
-    if row.support is not Support.REFUSED
+    if row.support is not FieldSupport.REFUSED
     for kind in PATHS
     if row.of(kind)
     for example in row.examples
@@ -114,10 +114,10 @@ CASES = [
 
 
 def test_every_supported_field_has_an_example() -> None:
-    assert {row.name for row in ROWS if row.support is not Support.REFUSED and not row.examples} == SENT_ELSEWHERE
+    assert {row.name for row in ROWS if row.support is not FieldSupport.REFUSED and not row.examples} == SENT_ELSEWHERE
 
 
-def body_with(kind: Kind, row: Row, example: object, *, enabled: bool) -> dict[str, Any]:
+def body_with(kind: Kind, row: FieldRow, example: object, *, enabled: bool) -> dict[str, Any]:
     body = {"max_tokens": 12, "seed": 3, **BASES[kind], "speculation": {"enabled": enabled}}
     if row.name == "max_completion_tokens":
         del body["max_tokens"]
@@ -206,7 +206,9 @@ def without_ids(choices: list[Any]) -> list[Any]:
     return choices
 
 
-async def compare(client: httpx.AsyncClient, at_once: asyncio.Semaphore, kind: Kind, row: Row, example: object) -> None:
+async def compare(
+    client: httpx.AsyncClient, at_once: asyncio.Semaphore, kind: Kind, row: FieldRow, example: object
+) -> None:
     async with at_once:
         answers = [await answer(client, kind, body_with(kind, row, example, enabled=on)) for on in (True, False)]
     assert answers[0] == near(answers[1]), (kind, row.name, example)

@@ -86,15 +86,15 @@ def in_process(monkeypatch, engines):
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[serving.Decoded]:
+def texts() -> list[serving.TargetText]:
     """Any words do for what a draft says along them."""
     tokenizer = Tokenizer.load(TARGET)
     words = tokenizer.encode("def add(a, b):\n    return a + b\n\n\ndef add(a, c):\n    return a + c\n", special=False)
-    return [serving.Decoded("code", words[:first], words[first : first + 14]) for first in (5, 9)]
+    return [serving.TargetText("code", words[:first], words[first : first + 14]) for first in (5, 9)]
 
 
 @pytest.fixture(scope="module")
-def written(engines) -> serving.Decoded:
+def written(engines) -> serving.TargetText:
     """What the target says itself, in which a draft that the other tokenizer would cut elsewhere is right."""
     engine, prompt = engines[Role.TARGET], held_out_prompts()[6]
     sequence, words = engine.cache.sequence(), list(prompt)
@@ -104,7 +104,7 @@ def written(engines) -> serving.Decoded:
         sequence.advance(range(len(fed)))
         words.append(int(logits_RV.argmax()))
     sequence.free()
-    return serving.Decoded("code", prompt, tuple(words[len(prompt) :]))
+    return serving.TargetText("code", prompt, tuple(words[len(prompt) :]))
 
 
 async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process, tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def lookahead(engines):
     return start
 
 
-def led_along(worker: Lookahead, text: serving.Decoded, options: FitOptions) -> None:
+def led_along(worker: Lookahead, text: serving.TargetText, options: FitOptions) -> None:
     """Let a draft worker follow a text, one token at a time, as one that is always in time."""
     words = list(text.prompt)
     end = Limits(len(words) + len(text.tokens) + 64)
@@ -208,7 +208,7 @@ def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, m
     monkeypatch.setattr(MedusaDrafts, "guess", lambda _, position, places: said.update({position: places}))
     options = replace(OPTIONS, temperature=temperature, seed=3, medusa=HEADS, sources=("medusa",))
     prompt = tokens_of(options)[0]
-    text = serving.Decoded("code", prompt, written_with_heads(engines[Role.TARGET], prompt, options))
+    text = serving.TargetText("code", prompt, written_with_heads(engines[Role.TARGET], prompt, options))
     (guesses,) = heads.guesses(options, [text])
     assert sorted(said) == [len(prompt) + place for place in range(1, TOKENS)], "at each step but that of the prompt"
     assert guesses[0] == ()
@@ -259,7 +259,7 @@ async def test_contenders_of_a_check_learn_nothing_from_each_other(in_process, t
     assert all(one.measured_step > 1.2 and one.predicted_step > 1.2 for one in found.depths)
 
 
-async def plainly_decoded(options: FitOptions, folder) -> serving.Decoded:
+async def plainly_decoded(options: FitOptions, folder) -> serving.TargetText:
     """The target's own text for the first prompt."""
     async with (
         serving.serving(options, Role.TARGET, TARGET, folder / "plain.jsonl") as target,
@@ -267,7 +267,7 @@ async def plainly_decoded(options: FitOptions, folder) -> serving.Decoded:
     ):
         prompt = tokens_of(options)[0]
         run = await serving.Requests(dispatcher, options).ask([prompt], frozenset())
-    return serving.Decoded("code", prompt, run.decoded[0].tokens)
+    return serving.TargetText("code", prompt, run.decoded[0].tokens)
 
 
 def test_the_pieces_of_a_long_text_are_put_together_as_one(texts, monkeypatch):
@@ -282,7 +282,7 @@ def said(passages) -> list:
 
 
 def test_a_text_beyond_the_context_of_a_draft_is_refused(texts):
-    long = serving.Decoded("code", texts[0].prompt * 300, texts[0].tokens)
+    long = serving.TargetText("code", texts[0].prompt * 300, texts[0].tokens)
     with pytest.raises(FitError, match=r"its context holds 1024 tokens, prompt and text have up to 1514"):
         teacher.passages(OPTIONS, DRAFT, [long])
 
@@ -328,7 +328,7 @@ def test_what_a_working_drafter_costs_the_target_is_told_apart_from_a_machine_th
 
 
 def test_texts_are_spread_over_kinds():
-    texts = [serving.Decoded(kind, (1,), (number,)) for number, kind in enumerate("aaabbc")]
+    texts = [serving.TargetText(kind, (1,), (number,)) for number, kind in enumerate("aaabbc")]
     assert "".join(text.kind for text in serving.spread(texts, 9)) == "abcaba"
     assert [text.tokens for text in serving.repeated(texts[:2], 3)] == [(0,), (1,), (0,)]
 

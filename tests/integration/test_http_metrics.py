@@ -10,7 +10,7 @@ import pytest
 from router.generation import GenerationError, ServedModel
 from router.http.api import build_app
 from router.sessions.snapshot import Snapshot
-from router.sessions.tally import Tally
+from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
 from tests.fakes import EOS, FakeGenerator, FakeTokenizers, commits, tiny_tokenizer
 
@@ -22,7 +22,7 @@ TEXT = tuple(TOKENIZER.encode("hello world, the fox", special=False))
 async def counted(text: tuple[int, ...], error: Exception | None = None, **fields: Any) -> dict[str, int]:
     """What one request adds to the counters, by label."""
     generator = FakeGenerator(lambda _: commits(text, (1, 3)), model=MODEL, error=error)
-    tally = Tally()
+    tally = RouterCounters()
     app = build_app(generator, FakeTokenizers(TOKENIZER), None, RouterMetrics(tally, Snapshot))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://paceline") as client:

@@ -11,7 +11,7 @@ from draft_service.lookahead import Lookahead
 from engine.build import build, welcome
 from engine.recorder import Recorder
 from simulation import recorded
-from simulation.simulate import Setting, simulate
+from simulation.simulate import SimulationSettings, simulate
 from speculation.messages import Limits, Open, Sampling, Schedule, SessionId, Source, Speculation
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import held_out_prompts, settings
@@ -65,6 +65,8 @@ def test_outcomes_are_those_of_the_text(lines):
 
 def test_the_recorded_set_up_can_be_simulated(lines):
     found = recorded.read(lines)
-    waiting = Setting(schedule=Schedule.SEQUENTIAL)  # running ahead, drafts may all come late on a busy machine
+    waiting = SimulationSettings(
+        schedule=Schedule.SEQUENTIAL
+    )  # running ahead, drafts may all come late on a busy machine
     report = simulate(waiting, found.costs, found.outcomes, Random(1), tokens=100)
     assert report.accepted > 0

@@ -22,7 +22,7 @@ from speculation import digest as digests
 from speculation.acceptance import AcceptanceResult, Chosen, Draft, Sampled, keep_chain, residual, walk
 from speculation.messages import ANCHOR, SUPPORT_TOTAL, Support, Token
 from speculation.noise import Stream
-from speculation.sources.prediction import Prediction
+from speculation.sources.prediction import PredictionSource
 
 Text = tuple[Token, ...]
 Model = Callable[[Text], tuple[int, ...]]
@@ -226,7 +226,7 @@ class Predicted(Rejection):
     prediction = (1, 0, 2, 1, 0, 0)
 
     def draft(self, text: Text, noise: Noise) -> Draft:
-        source = Prediction(self.prediction, 0)
+        source = PredictionSource(self.prediction, 0)
         source.extend(text)
         found = source.propose(1).tokens
         return Chosen(found[0]) if found else super().draft(text, noise)

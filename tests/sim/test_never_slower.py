@@ -12,7 +12,7 @@ import pytest
 
 from simulation.agreement import made_up
 from simulation.costs import Costs, Curve
-from simulation.simulate import Report, Setting, simulate
+from simulation.simulate import Report, SimulationSettings, simulate
 from speculation.messages import Schedule
 from speculation.verifying.payoff import Payoff
 
@@ -43,7 +43,7 @@ TOKENS = {1: 600, 8: 250, 64: 80}
 
 def run(costs: str, sessions: int, acceptance: float, schedule: Schedule | None, drafters: int = 1) -> Report:
     outcomes = made_up(Random(SEED), acceptance, None if acceptance else 0.0)
-    setting = Setting(schedule, sessions=sessions, drafters=drafters)
+    setting = SimulationSettings(schedule, sessions=sessions, drafters=drafters)
     return simulate(setting, COSTS[costs], outcomes, Random(SEED), tokens=TOKENS[sessions])
 
 
@@ -78,5 +78,5 @@ def test_where_drafts_are_right_even_a_shared_device_gains(sessions, min_gain):
 def test_a_class_of_rows_that_has_room_is_filled_beyond_what_a_session_may_have():
     free = replace(GPU, draft=Curve.straight(0.0001, 0.0))
     outcomes = made_up(Random(SEED), 1.0)
-    filled = simulate(Setting(request_tokens=10_000), free, outcomes, Random(SEED), tokens=1000)
+    filled = simulate(SimulationSettings(request_tokens=10_000), free, outcomes, Random(SEED), tokens=1000)
     assert filled.tokens_per_verification > 14, "13 with 12 drafts"

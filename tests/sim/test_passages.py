@@ -7,7 +7,7 @@ import pytest
 
 from simulation.agreement import AgreementPassage, Passages, made_up
 from simulation.costs import Costs, Curve
-from simulation.simulate import Setting, simulate, simulate_texts
+from simulation.simulate import SimulationSettings, simulate, simulate_texts
 from speculation.drafting.draft_session import Candidate, Outcome
 from speculation.drafting.medusa import HeadGuesses
 from speculation.messages import Schedule, Source
@@ -38,7 +38,7 @@ def test_whose_words_they_are_does_not_matter_to_a_drafter(schedule):
     outcomes = made_up(Random(SEED), 0.8, length=3 * LENGTH)
     rng = Random(SEED)
     passages = [spoken(outcomes[first : first + LENGTH], rng) for first in range(0, len(outcomes), LENGTH)]
-    setting = Setting(schedule, request_tokens=LENGTH)
+    setting = SimulationSettings(schedule, request_tokens=LENGTH)
     replayed = simulate(setting, COSTS, outcomes, Random(SEED), tokens=300)
     in_words = simulate_texts(setting, COSTS, Passages(passages, VOCABULARY), Random(SEED), tokens=300)
     assert in_words.rate == pytest.approx(replayed.rate, rel=0.08), f"seed {SEED}"
@@ -49,7 +49,9 @@ def test_sources_at_the_target_read_the_words():
     verse = tuple(rng.randrange(VOCABULARY) for _ in range(25))
     song = Passages([AgreementPassage((1, 2), verse * 4)], VOCABULARY)
     rates = {
-        sources: simulate_texts(Setting(sources=sources, drafters=0), COSTS, song, Random(SEED), tokens=200).rate
+        sources: simulate_texts(
+            SimulationSettings(sources=sources, drafters=0), COSTS, song, Random(SEED), tokens=200
+        ).rate
         for sources in (LOOKUP, frozenset[Source]())
     }
     assert rates[LOOKUP] > 2 * rates[frozenset()]
@@ -74,10 +76,10 @@ def test_heads_say_what_was_recorded_and_no_more_of_them_than_there_are(right, d
     rng = Random(SEED)
     tokens = words(rng)
     texts = Passages([AgreementPassage((1, 2), tokens, (), guessed(tokens, right, rng))], VOCABULARY)
-    setting = Setting(sources=HEADS, drafters=0, max_depth=depth)
+    setting = SimulationSettings(sources=HEADS, drafters=0, max_depth=depth)
     report = simulate_texts(setting, COSTS, texts, Random(SEED), tokens=400)
     assert report.tokens_per_verification == pytest.approx(expected, rel=0.08), f"seed {SEED}"
-    ignored = simulate_texts(Setting(sources=LOOKUP, drafters=0), COSTS, texts, Random(SEED), tokens=200)
+    ignored = simulate_texts(SimulationSettings(sources=LOOKUP, drafters=0), COSTS, texts, Random(SEED), tokens=200)
     assert ignored.tokens_per_verification == pytest.approx(1.0, abs=0.02), "requests that do not ask for heads"
 
 
@@ -85,7 +87,7 @@ def test_earlier_outputs_of_a_round_are_known_and_those_of_the_round_before_are_
     rng = Random(SEED)
     different = [AgreementPassage((rng.randrange(VOCABULARY), 2), words(rng)) for _ in range(4)]
     alike = [AgreementPassage((1, 2), different[0].tokens)] * 4
-    setting = Setting(sources=SUFFIX, drafters=0)
+    setting = SimulationSettings(sources=SUFFIX, drafters=0)
     found = [
         simulate_texts(setting, COSTS, Passages(passages, VOCABULARY), Random(SEED), tokens=8 * LENGTH, warm_up=0)
         for passages in (different, alike)
@@ -97,7 +99,7 @@ def test_earlier_outputs_of_a_round_are_known_and_those_of_the_round_before_are_
 def test_a_step_commits_no_more_than_the_depth_allows():
     song = Passages([AgreementPassage((1, 2), (5, 6, 7, 8) * 25)], VOCABULARY)
     for depth in (1, 3):
-        setting = Setting(sources=LOOKUP, drafters=0, max_depth=depth)
+        setting = SimulationSettings(sources=LOOKUP, drafters=0, max_depth=depth)
         report = simulate_texts(setting, COSTS, song, Random(SEED), tokens=200)
         assert depth < report.tokens_per_verification <= depth + 1
 
@@ -109,12 +111,14 @@ def test_guesses_let_a_slow_drafter_draft_several_levels_at_once_where_words_com
     song = Passages([AgreementPassage((1, 2), verse * 4, places)], VOCABULARY)
     slow = replace(COSTS, draft=Curve.straight(0.015, 0.01))
     without, with_guesses = (
-        simulate_texts(Setting(guesses=guesses), slow, song, Random(SEED), tokens=300) for guesses in (False, True)
+        simulate_texts(SimulationSettings(guesses=guesses), slow, song, Random(SEED), tokens=300)
+        for guesses in (False, True)
     )
     assert with_guesses.tokens_per_verification > 1.5 * without.tokens_per_verification
     prose = Passages([spoken(made_up(Random(SEED), 0.8, length=LENGTH), rng)], VOCABULARY)
     without, with_guesses = (
-        simulate_texts(Setting(guesses=guesses), slow, prose, Random(SEED), tokens=100) for guesses in (False, True)
+        simulate_texts(SimulationSettings(guesses=guesses), slow, prose, Random(SEED), tokens=100)
+        for guesses in (False, True)
     )
     assert with_guesses.rate == pytest.approx(without.rate, rel=0.1), "nothing comes again in words at random"
 
@@ -124,7 +128,7 @@ def test_what_the_target_asks_for_and_finds_is_counted():
 
     def delivered(drafters: int) -> float:
         slow = Costs({1: Curve.straight(0.030, 0.01)}, Curve.straight(0.02, 0.9), 0.0, 0.0)
-        report = simulate(Setting(sessions=4, drafters=drafters), slow, outcomes, Random(SEED), tokens=60)
+        report = simulate(SimulationSettings(sessions=4, drafters=drafters), slow, outcomes, Random(SEED), tokens=60)
         assert 0 < report.lead_delivered <= report.lead_asked
         return report.lead_delivered / report.lead_asked
 

@@ -11,7 +11,7 @@ from simulation import recorded
 from simulation.agreement import made_up
 from simulation.costs import Costs, Curve
 from simulation.recorded import UselessRecord
-from simulation.simulate import Bounds, Report, Setting, enough, simulate
+from simulation.simulate import Bounds, Report, SimulationSettings, enough, simulate
 from speculation import digest
 from speculation.drafting.draft_session import NONE_RIGHT, Candidate, DraftSession, Outcome
 from speculation.messages import Limits, Open, Sampling, Schedule, SessionId, Verification
@@ -29,7 +29,7 @@ ENDLESS = 100_000
 
 @cache
 def speed(
-    setting: Setting,
+    setting: SimulationSettings,
     acceptance: float = 0.8,
     coverage: float | None = None,
     costs: str = "usual",
@@ -41,8 +41,8 @@ def speed(
     return simulate(setting, COSTS[costs], outcomes, rng, tokens=tokens, bounds=bounds)
 
 
-def speedup(setting: Setting, acceptance: float = 0.8, coverage: float | None = None) -> float:
-    plain = Setting(None, sessions=setting.sessions, targets=setting.targets)
+def speedup(setting: SimulationSettings, acceptance: float = 0.8, coverage: float | None = None) -> float:
+    plain = SimulationSettings(None, sessions=setting.sessions, targets=setting.targets)
     return speed(setting, acceptance, coverage).rate / speed(plain, acceptance, coverage).rate
 
 
@@ -50,7 +50,7 @@ def speedup(setting: Setting, acceptance: float = 0.8, coverage: float | None = 
 
 
 def test_plain_decoding_takes_a_step_a_token():
-    report = speed(Setting(None))
+    report = speed(SimulationSettings(None))
     assert report.rate == pytest.approx(1 / VERIFY)
     assert (report.tokens_per_verification, report.offered, report.draft_busy) == (1.0, 0, 0.0)
     assert report.target_busy == pytest.approx(1.0)
@@ -59,13 +59,15 @@ def test_plain_decoding_takes_a_step_a_token():
 @pytest.mark.parametrize("length", [2, 5])
 def test_a_perfect_drafter_in_turn_with_the_target(length):
     """Each step commits all drafts and one token, and is followed by the time to draft again."""
-    report = speed(Setting(Schedule.SEQUENTIAL, length, request_tokens=ENDLESS), acceptance=1.0, costs="free")
+    report = speed(
+        SimulationSettings(Schedule.SEQUENTIAL, length, request_tokens=ENDLESS), acceptance=1.0, costs="free"
+    )
     expected = (length + 1) / (VERIFY + length * DRAFT)
     assert report.rate == pytest.approx(expected, rel=0.03)
 
 
 def test_a_perfect_drafter_in_parallel_hides_its_own_time():
-    report = speed(Setting(Schedule.PARALLEL, 5, request_tokens=ENDLESS), acceptance=1.0, costs="free")
+    report = speed(SimulationSettings(Schedule.PARALLEL, 5, request_tokens=ENDLESS), acceptance=1.0, costs="free")
     assert 0.99 * 6 / (VERIFY + DRAFT) < report.rate <= 1.01 * 6 / VERIFY, "at most one draft step is not hidden"
 
 
@@ -73,15 +75,15 @@ def test_steps_beside_a_working_drafter_take_as_much_longer_as_was_measured():
     """But for a probe of five plain steps, in which it rests: over 300 tokens, of 50 steps, it makes 4 %."""
     crowded, outcomes = replace(FREE, contention=1.25), made_up(Random(SEED), 1.0)
     rate, slower = (
-        simulate(Setting(request_tokens=ENDLESS), costs, outcomes, Random(SEED), tokens=1500).rate
+        simulate(SimulationSettings(request_tokens=ENDLESS), costs, outcomes, Random(SEED), tokens=1500).rate
         for costs in (FREE, crowded)
     )
     assert slower == pytest.approx(rate / 1.25, rel=0.03)
-    assert simulate(Setting(None), crowded, outcomes, Random(SEED)).rate == pytest.approx(1 / VERIFY)
+    assert simulate(SimulationSettings(None), crowded, outcomes, Random(SEED)).rate == pytest.approx(1 / VERIFY)
 
 
 def test_a_perfect_drafter_ahead_of_the_target_is_bounded_by_what_a_step_verifies():
-    report = speed(Setting(request_tokens=ENDLESS), acceptance=1.0, costs="free")
+    report = speed(SimulationSettings(request_tokens=ENDLESS), acceptance=1.0, costs="free")
     max_rate = (1 + Bounds().drafts_per_session) / VERIFY
     assert 0.9 * max_rate < report.rate <= 1.01 * max_rate
     assert report.target_busy > 0.97
@@ -89,12 +91,12 @@ def test_a_perfect_drafter_ahead_of_the_target_is_bounded_by_what_a_step_verifie
 
 @pytest.mark.parametrize("rtt", [0.0, FAR])
 def test_a_drafter_that_is_always_wrong_costs_nothing(rtt):
-    assert speedup(Setting(rtt=rtt), acceptance=0.0, coverage=0.0) == pytest.approx(1.0, abs=0.02)
+    assert speedup(SimulationSettings(rtt=rtt), acceptance=0.0, coverage=0.0) == pytest.approx(1.0, abs=0.02)
 
 
 def test_the_pace_of_a_request_counts_from_its_first_token():
     """The drafter gets ahead during the prompt, so the step after it can finish a short request."""
-    report = speed(Setting(request_tokens=9), acceptance=1.0, costs="free")
+    report = speed(SimulationSettings(request_tokens=9), acceptance=1.0, costs="free")
     assert (report.tokens_per_verification, report.rate) == pytest.approx((8, 8 / VERIFY), rel=0.01)
 
 
@@ -102,29 +104,29 @@ def test_a_chain_that_was_right_throughout_is_not_read_again_but_for_its_end():
     """Where all was kept, the drafter lacks the last draft, which it never expanded, and the target's own token."""
     dear = replace(FREE, draft=Curve([(1, DRAFT, 1.0), (2, 4 * DRAFT, 1.0)]))
     rng = Random(SEED)
-    setting = Setting(Schedule.SEQUENTIAL, 5, request_tokens=ENDLESS)
+    setting = SimulationSettings(Schedule.SEQUENTIAL, 5, request_tokens=ENDLESS)
     report = simulate(setting, dear, made_up(rng, 1.0), rng, tokens=600)
     assert report.rate == pytest.approx(6 / (VERIFY + 4 * DRAFT + 4 * DRAFT), rel=0.03)
 
 
 def test_second_choices_that_are_right_are_followed():
     """The first choice is never right: all that is gained comes from the others."""
-    assert speedup(Setting(), acceptance=0.0, coverage=0.9) > 1.5
+    assert speedup(SimulationSettings(), acceptance=0.0, coverage=0.9) > 1.5
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SEQUENTIAL, Schedule.PARALLEL])
 def test_the_trie_beats_the_baselines_at_a_distance(schedule):
-    best = max(speed(Setting(schedule, length, FAR)).rate for length in (3, 5, 8, 12))
-    assert speed(Setting(rtt=FAR)).rate > 1.1 * best
+    best = max(speed(SimulationSettings(schedule, length, FAR)).rate for length in (3, 5, 8, 12))
+    assert speed(SimulationSettings(rtt=FAR)).rate > 1.1 * best
 
 
 @pytest.mark.parametrize(
     ("acceptance", "rtt", "min_gain"), [(0.6, 0.0, 1.0), (0.9, 0.0, 0.98), (0.6, FAR, 0.98), (0.9, FAR, 0.98)]
 )
 def test_waiting_pays_next_door_and_costs_nothing_far_away(monkeypatch, acceptance, rtt, min_gain):
-    waiting = speed(Setting(rtt=rtt), acceptance)
+    waiting = speed(SimulationSettings(rtt=rtt), acceptance)
     monkeypatch.setattr(planner, "worth_waiting", lambda *arguments: None)
-    never = speed.__wrapped__(Setting(rtt=rtt), acceptance)
+    never = speed.__wrapped__(SimulationSettings(rtt=rtt), acceptance)
     if min_gain == 1:
         assert never.target_busy > waiting.target_busy, "nothing was waited for"
     assert waiting.rate > min_gain * never.rate
@@ -134,19 +136,19 @@ def test_waiting_pays_next_door_and_costs_nothing_far_away(monkeypatch, acceptan
 
 
 def test_more_drafters_never_hurt():
-    rates = [speed(Setting(rtt=0.005, sessions=4, drafters=drafters)).rate for drafters in (1, 2, 4)]
+    rates = [speed(SimulationSettings(rtt=0.005, sessions=4, drafters=drafters)).rate for drafters in (1, 2, 4)]
     assert rates[1] > 0.97 * rates[0]
     assert rates[2] > 0.97 * rates[1]
 
 
 def test_drafters_can_be_short():
-    rates = [speed(Setting(sessions=4, drafters=drafters), costs="slow").rate for drafters in (1, 4)]
+    rates = [speed(SimulationSettings(sessions=4, drafters=drafters), costs="slow").rate for drafters in (1, 4)]
     assert rates[1] > 1.1 * rates[0]
 
 
 def test_targets_share_the_sessions():
-    one = speed(Setting(None, sessions=4)).rate
-    two = speed(Setting(None, sessions=4, targets=2))
+    one = speed(SimulationSettings(None, sessions=4)).rate
+    two = speed(SimulationSettings(None, sessions=4, targets=2))
     assert two.rate == pytest.approx(one, rel=0.05), "steps cost little more for more sessions"
     assert two.target_busy == pytest.approx(1.0)
     assert two.rate_per_target == pytest.approx(two.rate / 2)
@@ -160,7 +162,7 @@ def test_enough_is_the_smallest_within_three_percent():
 def test_a_seed_replays_exactly():
     def run(seed: int) -> Report:
         rng = Random(seed)
-        return simulate(Setting(rtt=0.005, sessions=2), USUAL, made_up(rng, 0.8), rng, tokens=100)
+        return simulate(SimulationSettings(rtt=0.005, sessions=2), USUAL, made_up(rng, 0.8), rng, tokens=100)
 
     assert run(3) == run(3)
     assert run(3) != run(4)
@@ -176,7 +178,7 @@ def test_it_notices_a_target_that_keeps_what_it_did_not_draw(monkeypatch):
 
     monkeypatch.setattr(target_session, "walk", generous)
     with pytest.raises(AssertionError, match="differs from that of the target alone"):
-        speed.__wrapped__(Setting())
+        speed.__wrapped__(SimulationSettings())
 
 
 # -- agreement and costs -----------------------------------------------------------------------------------------------
@@ -305,7 +307,7 @@ def test_a_record_that_lacks_something_is_refused(kept, says):
 
 def test_a_recorded_set_up_is_simulated():
     found = recorded.read(RECORD)
-    report = simulate(Setting(), found.costs, found.outcomes, Random(SEED), tokens=100)
+    report = simulate(SimulationSettings(), found.costs, found.outcomes, Random(SEED), tokens=100)
     assert report.rate > 1 / 0.031
 
 

@@ -28,7 +28,7 @@ import pytest
 
 from simulation import recorded
 from simulation.recorded import Recorded
-from simulation.simulate import Bounds, Report, Setting, simulate
+from simulation.simulate import Bounds, Report, SimulationSettings, simulate
 from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Schedule
 from speculation.verifying.payoff import Payoff
@@ -55,7 +55,7 @@ def record(name: str) -> Recorded:
 @cache
 def predicted(schedule: Schedule | None, rtt: float, name: str = "mixed") -> Report:
     found = record(name)
-    setting = Setting(schedule, draft_length=8, rtt=rtt / 1000, request_tokens=REQUEST)
+    setting = SimulationSettings(schedule, draft_length=8, rtt=rtt / 1000, request_tokens=REQUEST)
     return simulate(setting, found.costs, found.outcomes, Random(SEED), tokens=TOKENS)
 
 
@@ -92,7 +92,7 @@ def over_plain_on_a_gpu(name: str, sessions: int, draft: DraftLimits) -> float:
     found = record(name)
     drafted, plain = (
         simulate(
-            Setting(schedule, sessions=sessions),
+            SimulationSettings(schedule, sessions=sessions),
             found.costs,
             found.outcomes,
             Random(SEED),

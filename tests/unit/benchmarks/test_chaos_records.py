@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from benchmarks.chaos.pressure import Sizes
-from benchmarks.chaos.records import Outcome, Reply, Wanted, tally
+from benchmarks.chaos.pressure import PoolSizes
+from benchmarks.chaos.records import FaultResult, Reply, Requirement, tally
 from benchmarks.chaos.scenarios import BREAK_SECONDS, objections
 from benchmarks.chaos.settings import body
 from benchmarks.chaos.soak import Footprint, against_growth, schedule
@@ -150,8 +150,8 @@ async def test_streams_are_asked_for_again_until_there_are_to_be_fewer():
     assert all(reply.done for reply in load.replies)
 
 
-def outcome(wanted: Wanted, *replies: Reply) -> Outcome:
-    return Outcome("", "", wanted, 1, tally(replies, {0: RIGHT}))
+def outcome(wanted: Requirement, *replies: Reply) -> FaultResult:
+    return FaultResult("", "", wanted, 1, tally(replies, {0: RIGHT}))
 
 
 def complete(*chunks: float) -> Reply:
@@ -159,15 +159,15 @@ def complete(*chunks: float) -> Reply:
 
 
 def test_a_row_holds_only_with_a_short_enough_silence_and_something_asked_for():
-    assert outcome(Wanted("", 1.0), complete(0.5, 1.4, 2.3)).holds
-    assert outcome(Wanted(""), complete(0.5, 9.0)).holds
-    assert outcome(Wanted("", 1.0), complete(0.5, 1.6)).problems == ["a silence of 1.10 s, wanted under 1 s"]
-    assert outcome(Wanted("")).problems == ["nothing was asked for"]
+    assert outcome(Requirement("", 1.0), complete(0.5, 1.4, 2.3)).holds
+    assert outcome(Requirement(""), complete(0.5, 9.0)).holds
+    assert outcome(Requirement("", 1.0), complete(0.5, 1.6)).problems == ["a silence of 1.10 s, wanted under 1 s"]
+    assert outcome(Requirement("")).problems == ["nothing was asked for"]
 
 
 def test_a_row_does_not_hold_with_a_failure_or_anything_else_to_complain_of():
-    assert not outcome(Wanted(""), complete(1.0), Reply(0, 0.0, 503, ended=1.0)).holds
-    late = outcome(Wanted(""), complete(1.0))
+    assert not outcome(Requirement(""), complete(1.0), Reply(0, 0.0, 503, ended=1.0)).holds
+    late = outcome(Requirement(""), complete(1.0))
     late.complaints.append("not whole again")
     assert not late.holds
 
@@ -189,7 +189,7 @@ def test_a_schedule_of_faults_follows_from_its_seed():
     ],
 )
 def test_a_pool_that_flaps_or_stays_is_noticed(seen, objections):
-    assert Sizes({Role.TARGET: seen}).objections() == objections
+    assert PoolSizes({Role.TARGET: seen}).objections() == objections
 
 
 def test_memory_and_sockets_that_grow_are_noticed():

@@ -15,7 +15,17 @@ from torch import nn
 from benchmarks.engine import figures, model, steps
 from benchmarks.engine import run as engine
 from benchmarks.engine.contenders import PREFIX, Loop, Stock
-from benchmarks.engine.figures import ALONE, GOALS, MIXED, TOGETHER, Agreement, Measured, Repeated, agreement, summary
+from benchmarks.engine.figures import (
+    ALONE,
+    GOALS,
+    MIXED,
+    TOGETHER,
+    Measured,
+    Repeated,
+    TextAgreement,
+    agreement,
+    summary,
+)
 from benchmarks.engine.model import (
     MEAN_ANSWER,
     MEAN_PROMPT,
@@ -29,9 +39,9 @@ from benchmarks.engine.model import (
     read_rollup,
     write_model,
 )
-from benchmarks.engine.settings import READ_BYTES, EngineOptions, Shape
-from benchmarks.engine.steps import TREE, Part, StepParts, chain, hooks, in_turn, many, reads
-from benchmarks.harness.measure import Batch, Commit, Decoded, Run
+from benchmarks.engine.settings import READ_BYTES, EngineOptions, EngineShape
+from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, hooks, in_turn, many, reads
+from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result
 from cluster.cli import main
 from engine.build import build
@@ -50,7 +60,7 @@ KEYS = {
 
 def run(requests: int, tokens: int, first: float, seconds: float) -> Run:
     """Requests asked for at 0 whose first token comes at ``first`` and the others after ``seconds`` more, at once."""
-    commits = (Commit(first, 1), Commit(first + seconds, tokens))
+    commits = (TimedCommit(first, 1), TimedCommit(first + seconds, tokens))
     return Run((Decoded(tuple(range(1 + tokens)), commits),) * requests, asked=0.0)
 
 
@@ -76,7 +86,7 @@ def measured() -> Measured:
         },
         prefixes=[Repeated(2.0, 0.1), Repeated(4.0, 0.8), Repeated(2.0, 0.16)],
         memory=Memory(1_100_000_000, 900_000_000, 500_000_000, 90_000_000, 10_000_000),
-        parts=[StepParts(1, 0.02, dict.fromkeys(Part, 0.004))],
+        parts=[StepParts(1, 0.02, dict.fromkeys(StepPart, 0.004))],
         through_router={},
         exact={TOGETHER: [run(16, 16, 1.0, 1.0)], PREFIX + TOGETHER: [run(16, 16, 1.0, 2.0)]},
     )
@@ -129,7 +139,7 @@ def test_mixed_requests_spread_widely_and_are_the_same_in_every_run():
 
 async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
     """In float32, with a tiny model: the padding of one contender and the retiring of the other change no token."""
-    write_model(Shape(256, 1), tmp_path / "model")
+    write_model(EngineShape(256, 1), tmp_path / "model")
     settings = EngineSettings(str(tmp_path / "model"), device="cpu", dtype="float32", cache_tokens=4096)
     generator = torch.Generator().manual_seed(0)
     prompts = tuple(random_prompts(1, tokens, generator)[0] for tokens in (3, 11, 7))
@@ -167,7 +177,7 @@ def test_the_document_holds_the_summary_what_was_wanted_and_where_it_ran(result)
     assert document["hardware"] == {"processor": "a processor"}
     assert document["command"] == "paceline bench engine --quick --hidden 256 --layers 2 --threads 1"
     assert document["model"] == {
-        "parameters": parameters(Shape(256, 2)),
+        "parameters": parameters(EngineShape(256, 2)),
         "hidden": 256,
         "layers": 2,
         "weights": "random",
@@ -188,7 +198,7 @@ def test_agreement_counts_equal_texts_and_tokens_before_the_first_difference():
         return [Run(tuple(Decoded(row, ()) for row in rows))]
 
     ours, theirs = texts((1, 2, 3, 4), (1, 2, 3, 4), (9, 2, 3, 4)), texts((1, 2, 3, 4), (1, 2, 3, 9), (1, 2, 3, 4))
-    assert agreement(ours, theirs) == Agreement(texts=3, same=1, tokens=3)
+    assert agreement(ours, theirs) == TextAgreement(texts=3, same=1, tokens=3)
 
 
 def test_what_is_timed_takes_turns_and_the_first_round_does_not_count():
@@ -241,7 +251,7 @@ def test_time_goes_to_the_innermost_part(monkeypatch):
     model = Ticking(1.0, LlamaAttention(10.0, PackedLinear(100.0), Ticking(10.0)), PackedLinear(100.0), Ticking(1.0))
     with hooks(model) as seconds:
         model()
-    assert seconds == {Part.LINEAR: 400.0, Part.ATTENTION: 40.0, Part.REST: 4.0}
+    assert seconds == {StepPart.LINEAR: 400.0, StepPart.ATTENTION: 40.0, StepPart.REST: 4.0}
     model()
     assert sum(seconds.values()) == 444.0, "the hooks are still there"
 
@@ -253,7 +263,7 @@ def test_memory_of_a_process_is_read_from_its_rollup():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
 def test_known_needs_are_taken_off_the_memory():
-    shape = Shape(256, 2)
+    shape = EngineShape(256, 2)
     found = memory_of(os.getpid(), shape, item=2, slots=48, rows=3)
     assert found.weights == 2 * parameters(shape)
     layers, keys_and_values, head_size, bytes_each = 2, 2, 64, 2
@@ -263,8 +273,8 @@ def test_known_needs_are_taken_off_the_memory():
 
 
 def test_the_default_model_has_about_250_million_parameters():
-    assert parameters(Shape()) == pytest.approx(250e6, rel=0.05)
-    assert config(Shape()).tie_word_embeddings
+    assert parameters(EngineShape()) == pytest.approx(250e6, rel=0.05)
+    assert config(EngineShape()).tie_word_embeddings
 
 
 @pytest.fixture
@@ -300,8 +310,8 @@ def test_flags_arrive(started, tmp_path):
     assert main(["bench", "engine", "--quick", "--hidden", "256", "--layers", "3", "--json", file]) == 0
     assert main(["bench", "engine"]) == 0
     quick, full = started
-    assert (quick.shape, quick.json, quick.threads) == (Shape(256, 3), Path(file), 1)
-    assert (full.shape, full.json) == (Shape(), None)
+    assert (quick.shape, quick.json, quick.threads) == (EngineShape(256, 3), Path(file), 1)
+    assert (full.shape, full.json) == (EngineShape(), None)
     assert full.out.name.endswith("-engine")
     assert quick.rounds < full.rounds
     assert quick.turns < full.turns

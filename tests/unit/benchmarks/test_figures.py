@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.measure import Commit, Decoded, Run
+from benchmarks.harness.measure import Decoded, Run, TimedCommit
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.report import Result
 from benchmarks.speculation import plots, report
@@ -18,15 +18,15 @@ from benchmarks.speculation.figures import (
     PARALLEL,
     PLAIN,
     SEQUENTIAL,
-    Measured,
-    Outcome,
+    MeasuredRuns,
+    PairResult,
     Row,
     Timeline,
     ratio,
     rows,
     summary,
 )
-from benchmarks.speculation.records import Depth, Log, Profile, SessionStep, Span, TargetStep
+from benchmarks.speculation.records import Depth, Profile, SessionStep, Span, TargetStep, WorkerLog
 from benchmarks.speculation.settings import (
     BATCH_16,
     DEAD,
@@ -37,7 +37,7 @@ from benchmarks.speculation.settings import (
     TRANSFORMERS,
     WRONG,
     WRONG_COLD,
-    Setting,
+    ComparisonSetting,
     SpeculationOptions,
 )
 from router.sessions.pool import Traffic
@@ -46,7 +46,7 @@ PAIR = Pair("stretched 0.8", Path("target"), Path("draft"), 1_000_000, "A pair m
 OPTIONS = SpeculationOptions(prompts=3, bursts=2, layers=32)
 
 
-def row(setting: Setting, contender: str, *rates: float, **rest: object) -> Row:
+def row(setting: ComparisonSetting, contender: str, *rates: float, **rest: object) -> Row:
     made = Row(PAIR.name, setting, contender, "", rates, tokens_per_step=3.0, kept=0.5, same_text=1.0)
     return replace(made, **rest)
 
@@ -75,12 +75,12 @@ def measured_rows() -> list[Row]:
 
 @pytest.fixture
 def result() -> Result:
-    log = Log(
+    log = WorkerLog(
         (TargetStep(1.0, 1.03, 0.028, (SessionStep(3, 2, (1, 2, 3)),)),), (Span(1.03, 1.031),), (Span(1.0, 1.02),)
     )
     timeline = Timeline(NEAR, OURS, 1.0, 1.1, log)
     machine = {"processor": "a processor", "cores": 2, "transformers": "5.0"}
-    outcome = Outcome(PAIR, measured_rows(), measured_rows()[:1], [timeline])
+    outcome = PairResult(PAIR, measured_rows(), measured_rows()[:1], [timeline])
     return report.result(OPTIONS, [outcome], day=date(2026, 1, 2), machine=machine)
 
 
@@ -133,7 +133,7 @@ def test_settings_of_a_pair_have_names_of_their_own(plans):
 def run_of(texts: list[list[tuple[float, int, int, int]]], traffic: Traffic | None = None) -> Run:
     """Requests given by their commits: time, tokens, accepted, offered."""
     decoded = [
-        Decoded(tuple(range(sum(tokens for _, tokens, *_ in one))), tuple(Commit(*commit) for commit in one))
+        Decoded(tuple(range(sum(tokens for _, tokens, *_ in one))), tuple(TimedCommit(*commit) for commit in one))
         for one in texts
     ]
     return Run(tuple(decoded), traffic)
@@ -142,7 +142,7 @@ def run_of(texts: list[list[tuple[float, int, int, int]]], traffic: Traffic | No
 def test_rows_join_runs_and_records():
     plain = run_of([[(0.0, 1, 0, 0), (0.1, 1, 0, 0), (0.2, 1, 0, 0), (0.3, 1, 0, 0), (0.4, 1, 0, 0)]])
     ours = run_of([[(1.0, 1, 0, 0), (1.1, 3, 2, 4), (1.2, 1, 0, 4)]], Traffic(50, 100))
-    log = Log(
+    log = WorkerLog(
         (
             TargetStep(0.0, 0.09, 0.08, (SessionStep(0, 0),)),
             TargetStep(0.9, 0.99, 9.0, ()),  # the prompt: before the first tokens
@@ -150,7 +150,7 @@ def test_rows_join_runs_and_records():
             TargetStep(1.1, 1.19, 0.08, (SessionStep(4, 0, (1, 2, 3, 4)),)),
         )
     )
-    one, two = rows([Measured("p", NEAR, PLAIN, (plain,)), Measured("p", NEAR, OURS, (ours,), "K = 4")], log)
+    one, two = rows([MeasuredRuns("p", NEAR, PLAIN, (plain,)), MeasuredRuns("p", NEAR, OURS, (ours,), "K = 4")], log)
     assert one.rates == pytest.approx((10.0,))
     assert two.rates == pytest.approx((20.0,))
     assert (two.choice, two.tokens_per_step, two.kept, two.same_text) == ("K = 4", 2.0, 0.25, 1.0)
@@ -163,18 +163,23 @@ def test_rows_join_runs_and_records():
 
 def test_without_drafts_no_share_of_them_is_kept():
     one = run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)]])
-    assert rows([Measured("p", NEAR, PLAIN, (one,))], Log())[0].kept is None
+    assert rows([MeasuredRuns("p", NEAR, PLAIN, (one,))], WorkerLog())[0].kept is None
 
 
 def test_another_text_is_told():
     one, other = run_of([[(0.0, 1, 0, 0), (0.1, 2, 0, 0)]]), run_of([[(1.0, 1, 0, 0), (1.1, 3, 0, 0)]])
-    assert rows([Measured("p", NEAR, PLAIN, (one,)), Measured("p", NEAR, OURS, (other,))], Log())[1].same_text == 0.0
+    assert (
+        rows([MeasuredRuns("p", NEAR, PLAIN, (one,)), MeasuredRuns("p", NEAR, OURS, (other,))], WorkerLog())[
+            1
+        ].same_text
+        == 0.0
+    )
 
 
 def test_no_efficiency_of_a_batch():
     one = run_of([[(0.0, 1, 0, 0), (1.0, 1, 0, 0)], [(0.0, 1, 0, 0), (1.0, 1, 0, 0)]])
-    log = Log((TargetStep(0.5, 1.0, 0.4, (SessionStep(0, 0), SessionStep(0, 0))),))
-    found = rows([Measured("p", BATCH_16, PLAIN, (one,))], log)[0]
+    log = WorkerLog((TargetStep(0.5, 1.0, 0.4, (SessionStep(0, 0), SessionStep(0, 0))),))
+    found = rows([MeasuredRuns("p", BATCH_16, PLAIN, (one,))], log)[0]
     assert (found.efficiency, found.profile) == ((), None)
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.gpu import device, speculation
 from benchmarks.gpu import run as gpu
-from benchmarks.gpu.figures import GOALS, Outcome, Speedup, StepTime, contender
+from benchmarks.gpu.figures import GOALS, Speedup, StageResult, StepTiming, contender
 from benchmarks.gpu.settings import (
     CASES,
     COMPILED,
@@ -27,10 +27,10 @@ from benchmarks.gpu.settings import (
     STAGES,
     DraftingSetting,
     GpuOptions,
-    Shape,
+    LlamaShape,
 )
 from benchmarks.harness import pair as pairs
-from benchmarks.harness.measure import Commit, Decoded, Run
+from benchmarks.harness.measure import Decoded, Run, TimedCommit
 from benchmarks.harness.pair import BUNDLED, Pair
 from benchmarks.harness.processes import WorkerFailed
 from benchmarks.harness.report import Result
@@ -142,7 +142,7 @@ def test_a_stage_that_fails_says_why_and_the_others_go_on(tmp_path: Path, monkey
         written.append(len(result.figures["outcomes"]))
         write(result, file)
 
-    def failing(_: device.Subject) -> Outcome:
+    def failing(_: device.Subject) -> StageResult:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
     monkeypatch.setattr(Result, "write_json", noted)
@@ -159,9 +159,9 @@ def test_a_stage_that_fails_says_why_and_the_others_go_on(tmp_path: Path, monkey
 def test_a_model_that_cannot_be_built_fails_its_stages_and_is_tried_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[Shape] = []
+    tried: list[LlamaShape] = []
 
-    def failing(shape: Shape, _: device.Gpu) -> Any:
+    def failing(shape: LlamaShape, _: device.TimedDevice) -> Any:
         tried.append(shape)
         raise RuntimeError("no kernel image is available")
 
@@ -196,10 +196,10 @@ def test_a_contender_that_cannot_run_is_left_out(tmp_path: Path, monkeypatch: py
 def test_steps_that_are_not_replayed_have_no_graph_and_the_reason_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(_: device.Clock, __: Callable[[], Any]) -> Any:
+    def refused(_: device.ReplayTimer, __: Callable[[], Any]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(device.Clock, "__call__", refused)
+    monkeypatch.setattr(device.ReplayTimer, "__call__", refused)
     code, document = measured(tmp_path, "--stage", "steps")
     step = by_stage(document)["steps"]["steps"]["tree 16"]
     assert code == 0
@@ -271,8 +271,8 @@ def test_the_floor_counts_what_a_step_reads() -> None:
 
 
 def test_goals_are_the_worst_of_their_steps() -> None:
-    def step(tokens: int, graph: float, wall: float) -> StepTime:
-        return StepTime(tokens, 64, wall, graph, 0.1, 4.0)
+    def step(tokens: int, graph: float, wall: float) -> StepTiming:
+        return StepTiming(tokens, 64, wall, graph, 0.1, 4.0)
 
     steps = {
         "1 token": step(1, 4.8, 5.0),
@@ -282,15 +282,15 @@ def test_goals_are_the_worst_of_their_steps() -> None:
     }
     rates = {contender(OURS, 1): [120.0, 100.0, 90.0], contender(COMPILED, 1): [100.0, 100.0, 100.0]}
     outcomes = [
-        Outcome("steps", "8B", steps=steps),
-        Outcome("draft", "1B", steps={"tree 16": step(16, 1.3, 1.5), "64 x 1": step(64, 2.0, 3.0)}),
-        Outcome("draft", "tiny", steps={"1 x 8 levels, one launch": step(29, 2.0, 2.5)}),
-        Outcome("exact", "8B", facts={"exact": True}),
-        Outcome("exact", "1B", facts={"exact": False}),
-        Outcome("transformers", "8B", rates=rates),
-        Outcome("prompt", "8B", failed="OutOfMemoryError"),
-        Outcome("speculation", "tiny", speedups=[speedup("own", DraftingSetting("right", 1, 0.0), 9.0)]),
-        Outcome(
+        StageResult("steps", "8B", steps=steps),
+        StageResult("draft", "1B", steps={"tree 16": step(16, 1.3, 1.5), "64 x 1": step(64, 2.0, 3.0)}),
+        StageResult("draft", "tiny", steps={"1 x 8 levels, one launch": step(29, 2.0, 2.5)}),
+        StageResult("exact", "8B", facts={"exact": True}),
+        StageResult("exact", "1B", facts={"exact": False}),
+        StageResult("transformers", "8B", rates=rates),
+        StageResult("prompt", "8B", failed="OutOfMemoryError"),
+        StageResult("speculation", "tiny", speedups=[speedup("own", DraftingSetting("right", 1, 0.0), 9.0)]),
+        StageResult(
             "speculation",
             "stretched",
             speedups=[
@@ -352,7 +352,7 @@ def test_prompts_of_all_rounds_begin_differently() -> None:
 def test_a_speedup_is_taken_round_by_round() -> None:
     def run(start: float, step: float, *commits: tuple[int, int, int], tokens: tuple[int, ...] = (1, 2)) -> Run:
         times = [start + step * number for number in range(len(commits))]
-        made = [Commit(at, *commit) for at, commit in zip(times, commits, strict=True)]
+        made = [TimedCommit(at, *commit) for at, commit in zip(times, commits, strict=True)]
         return Run((Decoded(tokens, tuple(made)),))
 
     plain = [run(1.0, 0.25, *[(1, 0, 0)] * 5), run(9.0, 0.25, *[(1, 0, 0)] * 5)]

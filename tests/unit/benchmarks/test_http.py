@@ -7,14 +7,14 @@ import json
 import pytest
 
 from benchmarks.http import run
-from benchmarks.http.figures import BadAnswer, Heard, Round, figures, p90, result, summary
+from benchmarks.http.figures import BadAnswer, Round, StreamedReply, figures, p90, result, summary
 from benchmarks.http.settings import BURST, COMMIT_TOKENS, CONTENDERS, ECHO, PACELINE, PATTERNS, STEADY, HttpOptions
 from cluster.cli import main
 
 
 def measured(contender: str, added: float, pattern: str = STEADY) -> Round:
     """A request of three commits whose first token is late by ``added`` and the others by half of it."""
-    heard = Heard("r", 10.0, [10.5 + added, 10.6 + added / 2, 10.7 + added / 2, 10.7 + added])
+    heard = StreamedReply("r", 10.0, [10.5 + added, 10.6 + added / 2, 10.7 + added / 2, 10.7 + added])
     times = {"r": [10.0 + added / 4, 10.5 + added / 4, 10.6, 10.7], "warm-up": [1.0, 1.1]}
     return Round.of(contender, pattern, [heard], times, cpu=0.012, client_cpu=0.006, seconds=1.0)
 
@@ -42,7 +42,13 @@ def test_what_is_added_is_told_apart_from_what_the_router_sees() -> None:
 def test_a_commit_without_an_event_is_an_error() -> None:
     with pytest.raises(BadAnswer, match="2 events for 3 commits"):
         Round.of(
-            ECHO, BURST, [Heard("r", 0.0, [1.0, 2.0])], {"r": [0.0, 1.0, 2.0, 3.0]}, cpu=1, client_cpu=1, seconds=1
+            ECHO,
+            BURST,
+            [StreamedReply("r", 0.0, [1.0, 2.0])],
+            {"r": [0.0, 1.0, 2.0, 3.0]},
+            cpu=1,
+            client_cpu=1,
+            seconds=1,
         )
 
 

@@ -5,13 +5,13 @@ import pytest
 from benchmarks import levels, structured
 from benchmarks.harness import contenders, measure
 from benchmarks.harness.contenders import best, pace
-from benchmarks.harness.measure import Batch, Commit, Decoded, Run, take_turns
+from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit, take_turns
 from benchmarks.speculation import baseline
 from speculation.messages import AllBut, Schedule, Source
 
 
 def request(*commits: tuple[float, int]) -> Decoded:
-    return Decoded(tuple(range(sum(tokens for _, tokens in commits))), tuple(Commit(at, n) for at, n in commits))
+    return Decoded(tuple(range(sum(tokens for _, tokens in commits))), tuple(TimedCommit(at, n) for at, n in commits))
 
 
 def run(tokens: int, seconds: float) -> Run:

@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.speculation.records import (
     Depth,
-    Log,
     SessionStep,
     Span,
     TargetStep,
+    WorkerLog,
     acceptance_by_depth,
     efficiency,
     profile,
@@ -39,7 +39,7 @@ def test_records_are_read(tmp_path):
     drafted = {"role": "draft", "start": 1.5, "end": 1.75, "forward": 0.2, "tokens": 2, "sessions": [1], "proposed": 1}
     draft.write_text(json.dumps(drafted) + "\n")
     log = read_log([target, draft, tmp_path / "never-started.jsonl"])
-    assert log == Log(
+    assert log == WorkerLog(
         (TargetStep(1.0, 2.0, 0.5, (SessionStep(3, 2, (1, 1, 2)),)), step(2.25, 3.0, 0.5)),
         (Span(2.0, 2.25),),
         (Span(1.5, 1.75),),
@@ -54,7 +54,9 @@ def test_a_line_cut_short_ends_its_file(tmp_path):
 
 
 def test_a_step_belongs_to_the_run_it_ended_in():
-    log = Log((step(0, 1, 1), step(1, 2, 1), step(2, 3, 1), step(3, 4, 1)), (Span(1, 1.5), Span(3, 3.5)), (Span(0, 9),))
+    log = WorkerLog(
+        (step(0, 1, 1), step(1, 2, 1), step(2, 3, 1), step(3, 4, 1)), (Span(1, 1.5), Span(3, 3.5)), (Span(0, 9),)
+    )
     part = log.during(1.0, 3.0)
     assert [one.end for one in part.steps] == [2, 3]
     assert part.waits == (Span(1, 1.5),)
@@ -90,7 +92,7 @@ def test_the_size_of_a_step_counts_and_not_its_own_time():
 
 
 def test_the_parts_of_a_profile_add_up_to_wall_time():
-    log = Log((step(0.0, 0.010, 0.008), step(0.014, 0.024, 0.006)), (Span(0.010, 0.012),), (Span(-1.0, 0.006),))
+    log = WorkerLog((step(0.0, 0.010, 0.008), step(0.014, 0.024, 0.006)), (Span(0.010, 0.012),), (Span(-1.0, 0.006),))
     found = profile([(log, 0.0, 0.024)])
     assert found is not None
     assert found.steps == 2
@@ -103,7 +105,7 @@ def test_the_parts_of_a_profile_add_up_to_wall_time():
 
 
 def test_no_steps_no_profile():
-    assert profile([(Log(), 0.0, 1.0)]) is None
+    assert profile([(WorkerLog(), 0.0, 1.0)]) is None
 
 
 def test_acceptance_by_depth_counts_steps_that_got_there():

@@ -8,16 +8,16 @@ import pytest
 
 from benchmarks.harness.processes import WorkerFailed
 from benchmarks.relay.part import clock_us, since
-from benchmarks.relay.run import Turn, figures, summary
+from benchmarks.relay.run import RelayTurn, figures, summary
 from benchmarks.relay.settings import BARE, CLOCK_US, CONTENDERS, DIRECT, PACELINE, PROPOSED, VERIFIED, WANTED_MS
 from cluster.cli import main
 
 
-def turn(contender: str, verified: list[float], proposed: list[float], router_us: float = 50.0) -> Turn:
+def turn(contender: str, verified: list[float], proposed: list[float], router_us: float = 50.0) -> RelayTurn:
     """Times in milliseconds; machines take up what they hear 1 ms later."""
     heard = {VERIFIED: verified, PROPOSED: proposed}
     taken = {way: [time + 1.0 for time in times] for way, times in heard.items()}
-    return Turn(contender, heard, taken, {"target": 1.0, "draft": 2.0, "router": router_us})
+    return RelayTurn(contender, heard, taken, {"target": 1.0, "draft": 2.0, "router": router_us})
 
 
 def test_figures_are_over_all_turns_of_a_contender() -> None:

@@ -24,7 +24,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "SETTLE_SECONDS", 0.0)
 
 
-async def said(generator: FakeGenerator) -> dict[str, turns.Tally]:
+async def said(generator: FakeGenerator) -> dict[str, turns.RunTotals]:
     return await take_turns(cast(Dispatcher, generator), ROUNDS)
 
 

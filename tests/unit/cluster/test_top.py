@@ -18,7 +18,7 @@ from cluster.top_screen import number, screen, span
 from router.generation import ServedModel
 from router.sessions.event_log import EventKind, LoggedEvent
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Tally
+from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_shape import Cluster
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics
@@ -49,7 +49,7 @@ def view(targets: int = 2, events: int = 3) -> Cluster:
     ]
     models = (ServedModel("bundled/target", 290, 256, 1),)
     snapshot = Snapshot(tuple(workers), models, tuple(lines), running=24, reopened=7)
-    return ClusterView(RouterMetrics(Tally(lambda: 50.0), lambda: snapshot), lambda: 1050.0)()
+    return ClusterView(RouterMetrics(RouterCounters(lambda: 50.0), lambda: snapshot), lambda: 1050.0)()
 
 
 def drawn(shown: Cluster, width: int, height: int | None = None, trouble: str = "") -> list[str]:
@@ -85,7 +85,7 @@ def test_it_fits_the_screen(width: int, height: int) -> None:
 
 
 def test_an_empty_cluster_is_shown() -> None:
-    empty = ClusterView(RouterMetrics(Tally(), Snapshot))()
+    empty = ClusterView(RouterMetrics(RouterCounters(), Snapshot))()
     assert "no target worker is known" in drawn(empty, 80)[0]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from speculation.sources import lookup, prediction
 from speculation.sources.lookup import COUNTED, confidence
-from speculation.sources.prediction import REPLACED, SOLID, TRUSTED, Prediction
+from speculation.sources.prediction import REPLACED, SOLID, TRUSTED, PredictionSource
 
 PROMPT = [1, 2, 3]
 
@@ -23,7 +23,7 @@ def words(text: str) -> list[int]:
 
 def after(predicted: str, text: str, depth: int = 4) -> tuple[str, int]:
     """What is proposed once ``text`` is committed, and how many tokens before it agree."""
-    source = Prediction(words(predicted), len(PROMPT))
+    source = PredictionSource(words(predicted), len(PROMPT))
     source.extend(PROMPT)
     source.extend(words(text))
     found = source.propose(depth)
@@ -77,11 +77,11 @@ def test_reopened_in_the_middle_it_is_where_it_was(step: int) -> None:
     rng = random.Random(seed)
     predicted = [rng.randrange(30) for _ in range(200)]
     text = [token if rng.random() < 0.9 else rng.randrange(30) for token in predicted]
-    running = Prediction(predicted, len(PROMPT))
+    running = PredictionSource(predicted, len(PROMPT))
     running.extend(PROMPT)
     for start in range(0, len(text), step):
         running.extend(text[start : start + step])
-        opened_again = Prediction(predicted, len(PROMPT))
+        opened_again = PredictionSource(predicted, len(PROMPT))
         opened_again.extend([*PROMPT, *text[: start + step]])
         assert opened_again.propose(9) == running.propose(9), f"seed {seed}, after {start + step}"
 
@@ -97,7 +97,7 @@ def test_edits_cost_few_tokens_each() -> None:
         edit = rng.random()
         edits += edit < 0.06
         text += [] if edit < 0.02 else [999] if edit < 0.04 else [999, 998, token] if edit < 0.06 else [token]
-    source = Prediction(predicted, 0)
+    source = PredictionSource(predicted, 0)
     missed = wrong = 0
     for token in text:
         proposed = source.propose(1).tokens
@@ -119,14 +119,14 @@ HARD = {
 def test_every_token_costs_a_bounded_number_of_steps_however_long_the_prediction_is(kind: str) -> None:
     seed = 5
     rng = random.Random(seed)
-    source = Prediction(HARD[kind](rng, 4000), 0)
+    source = PredictionSource(HARD[kind](rng, 4000), 0)
     max_lines = max(lines_run(lambda: source.extend([rng.choice((0, 1, 7))])) for _ in range(400))
     assert 0 < max_lines < 800, f"seed {seed}"
     assert lines_run(lambda: source.propose(16)) < 10
 
 
 def test_confidence_is_that_of_an_equal_match() -> None:
-    source = Prediction(words("abc"), 0)
+    source = PredictionSource(words("abc"), 0)
     assert source.propose(2).confidence == (confidence(TRUSTED), confidence(TRUSTED + 1))
 
 

@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from benchmarks.fit import advice, predict
-from benchmarks.fit.agreement import Agreement, Run
+from benchmarks.fit.agreement import Agreement, DraftRun
 from benchmarks.fit.predict import (
     Forecast,
     Known,
-    Load,
     Loaded,
     Predictor,
+    TargetLoad,
     best_depth,
     forecast,
     loads,
@@ -166,7 +166,7 @@ def test_distance_to_the_best_decides_and_of_equals_the_simpler():
 
 
 def one(way: Way, speedup: float, kinds: dict[str, float] | None = None) -> Forecast:
-    nothing = Agreement((Run(1, 1),), 1.0)
+    nothing = Agreement((DraftRun(1, 1),), 1.0)
     kinds = kinds or {"text": speedup}
     return Forecast(way, nothing, dict.fromkeys(kinds, nothing), {3: speedup}, {0.0: speedup}, kinds, 100.0)
 
@@ -259,5 +259,5 @@ def test_a_draft_that_translates_has_no_second_level():
 
 def test_load_is_part_of_what_is_remembered():
     found = predictor(0.9)
-    assert found.report(A, Load(1)) is found.report(A, Load(1))
-    assert found.report(A, Load(2)).setting.sessions == 2
+    assert found.report(A, TargetLoad(1)) is found.report(A, TargetLoad(1))
+    assert found.report(A, TargetLoad(2)).setting.sessions == 2

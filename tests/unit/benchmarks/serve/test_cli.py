@@ -8,7 +8,17 @@ import pytest
 
 from benchmarks.serve import main as serve_main
 from benchmarks.serve.requests import Prompt, PromptError, body, read
-from benchmarks.serve.settings import Arrivals, Contender, Make, Objective, Pace, ServeOptions, Sweep, Swept, Variant
+from benchmarks.serve.settings import (
+    Arrivals,
+    LoadSweep,
+    Make,
+    Objective,
+    Pace,
+    ServeOptions,
+    ServerContender,
+    Swept,
+    Variant,
+)
 from cluster.cli import main
 
 URL = ("--url", "http://127.0.0.1:8000")
@@ -90,14 +100,14 @@ def test_flags_arrive(started, monkeypatch) -> None:
                  "--extra-body", 'b={"top_p": 0.5}', "--api-key-env", "SOME_KEY", "--goodput", "ttft:500,itl:20.5",
                  "--sweep", "rate=0.5,2", "--arrivals", "even", "--seconds", "9", "--chat"]) == 0  # fmt: skip
     default, given = started
-    assert default.contenders == (Contender("127.0.0.1:8000", "http://127.0.0.1:8000"),)
+    assert default.contenders == (ServerContender("127.0.0.1:8000", "http://127.0.0.1:8000"),)
     assert (default.pace, default.requests, default.rounds) == (Pace(concurrency=1), 40, 6)
     assert given.contenders == (
-        Contender("ours", "https://a:1", "m=1", {}, "sesame"),
-        Contender("b", "http://b/x", "", {"top_p": 0.5}, "sesame"),
+        ServerContender("ours", "https://a:1", "m=1", {}, "sesame"),
+        ServerContender("b", "http://b/x", "", {"top_p": 0.5}, "sesame"),
     )
     assert given.objectives == {Objective.TTFT: 500.0, Objective.ITL: 20.5}
-    assert (given.sweep, given.arrivals) == (Sweep(Swept.RATE, (0.5, 2.0)), Arrivals.EVEN)
+    assert (given.sweep, given.arrivals) == (LoadSweep(Swept.RATE, (0.5, 2.0)), Arrivals.EVEN)
     assert (given.seconds, given.requests, given.chat) == (9.0, None, True)
     assert "sesame" not in repr(given)
 
@@ -152,11 +162,11 @@ def test_requests_of_a_number_differ_between_contenders_in_what_they_must() -> N
     bodies = [
         body(options, Variant(contender, options.pace, depth), make, "m", Prompt("p"), number)
         for contender, make, depth in (
-            (Contender("a", ""), Make.PACELINE, 3),
-            (Contender("a", "", plain=True), Make.PACELINE, None),
-            (Contender("b", "", extra={"speculation": {"rule": "rejection"}}), Make.PACELINE, 3),
-            (Contender("b", "", extra={"speculation": {"remember": True}}), Make.PACELINE, None),
-            (Contender("c", ""), Make.LLAMA_CPP, 3),
+            (ServerContender("a", ""), Make.PACELINE, 3),
+            (ServerContender("a", "", plain=True), Make.PACELINE, None),
+            (ServerContender("b", "", extra={"speculation": {"rule": "rejection"}}), Make.PACELINE, 3),
+            (ServerContender("b", "", extra={"speculation": {"remember": True}}), Make.PACELINE, None),
+            (ServerContender("c", ""), Make.LLAMA_CPP, 3),
         )
     ]
     speculation = [one.pop("speculation", None) for one in bodies]

@@ -14,9 +14,9 @@ from benchmarks.serve.figures import Spread, baselines, bootstrap, compare, e2e,
 from benchmarks.serve.probe import Server
 from benchmarks.serve.report import result
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Contender, Make, Objective, Pace, ServeOptions, Sweep, Swept, variants
+from benchmarks.serve.settings import LoadSweep, Make, Objective, Pace, ServeOptions, ServerContender, Swept, variants
 
-A, B = Contender("a", "http://a.test"), Contender("b", "http://b.test")
+A, B = ServerContender("a", "http://a.test"), ServerContender("b", "http://b.test")
 ONE = Heard(0, due=10.0, sent=10.1, ended=11.2, times=(10.5, 10.7, 11.1), sizes=(2, 1, 4), tokens=8, digest="x")
 FAILED = Heard(1, due=10.0, sent=10.0, ended=12.0, error=LATE, detail="not over after 2 s")
 
@@ -168,12 +168,12 @@ def test_what_is_compared_with_what() -> None:
     def pairs(given: ServeOptions) -> list[tuple[str, str]]:
         return [(variant.name, baseline.name) for variant, baseline in baselines(logged(given))]
 
-    depth = Sweep(Swept.DEPTH, (1.0, 3.0))
+    depth = LoadSweep(Swept.DEPTH, (1.0, 3.0))
     assert pairs(options(contenders=(A,))) == []
     assert pairs(options(contenders=(A, plain, B))) == [("a", "a plain"), ("b", "a plain")]
     assert pairs(options(contenders=(A, plain), sweep=depth)) == [("a @ 1", "a plain"), ("a @ 3", "a plain")]
     assert pairs(options(contenders=(A,), sweep=depth)) == [("a @ 3", "a @ 1")]
-    both = options(contenders=(A, plain), sweep=Sweep(Swept.CONCURRENCY, (1.0, 4.0)))
+    both = options(contenders=(A, plain), sweep=LoadSweep(Swept.CONCURRENCY, (1.0, 4.0)))
     assert pairs(both) == [("a @ 1", "a plain @ 1"), ("a @ 4", "a plain @ 4")]
 
 

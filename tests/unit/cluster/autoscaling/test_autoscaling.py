@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from cluster.autoscaling.hysteresis import HoldReason, ScaledPool, State, steer
-from cluster.autoscaling.policy import Wanted, Why, drafters, routers, targets
+from cluster.autoscaling.policy import DesiredReplicas, Why, drafters, routers, targets
 from cluster.config.config import AutoscalingConfig
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
 
@@ -88,7 +88,7 @@ class Steered:
     def at(self, now: float, wanted: float, why: Why = Why.WORK) -> tuple[int, HoldReason]:
         self.state = State(**json.loads(json.dumps(asdict(self.state))))  # as a controller may keep it
         pool = ScaledPool(self.replicas, self.replicas - self.slow, self.min_replicas, self.max_replicas)
-        decision, self.state = steer(now, pool, Wanted(wanted, why, "because"), self.state, SETTINGS)
+        decision, self.state = steer(now, pool, DesiredReplicas(wanted, why, "because"), self.state, SETTINGS)
         assert (decision.why, decision.says) == (why, "because")
         self.replicas = decision.replicas
         return decision.replicas, decision.held

@@ -582,10 +582,10 @@ def test_nobody_listed_is_no_fault():
 
 def test_distance_pays_or_not():
     near = [met(Role.TARGET), met(Role.DRAFT)]
-    steps = distance.Steps(target=0.03, draft=0.002, acceptance=0.8)
+    steps = distance.StepCosts(target=0.03, draft=0.002, acceptance=0.8)
     assert only(distance.judge(near, steps)).startswith("ok       distance: 2.0 ms from drafter to target")
     far = [met(Role.TARGET), met(Role.DRAFT, trips=(2.0,))]
-    assert only(distance.judge(far, distance.Steps(0.005, 0.004, 0.3))).startswith("warning  distance: 2001.0 ms")
+    assert only(distance.judge(far, distance.StepCosts(0.005, 0.004, 0.3))).startswith("warning  distance: 2001.0 ms")
     assert not list(distance.judge([met(Role.TARGET)], steps))
 
 

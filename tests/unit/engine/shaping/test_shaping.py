@@ -17,7 +17,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from engine.shaping.shaping import NEVER, Shape, Shaping, shaped
+from engine.shaping.shaping import NEVER, RowShaping, Shaping, shaped
 from speculation.messages import Limits, Open, Sampling, SessionId, Token
 
 VOCABULARY = 70
@@ -90,7 +90,7 @@ def test_logits_equal_the_processors_while_texts_go_on() -> None:
         texts = [list(opened.tokens) for opened in openings]
         shapings = [Shaping.of(*pair, VOCABULARY) for pair in zip(openings, texts, strict=True)]
         for step in range(4):
-            rows: list[Shape | None] = []
+            rows: list[RowShaping | None] = []
             places: list[tuple[int, list[Token]]] = []
             for number in rng.choices(range(4), k=7):
                 path = rng.choices(texts[number], k=rng.randint(0, 3))
@@ -132,7 +132,7 @@ def test_a_session_opened_again_is_shaped_as_if_it_had_never_moved() -> None:
         text = list(opened.tokens)
         begun = Shaping(replace(opened, tokens=opened.tokens[: opened.prompt]), text, VOCABULARY)
         again = Shaping(opened, text, VOCABULARY)
-        first, second = (shaped(logits_of(1, seed), [Shape(shaping, (5, 5))]) for shaping in (begun, again))
+        first, second = (shaped(logits_of(1, seed), [RowShaping(shaping, (5, 5))]) for shaping in (begun, again))
         assert torch.equal(first, second), f"seed {seed}"
 
 

@@ -14,7 +14,7 @@ from router.errors import CODES, ApiError
 from router.generation import ServedModel
 from router.http.describe import document
 from router.http.openapi import description
-from router.schema.field_table import ROWS, Row, Support
+from router.schema.field_table import ROWS, FieldRow, FieldSupport
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry
 from speculation.messages import Sampling
@@ -41,13 +41,13 @@ def parse(kind: Kind, **fields: Any) -> ApiRequest:
     return (parse_completion if kind == "completion" else parse_chat)(body, {"tiny": model_entry()}, "r1")
 
 
-def refused(kind: Kind, row: Row, value: Any) -> ApiError:
+def refused(kind: Kind, row: FieldRow, value: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         parse(kind, **{row.name: value})
     return caught.value
 
 
-def top_level(*supports: Support) -> list[Any]:
+def top_level(*supports: FieldSupport) -> list[Any]:
     rows = [(kind, row) for row in ROWS for kind in KINDS if row.of(kind) and not row.inside]
     return [
         pytest.param(kind, row, id=f"{kind}-{row.name}")
@@ -66,8 +66,8 @@ def test_the_document_is_current() -> None:
     assert (Path(__file__).parents[4] / "docs" / "api.md").read_text() == document()
 
 
-@pytest.mark.parametrize(("kind", "row"), top_level(Support.SUPPORTED, Support.LABEL))
-def test_examples_are_accepted(kind: Kind, row: Row) -> None:
+@pytest.mark.parametrize(("kind", "row"), top_level(FieldSupport.SUPPORTED, FieldSupport.LABEL))
+def test_examples_are_accepted(kind: Kind, row: FieldRow) -> None:
     for example in row.examples:
         parse(kind, **{row.name: example})
         if "pattern" not in json.dumps(row.schema):
@@ -75,7 +75,7 @@ def test_examples_are_accepted(kind: Kind, row: Row) -> None:
 
 
 @pytest.mark.parametrize(("kind", "row"), top_level())
-def test_what_the_schema_does_not_allow_is_refused_by_name(kind: Kind, row: Row) -> None:
+def test_what_the_schema_does_not_allow_is_refused_by_name(kind: Kind, row: FieldRow) -> None:
     validator = jsonschema.Draft202012Validator(row.schema)
     for value in ANYTHING:
         if not validator.is_valid(value):
@@ -84,8 +84,8 @@ def test_what_the_schema_does_not_allow_is_refused_by_name(kind: Kind, row: Row)
             assert "\n" not in error.message
 
 
-@pytest.mark.parametrize(("kind", "row"), top_level(Support.SUPPORTED))
-def test_numbers_are_bounded_as_the_table_says(kind: Kind, row: Row) -> None:
+@pytest.mark.parametrize(("kind", "row"), top_level(FieldSupport.SUPPORTED))
+def test_numbers_are_bounded_as_the_table_says(kind: Kind, row: FieldRow) -> None:
     schema = row.schema
     low, high = schema.get("minimum"), schema.get("maximum")
     if "exclusiveMinimum" in schema:
@@ -102,13 +102,13 @@ def test_no_tokens_may_be_asked_for_with_echo_by_either_name() -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         assert parse("completion", **{name: 0, "echo": True}).prompt_only
         for kind in KINDS:
-            assert refused(kind, Row(name, {}, ""), 0).param == name
+            assert refused(kind, FieldRow(name, {}, ""), 0).param == name
 
 
 def test_null_leaves_a_field_of_the_table_out_and_makes_no_other_one_known() -> None:
     for kind in KINDS:
         parse(kind, **{row.name: None for row in ROWS if row.of(kind) and not row.inside and not row.required})
-        assert refused(kind, Row("foo", {}, ""), None).code.name == "unknown_parameter"
+        assert refused(kind, FieldRow("foo", {}, ""), None).code.name == "unknown_parameter"
 
 
 def test_objects_inside_the_body_are_described_with_what_they_take() -> None:

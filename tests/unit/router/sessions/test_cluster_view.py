@@ -15,7 +15,7 @@ from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
 from router.sessions.recent import WINDOW_SECONDS, Recent
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Buckets, Tally
+from router.sessions.tally import Buckets, RouterCounters
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics
 from speculation.events import Lost, PeerId, Placed, Role, Start
@@ -170,8 +170,8 @@ def test_a_quantile_lies_in_its_bucket() -> None:
 # The whole
 
 
-def view_of(snapshot: Snapshot, tally: Tally | None = None) -> ClusterView:
-    return ClusterView(RouterMetrics(tally or Tally(lambda: 50.0), lambda: snapshot), lambda: 1050.0)
+def view_of(snapshot: Snapshot, tally: RouterCounters | None = None) -> ClusterView:
+    return ClusterView(RouterMetrics(tally or RouterCounters(lambda: 50.0), lambda: snapshot), lambda: 1050.0)
 
 
 def test_a_router_that_knows_nothing_has_a_view() -> None:
@@ -208,7 +208,7 @@ def test_everything_known_is_in_the_view() -> None:
         placing=1,
         reopened=2,
     )
-    tally = Tally(lambda: 50.0)
+    tally = RouterCounters(lambda: 50.0)
     record = tally.session("m", prompt=7)
     for now, tokens, accepted, offered in ((49.0, 1, 0, 0), (49.5, 3, 2, 4)):
         record.committed(now, tokens, accepted, offered, cached=5)

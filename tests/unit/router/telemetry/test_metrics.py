@@ -21,7 +21,7 @@ from router.errors import code_of
 from router.generation import GenerationError
 from router.sessions.acceptance_watch import AcceptanceWatch, WatchLimits
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Buckets, Tally
+from router.sessions.tally import Buckets, RouterCounters
 from router.telemetry.certificates import UNREADABLE
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS, TOTALS_OF_SOURCES
@@ -46,7 +46,7 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
 
 
 def test_commits_become_the_counters_that_vllm_has() -> None:
-    tally = Tally()
+    tally = RouterCounters()
     metrics = RouterMetrics(tally, Snapshot)
     record = tally.session("m", prompt=7)
     for now, tokens, accepted, offered in ((1.0, 1, 0, 0), (1.375, 3, 2, 4), (1.5, 1, 0, 3), (1.75, 4, 3, 3)):
@@ -89,7 +89,7 @@ async def chunks(*given: TextChunk, error: Exception | None = None) -> AsyncGene
 
 async def test_choices_are_counted_by_how_they_end() -> None:
     times = iter([1.5, 2.5, 3.0, 4.0])
-    tally = Tally(clock=lambda: next(times))
+    tally = RouterCounters(clock=lambda: next(times))
     first, last = TextChunk(0, (), tokens=1), TextChunk(0, (), finish=FinishReason.LENGTH)
     assert [c async for c in tally.observed(chunks(first, last), "m", 1, 1.0)] == [first, last]
     counts = tally.model("m")
@@ -101,7 +101,7 @@ async def test_choices_are_counted_by_how_they_end() -> None:
 
 
 async def test_a_failed_request_is_no_abort() -> None:
-    tally = Tally()
+    tally = RouterCounters()
     with pytest.raises(GenerationError):
         async for _ in tally.observed(chunks(error=GenerationError("faulty", "x")), "m", 1, 0.0):
             pass
@@ -109,7 +109,7 @@ async def test_a_failed_request_is_no_abort() -> None:
 
 
 def test_errors_of_ours_and_refusals_are_told_apart_and_begin_at_zero() -> None:
-    tally = Tally()
+    tally = RouterCounters()
     metrics = RouterMetrics(tally, Snapshot)
     assert value(metrics, "requests_refused_total", code="overloaded") == 0
     tally.answered(code_of("overloaded"))
@@ -131,7 +131,7 @@ def worker(role: Role, state: WorkerState = WorkerState.UP, **counters: int) -> 
 def test_a_worker_is_told_of_in_the_words_of_vllm() -> None:
     counters = {"prefilled": 60, "reused": 40, "preempted": 2, "step_microseconds": 3_000_000}
     target = worker(Role.TARGET, **counters, wait_microseconds=1_000_000)
-    metrics = RouterMetrics(Tally(), lambda: Snapshot(workers=(target,)))
+    metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(workers=(target,)))
     labels = {"model": "target model", "role": "target", "worker": TARGET}
     expected = {
         "num_requests_running": 3,
@@ -151,7 +151,7 @@ def test_a_worker_is_told_of_in_the_words_of_vllm() -> None:
 
 def test_a_worker_that_is_down_is_listed_and_says_nothing() -> None:
     down = WorkerView(TARGET, Role.TARGET, WorkerState.DOWN)
-    metrics = RouterMetrics(Tally(), lambda: Snapshot(workers=(down,)))
+    metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(workers=(down,)))
     assert value(metrics, "workers", role="target", state="down") == 1
     assert value(metrics, "workers", role="target", state="up") == 0
     assert "paceline_num_requests_running" not in scraped(metrics)
@@ -165,7 +165,7 @@ def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[st
     prefixes = (INSERT_RESULTS, *(prefix for _, _, prefix in BY_SOURCE))
     untold = {name for name in counted if name not in told and not name.startswith(prefixes)}
     assert untold == (set(TOTALS_OF_SOURCES) if role is Role.TARGET else set())
-    metrics = RouterMetrics(Tally(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))
+    metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))
     names = scraped(metrics)
     assert {f"paceline_{entry.name}_total" for entry in COUNTERS if entry.role in (None, role)} <= names.keys()
 
@@ -188,7 +188,7 @@ def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[st
     ],
 )
 def test_ready(snapshot: Snapshot, reason: str | None) -> None:
-    metrics = RouterMetrics(Tally(), lambda: snapshot)
+    metrics = RouterMetrics(RouterCounters(), lambda: snapshot)
     assert metrics.unready == reason
     assert value(metrics, "router_ready") == (reason is None)
 
@@ -205,7 +205,7 @@ def test_the_end_of_certificates_is_told(tmp_path) -> None:
     good, broken = tmp_path / "tls.crt", tmp_path / "broken.crt"
     good.write_bytes(builder.sign(key, SHA256()).public_bytes(Encoding.PEM))
     broken.write_text("nothing of the kind")
-    metrics = RouterMetrics(Tally(), Snapshot)
+    metrics = RouterMetrics(RouterCounters(), Snapshot)
     metrics.certificates = (good, broken, tmp_path / "missing.crt")
     told = scraped(metrics)["paceline_certificate_expiry_timestamp_seconds"]
     assert {labels[0][1]: at for labels, at in told.items()} == {
@@ -266,7 +266,7 @@ def test_pairs_are_apart_and_bounded() -> None:
 
 
 def test_a_collapse_is_over_once_its_drafter_is_no_longer_listed() -> None:
-    tally = Tally()
+    tally = RouterCounters()
     tally.watch = AcceptanceWatch(LIMITS)
     other = PeerId("draft@10.0.0.3:7002")
     drafters = [DRAFT, other]
