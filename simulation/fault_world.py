@@ -242,6 +242,7 @@ class FaultWorld:
             if isinstance(effect, Emit) and isinstance(event, Received):
                 self._learn(number, event.peer)
             self._perform(number, effect)
+        session.validate()
         if session.phase is Phase.ENDED:
             self.poison_detector.ended(number, finished=number not in self.stopped and number not in self.failed)
         if self.poison_detector.changed:

@@ -219,6 +219,32 @@ class SpeculationTrie:
         nodes = (node for node in self._by_digest.values() if node is not self._root)
         return iter(sorted(nodes, key=lambda node: node.end))
 
+    def validate(self) -> None:
+        """Raise AssertionError where the trie contradicts itself: places, digests, chances or bounds. Slow."""
+        root, limits = self._root, self.limits
+        assert self._digests[-1] == digests.of(self._tokens), "the digest is not that of the committed tokens"
+        assert len(self._digests) == len(self._tokens) + 1, f"{len(self._digests)} digests, {len(self._tokens)} tokens"
+        assert (root.end, root.digest) == (self.position, self.digest), (
+            f"the root is at {root.end}, not {self.position}"
+        )
+        assert root.parent is None and root.weight == 1.0, f"something is above the root, of weight {root.weight}"
+        assert len(self) <= limits.nodes, f"{len(self)} draft tokens, {limits.nodes} are allowed"
+        reached = [root]
+        for node in reached:
+            assert self._by_digest.get(node.digest) is node, f"the node at {node.end} is not found by its digest"
+            assert node.end - self.position <= limits.depth, f"a draft {node.end - self.position} tokens deep"
+            assert len(node.children) <= limits.children, f"{len(node.children)} children at {node.end}"
+            for token, child in node.children.items():
+                here = f"token {token} at {node.end}"
+                assert child.parent is node and child.token == token, f"{here} hangs from elsewhere"
+                assert 0 <= token < self._vocabulary, f"{here} is outside the vocabulary"
+                assert child.end == node.end + 1, f"{here} ends at {child.end}"
+                assert child.digest == digests.extend(node.digest, token), f"{here} has the digest of another place"
+                assert child.weight == node.weight * child.odds, f"{here} has the weight {child.weight}"
+                assert 0 <= child.weight <= node.weight, f"{here} is likelier than what is above it"
+            reached += node.children.values()
+        assert len(reached) == len(self._by_digest), f"{len(self._by_digest)} nodes, {len(reached)} below the root"
+
     # -- insertion -----------------------------------------------------------------------------------------------
 
     def insert(self, proposal: Proposal) -> Placement:
