@@ -327,7 +327,8 @@ class FaultWorld:
         for number, session in self.sessions.items():
             if session.phase is not Phase.ENDED:
                 self._admit(number, tuple(session._tokens[: session.prompt_length]), session._sampling.seed)
-                self.later(0.01, lambda number=number: self.deliver(number, Start()))  # type: ignore[misc]
+                if session.phase is not Phase.NEW:  # whose request is still to come
+                    self.later(0.01, lambda number=number: self.deliver(number, Start()))  # type: ignore[misc]
 
     # -- network -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from speculation.messages import Limits, Open, RequestOptions, Sampling, Session
 from speculation.request.committed_text import CommittedText
 from speculation.request.drafting import Drafting, Opening
 from speculation.request.retry_state import RetryState, SessionLimits
-from speculation.request.states import Lifecycle, Phase, State
+from speculation.request.states import Lifecycle, Phase, SessionState
 
 MAX_AGE_MS = (1 << 32) - 1
 
@@ -124,10 +124,12 @@ class SessionRecord:
         running = self.phase is Phase.RUNNING
         assert running is (target is not None), f"{state.label}, with the target {target}"
         leaving = target is not None and target.peer in self._draining
-        moving = state in (State.LEAVING, State.MIGRATING)
+        moving = state in (SessionState.LEAVING, SessionState.MIGRATING)
         assert leaving is moving, f"{state.label}, while the target {'drains' if leaving else 'stays'}"
         migrating = self._migration_target
-        assert (state is State.MIGRATING) is (migrating is not None), f"{state.label}, with {migrating} to move to"
+        assert (state is SessionState.MIGRATING) is (migrating is not None), (
+            f"{state.label}, with {migrating} to move to"
+        )
         assert migrating is None or migrating.peer not in self._draining, f"it is to move to {migrating}, which drains"
         assert running or draft is None, f"{state.label}, with the drafter {draft}"
         assert draft is None or draft.peer not in self.quarantined, f"it is done with its drafter {draft}"

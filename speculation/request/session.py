@@ -55,7 +55,7 @@ from speculation.request.record import SessionRecord
 from speculation.request.record import Workers as Workers
 from speculation.request.retry_state import SessionLimits as SessionLimits
 from speculation.request.states import Phase as Phase
-from speculation.request.states import State
+from speculation.request.states import SessionState
 
 
 class Session(SessionRecord):
@@ -66,7 +66,7 @@ class Session(SessionRecord):
 
         Raises :class:`speculation.request.states.IllegalTransition` where it is at fault itself.
         """
-        if self._life.state is State.ENDED:
+        if self._life.state is SessionState.ENDED:
             return []
         allowed = self._life.begin(event)
         self._now = now
@@ -110,19 +110,19 @@ class Session(SessionRecord):
         """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
         effects = self._close_all()
         self._retries.begin_search(now, begun=self._text.begun)
-        self._life.state = State.PLACING
+        self._life.state = SessionState.PLACING
         return [*effects, Place(Role.TARGET, self._retries.avoid)]
 
     def _seek_target(self) -> list[Effect]:
         """Ask again where one is wanted, be it to move to."""
-        placing = self._life.state is State.PLACING
+        placing = self._life.state is SessionState.PLACING
         return [Place(Role.TARGET, self._retries.avoid)] if placing else self._seek_migration_target()
 
     def _target_found(self, now: float, peer: PeerId | None, *, queued: bool) -> list[Effect]:
         """Open the session there; None: there is none at the moment, so ask again, but not for ever."""
-        if self._life.state is State.LEAVING:
+        if self._life.state is SessionState.LEAVING:
             return self._ask_again(now) if peer is None or peer in self._draining else self._prefill(peer, again=False)
-        if self._life.state is not State.PLACING:
+        if self._life.state is not SessionState.PLACING:
             return []
         if peer is not None:
             return self._open_target(now, peer)
@@ -130,7 +130,7 @@ class Session(SessionRecord):
         return self._end(failure) if failure else self._ask_again(now)
 
     def _open_target(self, now: float, peer: PeerId) -> list[Effect]:
-        self._life.state = State.LEAVING if peer in self._draining else State.DECODING
+        self._life.state = SessionState.LEAVING if peer in self._draining else SessionState.DECODING
         self._retries.opened(now)
         self._target = Opening(peer, self._next_epoch())
         opening = Send(peer, self._opening(self._target.epoch))
@@ -141,8 +141,8 @@ class Session(SessionRecord):
 
     def _fail_as_poison(self, now: float, deaths: int) -> list[Effect]:
         """No target takes it any more; where it runs on one that drains, it runs on until that goes."""
-        if self._life.state is not State.PLACING:
-            return self._ask_again(now) if self._life.state is State.LEAVING else []
+        if self._life.state is not SessionState.PLACING:
+            return self._ask_again(now) if self._life.state is SessionState.LEAVING else []
         text = f"given up after {deaths} target workers in a row died when they computed it"
         return self._end(Fail(FailureCode.FAULTY, text))
 
@@ -183,8 +183,8 @@ class Session(SessionRecord):
         effects: list[Effect] = []
         if self._migration_target is not None and self._migration_target.peer == peer:
             effects = self._drop_migration_target()
-        elif self._life.state is State.DECODING and self._at_target(peer):
-            self._life.state = State.LEAVING
+        elif self._life.state is SessionState.DECODING and self._at_target(peer):
+            self._life.state = SessionState.LEAVING
         if self._drafting.at(peer):
             effects += self._place_draft()
         return effects + self._seek_migration_target()
@@ -194,17 +194,17 @@ class Session(SessionRecord):
         if not self._at_target(peer):
             return []
         effects = self._drop_migration_target()
-        self._life.state = State.DECODING
+        self._life.state = SessionState.DECODING
         return effects
 
     def _seek_migration_target(self) -> list[Effect]:
-        leaving = self._life.state is State.LEAVING
+        leaving = self._life.state is SessionState.LEAVING
         return [Place(Role.TARGET, self._retries.avoid | self._draining)] if leaving else []
 
     def _prefill(self, peer: PeerId, *, again: bool) -> list[Effect]:
         """Let another target compute what is committed, while this one goes on."""
         self._prefills = self._prefills + 1 if again else 1
-        self._life.state = State.MIGRATING
+        self._life.state = SessionState.MIGRATING
         self._migration_target = Opening(peer, self._next_epoch())
         # Nobody waits for this: it comes behind those that have moved already, whose clients hear nothing meanwhile.
         behind = min(self._priority + 1, MAX_PRIORITY)
@@ -224,12 +224,12 @@ class Session(SessionRecord):
     def _drop_migration_target(self) -> list[Effect]:
         effects = self._close(self._migration_target)
         if self._migration_target is not None:
-            self._migration_target, self._life.state = None, State.LEAVING
+            self._migration_target, self._life.state = None, SessionState.LEAVING
         return effects
 
     def _lose_migration_target(self, now: float, peer: PeerId) -> list[Effect]:
         """It will not be this one; the next is looked for in a moment."""
-        self._migration_target, self._life.state = None, State.LEAVING
+        self._migration_target, self._life.state = None, SessionState.LEAVING
         self._retries.avoid |= {peer}
         return self._wake(now + self._retries.pause())
 
@@ -386,7 +386,7 @@ class Session(SessionRecord):
 
     def _end(self, ending: Finish | Fail) -> list[Effect]:
         effects = self._close_all()
-        self._life.state = State.ENDED
+        self._life.state = SessionState.ENDED
         return [*effects, ending]
 
     def _close_all(self) -> list[Effect]:

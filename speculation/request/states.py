@@ -46,7 +46,7 @@ class Phase(Enum):
     ENDED = auto()
 
 
-class State(Enum):
+class SessionState(Enum):
     """Where a session is in its life."""
 
     NEW = ("new", Phase.NEW, "it has not begun")
@@ -68,16 +68,16 @@ NEWS: tuple[Kind, ...] = (Lost, Draining, Stays, Available, Tick)
 KINDS: tuple[Kind, ...] = (Start, *ANSWERS, *MESSAGES, *NEWS, Stop)
 
 
-def _unmoved(state: State, *kinds: Iterable[Kind]) -> dict[Kind, frozenset[State]]:
+def _unmoved(state: SessionState, *kinds: Iterable[Kind]) -> dict[Kind, frozenset[SessionState]]:
     return {kind: frozenset({state}) for group in kinds for kind in group}
 
 
-def _to(*states: State) -> frozenset[State]:
+def _to(*states: SessionState) -> frozenset[SessionState]:
     return frozenset(states)
 
 
-def _table() -> Mapping[State, Mapping[Kind, frozenset[State]]]:
-    new, placing, decoding, leaving, migrating, ended = State
+def _table() -> Mapping[SessionState, Mapping[Kind, frozenset[SessionState]]]:
+    new, placing, decoding, leaving, migrating, ended = SessionState
     return {
         new: _unmoved(new, NEWS) | {Start: _to(placing), Stop: _to(ended)},
         placing: _unmoved(placing, MESSAGES, NEWS)
@@ -105,7 +105,7 @@ TRANSITIONS = _table()
 class IllegalTransition(AssertionError):
     """A session was told, or did, what the table does not have. Ends that session alone."""
 
-    def __init__(self, session: SessionId, what: str, history: Iterable[tuple[str, State]]) -> None:
+    def __init__(self, session: SessionId, what: str, history: Iterable[tuple[str, SessionState]]) -> None:
         """``history``: kinds of the latest events, each with the state that it met, the last one included."""
         self.history = tuple(history)
         before = ", ".join(f"{kind} ({state.label})" for kind, state in self.history)
@@ -117,11 +117,11 @@ class Lifecycle:
 
     def __init__(self, session: SessionId) -> None:
         """``session`` is for messages."""
-        self.state = State.NEW
+        self.state = SessionState.NEW
         self._session = session
-        self._history: deque[tuple[Kind, State]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[Kind, SessionState]] = deque(maxlen=HISTORY)
 
-    def begin(self, event: Event) -> frozenset[State]:
+    def begin(self, event: Event) -> frozenset[SessionState]:
         """An event comes: the states that may follow. Raises :class:`IllegalTransition` if it cannot come now."""
         kind: Kind = type(event.message) if type(event) is Received else type(event)
         state = self.state
@@ -131,7 +131,7 @@ class Lifecycle:
             raise self._illegal(f"was told {kind.__name__} while {state.label}")
         return allowed
 
-    def end(self, allowed: frozenset[State]) -> None:
+    def end(self, allowed: frozenset[SessionState]) -> None:
         """The event has been dealt with. Raises :class:`IllegalTransition` where that led to none of ``allowed``."""
         if self.state not in allowed:
             kind, state = self._history[-1]
@@ -143,20 +143,20 @@ class Lifecycle:
 
 def page_section() -> str:
     """The table as docs/protocol.md shows it: what each state means, and a diagram of the ways between them."""
-    meanings = [f"| {state.label} | {state.meaning} | {_unmoved_by(state)} |" for state in State]
+    meanings = [f"| {state.label} | {state.meaning} | {_unmoved_by(state)} |" for state in SessionState]
     arrows = [
         f"    {state.label} --> {after.label}: {', '.join(kinds)}"
         for state, row in TRANSITIONS.items()
-        for after in State
+        for after in SessionState
         if after is not state and (kinds := [kind.__name__ for kind in KINDS if after in row.get(kind, ())])
     ]
     head = ["| state | what it means | what may leave it as it is |", "|---|---|---|"]
-    ends = f"    [*] --> {State.NEW.label}", f"    {State.ENDED.label} --> [*]"
+    ends = f"    [*] --> {SessionState.NEW.label}", f"    {SessionState.ENDED.label} --> [*]"
     diagram = ["```mermaid", "stateDiagram-v2", ends[0], *arrows, ends[1], "```"]
     return "\n".join([*head, *meanings, "", *diagram])
 
 
-def _unmoved_by(state: State) -> str:
+def _unmoved_by(state: SessionState) -> str:
     return ", ".join(f"`{kind.__name__}`" for kind in KINDS if state in TRANSITIONS[state].get(kind, ()))
 
 

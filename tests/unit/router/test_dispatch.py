@@ -29,7 +29,7 @@ from speculation.messages import (
 )
 from speculation.request.poison_detector import WELL_PAST
 from speculation.request.session import SessionLimits
-from speculation.request.states import State
+from speculation.request.states import SessionState
 from transport.client import Route
 
 PROMPT = (1, 2, 3)
@@ -380,7 +380,7 @@ async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_a
     broken, sound = [asyncio.create_task(served.serve()) for _ in range(2)]
     await asyncio.sleep(0)
     run, other = served.dispatcher._runs.values()
-    run.session._life.state = State.MIGRATING  # and to nowhere
+    run.session._life.state = SessionState.MIGRATING  # and to nowhere
     served.die("first")
     with pytest.raises(GenerationError) as caught:
         await broken

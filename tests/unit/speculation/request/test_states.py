@@ -8,7 +8,7 @@ from speculation.events import Available, Draining, Lost, PeerId, Placed, Receiv
 from speculation.messages import Limits, RefusalCode, Refused, Sampling, SessionId, Verification
 from speculation.request.drafting import Opening
 from speculation.request.session import Session
-from speculation.request.states import HISTORY, KINDS, TRANSITIONS, IllegalTransition, State
+from speculation.request.states import HISTORY, KINDS, TRANSITIONS, IllegalTransition, SessionState
 
 ID = SessionId(7)
 PROMPT = (1, 2, 3)
@@ -33,14 +33,14 @@ def migrating() -> Session:
 
 
 def test_every_state_can_be_reached_and_only_the_last_is_final():
-    reached = {State.NEW}
-    for _ in State:
+    reached = {SessionState.NEW}
+    for _ in SessionState:
         reached |= {after for state in reached for states in TRANSITIONS[state].values() for after in states}
-    assert reached == set(State) == set(TRANSITIONS)
-    assert [state for state, row in TRANSITIONS.items() if not row] == [State.ENDED]
+    assert reached == set(SessionState) == set(TRANSITIONS)
+    assert [state for state, row in TRANSITIONS.items() if not row] == [SessionState.ENDED]
     for state, row in TRANSITIONS.items():
         assert row.keys() <= set(KINDS)
-        assert state is State.ENDED or row[Stop] == {State.ENDED}, "a client may go away at any time"
+        assert state is SessionState.ENDED or row[Stop] == {SessionState.ENDED}, "a client may go away at any time"
 
 
 def test_the_states_on_the_way_of_a_session_that_moves():
@@ -61,9 +61,15 @@ def test_the_states_on_the_way_of_a_session_that_moves():
         session.handle(0.0, event)
         session.validate()
         states.append(session._life.state)
-    placing, open_there = [State.PLACING] * 2, [State.DECODING] * 2
-    moved = [State.LEAVING, State.MIGRATING, State.DECODING, State.PLACING, State.ENDED]
-    assert states == [State.NEW, *placing, *open_there, *moved]
+    placing, open_there = [SessionState.PLACING] * 2, [SessionState.DECODING] * 2
+    moved = [
+        SessionState.LEAVING,
+        SessionState.MIGRATING,
+        SessionState.DECODING,
+        SessionState.PLACING,
+        SessionState.ENDED,
+    ]
+    assert states == [SessionState.NEW, *placing, *open_there, *moved]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +88,10 @@ def test_what_cannot_come_is_refused_with_what_came_before():
     with pytest.raises(IllegalTransition) as caught:
         session.handle(0.1, Start())
     assert caught.value.history == (
-        ("Start", State.NEW),
-        ("Placed", State.PLACING),
-        ("Placed", State.DECODING),
-        ("Start", State.DECODING),
+        ("Start", SessionState.NEW),
+        ("Placed", SessionState.PLACING),
+        ("Placed", SessionState.DECODING),
+        ("Start", SessionState.DECODING),
     )
     assert str(caught.value) == (
         "session 7 was told Start while decoding; its latest events, and when they came: "
@@ -95,7 +101,7 @@ def test_what_cannot_come_is_refused_with_what_came_before():
 
 def test_a_move_that_the_table_does_not_have_is_refused(monkeypatch):
     def forgets(self: Session, peer: PeerId):
-        self._life.state = State.PLACING
+        self._life.state = SessionState.PLACING
         return []
 
     monkeypatch.setattr(Session, "_stay", forgets)
