@@ -265,6 +265,12 @@ class Lookahead:
         self._compiling.remove(sequence)
         del self._sequences[sequence.link, sequence.session.opened.session]
 
+    def validate(self) -> None:
+        """Raise AssertionError where the books contradict each other: of the cache and each session."""
+        self._engine.cache.validate()
+        for sequence in self._sequences.values():
+            sequence.session.trie.validate()
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> Outgoing | None:

@@ -51,6 +51,8 @@ class DraftSettings:
     """Whether the draft model's own steps verify guesses copied from the text, unless that is in other tokens."""
     assistant: str = ""
     """Folder or hub id of a still smaller model, whose guesses they verify; none if empty."""
+    validate: bool = False
+    """Whether to check its own books whenever it is idle."""
 
 
 async def start_draft(
@@ -82,7 +84,7 @@ async def start_draft(
     ending.callback(loaded.engine.close)
     if tracing is not None:
         ending.callback(tracing.close)
-    worker = Worker(machine, ROLE, ending.close, settings.step_timeout)
+    worker = Worker(machine, ROLE, ending.close, settings.step_timeout, validate=settings.validate)
     await worker.start(listen, identity)
     return worker
 

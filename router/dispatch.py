@@ -306,7 +306,13 @@ class Dispatcher:
     def _take(self, run: RunningSession, event: Event, at: float = 0.0) -> None:
         now = max(asyncio.get_running_loop().time(), at)
         workers = run.session.workers
-        for effect in run.session.handle(now, event):
+        try:
+            effects = run.session.handle(now, event)
+        except AssertionError:  # a fault of ours, that is to end nobody else's session
+            run.log.exception("its session contradicts itself")
+            self._fail(run, GenerationError("internal", "the router lost track of this request, by a fault of its own"))
+            effects = run.session.handle(now, Stop())
+        for effect in effects:
             self._perform(run, effect, workers, now)
 
     def _ask_again_soon(self) -> None:

@@ -242,6 +242,7 @@ class FaultWorld:
             if isinstance(effect, Emit) and isinstance(event, Received):
                 self._learn(number, event.peer)
             self._perform(number, effect)
+        session.validate()
         if session.phase is Phase.ENDED:
             self.poison_detector.ended(number, finished=number not in self.stopped and number not in self.failed)
         if self.poison_detector.changed:
@@ -326,7 +327,8 @@ class FaultWorld:
         for number, session in self.sessions.items():
             if session.phase is not Phase.ENDED:
                 self._admit(number, tuple(session._tokens[: session.prompt_length]), session._sampling.seed)
-                self.later(0.01, lambda number=number: self.deliver(number, Start()))  # type: ignore[misc]
+                if session.phase is not Phase.NEW:  # whose request is still to come
+                    self.later(0.01, lambda number=number: self.deliver(number, Start()))  # type: ignore[misc]
 
     # -- network -------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,6 @@ from speculation.messages import ANCHOR, Proposal, Source, SourceName, Support, 
 
 DEFAULT_CONFIDENCE = 0.7
 """Assumed probability of a draft token when its proposal does not say."""
-
-
 MIN_CONFIDENCE = 1e-6
 """Neither the confidence nor the odds of a node are below this, so that no weight is 0."""
 
@@ -219,6 +217,25 @@ class SpeculationTrie:
         nodes = (node for node in self._by_digest.values() if node is not self._root)
         return iter(sorted(nodes, key=lambda node: node.end))
 
+    def validate(self) -> None:
+        """Raise AssertionError where places, digests, chances or bounds contradict each other. Slow."""
+        root, limits, reached = self._root, self.limits, [self._root]
+        assert self._digests[-1] == digests.of(self._tokens), "the digest is not that of the committed tokens"
+        assert (root.end, root.digest, root.weight) == (self.position, self.digest, 1.0), f"the root is at {root.end}"
+        for node in reached:
+            assert node.end - self.position <= limits.depth, f"a draft is {node.end - self.position} tokens deep"
+            assert len(node.children) <= limits.children, f"{len(node.children)} children at {node.end}"
+            for token, child in node.children.items():
+                here, digest = f"token {token} at {node.end}", digests.extend(node.digest, token)
+                assert child.parent is node and child.token == token, f"{here} hangs from elsewhere"
+                assert 0 <= token < self._vocabulary, f"{here} is outside the vocabulary"
+                assert (child.end, child.digest) == (node.end + 1, digest), f"{here} says that it is elsewhere"
+                assert child.weight == node.weight * child.odds <= node.weight, f"{here} has the weight {child.weight}"
+                assert self._by_digest.get(digest) is child, f"{here} is not found by its digest"
+            reached += node.children.values()
+        assert len(reached) == len(self._by_digest), f"{len(self._by_digest)} nodes, {len(reached)} below the root"
+        assert len(self) <= limits.nodes, f"{len(self)} draft tokens, {limits.nodes} are allowed"
+
     # -- insertion -----------------------------------------------------------------------------------------------
 
     def insert(self, proposal: Proposal) -> Placement:
@@ -251,12 +268,7 @@ class SpeculationTrie:
         return Placement(InsertResult.PLACED if added else InsertResult.CUT if cut else InsertResult.STALE, added)
 
     def add(
-        self,
-        parent: Node,
-        token: Token,
-        confidence: float,
-        source: SourceName = Source.DRAFT,
-        q: Support | None = None,
+        self, parent: Node, token: Token, confidence: float, source: SourceName = Source.DRAFT, q: Support | None = None
     ) -> Node | None:
         """Add one draft token below ``parent``; None if a limit forbids it, or the vocabulary has no such token."""
         assert token not in parent.children

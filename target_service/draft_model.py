@@ -67,6 +67,9 @@ class Drafter(Protocol):
     def rests(self) -> bool:
         """See :meth:`draft_service.in_turn.InTurn.rests`."""
 
+    def validate(self) -> None:
+        """See :meth:`transport.worker.Machine.validate`."""
+
     def close(self) -> None:
         """Let go of what it has beyond this process. The last call."""
 
@@ -145,6 +148,10 @@ class DraftModel:
         self.seconds = time.perf_counter() - started
         self._counters.draft_microseconds += round(self.seconds * 1e6)
         return not is_plain
+
+    def validate(self) -> None:
+        """Raise AssertionError where its books contradict each other."""
+        self._drafter.validate()
 
     def verified(self, sequence: TargetSequence, verification: Verification) -> None:
         """A step has committed tokens of a session."""

@@ -258,6 +258,19 @@ class Scheduler(Generic[J]):
             self._preempt()
         return ScheduledStep([])
 
+    def validate(self) -> None:
+        """Raise AssertionError where the books contradict each other."""
+        running, waiting = self.running, self.waiting
+        assert len(running) <= self._max_running, f"{len(running)} sessions run, {self._max_running} may"
+        assert self._turns.keys() == set(running), "turns are kept for others than those that run"
+        assert len({*running, *waiting}) == len(running) + len(waiting), "a session is listed twice"
+        for jobs in (running, waiting):
+            ranks = [job.rank for job in jobs]
+            assert ranks == sorted(ranks), f"sessions are out of order: {ranks}"
+        for job in running:
+            assert job.num_uncomputed_tokens > 0, f"the session of rank {job.rank} runs and has nothing to compute"
+        assert self._free() >= 0, f"{self._free()} blocks are free"
+
     def _take_part(self, shares: Sequence[Share], drafts: int) -> ScheduledStep[J]:
         parts = [(job, one) for job, one in zip(self.running, shares, strict=True) if one.num_scheduled_tokens]
         # One after the other, in the order in which they queued: equal turns would be unfair to whom ranks behind.

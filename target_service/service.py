@@ -38,6 +38,8 @@ class TargetSettings:
     """Where spans go; None: tracing is off."""
     sources: tuple[str, ...] = ()
     """Draft sources to draft with besides the built-in ones; see :mod:`target_service.named_sources`."""
+    validate: bool = False
+    """Whether to check its own books whenever it is idle."""
 
 
 async def start_target(
@@ -68,7 +70,7 @@ async def start_target(
         ending.callback(drafter.close)
     if tracing is not None:
         ending.callback(tracing.close)
-    worker = Worker(machine, ROLE, ending.close, settings.step_timeout)
+    worker = Worker(machine, ROLE, ending.close, settings.step_timeout, validate=settings.validate)
     await worker.start(listen, identity)
     return worker
 

@@ -237,6 +237,21 @@ class VerifyLoop:
         if not self._compiling.remove(sequence):
             self._scheduler.remove(sequence)
 
+    def validate(self) -> None:
+        """Raise AssertionError where the books contradict each other: of the cache, the scheduler and each session."""
+        self._engine.cache.validate()
+        self._scheduler.validate()
+        scheduled = {*self._scheduler.running, *self._scheduler.waiting}
+        for sequence in self._sequences.values():
+            sequence.session.trie.validate()
+            waits = sequence in self._compiling
+            assert waits is not (sequence in scheduled), f"session {sequence.session.opened.session} is lost or doubled"
+        assert scheduled <= set(self._sequences.values()), "a session is scheduled that is not open"
+        if self._suffix_cache.store is not None:
+            self._suffix_cache.store.validate()
+        if self._draft_model is not None:
+            self._draft_model.validate()
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def step(self) -> Outgoing | None:

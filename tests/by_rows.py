@@ -145,7 +145,7 @@ class Twins:
         for i, tokens, parents in work:
             self._settle(i, tokens, parents)
         for engine in self.engines:
-            engine.cache.check()
+            engine.cache.validate()
         return found[0], found[1]
 
     def _settle(self, i: int, tokens: list[int], parents: list[int]) -> None:

@@ -67,7 +67,7 @@ class Running:
         async with asyncio.timeout(60):
             while self.machine.load().sessions or self.engine.cache.free_tokens != self.engine.cache.capacity:
                 await asyncio.sleep(0.01)
-        self.engine.cache.check()
+        self.machine.validate()
 
 
 @asynccontextmanager

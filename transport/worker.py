@@ -63,6 +63,10 @@ class Machine(Protocol):
         """When to step again although no message came (``time.perf_counter``); None: not before one comes."""
         ...
 
+    def validate(self) -> None:
+        """Raise AssertionError where its books contradict each other. Slow."""
+        ...
+
     def load(self) -> Load:
         """How busy it is. Called from another thread: reads only."""
         ...
@@ -120,14 +124,17 @@ class Worker:
         ended: Callable[[], None] | None = None,
         step_timeout: float = 0.0,
         stuck: Callable[[str], None] = end_process,
+        *,
+        validate: bool = False,
     ) -> None:
         """Nothing happens before ``start``.
 
         ``ended`` is called when nothing is computed any more. ``stuck`` is called when a step has taken more than
-        ``step_timeout`` seconds (0: never).
+        ``step_timeout`` seconds (0: never). ``validate``: whenever there is nothing to do, see whether the machine's
+        books are right; where they are not, the worker fails.
         """
         self._machine, self._role, self._ended = machine, role, ended
-        self._step_timeout, self._stuck = step_timeout, stuck
+        self._step_timeout, self._stuck, self._validate = step_timeout, stuck, validate
         self._watchdog = Watchdog(step_timeout)
         self._draining = False
         self._wake = threading.Condition()
@@ -268,6 +275,8 @@ class Worker:
                 self._watchdog.ends(computed=computed is not None)
                 idle = computed is None
                 self._send(computed or [])
+                if idle and self._validate:
+                    self._machine.validate()
         except Exception as error:  # the process boundary: whatever it was, the worker is of no use any more
             log.exception("the %s worker failed", self._role)
             self._loop.call_soon_threadsafe(self._fail, error)

@@ -196,6 +196,9 @@ class Config:
         at_least=0,
         at_most=86400,
     )
+    validate: bool = _setting(
+        False, "have workers check their own books whenever they are idle, and end where they are wrong; for debugging"
+    )
     target: TargetConfig = TargetConfig()
     draft: DraftConfig = DraftConfig()
     models: Mapping[str, ModelConfig] = field(default_factory=dict)

@@ -52,7 +52,7 @@ def target_settings(config: Config) -> TargetSettings:
     )
     settings = _engine(config.target), limits, config.target.record, config.target.step_timeout
     sources = tuple(name.strip() for name in config.target.sources.split(",") if name.strip())
-    return TargetSettings(*settings, trace_settings(config), sources)
+    return TargetSettings(*settings, trace_settings(config), sources, config.validate)
 
 
 def shared_drafter(config: Config) -> MakeDrafter | None:
@@ -96,6 +96,7 @@ def draft_settings(config: Config) -> DraftSettings:
         target_tokenizer=config.draft.target_tokenizer,
         lookup=config.draft.second_level == "lookup",
         assistant=config.draft.assistant,
+        validate=config.validate,
     )
 
 

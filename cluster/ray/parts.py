@@ -74,7 +74,7 @@ def part(config: Config, own: Pool | None) -> Config:
 
     shared = replace(_with_pools(config, seen), autoscaling=AutoscalingConfig(), start_timeout=Config().start_timeout)
     if own is None:
-        return replace(shared, router=_one(config.router))
+        return replace(shared, router=_one(config.router), validate=Config().validate)
     return replace(shared, router=RouterConfig(), admission=AdmissionConfig())
 
 

@@ -73,7 +73,7 @@ class BlockLedger:
                 del self._idle[forgotten]
                 self._clear(forgotten)
 
-    def check(self, held: Mapping[int, int]) -> None:
+    def validate(self, held: Mapping[int, int]) -> None:
         """Assert that every block is held as often as ``held`` says, and else empty or idle."""
         for block, holders in enumerate(self._holders):
             expected = held.get(block, 0)

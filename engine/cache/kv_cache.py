@@ -79,11 +79,11 @@ class KVCache:
         """
         return self.moves.take()
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Assert that every block is free, or held exactly as often as there are sequences with it."""
         for sequence in self.sequences:
-            sequence.check()
-        self.ledger.check(Counter(block for sequence in self.sequences for block in sequence.blocks))
+            sequence.validate()
+        self.ledger.validate(Counter(block for sequence in self.sequences for block in sequence.blocks))
 
 
 class CachedSequence(SequenceState):
@@ -254,7 +254,7 @@ class CachedSequence(SequenceState):
         self.length = 0
         self._cache.sequences.discard(self)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Assert that every token has a slot to itself, and that what may be written is held by nobody else."""
         assert len(self.blocks) == self._used, f"{len(self.blocks)} blocks are held, {self._used} are used"
         assert len(set(self._places)) == len(self._places), f"two nodes share a place: {self._places}"

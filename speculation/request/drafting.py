@@ -7,10 +7,10 @@ keeps losing the thread is given up until another comes. Knows no clock: ``now``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from speculation.events import PeerId
-from speculation.messages import Proposal, RefusalCode, Rule, SessionId, Source, Speculation
+from speculation.events import Effect, PeerId, Place, Relay, Role, Send
+from speculation.messages import Close, Proposal, RefusalCode, Rule, SessionId, Source, Speculation, Verification
 from speculation.request.retry_state import Pauses, SessionLimits
 
 NOBODY: frozenset[PeerId] = frozenset()
@@ -22,6 +22,10 @@ class Opening:
 
     peer: PeerId
     epoch: int
+
+    def close(self, session: SessionId) -> Send:
+        """Have the worker forget it."""
+        return Send(self.peer, Close(session, self.epoch))
 
 
 class Drafting:
@@ -35,7 +39,7 @@ class Drafting:
         """What drafters did against the protocol."""
         self.again_at: float | None = None
         """When drafters that were full are to be asked again."""
-        self._speculation, self._bounds = speculation, bounds
+        self._session, self._speculation, self._bounds = session, speculation, bounds
         self._avoid = NOBODY
         self._openings = 0
         """In a row without a proposal."""
@@ -62,10 +66,41 @@ class Drafting:
         """Whether it is open there."""
         return self.opening is not None and self.opening.peer == peer
 
+    def stays(self, draining: frozenset[PeerId]) -> bool:
+        """Whether it has one that is not about to go."""
+        return self.opening is not None and self.opening.peer not in draining
+
+    def place(self, draining: frozenset[PeerId]) -> list[Effect]:
+        """Ask for one where none stays and one is wanted."""
+        if self.stays(draining) or not self.wanted:
+            return []
+        return [Place(Role.DRAFT, self.unwanted | draining)]
+
+    def takes(self, peer: PeerId, draining: frozenset[PeerId]) -> bool:
+        """Whether the one that was found is of use by now."""
+        return not self.stays(draining) and peer not in self.unwanted | draining
+
     def opened(self, opening: Opening) -> None:
         """It is open at a drafter, and at no other."""
         self._openings += 1
         self.opening = opening
+
+    def close(self) -> list[Effect]:
+        """It is open at none any more."""
+        opening, self.opening = self.opening, None
+        return [] if opening is None else [opening.close(self._session)]
+
+    def relay(self, verification: Verification) -> list[Effect]:
+        """Tell the drafter, if there is one, what the target decided.
+
+        Without logprobs, which are long and for clients only; unless it was passed on already as it came.
+        """
+        drafter = self.opening
+        if drafter is None:
+            return []
+        if verification.passed == drafter.epoch or not (verification.logprobs or verification.prompt_logprobs):
+            return [Relay(drafter.peer, verification, drafter.epoch)]
+        return [Send(drafter.peer, replace(verification, epoch=drafter.epoch, logprobs=(), prompt_logprobs=()))]
 
     def proposed(self) -> None:
         """The drafter has kept the thread."""

@@ -1,7 +1,8 @@
-"""How long one session waits for a target, and how often it tries: bounds, pauses, and what progress forgives.
+"""How long one session waits for a target, how often it tries and which ones not, and when it is given up.
 
-A committed token forgives everything, so a long life is not cut short by what has long been overcome. Knows no clock:
-``now`` is handed in.
+A session that targets fail at is not retried for ever: :class:`SessionLimits`. Nor is one that ends them: whether it
+does is not known here, but across sessions (see :mod:`speculation.request.poison_detector`). A committed token forgives
+everything, so a long life is not cut short by what has long been overcome. Knows no clock: ``now`` is handed in.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speculation import noise
+from speculation.events import Fail, FailureCode, PeerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,12 @@ class RetryState:
         self._last_progress = 0.0
         self.crowded = False
         """Whether it was a lack of room that last ended an opening."""
+        self.avoid: frozenset[PeerId] = frozenset()
+        """Targets not to be asked now."""
 
     def progress(self, now: float) -> None:
         """A token was committed."""
-        self._last_progress, self._stalls, self._fruitless = now, 0, 0
+        self._last_progress, self._stalls, self._fruitless, self.avoid = now, 0, 0, frozenset()
         self._pauses.start_over()
         self.end_search()
 
@@ -92,31 +96,61 @@ class RetryState:
     def begin_search(self, now: float, *, begun: bool) -> None:
         """A target is looked for, by a text that has ``begun`` or not."""
         if self._give_up_at is None:
-            self.restart_search(now, begun=begun)
+            self._restart_search(now, begun=begun)
 
-    def restart_search(self, now: float, *, begun: bool) -> None:
-        """Wait as long as at first, from now."""
-        self._give_up_at = now + (self._bounds.begun_timeout if begun else self._bounds.placement_timeout)
+    def none_found(self, now: float, *, queued: bool, begun: bool) -> Fail | None:
+        """There is no target now: why to give up, if so. What was begun waits while targets are full.
 
-    def search_is_over(self, now: float) -> bool:
-        """Whether a target has been looked for long enough."""
-        return self._give_up_at is not None and now >= self._give_up_at
+        ``queued``: there are some, and the session's turn will come.
+        """
+        if queued:
+            self._restart_search(now, begun=begun)
+            return None
+        if self.crowded and begun and not self.avoid:
+            self.end_search()  # whoever was full is gone: that is another wait
+            self.begin_search(now, begun=begun)
+        if self._give_up_at is None or now < self._give_up_at:
+            return None
+        if not self.crowded:
+            return Fail(FailureCode.UNAVAILABLE, "no target worker is available")
+        return None if begun else Fail(FailureCode.OVERLOADED, "all target workers are full; try again later")
+
+    def ask_again_at(self, now: float) -> float:
+        """When to look for a target again; then any will do."""
+        self.avoid = frozenset()
+        return now + self.pause()
 
     def pause(self) -> float:
         """How long to wait before a target is looked for again."""
         return self._pauses.next()
 
-    def count_fault(self) -> int | None:
-        """An opening ended with a fault of the session's own: how many in a row, if these are too many."""
+    def fault(self, why: str) -> Fail | None:
+        """An opening ended with a fault of the session's own: why to give up, if these were too many in a row."""
         self._fruitless += 1
-        return self._fruitless if self._fruitless >= self._bounds.fruitless_openings else None
+        if self._fruitless >= self._bounds.fruitless_openings:
+            text = f"given up after {self._fruitless} openings in a row that ended without a token; the last: {why}"
+            return Fail(FailureCode.FAULTY, text)
+        self.end_search()
+        return None
 
     @property
     def stalled_at(self) -> float:
         """When silence has lasted too long."""
         return float(self._last_progress + self._bounds.stall_timeout * 2**self._stalls)
 
-    def stall(self) -> int:
-        """Silence has lasted too long: how often in a row."""
+    @property
+    def was_silent_before(self) -> bool:
+        """Whether the last silence was not the first in a row."""
+        return self._stalls > 1
+
+    def silence(self) -> Fail | None:
+        """Silence has lasted too long: why to give up, if that was once too often in a row."""
         self._stalls += 1
-        return self._stalls
+        if self._stalls >= self._bounds.silences:
+            return Fail(FailureCode.FAULTY, f"given up after targets said nothing {self._stalls} times in a row")
+        self.end_search()
+        return None
+
+    def _restart_search(self, now: float, *, begun: bool) -> None:
+        """Wait as long as at first, from now."""
+        self._give_up_at = now + (self._bounds.begun_timeout if begun else self._bounds.placement_timeout)

@@ -63,7 +63,7 @@ class _Scope:
     texts: int = 0
     """How many there are."""
 
-    def check(self, own: set[int], indexed: int) -> None:
+    def validate(self, own: set[int], indexed: int) -> None:
         """Assert that it leads to its ``own`` texts alone, of which so many tokens are indexed."""
         assert {place >> _END_BITS for places in self.places.values() for place in places} <= own
         assert set(self.known.values()) <= own
@@ -167,7 +167,7 @@ class SuffixStore:
             if number in self._texts:
                 self._texts.move_to_end(number)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Assert that the accounts are right. Slow: for tests."""
         texts = [*self._texts.values(), *([self._leaving] if self._leaving else [])]
         assert self._held == sum(len(text.tokens) for text in texts) <= self._room
@@ -177,7 +177,7 @@ class SuffixStore:
         for name, scope in self._scopes.items():
             own = {number for number, text in self._texts.items() if text.scope == name}
             own |= {self._leaving.number} if self._leaving and self._leaving.scope == name else set()
-            scope.check(own, sum(text.indexed for text in texts if text.scope == name))
+            scope.validate(own, sum(text.indexed for text in texts if text.scope == name))
 
     # -- the index -----------------------------------------------------------------------------------------------------
 

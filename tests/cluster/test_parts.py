@@ -149,6 +149,7 @@ WORKERS_A, WORKERS_B = {"TargetWorker-a", "DraftWorker-a.draft"}, {"TargetWorker
         ("admission.concurrent_requests", 9, {"Router"}),
         ("start_timeout", 99, set()),
         ("autoscaling.load", 0.5, set()),
+        ("validate", True, WORKERS_A | WORKERS_B),
         ("drain_timeout", 9, WORKERS_A | WORKERS_B | {"Router"}),
         ("speculation.drafters", False, WORKERS_A | WORKERS_B | {"Router"}),
     ],

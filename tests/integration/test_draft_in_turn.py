@@ -111,7 +111,7 @@ def texts(loop: VerifyLoop, openings: Sequence[Open]) -> dict[int, list[Token]]:
 
 def assert_empty(drafter: InTurn) -> None:
     assert not drafter._sequences
-    drafter._engine.cache.check()
+    drafter._engine.cache.validate()
     assert drafter._engine.cache.free_tokens == drafter._engine.cache.capacity
 
 

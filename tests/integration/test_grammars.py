@@ -92,7 +92,7 @@ class Bench:
                     self._propose(target, drafter.receive(LINK, message))
         if drafter is not None:
             drafter.forget(LINK)
-        self.engine.cache.check()
+        self.engine.cache.validate()
         assert self.engine.cache.free_tokens == self.engine.cache.capacity
 
     @staticmethod

@@ -255,6 +255,37 @@ async def test_a_step_that_does_not_end_ends_the_worker():
         await worker.stop()
 
 
+class Muddled(Echo):
+    """A machine whose books are wrong once it has a session."""
+
+    validated = 0
+
+    def validate(self) -> None:
+        self.validated += 1
+        assert not self.held, "two sessions hold one block"
+
+
+async def test_a_worker_that_validates_fails_once_its_books_are_wrong_and_it_is_idle():
+    worker = Worker(Muddled(), "target", validate=True)
+    await worker.start("127.0.0.1:0")
+    async with connected(worker.address) as (connection, _):
+        connection.send(OPEN)
+        with pytest.raises(AssertionError, match="two sessions hold one block"):
+            await asyncio.wait_for(worker.wait(), 60)
+    await worker.stop()
+
+
+async def test_other_workers_do_not_look():
+    machine = Muddled()
+    worker = Worker(machine, "target")
+    await worker.start("127.0.0.1:0")
+    async with connected(worker.address) as (connection, heard):
+        connection.send(OPEN)
+        assert isinstance(await heard.next(), Verification)
+    await worker.stop()
+    assert not machine.validated
+
+
 def test_a_watchdog_counts_heartbeats_of_one_step():
     dog = Watchdog(1.0)  # four heartbeats
     dog.begins()

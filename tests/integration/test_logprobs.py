@@ -65,7 +65,7 @@ def engine(stock: Stock, folder: Path) -> Engine:
 @pytest.fixture
 def loop(engine: Engine):
     yield VerifyLoop(engine, WELCOME, TargetLimits(budget=Budget(tokens=48, drafts_per_session=8), adaptive=False))
-    engine.cache.check()
+    engine.cache.validate()
     assert engine.cache.free_tokens == engine.cache.capacity
 
 

@@ -64,7 +64,7 @@ def nothing_left(engines):
         forget_prefixes(engine.cache)
     yield
     for engine in engines.values():
-        engine.cache.check()
+        engine.cache.validate()
         assert engine.cache.free_tokens == engine.cache.capacity
 
 

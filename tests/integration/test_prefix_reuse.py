@@ -134,7 +134,7 @@ def test_a_preempted_session_takes_over_what_is_left_of_it(engine, monkeypatch):
     assert loop.counters.preempted == 1
     assert loop.counters.reused >= 32
     assert cached == {1: 0, 2: 0}
-    engine.cache.check()
+    engine.cache.validate()
     assert engine.cache.free_tokens == engine.cache.capacity
 
 
@@ -146,6 +146,6 @@ def test_what_a_draft_worker_remembers_makes_room_for_new_sessions():
         for _ in range(5):
             assert not [message for _, message in drafter.step() or [] if isinstance(message, Refused)]
         drafter.receive(LINK, Close(SessionId(number), 1))
-        small.cache.check()
+        small.cache.validate()
     assert small.cache.free_tokens == 96
     assert len(list(small.cache.ledger.known)) > 2

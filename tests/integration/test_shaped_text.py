@@ -138,7 +138,7 @@ def serve(
             open_all()
     for worker in filter(None, (target, drafting)):
         worker.forget(LINK)
-        worker._engine.cache.check()
+        worker._engine.cache.validate()
         assert worker._engine.cache.free_tokens == worker._engine.cache.capacity
     return served
 

@@ -54,7 +54,7 @@ def nothing_left(engines: dict[str, Engine]) -> Iterator[None]:
         forget_prefixes(engine.cache)
     yield
     for engine in engines.values():
-        engine.cache.check()
+        engine.cache.validate()
         assert engine.cache.free_tokens == engine.cache.capacity
 
 
@@ -97,7 +97,7 @@ class Bench:
         while self.target.due() is not None:
             assert not self.target.step()
         if self.store is not None:
-            self.store.check()
+            self.store.validate()
 
     @property
     def store(self) -> Any:

@@ -88,7 +88,7 @@ def texts(target: Engine, draft: Engine | None) -> dict[int, list[int]]:
     assert machine.counters.preempted > 0
     if drafter:
         assert 0 < accepted < offered
-    target.cache.check()
+    target.cache.validate()
     assert target.cache.free_tokens == target.cache.capacity
     return said
 

@@ -129,7 +129,7 @@ class Drafter:
     def step(self) -> int:
         """How many levels it expanded."""
         self.worker.step()
-        self.engine.cache.check()
+        self.engine.cache.validate()
         for sequence in self.worker._sequences.values():
             assert sequence.cached.pending == len(sequence.pending), "a row of what was no draft is left"
             assert sorted(sequence.pending.values()) == list(range(sequence.cached.pending))
@@ -141,7 +141,7 @@ class Drafter:
         text += tokens
         said = Verification(SessionId(number), 1, position, tuple(tokens), digests.of(tuple(text)), offered=1)
         self.worker.receive(ROUTER, said)
-        self.engine.cache.check()
+        self.engine.cache.validate()
 
     def tree(self, number: int) -> dict[tuple[Token, ...], Node]:
         trie = self.sequence(number).session.trie
@@ -149,7 +149,7 @@ class Drafter:
 
     def close(self) -> None:
         self.worker.forget(ROUTER)
-        self.engine.cache.check()
+        self.engine.cache.validate()
         assert self.engine.cache.free_tokens == self.engine.cache.capacity
 
 

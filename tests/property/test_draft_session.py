@@ -81,6 +81,8 @@ class Pair:
             self.push()
         self.verify(one)
         self.push()
+        self.drafter.trie.validate()
+        self.target.trie.validate()
 
     def draft(self) -> None:
         for place in self.drafter.frontier():

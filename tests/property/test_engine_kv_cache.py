@@ -274,7 +274,7 @@ class Machine:
             below[id(known)] = name
 
     def check_shape(self) -> None:
-        self.cache.check()
+        self.cache.validate()
         for life in self.lives:
             sequence = life.sequence
             assert sequence.parents == [parent for _, parent in life.nodes]
@@ -298,7 +298,7 @@ def live(seed: int, predicts: bool = True) -> Machine:
         machine.check_shape()
     for life in machine.lives:
         life.sequence.free()
-    machine.cache.check()
+    machine.cache.validate()
     assert machine.cache.free_tokens == machine.cache.capacity
     return machine
 

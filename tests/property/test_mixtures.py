@@ -313,7 +313,7 @@ class Serving:
         for worker in filter(None, (self.target, self.drafter)):
             worker.forget(LINK)
         for engine in self.engines:
-            engine.cache.check()
+            engine.cache.validate()
             assert engine.cache.free_tokens == engine.cache.capacity
 
 

@@ -120,7 +120,7 @@ class Drafter:
         """Draft until there is nothing left to draft."""
         while any(sequence.session.frontier() for sequence in self.sequences):
             self.worker.step()
-            self.engine.cache.check()
+            self.engine.cache.validate()
             for sequence in self.sequences:
                 assert sequence.cached.pending == len(sequence.pending), "a row of a refused guess is left"
 
@@ -142,7 +142,7 @@ class Drafter:
 
     def close(self) -> None:
         self.worker.forget(ROUTER)
-        self.engine.cache.check()
+        self.engine.cache.validate()
         assert self.engine.cache.free_tokens == self.engine.cache.capacity
 
 
@@ -181,7 +181,7 @@ def test_the_same_tree_is_drafted_whatever_is_guessed(model, seed, speculation):
             drafter.settle()
             assert alike(drafter.trees(), alone.trees()), f"seed {seed}"
         likely += [token for tree in alone.trees() for path in tree for token in path][:20]
-        small.cache.check()
+        small.cache.validate()
         for number, tree in enumerate(alone.trees()):
             tokens = continuation(rng, tree)
             for drafter in (alone, *guessing):
@@ -245,7 +245,7 @@ def test_guesses_cost_no_session_its_place_in_a_full_cache(model):
     )
     for _ in range(3):
         assert not any(isinstance(message, Refused) for _, message in drafter.worker.step() or [])
-        tight.cache.check()
+        tight.cache.validate()
     assert len(drafter.sequences) == 1
     drafter.close()
 
@@ -260,5 +260,5 @@ def test_an_assistant_without_room_for_a_session_lets_it_be(model):
     assert alike(drafter.trees(), alone.trees())
     assert drafter.worker.counters.guessed > 0
     drafter.close()
-    small.cache.check()
+    small.cache.validate()
     assert small.cache.free_tokens == small.cache.capacity

@@ -110,6 +110,7 @@ def test_the_output_does_not_depend_on_the_prediction(prompt, changes, right, bu
 
 
 def check_trie(trie: SpeculationTrie) -> None:
+    trie.validate()
     assert len(trie) <= trie.limits.nodes
     assert trie.lead <= trie.limits.depth
     for node in trie:

@@ -24,7 +24,7 @@ def filled(*texts: Sequence[Token], scope: str = "", capacity: int = 4096) -> Su
 def finish(store: SuffixStore) -> None:
     while not store.idle:
         store.work(1000)
-    store.check()
+    store.validate()
 
 
 def words(rng: random.Random, length: int, letters: int = 4) -> list[Token]:
@@ -89,7 +89,7 @@ def test_what_is_held_is_bounded_and_known_at_every_moment(seed: int) -> None:
             text = words(rng, rng.randint(0, 60))
             store.record(rng.choice("abc"), text, rng.randint(0, len(text)))
         store.work(rng.choice([1, 3, 20, 200]))
-        store.check()
+        store.validate()
         max_held = max(max_held, store.held)
         assert store.held <= capacity, f"seed {seed}"
         store.used([rng.randint(1, 40)])
@@ -139,7 +139,7 @@ def test_scopes_never_see_each_others_tokens(seed: int) -> None:
         said = store.follow(str(asking), shared, 6).tokens
         assert {token // 100 for token in said} <= {asking + 1}, f"seed {seed}"
         assert not said or asking != 3
-    store.check()
+    store.validate()
 
 
 def test_the_end_of_the_prompt_leads_to_the_beginning_of_the_answer() -> None:

@@ -237,8 +237,8 @@ def drive(engine: Any, requests: Sequence[Request], count: int, seed: int, limit
         if steps % 20 == 0:
             load = loop.load()
             assert load.sessions + load.waiting == len(routers.clients)
-            engine.cache.check()
-    engine.cache.check()
+            loop.validate()
+    loop.validate()
     assert engine.cache.free_tokens == engine.cache.capacity
     assert not engine.cache.sequences
     return routers.seen + Counter(preempted=loop.counters.preempted)
@@ -364,7 +364,7 @@ def test_a_session_whose_logits_are_no_numbers_is_refused_and_bothers_nobody(fau
     assert (session, code) == (99, "internal")
     assert why == ("ArithmeticError: planted" if fault is unheard_of else NOT_FINITE.format(2))
     assert loop.load().counters["refused"] == 1
-    engine.cache.check()
+    engine.cache.validate()
     assert engine.cache.free_tokens == engine.cache.capacity
 
 

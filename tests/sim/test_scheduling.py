@@ -124,6 +124,7 @@ class World:
             assert len(self.past) < max_steps, f"not at an end after {max_steps} steps"
             self._arrive()
             step = self.scheduler.step(self._beside)
+            self.scheduler.validate()
             assert step.parts, "a step that computes nothing"
             self._check(step)
             self._pass(step)

@@ -13,6 +13,7 @@ from cluster import plugins
 from cluster.checkout import CHECKOUT
 from cluster.cli import COMMANDS, _parsers
 from protos.paceline.v1 import worker_pb2
+from speculation.request.states import page_section
 
 DOCS = CHECKOUT / "docs"
 PAGES = [
@@ -123,6 +124,12 @@ def test_the_protocol_page_has_every_message():
     assert rows == kinds
     shown = set(re.findall(r"->>\w: (\w+)", page))
     assert shown <= kinds
+
+
+def test_the_protocol_page_has_the_states_as_the_table_has_them():
+    shown = text_of(DOCS / "protocol.md").split("## The states of a session\n")[1].split("\n## ")[0]
+    _, found = shown.split("do not edit. -->\n\n")
+    assert found.strip() == page_section()
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)

@@ -38,7 +38,7 @@ HELD_BACK = DraftLimits(children=1, width=1, min_weight=0.0, hold=12)
 def drafter():
     engine = build(settings("draft"))
     yield Lookahead(engine, welcome(settings("draft"), engine.model, "draft"), LookaheadLimits(draft=HELD_BACK))
-    engine.cache.check()
+    engine.cache.validate()
     assert engine.cache.free_tokens == engine.cache.capacity
 
 

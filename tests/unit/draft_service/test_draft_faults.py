@@ -94,7 +94,7 @@ def drafts(worker: Lookahead, number: int) -> set[tuple[Token, ...]]:
 
 def close(worker: Lookahead) -> None:
     worker.forget(ROUTER)
-    worker._engine.cache.check()
+    worker._engine.cache.validate()
     assert worker._engine.cache.free_tokens == worker._engine.cache.capacity
 
 

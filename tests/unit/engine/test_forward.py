@@ -108,7 +108,7 @@ def test_random_trees_with_rollback_and_advance(pair: tuple[Model, Stock], invar
             survivors = sequence.advance(taken)
             committed += [nodes[node][0] for node in taken]
             nodes[:] = [(nodes[old][0], survivors.get(nodes[old][1], -1)) for old in survivors]
-        engine.cache.check()
+        engine.cache.validate()
 
 
 def path(nodes: list[tuple[int, int]], node: int) -> list[int]:
@@ -260,7 +260,7 @@ def test_a_full_cache_changes_nothing(llama: Model) -> None:
     with pytest.raises(CacheFull):  # each fits alone, both do not
         engine.run([Chunk(one, tokens(10, 2)), Chunk(two, tokens(12, 3))])
     assert (one.length, one.pending, two.pending) == (10, 0, 0)
-    engine.cache.check()
+    engine.cache.validate()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_bad_chunk_changes_nothing(
     with pytest.raises(ValueError, match=message):
         engine.run([Chunk(good, [5, 6]), Chunk(bad, chunk_tokens, parents, rows)])
     assert good.pending == bad.pending == 0
-    engine.cache.check()
+    engine.cache.validate()
 
 
 def test_one_chunk_per_sequence(llama: Model) -> None:

@@ -113,7 +113,7 @@ def serve(
     for number, logprobs in told.items():
         assert len(logprobs) == (14 if len(asked[number]) == 15 and number not in refused else 0)
         assert all(math.isfinite(logprob) for logprob in logprobs)
-    engine.cache.check()
+    engine.cache.validate()
     assert engine.cache.free_tokens == engine.cache.capacity
     return texts, refused
 

@@ -87,7 +87,7 @@ def test_interleaved_sequences_do_not_disturb_each_other(pair: tuple[Model, Stoc
         if steps == 9:
             sequences[1].free()
             sequences[1] = engine.cache.sequence()
-        engine.cache.check()
+        engine.cache.validate()
         steps += 1
     assert [text[: len(whole)] for text, whole in zip(texts, expected, strict=True)] == expected
     for sequence in sequences:

@@ -29,6 +29,7 @@ from speculation.messages import (
 )
 from speculation.request.poison_detector import WELL_PAST
 from speculation.request.session import SessionLimits
+from speculation.request.states import SessionState
 from transport.client import Route
 
 PROMPT = (1, 2, 3)
@@ -371,3 +372,27 @@ async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
     await serving
     assert [commit.tokens for commit in served.commits] == [(11,), (12,)]
     await served.dispatcher.pool.close()
+
+
+async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_alone(caplog):
+    served = Served()
+    served.up("first")
+    broken, sound = [asyncio.create_task(served.serve()) for _ in range(2)]
+    await asyncio.sleep(0)
+    run, other = served.dispatcher._runs.values()
+    run.session._life.state = SessionState.MIGRATING  # and to nowhere
+    served.die("first")
+    with pytest.raises(GenerationError) as caught:
+        await broken
+    assert (caught.value.code, caught.value.message) == (
+        "internal",
+        "the router lost track of this request, by a fault of its own",
+    )
+    assert "went from migrating to placing on Lost" in caplog.text
+    assert list(served.dispatcher._runs.values()) == [other]
+    served.up("second")
+    served.verify("second", 11, finish=FinishReason.LENGTH)
+    await sound
+    assert [commit.tokens for commit in served.commits] == [(11,)]
+    assert served.dispatcher.totals.failed == 1
+    assert not served.dispatcher.running

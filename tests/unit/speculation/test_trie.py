@@ -60,6 +60,29 @@ def test_the_chain_of_an_offer_follows_the_best_child_of_each_place():
     assert t.select(1).chain() == t.select(1)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda t: setattr(t.root.children[4], "weight", 2.0), "has the weight 2.0"),
+        (lambda t: setattr(t.root.children[4], "end", 9), "token 4 at 3 says that it is elsewhere"),
+        (lambda t: setattr(t.root.children[4], "digest", 9), "token 4 at 3 says that it is elsewhere"),
+        (lambda t: setattr(t.root.children[4].children[5], "parent", t.root), "token 5 at 4 hangs from elsewhere"),
+        (lambda t: t.root.children.update({7: t.root.children[4]}), "token 7 at 3 hangs from elsewhere"),
+        (lambda t: t.root.children.pop(4), "3 nodes, 1 below the root"),
+        (lambda t: t._tokens.append(9), "the digest is not that of the committed tokens"),
+        (lambda t: setattr(t, "limits", TrieLimits(nodes=1)), "2 draft tokens, 1 are allowed"),
+        (lambda t: setattr(t, "limits", TrieLimits(depth=1)), "a draft is 2 tokens deep"),
+    ],
+)
+def test_a_trie_that_contradicts_itself_says_how(spoil, words):
+    t = trie()
+    t.insert(propose(PROMPT, [4, 5]))
+    t.validate()
+    spoil(t)
+    with pytest.raises(AssertionError, match=words):
+        t.validate()
+
+
 def test_insertion_is_idempotent_and_merges_branches():
     t = trie()
     t.insert(propose(PROMPT, [4, 5]))

@@ -275,6 +275,29 @@ def test_starting_and_going_leave_nothing_behind():
     assert not made.running and not made.waiting and not made._turns
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda made: made.running.reverse(), "out of order"),
+        (lambda made: made.waiting.append(made.running[0]), "listed twice"),
+        (lambda made: made._turns.clear(), "turns are kept for others"),
+        (lambda made: setattr(made, "_max_running", 1), "2 sessions run, 1 may"),
+        (lambda made: setattr(made.running[0], "cached", 10), "has nothing to compute"),
+        (lambda made: setattr(made, "_free", lambda: -1), "-1 blocks are free"),
+    ],
+)
+def test_books_that_contradict_each_other_are_found(spoil, words):
+    blocks = [100]
+    made = scheduler(blocks, max_running=2)
+    for name, arrived in (("a", 0.0), ("b", 1.0), ("c", 2.0)):
+        made.add(Job(name, 10, blocks, arrived))
+    made.step(unbounded)
+    made.validate()
+    spoil(made)
+    with pytest.raises(AssertionError, match=words):
+        made.validate()
+
+
 # -- prompts beside running text ---------------------------------------------------------------------------------------
 
 

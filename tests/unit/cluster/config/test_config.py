@@ -6,7 +6,7 @@ import yaml
 from cluster.config.config import SECTIONS, Config, Override, default_of, load, rule_of
 from cluster.config.flags import Parser, add_file, add_repeated, add_section, add_tracing, configuration
 from cluster.config.pools import chosen_threads
-from cluster.config.serving import router_settings, shared_drafter, trace_settings
+from cluster.config.serving import draft_settings, router_settings, shared_drafter, target_settings, trace_settings
 from cluster.config.settings import ConfigError
 from speculation.events import Role
 from transport.tracing import TraceSettings
@@ -47,6 +47,11 @@ def test_threads_are_auto_or_a_number(tmp_path):
 
 def test_an_empty_file_and_empty_sections_change_nothing(tmp_path):
     assert load(written(tmp_path, "")) == load(written(tmp_path, "target:\n")) == load()
+
+
+def test_workers_check_their_books_where_the_configuration_says_so(tmp_path):
+    for config, wanted in ((load(), False), (load(written(tmp_path, "validate: true\n")), True)):
+        assert (target_settings(config).validate, draft_settings(config).validate) == (wanted, wanted)
 
 
 def test_without_speculation_there_are_no_drafters():

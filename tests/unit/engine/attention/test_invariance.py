@@ -183,7 +183,7 @@ def differing_rows(engine: Engine, seed: int, contexts: Sequence[int], sizes: Se
             tree.sequence.rollback()
     for sequence in sequences:
         sequence.free()
-    engine.cache.check()
+    engine.cache.validate()
     return differing
 
 

@@ -47,7 +47,7 @@ def test_advance_renumbers_survivors_and_frees_the_rest() -> None:
     assert sequence.advance([1, 2]) == {}
     assert sequence.slots().tolist() == [0, 1, 2]
     assert sorted(cache.take_moves()) == [(3, 1), (4, 2)]
-    cache.check()
+    cache.validate()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -78,7 +78,7 @@ def test_commit_is_advance_and_rollback(seed: int) -> None:
             else:
                 sequence.advance(path)
                 sequence.rollback()
-            cache.check()
+            cache.validate()
             content |= {to: content[source] for source, to in cache.take_moves()}
             assert [content[slot] for slot in sequence.slots().tolist()] == held
         lengths.append((sequence.length, list(sequence.blocks), cache.ledger.free))
@@ -111,7 +111,7 @@ def test_parents_must_precede(parents: list[int]) -> None:
     with pytest.raises(ValueError, match="must precede"):
         sequence.append(parents)
     assert sequence.pending == 0
-    cache.check()
+    cache.validate()
 
 
 def test_truncate_refuses_pending_nodes_and_longer_lengths() -> None:
@@ -155,7 +155,7 @@ def test_what_is_committed_from_elsewhere_changes_places_with_what_stays_pending
     assert sequence.advance([1]) == {2: 0}
     assert sequence.pending_slots == [5], "it gave way to what is committed now"
     assert sorted(cache.take_moves()) == [(3, 5), (5, 3)]
-    cache.check()
+    cache.validate()
 
 
 def test_a_path_behind_a_refused_draft_moves_up_by_one_and_nothing_else_is_copied() -> None:
@@ -214,7 +214,7 @@ def test_a_freed_sequence_takes_nothing_more() -> None:
     sequence.free()
     with pytest.raises(AssertionError, match="freed"):
         sequence.append([-1])
-    cache.check()
+    cache.validate()
 
 
 def test_full_changes_nothing() -> None:
@@ -225,7 +225,7 @@ def test_full_changes_nothing() -> None:
     with pytest.raises(CacheFull):
         sequence.append([-1] * 7)
     assert sequence.pending == 10
-    cache.check()
+    cache.validate()
 
 
 def test_blocks_go_back_as_soon_as_they_are_unused() -> None:
@@ -282,7 +282,7 @@ def test_regrafted_nodes_keep_their_slots_under_other_parents() -> None:
     assert sequence.advance([0, 2, 3]) == {}
     assert sequence.committed_slots(0) == [0, 1, 2, 3, 4, 5]
     assert sorted(cache.take_moves()) == [(reserved[1], 4), (reserved[2], 5)]
-    cache.check()
+    cache.validate()
 
 
 def test_regrafting_nothing_gives_everything_back() -> None:
@@ -292,7 +292,7 @@ def test_regrafting_nothing_gives_everything_back() -> None:
     sequence.append([0] * 20)
     sequence.regraft(20, [], [])
     assert sequence.pending == 1 and len(sequence.blocks) == 1
-    cache.check()
+    cache.validate()
     sequence.append([0] * 3)
     for kept, parents in ([2, 1], [0, 0]), ([3], [0]), ([0], [1]), ([0], [0, 0]):
         with pytest.raises(AssertionError):

@@ -38,10 +38,10 @@ def test_whole_blocks_are_shared_in_place() -> None:
     assert cache.take_moves() == []
     one.free()
     assert cache.ledger.free == 14
-    cache.check()
+    cache.validate()
     two.free()
     assert cache.ledger.free == 16
-    cache.check()
+    cache.validate()
 
 
 def test_the_last_token_is_never_taken_over() -> None:
@@ -64,7 +64,7 @@ def test_a_part_of_a_block_is_copied_once_it_is_written_to() -> None:
     assert two.blocks[0] == one.blocks[0] and two.blocks[1] != one.blocks[1]
     source, destination = one.blocks[1] * 4, two.blocks[1] * 4
     assert cache.take_moves() == [(source, destination), (source + 1, destination + 1)]
-    cache.check()
+    cache.validate()
 
 
 def test_a_few_tokens_are_not_worth_a_copy() -> None:
@@ -84,7 +84,7 @@ def test_what_others_computed_meanwhile_is_taken_over_later() -> None:
     compute(one, 12)
     assert two.reuse() == 12
     assert two.blocks == one.blocks[:4]
-    cache.check()
+    cache.validate()
 
 
 def test_of_two_equal_blocks_one_is_known() -> None:
@@ -102,7 +102,7 @@ def test_of_two_equal_blocks_one_is_known() -> None:
     compute(two, 4)
     two.free()
     assert cache.sequence(TEXT).reuse() == 12
-    cache.check()
+    cache.validate()
 
 
 def test_committed_output_is_known_as_well_as_a_prompt() -> None:
@@ -137,7 +137,7 @@ def test_empty_blocks_are_taken_first_then_the_least_recently_used_the_last_of_a
     compute(other, 4)
     found = {name: cache.sequence(text).reuse() for name, text in (("old", old), ("new", new))}
     assert found == {"old": 12, "new": 8}
-    cache.check()
+    cache.validate()
 
 
 def test_a_lone_sequence_can_fill_the_cache_although_it_began_with_a_part_of_a_block() -> None:
@@ -147,7 +147,7 @@ def test_a_lone_sequence_can_fill_the_cache_although_it_began_with_a_part_of_a_b
     assert sequence.reuse() == 14
     compute(sequence, 2)
     assert sequence.length == 16
-    cache.check()
+    cache.validate()
 
 
 def test_the_only_block_left_is_written_in_place_and_no_longer_known() -> None:
@@ -172,7 +172,7 @@ def test_cutting_into_a_known_block_leaves_it_as_it_is() -> None:
     assert len(cache.take_moves()) == 3
     assert cache.sequence(TEXT[:9]).reuse() == 8
     assert cache.sequence([*TEXT[:7], 1, 2]).reuse() == 8
-    cache.check()
+    cache.validate()
 
 
 def test_digests_of_blocks_are_chained_and_the_same_everywhere() -> None:

@@ -107,7 +107,7 @@ def test_random_lives_of_sequences(pair):
         for sequence in both:
             sequence.free()
     for engine in pair:
-        engine.cache.check()
+        engine.cache.validate()
 
 
 def test_a_bad_chunk_leaves_the_ranks_in_step(pair):
