@@ -26,14 +26,18 @@ def random_schema(rng: Random, depth: int = 2) -> dict[str, Any]:
             return {"const": rng.choice(["fixed", 7, False])}
         case "anyOf":
             return {"anyOf": [random_schema(rng, 0) for _ in range(2)]}
-        case "array":
-            least = rng.randint(0, 2)
-            items = random_schema(rng, depth - 1)
-            return {"type": "array", "items": items, "minItems": least, "maxItems": least + rng.randint(0, 2)}
-        case "object":
-            names = rng.sample(["name", "age", "ok", "tags", "kind", "é", "a b"], rng.randint(0, 3))
-            properties = {name: random_schema(rng, depth - 1) for name in names}
-            required = [name for name in names if rng.random() < 0.7]
-            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array" | "object" as kind:
+            return _nested(rng, kind, depth - 1)
         case plain:
             return {"type": plain}
+
+
+def _nested(rng: Random, kind: str, depth: int) -> dict[str, Any]:
+    if kind == "array":
+        least = rng.randint(0, 2)
+        items = random_schema(rng, depth)
+        return {"type": kind, "items": items, "minItems": least, "maxItems": least + rng.randint(0, 2)}
+    names = rng.sample(["name", "age", "ok", "tags", "kind", "é", "a b"], rng.randint(0, 3))
+    properties = {name: random_schema(rng, depth) for name in names}
+    required = [name for name in names if rng.random() < 0.7]
+    return {"type": kind, "properties": properties, "required": required, "additionalProperties": False}

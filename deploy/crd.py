@@ -42,10 +42,7 @@ def _strict(schema: Any) -> Any:
     if extensions.get("x-kubernetes-int-or-string"):
         plain.pop("type", None)
         plain["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-    for key in plain.keys() & _SCHEMAS:
-        plain[key] = {name: _strict(entry) for name, entry in plain[key].items()}
-    for key in plain.keys() & _NESTED:
-        plain[key] = _strict(plain[key])
+    plain |= _parts(plain)
     if "properties" in plain and not any(map(extensions.get, _OPEN_ENDED)):
         plain.setdefault("additionalProperties", False)
     if plain.get("format") in _NUMBERS:
@@ -53,6 +50,12 @@ def _strict(schema: Any) -> Any:
     if schema.get("nullable") and "type" in plain:
         plain["type"] = [plain["type"], "null"]
     return plain
+
+
+def _parts(schema: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a schema that hold others, with these made strict."""
+    by_name = {key: {name: _strict(one) for name, one in schema[key].items()} for key in schema.keys() & _SCHEMAS}
+    return by_name | {key: _strict(schema[key]) for key in schema.keys() & _NESTED}
 
 
 if __name__ == "__main__":

@@ -80,12 +80,7 @@ class Assistant:
 
     def guess(self, asked: Sequence[Ask], forward: Forward) -> None:
         """Draft a level at a time for all sessions together, as long as it pays."""
-        going: list[tuple[Ask, _Read]] = []
-        for ask in asked:
-            read = self._reading(ask.sequence)
-            if read is not None and ask.guesses.first_odds < read.odds and ask.place.end < self._engine.model.context:
-                read.rested += 1
-                going.append((ask, read))
+        going = self._worth_asking(asked)
         gained = spent = 0.0
         made = 0
         while going:
@@ -97,6 +92,16 @@ class Assistant:
                 return
             gained, spent, made = gained + gain, spent + seconds, made + len(going)
             going = [(ask, read) for ask, read in going if self._may_go_on(ask)]
+
+    def _worth_asking(self, asked: Sequence[Ask]) -> list[tuple[Ask, _Read]]:
+        """Where the assistant's own guesses may be better than those that hang there."""
+        going: list[tuple[Ask, _Read]] = []
+        for ask in asked:
+            read = self._reading(ask.sequence)
+            if read is not None and ask.guesses.first_odds < read.odds and ask.place.end < self._engine.model.context:
+                read.rested += 1
+                going.append((ask, read))
+        return going
 
     def drop(self, sequence: DraftSequence) -> None:
         """Forget a session."""

@@ -1,16 +1,28 @@
-"""What the engine computes for one session in a step of a draft worker, and how its rows are drawn."""
+"""What the engine computes for one session in a step of a draft worker, and how its rows are drawn.
+
+Of each row the likeliest draws are taken under the coupled rule, as many as the session wants children; under the
+rejection rule one token, drawn from the q that goes with it.
+
+Tensor legend: R rows of the step, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from draft_service.counters import DraftCounters
 from draft_service.sequence import DraftSequence
 from engine.cuda.level_memory import Expanded
+from engine.host.upload import upload
 from engine.interface import Chunk
-from engine.sampling.sampling import Draw
-from engine.shaping.shaping import RowShaping
-from speculation.messages import ANCHOR
+from engine.sampling.rejection import draw_sparse
+from engine.sampling.sampling import Draw, candidates
+from engine.shaping.shaping import RowShaping, shaped
+from speculation.drafting.draft_session import Candidate
+from speculation.messages import ANCHOR, Rule
 from speculation.trie import Node, VerificationTree
 
 
@@ -57,6 +69,37 @@ class DraftBatchEntry:
         """Whether the tokens are committed ones."""
         return not self.expands or self.expands[0] is self.sequence.session.trie.root
 
+    @classmethod
+    def below(cls, sequence: DraftSequence, nodes: Sequence[Node]) -> DraftBatchEntry:
+        """Go on from draft ``nodes``, whose parents are computed."""
+        root = sequence.session.trie.root
+        parents = [
+            ANCHOR if node.parent is root or node.parent is None else sequence.pending[node.parent] for node in nodes
+        ]
+        return cls(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
+
+    @classmethod
+    def read_on(
+        cls, sequence: DraftSequence, frontier: Sequence[Node], max_tokens: int, counters: DraftCounters
+    ) -> DraftBatchEntry:
+        """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
+        if sequence.num_uncomputed_tokens == 0:
+            # The root's own logits are gone: feed its token again.
+            sequence.cached.truncate(sequence.cached.length - 1)
+        elif sequence.num_uncomputed_tokens > 1:
+            counters.reused += sequence.cached.reuse()
+        start, pending = sequence.cached.length, sequence.cached.pending
+        tokens = sequence.text.tokens[start : start + max_tokens]
+        complete = start + len(tokens) == len(sequence.text.tokens)
+        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
+        return cls(sequence, tokens, parents, frontier if complete else ())
+
+    def withdraw(self) -> bool:
+        """Compute no guesses and no further levels after all; whether there were any."""
+        any_there = self.levels > 1 or bool(self.guesses.nodes)
+        self.levels, self.guesses = 1, VerificationTree()
+        return any_there
+
     def discarded(self) -> None:
         """Nothing of it is pending any more."""
         self.reserved, self.leaves, self.found = (), (), ()
@@ -84,3 +127,31 @@ class DraftBatchEntry:
         paths = [[above.token for above in node.path_from(root)] for node in self.expands]
         paths += [[*paths[0], *self.guesses.tokens[: guess.end]] for guess in self.guesses.nodes]
         return [shaping.after(path) for path in paths]
+
+
+def rows_drawn_at(logits_RV: Tensor, entries: Sequence[DraftBatchEntry]) -> Tensor:
+    """The rows of the places drawn at here, without a copy if these are all."""
+    drawn = [entry.drawn > 0 and entry.levels == 1 for entry in entries for _ in range(entry.rows)]
+    if all(drawn):
+        return logits_RV
+    return logits_RV[upload([row for row, wanted in enumerate(drawn) if wanted], logits_RV.device)]
+
+
+def candidates_of(entries: Sequence[DraftBatchEntry], logits_RV: Tensor) -> list[Sequence[Candidate]]:
+    """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
+    draws = [draw for entry in entries for draw in entry.draws()]
+    if not draws:
+        return []
+    logits_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
+    max_children = max((entry.sequence.session.children for entry in entries), default=1)
+    found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=max_children))
+    drawn_from_q = [
+        row
+        for row, session in enumerate(entry.sequence.session for entry in entries for _ in range(entry.drawn))
+        if session.opened.speculation.rule is Rule.REJECTION and found[row]
+    ]
+    if drawn_from_q:
+        drafts = draw_sparse(logits_RV[drawn_from_q], [draws[row] for row in drawn_from_q])
+        for row, draft in zip(drawn_from_q, drafts, strict=True):
+            found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
+    return found

@@ -120,7 +120,7 @@ class InTurn(Lookahead):
         started, entries, tokens = time.perf_counter(), list[DraftBatchEntry](), 0
         for sequence in running:
             if tokens < self._limits.prefill and self._is_behind(sequence):
-                entries.append(self._root_entry(sequence, sequence.frontier(self._engine.model.context)))
+                entries.append(self._read_on(sequence, sequence.frontier(self._engine.model.context)))
                 tokens += len(entries[-1].tokens)
         return self._expand(entries, started)
 
@@ -148,9 +148,9 @@ class InTurn(Lookahead):
         for place in places:
             chosen.setdefault(place.sequence, []).append(place.node)
         return [
-            self._root_entry(sequence, nodes)
+            self._read_on(sequence, nodes)
             if nodes[0] is sequence.session.trie.root
-            else self._entry(sequence, nodes)
+            else DraftBatchEntry.below(sequence, nodes)
             for sequence, nodes in chosen.items()
         ]
 

@@ -145,7 +145,7 @@ class DraftLevels:
             for entry in deep:
                 entry.sequence.cached.retract(len(entry.reserved))
                 entry.discarded()
-            withdraw(deep)
+                entry.withdraw()
             return False
         return True
 
@@ -154,14 +154,6 @@ class DraftLevels:
         if self._levels is not None and self._launched:
             for entry, found in zip(self._launched, self._levels.read(self._found_KNWX), strict=True):
                 entry.found = found
-
-
-def withdraw(entries: Sequence[DraftBatchEntry]) -> bool:
-    """Have entries of which nothing is pending expand one level after all; whether any was to expand more."""
-    any_there = any(entry.levels > 1 for entry in entries)
-    for entry in entries:
-        entry.levels = 1
-    return any_there
 
 
 def first_level(entry: DraftBatchEntry) -> list[Sequence[Candidate]]:

@@ -15,28 +15,23 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from torch import Tensor
-
-from draft_service.batch_entry import DraftBatchEntry
+from draft_service.batch_entry import DraftBatchEntry, candidates_of, rows_drawn_at
 from draft_service.counters import DraftCounters
-from draft_service.levels import DraftLevels, first_level, grow, withdraw
+from draft_service.draft_account import DraftAccount
+from draft_service.levels import DraftLevels, first_level, grow
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import StagedDrafting
 from draft_service.translation.reading import Reader, SameVocabulary
 from engine.cache.kv_cache import CacheFull
-from engine.host.upload import upload
 from engine.interface import FATAL
 from engine.recorder import Recorder
-from engine.sampling.rejection import draw_sparse
-from engine.sampling.sampling import candidates
 from engine.shaping.compiling import Compiling
 from engine.shaping.grammar import GrammarConstraint, Grammars
-from engine.shaping.shaping import Shaping, shaped
+from engine.shaping.shaping import Shaping
 from engine.step import Engine
 from speculation.demand import DraftDemand
-from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, LookaheadDemand, Sync, best_places
+from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync, best_places
 from speculation.messages import (
-    ANCHOR,
     Close,
     FromWorker,
     Load,
@@ -44,14 +39,13 @@ from speculation.messages import (
     Proposal,
     RefusalCode,
     Refused,
-    Rule,
     SessionId,
     Token,
     ToWorker,
     Verification,
     Welcome,
 )
-from speculation.trie import Node, VerificationTree
+from speculation.trie import Node
 from speculation.verifying.budget import StepCost
 from speculation.verifying.calibration import Calibration
 from transport.session_log import SessionLog
@@ -110,8 +104,8 @@ class Lookahead:
         self._recorder, self._tracing = recorder, tracing
         self._staged = staged or StagedDrafting(welcome.vocabulary)
         self._levels = levels or DraftLevels()
-        self._outcomes: list[dict[str, object]] = []  # for the record of the next step
         self.counters = DraftCounters()
+        self._account = DraftAccount(self.counters, self._cost, self._levels.time, recorder)
 
     def welcome(self) -> Welcome:
         """How the worker introduces itself."""
@@ -194,16 +188,13 @@ class Lookahead:
 
     def _verified(self, link: Hashable, verification: Verification, sequence: DraftSequence | None) -> Outgoing:
         if sequence is None:
-            why = "not opened here"
-            return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, why)]
+            return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, "not opened here")]
         self._resting = verification.lead == 0
-        old_root = sequence.session.trie.root
-        pending = sequence.pending
-        lead = sequence.session.lead
+        old_root, lead = sequence.session.trie.root, sequence.session.lead
         sync = sequence.session.verified(verification)
         if sync is not Sync.IGNORED:
             sequence.timings.counts(verification)
-        self._note(sequence.session)
+        self._account.note(sequence.session)
         match sync:
             case Sync.IGNORED:
                 return []
@@ -212,24 +203,15 @@ class Lookahead:
                 self._drop(sequence, "lost its place")
                 return [_refused(link, verification, RefusalCode.UNKNOWN_SESSION, "does not connect to what is known")]
             case Sync.FINISHED:
-                self._count(verification, lead)
+                self._account.verified(verification, lead)
                 self._drop(sequence, "finished")
                 return []
             case Sync.ADVANCED:
-                self._count(verification, lead)
+                self._account.verified(verification, lead)
                 self._levels.verified(sequence, time.perf_counter())
         if why := self._reason_to_refuse(verification.tokens):
             return self._give_back(sequence, RefusalCode.INVALID, why)
-        kept = _computed_path(old_root, verification, sequence.session.tokens, pending)
-        sequence.text.follow(len(kept))
-        renumbered = sequence.cached.advance([pending[node] for node in kept])
-        if len(kept) < sequence.session.trie.position - old_root.end or not len(sequence.session.trie):
-            # The target went another way, or further than was computed: nothing computed beyond the path can be used.
-            sequence.cached.rollback()
-            sequence.pending = {}
-            sequence.cached.truncate(min(sequence.cached.length, sequence.text.settle()))
-        else:
-            sequence.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
+        sequence.follow(old_root, verification)
         # A target that ran out of drafts may need what was drafted but not sent; the next step would hold it up.
         return sequence.pushes()
 
@@ -237,19 +219,6 @@ class Lookahead:
         """Why a text with these tokens cannot be drafted for, if so: a target may have more than the draft model."""
         worst, vocabulary = max(tokens), self._welcome.vocabulary
         return f"token {worst} is outside the vocabulary of {vocabulary}" if worst >= vocabulary else ""
-
-    def _note(self, session: DraftSession) -> None:
-        """Keep for the record what the session has learned about its candidates."""
-        if session.outcomes:
-            found = [[[round(c, 4) for c in one.confidences], one.right] for one in session.outcomes]
-            self._outcomes.append({"session": session.opened.session, "outcomes": found})
-            session.outcomes.clear()
-
-    def _count(self, verification: Verification, lead: LookaheadDemand) -> None:
-        self.counters.asked += lead.asked
-        self.counters.delivered += lead.reached
-        self.counters.verified += 1
-        self.counters.accepted += verification.accepted
 
     def forget(self, link: Hashable) -> None:
         """Drop all sessions of a link."""
@@ -297,32 +266,9 @@ class Lookahead:
         took = time.perf_counter() - started
         for entry in entries:
             entry.sequence.drafting_seconds += took if entry.expands else 0.0
-        self._account(entries, started)
+        forward, guessing = self._engine.forward_seconds, self._staged.seconds
+        self._account.observe(entries, started, time.perf_counter(), forward, guessing)
         return outgoing
-
-    def _account(self, entries: Sequence[DraftBatchEntry], started: float) -> None:
-        ended = time.perf_counter()
-        tokens = sum(entry.size for entry in entries)
-        self.counters.steps += 1
-        self.counters.step_microseconds += round((ended - started) * 1e6)
-        self.counters.computed += tokens
-        levels = max(entry.levels for entry in entries)
-        if all(len(entry.tokens) == len(entry.expands) for entry in entries):
-            took, first = ended - started - self._staged.seconds, sum(len(entry.tokens) for entry in entries)
-            self._levels.time.observe(levels, took)
-            self._cost.observe(first, max(took - (levels - 1) * self._levels.time.further, 0.0))
-        if self._recorder:
-            self._recorder.write(
-                role="draft",
-                start=started,
-                end=ended,
-                forward=self._engine.forward_seconds,
-                tokens=tokens,
-                levels=levels,
-                sessions=[entry.sequence.session.opened.session for entry in entries],
-                learned=self._outcomes,
-            )
-            self._outcomes = []
 
     def _plan(self) -> list[DraftBatchEntry]:
         """Missing committed tokens are computed first; of the draft places, as many as pay are expanded."""
@@ -334,79 +280,46 @@ class Lookahead:
                 continue
             frontier = sequence.frontier(context)
             if frontier and frontier[0] is sequence.session.trie.root:
-                entries.append(self._root_entry(sequence, frontier))
+                entries.append(self._read_on(sequence, frontier))
             elif frontier:
                 frontiers.append((sequence, frontier))
             elif sequence.num_uncomputed_tokens >= self._limits.prefill_from and len(sequence.text.tokens) <= context:
-                entries.append(self._root_entry(sequence, ()))
+                entries.append(self._read_on(sequence, ()))
         num_scheduled_tokens = sum(len(entry.tokens) for entry in entries)
         chosen: dict[DraftSequence, list[Node]] = {}
         for sequence, node in best_places(
             frontiers, self._limits.batch, num_scheduled_tokens, len(entries), self._cost
         ):
             chosen.setdefault(sequence, []).append(node)
-        return entries + [self._entry(sequence, nodes) for sequence, nodes in chosen.items()]
+        return entries + [DraftBatchEntry.below(sequence, nodes) for sequence, nodes in chosen.items()]
 
-    def _root_entry(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:
-        """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
-        if sequence.num_uncomputed_tokens == 0:
-            # The root's own logits are gone: feed its token again.
-            sequence.cached.truncate(sequence.cached.length - 1)
-        elif sequence.num_uncomputed_tokens > 1:
-            self.counters.reused += sequence.cached.reuse()
-        start = sequence.cached.length
-        tokens = sequence.text.tokens[start : start + self._limits.prefill]
-        complete = start + len(tokens) == len(sequence.text.tokens)
-        pending = sequence.cached.pending
-        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
-        return DraftBatchEntry(sequence, tokens, parents, frontier if complete else ())
-
-    @staticmethod
-    def _entry(sequence: DraftSequence, nodes: Sequence[Node]) -> DraftBatchEntry:
-        root = sequence.session.trie.root
-        parents = [
-            ANCHOR if node.parent is root or node.parent is None else sequence.pending[node.parent] for node in nodes
-        ]
-        return DraftBatchEntry(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
+    def _read_on(self, sequence: DraftSequence, frontier: Sequence[Node]) -> DraftBatchEntry:
+        return DraftBatchEntry.read_on(sequence, frontier, self._limits.prefill, self.counters)
 
     def _compute(self, entries: Sequence[DraftBatchEntry]) -> Outgoing:
-        """Run the entries in one forward; a session that the cache has no room for is given back to its router.
+        """Run the entries in one forward and commit what it found.
 
-        If it fails otherwise, each alone and without guesses, so that a fault hits only its own session. The same goes
-        for those whose logits are no numbers: they may have read across what another one wrote.
+        A session that the cache has no room for is given back to its router. If the forward fails otherwise, each entry
+        is computed alone and without guesses, so that a fault hits only its own session. The same goes for those whose
+        logits are no numbers: they may have read across what another one wrote.
         """
         try:
-            found = self._found(entries)
+            found = self._run(entries)
         except CacheFull:
-            if _withdraw(entries):
+            if _withdrawn(entries):
                 return self._compute(entries)
             refused = self._give_back(entries[-1].sequence, RefusalCode.OVERLOADED, "no room in the draft cache")
             return refused + (self._compute(entries[:-1]) if len(entries) > 1 else [])
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
-            if not _withdraw(entries) and len(entries) == 1:
+            if not _withdrawn(entries) and len(entries) == 1:
                 entries[0].sequence.log.exception("a step failed")
                 return self._give_back(entries[0].sequence, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
             return [message for entry in entries for message in self._compute([entry])]
-        now = time.perf_counter()
-        outgoing: Outgoing = []
-        again: list[DraftBatchEntry] = []
-        for entry, rows in zip(entries, found, strict=True):
-            if rows is not None:
-                self._settle(entry, rows, now)
-                continue
-            entry.sequence.cached.discard(entry.size)
-            entry.discarded()
-            if _withdraw([entry]) or len(entries) > 1:
-                again.append(entry)
-            else:
-                why = NOT_FINITE.format(len(entry.sequence.session.tokens))
-                entry.sequence.log.error("given up: %s", why)
-                outgoing += self._give_back(entry.sequence, RefusalCode.INTERNAL, why)
-        return outgoing + [message for entry in again for message in self._compute([entry])]
+        return self._commit(entries, found)
 
-    def _found(self, entries: Sequence[DraftBatchEntry]) -> list[Sequence[Sequence[Candidate]] | None]:
+    def _run(self, entries: Sequence[DraftBatchEntry]) -> list[Sequence[Sequence[Candidate]] | None]:
         """For each entry, what may follow its places; None if its logits are no numbers.
 
         The tokens of all entries are pending then; after any exception they are not.
@@ -417,7 +330,7 @@ class Lookahead:
             alone = [entry for entry in entries if entry.levels == 1]
             # The largest logit of a row is NaN if any is. Fetched after the draws, so that a device is waited for once.
             sound_R = logits_RV.amax(-1).isfinite()
-            found = iter(self._candidates(alone, self._reader.read(_drawn_from(logits_RV, entries))))
+            found = iter(candidates_of(alone, self._reader.read(rows_drawn_at(logits_RV, entries))))
             sound = iter(sound_R.tolist())
             self._levels.fetch()
         except Exception:
@@ -429,6 +342,27 @@ class Lookahead:
         return [
             each if all(list(islice(sound, entry.rows))) else None for entry, each in zip(entries, rows, strict=True)
         ]
+
+    def _commit(
+        self, entries: Sequence[DraftBatchEntry], found: Sequence[Sequence[Sequence[Candidate]] | None]
+    ) -> Outgoing:
+        """Grow the tries by what was found; compute again alone whatever is no number."""
+        now = time.perf_counter()
+        outgoing: Outgoing = []
+        again: list[DraftBatchEntry] = []
+        for entry, rows in zip(entries, found, strict=True):
+            if rows is not None:
+                self._settle(entry, rows, now)
+                continue
+            entry.sequence.cached.discard(entry.size)
+            entry.discarded()
+            if entry.withdraw() or len(entries) > 1:
+                again.append(entry)
+            else:
+                why = NOT_FINITE.format(len(entry.sequence.session.tokens))
+                entry.sequence.log.error("given up: %s", why)
+                outgoing += self._give_back(entry.sequence, RefusalCode.INTERNAL, why)
+        return outgoing + [message for entry in again for message in self._compute([entry])]
 
     def _give_back(self, sequence: DraftSequence, code: RefusalCode, why: str) -> Outgoing:
         """Draft no more for a session; its router may ask another drafter."""
@@ -460,55 +394,10 @@ class Lookahead:
         self.counters.followed += len(followed)
         self.counters.proposed += len(session.trie) - before
 
-    @staticmethod
-    def _candidates(entries: Sequence[DraftBatchEntry], logits_RV: Tensor) -> list[Sequence[Candidate]]:
-        """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
-        draws = [draw for entry in entries for draw in entry.draws()]
-        if not draws:
-            return []
-        logits_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
-        max_children = max((entry.sequence.session.children for entry in entries), default=1)
-        found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=max_children))
-        drawn_from_q = [
-            row
-            for row, session in enumerate(entry.sequence.session for entry in entries for _ in range(entry.drawn))
-            if session.opened.speculation.rule is Rule.REJECTION and found[row]
-        ]
-        if drawn_from_q:
-            drafts = draw_sparse(logits_RV[drawn_from_q], [draws[row] for row in drawn_from_q])
-            for row, draft in zip(drawn_from_q, drafts, strict=True):
-                found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
-        return found
 
-
-def _computed_path(
-    root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]
-) -> list[Node]:
-    """The computed nodes below the old ``root`` that the newly committed tokens follow."""
-    path: list[Node] = []
-    node: Node | None = root
-    for token in tokens[root.end : verification.end]:
-        node = node.children.get(token) if node else None
-        if node is None or node not in pending:
-            break
-        path.append(node)
-    return path
-
-
-def _drawn_from(logits_RV: Tensor, entries: Sequence[DraftBatchEntry]) -> Tensor:
-    """The rows of the places drawn at here, without a copy if these are all."""
-    drawn = [entry.drawn > 0 and entry.levels == 1 for entry in entries for _ in range(entry.rows)]
-    if all(drawn):
-        return logits_RV
-    return logits_RV[upload([row for row, wanted in enumerate(drawn) if wanted], logits_RV.device)]
-
-
-def _withdraw(entries: Sequence[DraftBatchEntry]) -> bool:
-    """Compute no guesses and no further levels after all; whether there were any."""
-    guessed = any(entry.guesses.nodes for entry in entries)
-    for entry in entries:
-        entry.guesses = VerificationTree()
-    return withdraw(entries) or guessed
+def _withdrawn(entries: Sequence[DraftBatchEntry]) -> bool:
+    """Have no entry compute more than it has to; whether any was about to."""
+    return sum(entry.withdraw() for entry in entries) > 0
 
 
 def _refused(

@@ -9,6 +9,7 @@ from draft_service.translation.reading import Text
 from engine.cache.kv_cache import CachedSequence
 from engine.shaping.shaping import Shaping
 from speculation.drafting.draft_session import DraftSession
+from speculation.messages import Verification
 from speculation.trie import Node
 from transport.session_log import SessionLog
 from transport.tracing import SequenceTimings
@@ -48,6 +49,20 @@ class DraftSequence:
         deepest = self.session.trie.position + room
         return [node for node in self.session.frontier() if node.end <= deepest]
 
+    def follow(self, old_root: Node, verification: Verification) -> None:
+        """Take into text and cache what a verification has committed, which the trie below ``old_root`` followed."""
+        pending, session = self.pending, self.session
+        kept = _computed_path(old_root, verification, session.tokens, pending)
+        self.text.follow(len(kept))
+        renumbered = self.cached.advance([pending[node] for node in kept])
+        if len(kept) < session.trie.position - old_root.end or not len(session.trie):
+            # The target went another way, or further than was computed: nothing computed beyond the path can be used.
+            self.cached.rollback()
+            self.pending = {}
+            self.cached.truncate(min(self.cached.length, self.text.settle()))
+        else:
+            self.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
+
     def pushes(self) -> Outgoing:
         """What is to be sent now, with the time that drafting it took."""
         proposals = self.session.pushes()
@@ -55,3 +70,17 @@ class DraftSequence:
             return []
         took, self.drafting_seconds = round(self.drafting_seconds * 1e6), 0.0
         return [(self.link, replace(proposal, took_us=took)) for proposal in proposals]
+
+
+def _computed_path(
+    root: Node, verification: Verification, tokens: Sequence[int], pending: dict[Node, int]
+) -> list[Node]:
+    """The computed nodes below the old ``root`` that the newly committed tokens follow."""
+    path: list[Node] = []
+    node: Node | None = root
+    for token in tokens[root.end : verification.end]:
+        node = node.children.get(token) if node else None
+        if node is None or node not in pending:
+            break
+        path.append(node)
+    return path

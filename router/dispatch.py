@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
@@ -19,8 +19,8 @@ from router.sessions.event_log import SessionNotes
 from router.sessions.null_tracer import NullTracer
 from router.sessions.pool import PoolEvents, WorkerPool, outside_vocabulary
 from router.sessions.prefixes import blocks_of
-from router.sessions.run import RunningSession
-from router.sessions.snapshot import Snapshot, WorkerView
+from router.sessions.run import RunningSession, session_of
+from router.sessions.snapshot import Snapshot
 from router.sessions.speculation_trace import SpeculationTrace
 from router.sessions.tally import RouterCounters
 from router.sessions.totals import Totals
@@ -55,7 +55,6 @@ from speculation.messages import (
     Close,
     FinishReason,
     FromWorker,
-    Limits,
     Load,
     Open,
     Proposal,
@@ -66,7 +65,7 @@ from speculation.messages import (
 )
 from speculation.origin import from_draft_models
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
-from speculation.request.session import Phase, Session, SessionLimits, Workers
+from speculation.request.session import Phase, SessionLimits, Workers
 from transport.codec import MalformedMessage
 from transport.session_log import SessionLog
 from transport.tls import Identity
@@ -142,20 +141,7 @@ class Dispatcher:
             raise GenerationError("overloaded", text, self._until_free())
         number = SessionId(next(self._ids))
         trace = self._traced(number)
-        session = Session(
-            number,
-            generation.prompt,
-            generation.sampling,
-            Limits(
-                len(generation.prompt) + generation.max_tokens,
-                generation.stop_tokens,
-                len(generation.prompt) + generation.min_tokens,
-            ),
-            generation.speculation,
-            self._limits.session,
-            generation.priority,
-            replace(generation.request_options, request=generation.request_id, trace=trace.traceparent),
-        )
+        session = session_of(number, generation, self._limits.session, trace.traceparent)
         model = generation.model or next(iter(self.models.values()), None)
         tally = self.metrics.tally.session(model.name if model else "", len(generation.prompt))
         session_log = SessionLog(log, number, generation.request_id)
@@ -219,29 +205,8 @@ class Dispatcher:
 
     def snapshot(self) -> Snapshot:
         """The router as of now, with what running sessions have counted."""
-        totals = replace(self.totals)
-        for run in self._runs.values():
-            totals.take(run.session)
-        placing = self._placing()
-        kept = self.pool.record.measured()
-        return Snapshot(
-            workers=tuple(WorkerView.of(peer, kept.get(peer.peer)) for peer in self.pool.peers.values()),
-            models=tuple(self.models.values()),
-            logged_events=self.pool.event_log.lines,
-            sessions=totals.sessions,
-            failed=totals.failed,
-            placing=placing,
-            running=sum(run.session.phase is Phase.RUNNING for run in self._runs.values()),
-            reopened=totals.reopened,
-            moved=totals.moved,
-            condemned=totals.condemned,
-            malformed=totals.malformed,
-            stale=totals.stale,
-            strikes=totals.strikes,
-            quarantined=totals.quarantined,
-            traffic={role: self.pool.traffic(role) for role in Role},
-            draining=self.draining,
-        )
+        sessions = [run.session for run in self._runs.values()]
+        return Snapshot.of(self.pool, sessions, self.totals, draining=self.draining)
 
     # -- events --------------------------------------------------------------------------------------------------------
 

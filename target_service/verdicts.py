@@ -11,7 +11,7 @@ Tensor legend: R rows asked for in the step, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,11 @@ DEAD_END = (
 )
 
 
+def not_finite(verdict: Verdict) -> bool:
+    """Whether a session's logits are no numbers."""
+    return isinstance(verdict, Fault) and verdict.not_finite
+
+
 def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor | None = None) -> list[Verdict]:
     """What the rows of each entry, in order, make of its tree.
 
@@ -63,7 +68,7 @@ def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor 
     for entry in entries:
         end = start + entry.rows
         if not all(sound[start:end]):
-            answer.append(_not_finite(entry))
+            answer.append(_broken(entry))
         elif entry.tree is None:
             answer.append(None)
         else:
@@ -75,37 +80,47 @@ def verdicts(logits_RV: Tensor, entries: Sequence[BatchEntry], drawn_R2: Tensor 
 def _drawn_here(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[Verdict]:
     """Whatever the requests ask for."""
     answer: list[Verdict] = [None] * len(entries)
-    coupled = [i for i, entry in enumerate(entries) if entry.tree is not None and not entry.by_rejection]
     shaped_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
     parts = torch.split(shaped_RV, [entry.rows for entry in entries])
+    coupled = [i for i, entry in enumerate(entries) if entry.tree is not None and not entry.by_rejection]
     drawn_C = drawn(_joined(parts, coupled, shaped_RV), [draw for i in coupled for draw in entries[i].draws()])
-    # The largest logit of a row is NaN if any is, and infinite if the row cannot be drawn from. Fetched together with
-    # the draws, so that a device is waited for once.
-    sound_R = logits_RV.amax(-1).isfinite()
-    open_R = sound_R if shaped_RV is logits_RV else shaped_RV.amax(-1).isfinite()
-    fetched = iter(torch.cat((sound_R.long(), open_R.long(), drawn_C)).tolist())
-    sound = [all(list(itertools.islice(fetched, entry.rows))) for entry in entries]
-    opens = [list(itertools.islice(fetched, entry.rows)) for entry in entries]
+    sound, opens, tokens = _fetched(logits_RV, shaped_RV, drawn_C, [entry.rows for entry in entries])
     for i in coupled:
         tree = entries[i].tree
         assert tree is not None
-        answer[i] = walk(tree.tokens, tree.parents, list(itertools.islice(fetched, entries[i].rows)))
-    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
-    if rejecting:
-        results = _by_rejection(_joined(parts, rejecting, shaped_RV), [entries[i] for i in rejecting])
-        for i, kept in zip(rejecting, results, strict=True):
-            answer[i] = kept
-    for i, entry in enumerate(entries):
-        position, outcome = entry.sequence.session.trie.position, answer[i]
-        if not sound[i]:
-            answer[i] = _not_finite(entry)
-        elif isinstance(outcome, AcceptanceResult) and entry.tree is not None and not all(opens[i]):
-            dead_end = Fault(DEAD_END.format(position), RefusalCode.INVALID)
-            answer[i] = _to_dead_end(outcome, opens[i], entry.tree.tokens) or dead_end
-    return answer
+        answer[i] = walk(tree.tokens, tree.parents, list(itertools.islice(tokens, entries[i].rows)))
+    for i, result in _by_rejection(parts, shaped_RV, entries, sound).items():
+        answer[i] = result
+    return [
+        _bounded(outcome, opened, entry) if is_sound else _broken(entry)
+        for entry, outcome, is_sound, opened in zip(entries, answer, sound, opens, strict=True)
+    ]
 
 
-def _not_finite(entry: BatchEntry) -> Fault:
+def _fetched(
+    logits_RV: Tensor, shaped_RV: Tensor, drawn_C: Tensor, rows: Sequence[int]
+) -> tuple[list[bool], list[list[int]], Iterator[int]]:
+    """Of each entry with so many ``rows``: whether its logits are numbers, and which rows leave anything to draw.
+
+    And what was drawn. All fetched together, so that a device is waited for once.
+    """
+    # The largest logit of a row is NaN if any is, and infinite if the row cannot be drawn from.
+    sound_R = logits_RV.amax(-1).isfinite()
+    open_R = sound_R if shaped_RV is logits_RV else shaped_RV.amax(-1).isfinite()
+    fetched = iter(torch.cat((sound_R.long(), open_R.long(), drawn_C)).tolist())
+    sound = [all(list(itertools.islice(fetched, count))) for count in rows]
+    return sound, [list(itertools.islice(fetched, count)) for count in rows], fetched
+
+
+def _bounded(outcome: Verdict, opens: Sequence[int], entry: BatchEntry) -> Verdict:
+    """``outcome`` as far as there is anything to draw; a fault if there is nothing right after the text."""
+    if entry.tree is None or not isinstance(outcome, AcceptanceResult) or all(opens):
+        return outcome
+    dead_end = Fault(DEAD_END.format(entry.sequence.session.trie.position), RefusalCode.INVALID)
+    return _to_dead_end(outcome, opens, entry.tree.tokens) or dead_end
+
+
+def _broken(entry: BatchEntry) -> Fault:
     return Fault(NOT_FINITE.format(entry.sequence.session.trie.position), not_finite=True)
 
 
@@ -129,7 +144,16 @@ def _joined(parts: Sequence[Tensor], chosen: Sequence[int], logits_RV: Tensor) -
     return logits_RV[:rows] if rows in (0, len(logits_RV)) else torch.cat([parts[i] for i in chosen])
 
 
-def _by_rejection(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> list[AcceptanceResult]:
-    """What p and q make of the trees."""
-    draws = [draw for entry in entries for draw in entry.draws()]
-    return verify_chains(logits_RV, draws, [entry.drafts_with_q() for entry in entries])
+def _by_rejection(
+    parts: Sequence[Tensor], logits_RV: Tensor, entries: Sequence[BatchEntry], sound: Sequence[bool]
+) -> dict[int, AcceptanceResult]:
+    """What p and q make of the trees that are verified by rejection, by the numbers of their entries.
+
+    ``parts``: each entry's rows of ``logits_RV``. Left out are those that are not ``sound``.
+    """
+    rejecting = [i for i, entry in enumerate(entries) if entry.by_rejection and entry.tree is not None and sound[i]]
+    if not rejecting:
+        return {}
+    draws = [draw for i in rejecting for draw in entries[i].draws()]
+    drafts = [entries[i].drafts_with_q() for i in rejecting]
+    return dict(zip(rejecting, verify_chains(_joined(parts, rejecting, logits_RV), draws, drafts), strict=True))

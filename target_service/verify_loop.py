@@ -44,10 +44,10 @@ from target_service.logprobs import apart, of_committed
 from target_service.medusa import HeadDrafter
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import TargetSequence
-from target_service.step_time import StepTime
+from target_service.step_account import StepAccount
 from target_service.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSettings
 from target_service.validation import reason_to_refuse
-from target_service.verdicts import Fault, Verdict, verdicts
+from target_service.verdicts import Fault, Verdict, not_finite, verdicts
 from transport.session_log import SessionLog
 from transport.tracing import SequenceTimings, Tracing
 from transport.worker import Outgoing
@@ -98,10 +98,9 @@ class VerifyLoop:
         self._suffix_cache = SuffixCache(limits.suffix)
         self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
         self._draft_model = None if drafter is None else DraftModel(drafter, self._planner, self.counters)
-        self._step_time = StepTime()
+        self._account = StepAccount(self.counters, self._planner, self._draft_model, recorder)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
-        self._waiting_since: float | None = None
         self._last_committed = 0
 
     def welcome(self) -> Welcome:
@@ -122,7 +121,7 @@ class VerifyLoop:
         """What waits and runs, against what it can compute."""
         running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
         cache, max_tokens = self._engine.cache, self._limits.budget.tokens
-        seconds = self._step_time(max_tokens)
+        seconds = self._account.time(max_tokens)
         return TargetDemand(
             queued_tokens=sum(sequence.num_uncomputed_tokens - 1 for sequence in running)
             + sum(len(sequence.session.tokens) for sequence in waiting),
@@ -203,17 +202,13 @@ class VerifyLoop:
 
     def _refusal(self, opened: Open, *, replaces: bool) -> Refused | None:
         """Why this session cannot be served, if so."""
-
-        def refuse(code: RefusalCode, message: str) -> Refused:
-            return Refused(opened.session, opened.epoch, code, message)
-
         welcome = self._welcome
         why = reason_to_refuse(opened, welcome.vocabulary, welcome.context, self._engine.cache.capacity)
         if why is not None:
-            return refuse(RefusalCode.INVALID, why)
+            return Refused(opened.session, opened.epoch, RefusalCode.INVALID, why)
         if not replaces and len(self._sequences) >= self._limits.running + self._limits.waiting:
-            limits = f"{self._limits.running} running and {self._limits.waiting} waiting"
-            return refuse(RefusalCode.OVERLOADED, f"all places are taken: {limits} sessions")
+            why = f"all places are taken: {self._limits.running} running and {self._limits.waiting} waiting sessions"
+            return Refused(opened.session, opened.epoch, RefusalCode.OVERLOADED, why)
         return None
 
     def forget(self, link: Hashable) -> None:
@@ -262,15 +257,17 @@ class VerifyLoop:
         entries = self._plan(started)
         self.counters.preempted = self._scheduler.preempted
         if not entries:
-            self._pause(started)
+            self._tidy(IN_PAUSE)
+            self._account.pause(started, waits=self._due is not None)
             return outgoing or None
-        self._resume(started)
+        self._account.resume(started)
         for entry in entries:
             entry.sequence.timings.begins(started)
         committed = self.counters.committed
         outgoing += self._compute(entries, started)
         self._last_committed = self.counters.committed - committed
-        self._account(entries, started, time.perf_counter(), self._last_committed)
+        forward = self._engine.forward_seconds
+        self._account.observe(entries, started, time.perf_counter(), forward, self._last_committed)
         return outgoing
 
     def _plan(self, now: float) -> list[BatchEntry]:
@@ -278,16 +275,7 @@ class VerifyLoop:
         step = self._scheduler.step(self._prefill_budget)
         entries = [BatchEntry.of(sequence, share) for sequence, share in step.parts]
         drawing = [entry for entry in entries if entry.drafts is not None]
-        if self._medusa is not None:
-            self._medusa.draft([entry.sequence for entry in drawing if entry.drafts])
-        if self._draft_model is not None:
-            part, open_for_drafts = (
-                [entry.sequence for entry in entries],
-                [entry.sequence for entry in drawing if entry.drafts],
-            )
-            if not self._draft_model.draft(self._scheduler.running, part, open_for_drafts):
-                for entry in drawing:
-                    entry.drafts = 0
+        self._draft(entries, drawing)
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
@@ -298,20 +286,24 @@ class VerifyLoop:
         self._due = plan.wake
         return [entry for entry in entries if entry.drafts is None or entry.tree is not None]
 
+    def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
+        """Let what drafts in this process propose for those of ``drawing`` that have room for drafts."""
+        if self._medusa is None and self._draft_model is None:
+            return
+        wanting = [entry.sequence for entry in drawing if entry.drafts]
+        if self._medusa is not None:
+            self._medusa.draft(wanting)
+        if self._draft_model is not None:
+            part = [entry.sequence for entry in entries]
+            if not self._draft_model.draft(self._scheduler.running, part, wanting):
+                for entry in drawing:
+                    entry.drafts = 0
+
     def _prefill_budget(self, decoding: int) -> int:
         """How many prompt tokens a step may compute beside so many sessions that decode."""
         budget = self._limits.budget
-        return self._step_time.prefill_budget(decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds)
-
-    def _pause(self, now: float) -> None:
-        """Nothing to compute: either nothing is open, or all wait for drafts."""
-        if self._due is None:
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = now
-        self._tidy(IN_PAUSE)
-        if self._recorder:
-            self._recorder.flush()
+        slowdown, seconds = budget.slowdown, budget.seconds
+        return self._account.time.prefill_budget(decoding, budget.tokens, slowdown=slowdown, seconds=seconds)
 
     def _tidy(self, max_tokens: int) -> None:
         """Get on with earlier outputs, by at most so many tokens."""
@@ -319,61 +311,14 @@ class VerifyLoop:
         if self._suffix_cache.store is not None:
             self.counters.take(self._suffix_cache.store)
 
-    def _resume(self, now: float) -> None:
-        if self._waiting_since is None:
-            return
-        self.counters.waits += 1
-        self.counters.wait_microseconds += round((now - self._waiting_since) * 1e6)
-        if self._recorder:
-            self._recorder.write(role="target", wait=[self._waiting_since, now])
-        self._waiting_since = None
-
-    def _account(self, entries: Sequence[BatchEntry], started: float, ended: float, committed: int) -> None:
-        """Learn and tell what the step took, which ``committed`` so many tokens."""
-        self.counters.steps += 1
-        self.counters.step_microseconds += round((ended - started) * 1e6)
-        self.counters.forward_microseconds += round(self._engine.forward_seconds * 1e6)
-        tokens = sum(entry.tokens for entry in entries)
-        computing = ended - started
-        if self._draft_model is not None:
-            computing -= self._draft_model.seconds
-            if all(entry.decodes for entry in entries):
-                self._draft_model.observe(len(entries), committed, ended - started)
-        if all(entry.decodes for entry in entries):
-            self._planner.observe(len(entries), tokens, computing, committed)
-        self._step_time.observe(tokens, computing)
-        if decoding := [entry.tokens for entry in entries if entry.decodes]:
-            self._step_time.verified(len(decoding), sum(decoding))
-        if self._recorder:
-            self._recorder.write(
-                role="target",
-                start=started,
-                end=ended,
-                forward=self._engine.forward_seconds,
-                tokens=tokens,
-                sessions=[entry.outcome for entry in entries if entry.outcome],
-            )
-
     def _compute(self, entries: Sequence[BatchEntry], started: float) -> Outgoing:
-        """Run the entries in one forward. If that fails, each alone, so that a fault hits only its own session.
+        """Run the entries in one forward and commit. If that fails, each alone, so that a fault hits only its session.
 
         The same goes for those whose logits are no numbers: they may have read across what another one wrote. No draft
-        ends what plain decoding would have served: before a session is given up, it is computed without. What does not
-        depend on the draws is done before they are asked for, while a device still computes.
+        ends what plain decoding would have served: before a session is given up, it is computed without.
         """
         try:
-            plain = all(entry.is_plain for entry in entries)
-            chunks = [entry.chunk(draws=plain) for entry in entries]
-            found, logits_RV = apart(self._engine.run(chunks), entries)
-            self._tidy(IN_STEP + 2 * self._last_committed)
-            decided = verdicts(logits_RV, entries, self._engine.drawn if plain else None)
-            broken = [isinstance(verdict, Fault) and verdict.not_finite for verdict in decided]
-            for entry, prompt_PV, is_broken in zip(entries, found, broken, strict=True):
-                if not is_broken:
-                    entry.sequence.note_prompt(prompt_PV)
-            if self._medusa is not None:
-                self._medusa.note(self._engine.hidden, chunks, entries, decided)
-            logprobs_of = of_committed(logits_RV, entries, decided)
+            decided, logprobs_of = self._run(entries)
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
@@ -383,17 +328,35 @@ class VerifyLoop:
             for entry in entries:
                 entry.sequence.cached.rollback()
             return [message for entry in entries for message in self._compute([entry], started)]
-        ended = time.perf_counter()
+        times = started, time.perf_counter()
         outgoing: Outgoing = []
         again: list[BatchEntry] = []
-        for entry, is_broken, verdict, logprobs in zip(entries, broken, decided, logprobs_of, strict=True):
+        for entry, verdict, logprobs in zip(entries, decided, logprobs_of, strict=True):
+            is_broken = not_finite(verdict)
             if is_broken:
                 entry.sequence.cached.discard(entry.tokens)
             if is_broken and (entry.withdraw() or len(entries) > 1):
                 again.append(entry)
             else:
-                outgoing += self._settle(entry, verdict, logprobs, (started, ended))
+                outgoing += self._settle(entry, verdict, logprobs, times)
         return outgoing + [message for entry in again for message in self._compute([entry], started)]
+
+    def _run(self, entries: Sequence[BatchEntry]) -> tuple[list[Verdict], list[tuple[TokenLogprobs, ...]]]:
+        """What one forward makes of each entry, and the log-probabilities its session asks for.
+
+        What does not depend on the draws is done before they are asked for, while a device still computes.
+        """
+        plain = all(entry.is_plain for entry in entries)
+        chunks = [entry.chunk(draws=plain) for entry in entries]
+        prompts, logits_RV = apart(self._engine.run(chunks), entries)
+        self._tidy(IN_STEP + 2 * self._last_committed)
+        decided = verdicts(logits_RV, entries, self._engine.drawn if plain else None)
+        for entry, prompt_PV, verdict in zip(entries, prompts, decided, strict=True):
+            if not not_finite(verdict):
+                entry.sequence.note_prompt(prompt_PV)
+        if self._medusa is not None:
+            self._medusa.note(self._engine.hidden, chunks, entries, decided)
+        return decided, of_committed(logits_RV, entries, decided)
 
     def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
         self._drop(sequence, why)
@@ -403,40 +366,50 @@ class VerifyLoop:
     def _settle(
         self, entry: BatchEntry, verdict: Verdict, logprobs: Sequence[TokenLogprobs], times: tuple[float, float]
     ) -> Outgoing:
-        """Commit what a session decides, in its tokens and in its cache; ``logprobs``: what the model thinks of it."""
-        started, ended = times
-        sequence, cached = entry.sequence, entry.sequence.cached
+        """Go on with a session as the step decided, or give it up."""
+        sequence = entry.sequence
         sequence.computed += entry.num_scheduled_tokens
         match verdict:
             case Fault(why, code):
                 sequence.log.log(logging.ERROR if code.retryable else logging.INFO, "given up: %s", why)
                 return self._give_up(sequence, why, code)
             case AcceptanceResult():
-                assert entry.tree is not None
-                commit = sequence.session.settle(verdict, ended)
-                scheduled = entry.num_scheduled_tokens
-                cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
-                self.counters.count(entry.tree, commit)
-                if self._medusa is not None:
-                    self._medusa.settled(sequence, entry.tree)
-                if self._draft_model is not None:
-                    self._draft_model.verified(sequence, commit.verification)
-                sequence.timings.draws(ended)
-                sequence.timings.counts(commit.verification)
-                self.counters.prefilled += entry.num_scheduled_tokens - 1
-                if self._recorder:
-                    entry.record(commit)
-                if commit.verification.finish:
-                    self._suffix_cache.keep(sequence.session)
-                    self._drop(sequence, commit.verification.finish.value)
-                elif why := sequence.follow():
-                    return self._give_up(sequence, why, RefusalCode.INVALID)
-                verification = commit.verification
-                if logprobs:
-                    verification = replace(verification, logprobs=tuple(logprobs[: len(verification.tokens)]))
-                return [(sequence.link, sequence.said(verification, started, ended))]
+                return self._commit(entry, verdict, logprobs, times)
             case None:
-                cached.advance(range(entry.num_scheduled_tokens))
-                sequence.session.index(cached.length)
+                sequence.cached.advance(range(entry.num_scheduled_tokens))
+                sequence.session.index(sequence.cached.length)
                 self.counters.prefilled += entry.num_scheduled_tokens
                 return []
+
+    def _commit(
+        self,
+        entry: BatchEntry,
+        accepted: AcceptanceResult,
+        logprobs: Sequence[TokenLogprobs],
+        times: tuple[float, float],
+    ) -> Outgoing:
+        """Commit what a session accepts, in its tokens and in its cache; ``logprobs``: what the model thinks of it."""
+        assert entry.tree is not None
+        started, ended = times
+        sequence, scheduled = entry.sequence, entry.num_scheduled_tokens
+        commit = sequence.session.settle(accepted, ended)
+        verification = commit.verification
+        sequence.cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
+        self.counters.count(entry.tree, commit)
+        self.counters.prefilled += scheduled - 1
+        if self._medusa is not None:
+            self._medusa.settled(sequence, entry.tree)
+        if self._draft_model is not None:
+            self._draft_model.verified(sequence, verification)
+        sequence.timings.draws(ended)
+        sequence.timings.counts(verification)
+        if self._recorder:
+            entry.record(commit)
+        if verification.finish:
+            self._suffix_cache.keep(sequence.session)
+            self._drop(sequence, verification.finish.value)
+        elif why := sequence.follow():
+            return self._give_up(sequence, why, RefusalCode.INVALID)
+        if logprobs:
+            verification = replace(verification, logprobs=tuple(logprobs[: len(verification.tokens)]))
+        return [(sequence.link, sequence.said(verification, started, ended))]

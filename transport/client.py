@@ -29,8 +29,9 @@ import grpc
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, Proposal, SessionId, ToWorker, Verification, Welcome
-from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker, heading, relayed
+from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker
 from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
+from transport.relayed import heading, relayed
 from transport.round_trip import RoundTrip
 from transport.tls import Identity
 

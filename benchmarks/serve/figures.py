@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from statistics import fmean
 
 from benchmarks.serve.client import Counts, Heard
@@ -106,49 +108,75 @@ class Figures:
 def figures(log: Log, variant: Variant, options: ServeOptions) -> Figures:
     """Of what is in the log so far."""
     turns = [turn for turn in log.turns if turn.variant == variant]
-    heard = [one for turn in turns for one in turn.heard]
+    heard = list(chain.from_iterable(turn.heard for turn in turns))
     ok = [one for one in heard if not one.error]
     seconds = sum(turn.seconds for turn in turns)
-    tokens = sum(one.tokens for one in ok)
-    told = [one.drafts for one in ok if one.drafts is not None]
-    stepped = [drafts for drafts in told if drafts.steps]
-    counted = [turn.counts for turn in turns if turn.counts is not None]
-    details: dict[str, str] = {}
-    for one in heard:
-        if one.error:
-            details.setdefault(one.error, one.detail)
+    tokens, objectives = sum(one.tokens for one in ok), options.objectives
+    accepted, offered, acceptance_length = _drafts(ok)
+    errors, details = _failures(heard)
     return Figures(
         requests=len(heard),
         ok=len(ok),
         empty=sum(not one.times for one in ok),
         unfinished=sum(turn.running for turn in turns),
-        errors=dict(Counter(one.error for one in heard if one.error).most_common()),
+        errors=errors,
         details=details,
         seconds=seconds,
         tokens=tokens,
         guessed=any(one.guessed for one in ok),
         by_token=all(one.sizes is not None for one in ok),
-        ttft=Spread.of([value for one in ok if (value := ttft(one)) is not None]),
-        itl=Spread.of([gap for one in ok for gap in gaps(one)]),
-        tpot=Spread.of([value for one in ok if (value := tpot(one)) is not None]),
-        e2e=Spread.of([e2e(one) for one in ok]),
-        late=Spread.of([one.sent - one.due for one in heard]) if variant.pace.rate is not None else None,
+        ttft=_spread(map(ttft, ok)),
+        itl=_spread(chain.from_iterable(map(gaps, ok))),
+        tpot=_spread(map(tpot, ok)),
+        e2e=_spread(map(e2e, ok)),
+        late=None if variant.pace.rate is None else _spread(map(lateness, heard)),
         request_rate=_over(len(ok), seconds),
         token_rate=_over(tokens, seconds),
-        good=sum(meets(one, options.objectives) for one in heard) if options.objectives else None,
-        accepted=sum(drafts.accepted for drafts in told) if told else None,
-        offered=sum(drafts.offered for drafts in told) if told else None,
-        acceptance_length=1 + sum(drafts.accepted for drafts in stepped) / sum(drafts.steps or 0 for drafts in stepped)
-        if stepped
-        else None,
-        counts=sum(counted, Counts()) if counted else None,
+        good=sum(map(partial(meets, objectives=objectives), heard)) if objectives else None,
+        accepted=accepted,
+        offered=offered,
+        acceptance_length=acceptance_length,
+        counts=_counts(turns),
         client_share=_over(sum(turn.client_cpu for turn in turns), seconds),
     )
+
+
+def _failures(heard: Sequence[Heard]) -> tuple[dict[str, int], dict[str, str]]:
+    """How many requests failed by error, the commonest first, and what the first of each said."""
+    failed = [one for one in heard if one.error]
+    details: dict[str, str] = {}
+    for one in failed:
+        details.setdefault(one.error, one.detail)
+    return dict(Counter(one.error for one in failed).most_common()), details
+
+
+def _counts(turns: Iterable[Turn]) -> Counts | None:
+    counted = [turn.counts for turn in turns if turn.counts is not None]
+    return sum(counted, Counts()) if counted else None
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    return Spread.of([value for value in values if value is not None])
+
+
+def _drafts(ok: Iterable[Heard]) -> tuple[int | None, int | None, float | None]:
+    """Drafts accepted and offered, and tokens a step of the requests that told of their steps; None: none said."""
+    told = [one.drafts for one in ok if one.drafts is not None]
+    if not told:
+        return None, None, None
+    stepped = [(drafts.accepted, drafts.steps) for drafts in told if drafts.steps]
+    length = 1 + sum(accepted for accepted, _ in stepped) / sum(steps for _, steps in stepped) if stepped else None
+    return sum(drafts.accepted for drafts in told), sum(drafts.offered for drafts in told), length
 
 
 def ttft(one: Heard) -> float | None:
     """Seconds; None: no text came."""
     return one.times[0] - one.due if one.times else None
+
+
+def lateness(one: Heard) -> float:
+    """Seconds by which it was sent after it was due."""
+    return one.sent - one.due
 
 
 def e2e(one: Heard) -> float:

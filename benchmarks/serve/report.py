@@ -28,13 +28,6 @@ def result(log: Log, options: ServeOptions, **about: Any) -> Result:
     pairs = [pair for pair in baselines(log) if pair[0] in seen and pair[1] in seen]
     rows = [(variant.name, figures(log, variant, options)) for variant in seen]
     comparisons = [compare(log, variant, baseline, options) for variant, baseline in pairs]
-    document = {
-        "machine": describe_machine(),
-        "servers": {name: {"make": server.make.value, "model": server.model} for name, server in log.servers.items()},
-        "figures": {name: asdict(row) | {"goodput": row.goodput} for name, row in rows},
-        "comparisons": [asdict(one) for one in comparisons],
-        "requests": [_request(turn, one) for turn in log.turns for one in turn.heard],
-    }
     found = latencies(rows), throughput(rows), ratios(comparisons), errors(rows)
     tables = [table for table in found if table.lines]
     said = notes(log, options, rows)
@@ -44,13 +37,23 @@ def result(log: Log, options: ServeOptions, **about: Any) -> Result:
         options,
         tables,
         said,
-        document,
+        _document(log, rows, comparisons),
         page=[f"`{options.command}`", listed(said), *(table.markdown() for table in tables)],
         plots=lambda folder: plots.draw(log, options, folder),
         width=200,
         indent=None,
         **about,
     )
+
+
+def _document(log: Log, rows: Rows, comparisons: Sequence[Comparison]) -> Json:
+    return {
+        "machine": describe_machine(),
+        "servers": {name: {"make": server.make.value, "model": server.model} for name, server in log.servers.items()},
+        "figures": {name: asdict(row) | {"goodput": row.goodput} for name, row in rows},
+        "comparisons": [asdict(one) for one in comparisons],
+        "requests": [_request(turn, one) for turn in log.turns for one in turn.heard],
+    }
 
 
 def _request(turn: Turn, one: Heard) -> Json:

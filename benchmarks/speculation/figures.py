@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 
 from benchmarks.harness import contenders
@@ -115,17 +116,27 @@ def rows(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Row]:
     return [_row(one, first[one.pair, one.setting], log) for one in measured]
 
 
+def _texts(one: MeasuredRuns) -> list[Sequence[int]]:
+    return [request.tokens for run in one.runs for request in run.decoded]
+
+
+def _traffic_per_token(one: MeasuredRuns, tokens: int) -> tuple[float | None, float | None]:
+    """Bytes to and from the workers for each of so many tokens; None: there were no workers."""
+    used = [run.traffic for run in one.runs if run.traffic]
+    if not used:
+        return None, None
+    return sum(traffic.sent for traffic in used) / tokens, sum(traffic.received for traffic in used) / tokens
+
+
 def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
-    commits = [commit for run in one.runs for commit in run.counted]
-    texts = [request.tokens for run in one.runs for request in run.decoded]
-    others = [request.tokens for run in first.runs for request in run.decoded]
+    commits = list(chain.from_iterable(run.counted for run in one.runs))
+    texts, others = _texts(one), _texts(first)
     parts = [(log.during(run.start, run.end), run.start, run.end) for run in one.runs]
     steps = [step for part, _, _ in parts for step in part.steps]
     recorded = bool(steps) and one.setting.batch == 1
     seconds_by_size = verify_seconds(steps)
-    offered = sum(commit.offered for commit in commits)
-    used = [run.traffic for run in one.runs if run.traffic]
-    total = sum(map(len, texts))
+    offered, accepted = sum(commit.offered for commit in commits), sum(commit.accepted for commit in commits)
+    sent_per_token, received_per_token = _traffic_per_token(one, sum(map(len, texts)))
     return Row(
         pair=one.pair,
         setting=one.setting,
@@ -133,15 +144,15 @@ def _row(one: MeasuredRuns, first: MeasuredRuns, log: WorkerLog) -> Row:
         choice=one.choice,
         rates=tuple(run.rate for run in one.runs),
         tokens_per_step=sum(commit.tokens for commit in commits) / len(commits),
-        kept=sum(commit.accepted for commit in commits) / offered if offered else None,
+        kept=accepted / offered if offered else None,
         same_text=fmean(text == other for text, other in zip(texts, others, strict=True)),
         efficiency=tuple(efficiency(part.steps, seconds_by_size, end - start) for part, start, end in parts)
         if recorded
         else (),
         profile=profile(parts) if recorded else None,
         depths=acceptance_by_depth(steps),
-        sent_per_token=sum(traffic.sent for traffic in used) / total if used else None,
-        received_per_token=sum(traffic.received for traffic in used) / total if used else None,
+        sent_per_token=sent_per_token,
+        received_per_token=received_per_token,
     )
 
 

@@ -7,37 +7,26 @@ room is checked before, the state is polled with our own deadlines, and the one 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import re
-import secrets
-import signal
-import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from cluster.config.config import Config
-from cluster.config.environment import current
 from cluster.config.flags import FAILED
 from cluster.config.security import check_worker_exposure
 from cluster.console import CommandError, Stages, complain
 from cluster.placement import APPLICATION, ClusterNode, lacking, needs
-from cluster.processes.niceness import NICENESS
+from cluster.ray.connection import end_own_processes, first_line, is_broken, join, prepare_environment
 from cluster.ray.declaration import declaration
 from cluster.ray.token import check_token
 from transport.address import join as join_address
-from transport.address import parse
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
 POLL_SECONDS = 0.25
 WATCH_SECONDS = 2.0
-REFUSAL_SECONDS = 0.5
-REACH_SECONDS = 5.0
 GONE_SECONDS = 60.0
 
 OURS = frozenset(
@@ -87,7 +76,7 @@ class RayCluster:
         told = ""
         while True:
             time.sleep(WATCH_SECONDS)
-            if self._local and _broken():
+            if self._local and is_broken():
                 raise CommandError("Ray is gone: one of its processes has ended", FAILED)
             try:
                 status = serve.status().applications[APPLICATION]
@@ -112,10 +101,10 @@ class RayCluster:
         # may have ended all of its group, or of its service.
         ending = Thread(target=self._end_application, daemon=True)
         ending.start()
-        while ending.is_alive() and not (self._local and _broken()):
+        while ending.is_alive() and not (self._local and is_broken()):
             ending.join(POLL_SECONDS)
-        if self._local and _broken():
-            _end_own_processes()
+        if self._local and is_broken():
+            end_own_processes()
         ray.shutdown()
 
     def _end_application(self) -> None:
@@ -126,7 +115,7 @@ class RayCluster:
 
     def _connect(self) -> None:
         if self._local:
-            _prepare_environment()
+            prepare_environment()
         self._connected = True  # also when interrupted halfway: there may be processes to end
         join(self._config)
 
@@ -180,7 +169,7 @@ class RayCluster:
         except CommandError:
             raise
         except Exception as error:  # whatever Serve raises: it could not be deployed
-            raise CommandError(f"cannot start Ray Serve: {_first_line(error)}", FAILED) from error
+            raise CommandError(f"cannot start Ray Serve: {first_line(error)}", FAILED) from error
 
     def _await(self, report: Stages) -> None:
         """Poll until all replicas run, one fails, or a deadline passes."""
@@ -294,33 +283,6 @@ def _await_gone(seconds: float = GONE_SECONDS) -> bool:
     return True
 
 
-def join(config: Config) -> None:
-    """Start Ray or connect to the cluster. Raises :class:`cluster.console.CommandError`; ``ray.shutdown`` undoes it."""
-    settings = config.ray
-    options: dict[str, Any] = {}
-    if settings.address == "local":
-        size = settings.object_store_mb << 20
-        options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
-    else:
-        _check_reachable(settings.address)
-    import ray
-
-    try:
-        with _uninterrupted():
-            ray.init(
-                address=settings.address,
-                namespace=APPLICATION,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **options,
-            )
-    except Exception as error:  # ConnectionError, RuntimeError, ValueError ... all end the same way
-        raise CommandError(f"cannot start or reach Ray: {_first_line(error)}", FAILED) from error
-    from ray import serve  # noqa: F401 - sets the level of its logger when first imported
-
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
-
-
 def remove(config: Config, report: Stages) -> None:
     """Remove the application from a running cluster, and Serve with it when nothing else is served there.
 
@@ -355,79 +317,3 @@ def reason_in(message: str) -> str:
         return lines[-1] if lines else "no reason given; see Ray's logs"
     kind, reason = errors[-1].groups()
     return reason if kind in OURS else f"{kind}: {reason}"
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes."""
-    if address == "auto":
-        return
-    try:
-        with socket.create_connection(parse(address), timeout=REACH_SECONDS):
-            pass
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise CommandError(f"no Ray cluster at {address} ({reason}); --address takes its HOST:PORT", FAILED) from error
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Put off Ctrl-C and SIGTERM: Ray crashes when it is interrupted while it starts, and replaces our handlers."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, before[number])
-    if came:
-        raise KeyboardInterrupt
-
-
-def _prepare_environment() -> None:
-    """Settings of Ray that can only be made through the environment, for a Ray of our own."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
-    os.environ["RAY_enable_metrics_collection"] = "0"  # noqa: SIM112 - so named by Ray
-    os.environ.update(NICENESS)
-    # Whoever reserves no GPU sees all, as a plain process does, also where the environment tells Ray to hide them.
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    # Ray listens on all interfaces. A token of this run's own keeps others out, and no file is written for it.
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def _broken() -> bool:
-    """Whether a process has ended, or is about to, without which the Ray that was started here is none."""
-    from ray._private import worker
-
-    node: Any = worker._global_node
-    if node is None:
-        return False
-    return any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes()) or _refuses(node.gcs_address)
-
-
-def _refuses(address: str) -> bool:
-    """Whether nobody listens there: Ray's control process stops to at once when told to end, and ends seconds later."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=REFUSAL_SECONDS):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # too busy to answer
-        return False
-
-
-def _end_own_processes() -> None:
-    """Kill what is left of a Ray of our own: whoever carries this run's token."""
-    token = f"RAY_AUTH_TOKEN={current()['RAY_AUTH_TOKEN']}".encode()
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        number = int(file.parent.name)
-        with contextlib.suppress(OSError):  # somebody else's, or it has just ended
-            if number != os.getpid() and token in file.read_bytes().split(b"\0"):
-                os.kill(number, signal.SIGKILL)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -70,6 +70,47 @@ def list_splits(
 
 
 @triton.jit
+def _slots(position_K, inside_K, numbers_ptr, pages, home, branch, PAGE: tl.constexpr):
+    """Where the tokens at these positions are: up to ``home`` by the page table, from there on by the branch."""
+    by_page_K = position_K < home
+    page_K = tl.load(numbers_ptr + pages + position_K // PAGE, mask=inside_K & by_page_K, other=0)
+    slot_K = tl.load(numbers_ptr + branch + position_K - home, mask=inside_K & (position_K >= home), other=0)
+    return tl.where(by_page_K, page_K * PAGE + position_K % PAGE, slot_K).to(tl.int64)
+
+
+@triton.jit
+def _read(at_ptr, slot_K, inside_K, column, SIZE: tl.constexpr):
+    """What the cache holds in these slots; 0 where there is none."""
+    mask = inside_K[:, None] & (column[None, :] < SIZE)
+    return tl.load(at_ptr + slot_K[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _scores(
+    query_MD,
+    key_KD,
+    position_K,
+    seen_M,
+    scale,
+    cap,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores to the base of 2. Keys that a row does not see are masked, which changes no bit of it."""
+    score_MK = tl.dot(query_MD, tl.trans(key_KD), input_precision=PRECISION).to(tl.float32)
+    if CAPPED:
+        doubled_MK = tl.exp2(score_MK * (scale / cap * 2 * LOG2_E))
+        score_MK = (1 - 2 / (doubled_MK + 1)) * (cap * LOG2_E)
+    else:
+        score_MK = score_MK * (scale * LOG2_E)
+    visible_MK = position_K[None, :] < seen_M[:, None]
+    if WINDOW > 0:
+        visible_MK = visible_MK & (position_K[None, :] >= seen_M[:, None] - WINDOW)
+    return tl.where(visible_MK, score_MK, -float("inf"))
+
+
+@triton.jit
 def attend_splits(
     query_ptr,  # [T, Q, D]
     keys_ptr,  # [S, H, D]
@@ -119,33 +160,12 @@ def attend_splits(
         total_M = tl.zeros([ROWS], tl.float32)
         sum_ME = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
         for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
-            # Keys that a row does not see are masked, which changes no bit of it.
             position_K = first + tl.arange(0, BLOCK)
             inside_K = position_K < stop
-            by_page_K = position_K < home
-            page_K = tl.load(numbers_ptr + pages + position_K // PAGE, mask=inside_K & by_page_K, other=0)
-            slot_K = tl.load(numbers_ptr + branch + position_K - home, mask=inside_K & (position_K >= home), other=0)
-            slot_K = tl.where(by_page_K, page_K * PAGE + position_K % PAGE, slot_K).to(tl.int64) * KEY_HEADS + h
-            key_KD = tl.load(
-                keys_ptr + slot_K[:, None] * SIZE + d[None, :],
-                mask=inside_K[:, None] & (d[None, :] < SIZE),
-                other=0.0,
-            )
-            value_KE = tl.load(
-                values_ptr + slot_K[:, None] * VALUE_SIZE + e[None, :],
-                mask=inside_K[:, None] & (e[None, :] < VALUE_SIZE),
-                other=0.0,
-            )
-            score_MK = tl.dot(query_MD, tl.trans(key_KD), input_precision=PRECISION).to(tl.float32)
-            if CAPPED:
-                doubled_MK = tl.exp2(score_MK * (scale / cap * 2 * LOG2_E))
-                score_MK = (1 - 2 / (doubled_MK + 1)) * (cap * LOG2_E)
-            else:
-                score_MK = score_MK * (scale * LOG2_E)
-            visible_MK = position_K[None, :] < seen_M[:, None]
-            if WINDOW > 0:
-                visible_MK = visible_MK & (position_K[None, :] >= seen_M[:, None] - WINDOW)
-            score_MK = tl.where(visible_MK, score_MK, -float("inf"))
+            slot_K = _slots(position_K, inside_K, numbers_ptr, pages, home, branch, PAGE) * KEY_HEADS + h
+            key_KD = _read(keys_ptr, slot_K, inside_K, d, SIZE)
+            value_KE = _read(values_ptr, slot_K, inside_K, e, VALUE_SIZE)
+            score_MK = _scores(query_MD, key_KD, position_K, seen_M, scale, cap, WINDOW, CAPPED, PRECISION)
             larger_M = tl.maximum(largest_M, tl.max(score_MK, 1))
             base_M = tl.where(larger_M == -float("inf"), 0.0, larger_M)  # nothing seen yet
             weight_MK = tl.exp2(score_MK - base_M[:, None])

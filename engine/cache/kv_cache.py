@@ -220,10 +220,10 @@ class CachedSequence(SequenceState):
         if self._tokens is None:
             return 0
         self._publish()
-        before, max_reused = self.length, len(self._tokens) - 1
-        known, above = self._cache.ledger.known, self._last_known
-        if above is None:
+        before, max_reused, known = self.length, len(self._tokens) - 1, self._cache.ledger.known
+        if len(self._known) < self.length // self.block:  # the last full block could not be made known
             return 0
+        above = self._known[-1] if self._known else known.root
         while (end := (len(self._known) + 1) * self.block) <= max_reused:
             found = known.find(above, tuple(self._tokens[end - self.block : end]))
             if found is None:
@@ -272,13 +272,6 @@ class CachedSequence(SequenceState):
         """How many blocks it takes up to the last token, committed or pending."""
         end = max(self._places) + 1 if self._places else self.length
         return -(-end // self.block)
-
-    @property
-    def _last_known(self) -> KnownBlock | None:
-        """The last full block in the tree of known ones; None: it could not be made known."""
-        if len(self._known) < self.length // self.block:
-            return None
-        return self._known[-1] if self._known else self._cache.ledger.known.root
 
     def _assert_settled(self, what: str) -> None:
         if self.pending:
@@ -392,8 +385,6 @@ class CachedSequence(SequenceState):
 
     def _cut(self, keep: int) -> None:
         """Give back all but the first ``keep`` blocks."""
-        if keep >= len(self.blocks):
-            return
         for block in reversed(self.blocks[keep:]):
             self._cache.ledger.give(block)
         del self.blocks[keep:]

@@ -201,16 +201,23 @@ def _obstacle(module: Any, known_dtypes: Collection[torch.dtype]) -> str:
     known = {*stock.values(), *ACTIVATIONS, nn.Linear, nn.ModuleList, SummedLinear}
     if (type(base), type(base.rotary_emb)) != (stock["Model"], stock["RotaryEmbedding"]):
         return f"it is a {type(base).__name__} that rotates by a {type(base.rotary_emb).__name__}"
-    for name, part in (*base.layers.named_modules(prefix="layers"), ("norm", base.norm)):
-        if type(part) not in known:
-            return f"{name} is a {type(part).__name__}"
-        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            return f"{name} has a hook"
+    if reason := _changed_part(base, known):
+        return reason
     weights = [*base.layers.parameters(), *base.norm.parameters()]
     if any(is_dtensor(weight) for weight in weights):
         return "its weights are split over ranks"
     if len(dtypes := {weight.dtype for weight in weights}) > 1 or not dtypes <= set(known_dtypes):
         return f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}"
+    return ""
+
+
+def _changed_part(base: Any, known: Collection[type]) -> str:
+    """The first part of a model's layers that is not of a known class, or has a hook; empty if there is none."""
+    for name, part in (*base.layers.named_modules(prefix="layers"), ("norm", base.norm)):
+        if type(part) not in known:
+            return f"{name} is a {type(part).__name__}"
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+            return f"{name} has a hook"
     return ""
 
 

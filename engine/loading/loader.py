@@ -1,26 +1,19 @@
 """What model do we run, and does our attention compute it correctly.
 
-Decides dtype and device, reads weights and tokenizer with plain transformers, has the linear layers quantised and
-packed, and refuses what cannot be served with one line that says why. Whether the numbers are right is
-:mod:`engine.loading.self_test`'s to say.
+Has the linear layers quantised and packed and the decoder layers fused, as far as that is right here, and refuses what
+cannot be served with one line that says why. What is read, and in which numbers, is :mod:`engine.loading.checkpoint`'s
+part; whether the numbers are right is :mod:`engine.loading.self_test`'s to say.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils import logging as transformers_logging
 
 from engine.attention.attention import NAME, current_step
 from engine.attention.row_attention import RowAttention, find_attention
@@ -28,8 +21,21 @@ from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu
 from engine.cpu.threads import set_threads
 from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
+from engine.loading.checkpoint import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    digest_of,
+    first_line,
+    is_folder,
+    quiet,
+    read_config,
+    read_module,
+    read_tokenizer,
+    tokens_of,
+)
 from engine.loading.quantisation import check, quantise, weight_bytes
-from engine.loading.self_test import STOCK, SelfTest
+from engine.loading.self_test import SelfTest
 from engine.model import CannotSpeculate, Model, ModelError
 from engine.parallel.group import Group
 from engine.parallel.shards import own_part, use_slices
@@ -37,6 +43,7 @@ from engine.settings import NONE
 from engine.stateful import RIGHT_IN_PARTS
 
 __all__ = [
+    "DTYPES",
     "Model",
     "ModelError",
     "choose_device",
@@ -50,19 +57,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float64": torch.float64,
-    "fp64": torch.float64,
-}
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
@@ -95,13 +89,13 @@ def load(
     """
     report = progress or (lambda _: None)
     set_threads(threads, max_threads)
-    local = _local(path)
+    is_folder(path)  # or nothing else is said
     chosen_device = choose_device(device) if group is None else group.device
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
-    with _quiet():
-        module = _read_module(path, local, chosen_dtype, group).to(chosen_device)
+    with quiet():
+        module = read_module(path, chosen_dtype, group).to(chosen_device)
         tokens = tokens_of(read_tokenizer(path))
     return from_module(
         path,
@@ -187,13 +181,11 @@ def _for_speculation(
     if test is not None and quantization != NONE:
         drift = _guarded(partial(test.expect_quantised, model), partial(CannotSpeculate, model))
         report(f"{model.weights}; logits moved by {drift:.2g} (relative)")
-    with _quiet():
+    with quiet():
         module.set_attn_implementation(NAME)
     if group is not None:
         group.meet()
-    attention = _attention(model) if by_rows else None
-    if group is not None and not group.minimum(int(attention is not None)):
-        attention = None
+    attention = _attention(model, group, by_rows=by_rows)
     if attention is not None:
         report(_fuse(module) or "decoder layers are computed fused")
     return _tested(replace(model, attention=attention), test, report)
@@ -206,7 +198,7 @@ def _in_one_call(model: Model, test: SelfTest | None, report: Progress) -> Model
     try:
         report("decoder layers are computed fused")
         _leave_file(module)
-        with _quiet():
+        with quiet():
             module.set_attn_implementation(NAME)
         model = replace(model, attention=attention)
         if test is not None:
@@ -226,12 +218,17 @@ def _fuse(module: Any) -> str:
     return f"decoder layers are computed as transformers wrote them: {reason}" if reason else ""
 
 
-def _attention(model: Model) -> RowAttention | None:
-    """What computes its attention by rows; None where that cannot be had."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    per_key = heads // (getattr(config, "num_key_value_heads", None) or heads)
-    return find_attention(model.context, per_key, model.dtype, model.device)
+def _attention(model: Model, group: Group | None, *, by_rows: bool) -> RowAttention | None:
+    """What computes its attention by rows; None where that is not wanted, or some rank of the group cannot have it."""
+    attention = None
+    if by_rows:
+        config = model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        per_key = heads // (getattr(config, "num_key_value_heads", None) or heads)
+        attention = find_attention(model.context, per_key, model.dtype, model.device)
+    if group is not None and not group.minimum(int(attention is not None)):
+        return None
+    return attention
 
 
 def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
@@ -267,94 +264,6 @@ def _passed(report: Progress, difference: float) -> None:
     report(f"self-test passed: logits within {difference:.1g} of the stock forward (relative)")
 
 
-def _local(path: str) -> bool:
-    """Whether ``path`` is a folder here; raises for what was surely meant to be one, so that nothing is downloaded."""
-    folder = Path(path).expanduser()
-    try:
-        is_folder, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    if is_folder:
-        if not has_config:
-            raise ModelError(f"{path}: not a model folder, it has no config.json")
-        return True
-    if exists:
-        raise ModelError(f"{path}: is a file; give the folder that holds config.json and the weights")
-    parts = path.split("/")
-    meant_as_hub_id = len(parts) == 2 and all(parts) and path[0] not in "./~" and not Path(parts[0]).is_dir()
-    if not meant_as_hub_id:
-        raise ModelError(f"{path}: no such folder; give a model folder or a hub id such as Org/Name")
-    return False
-
-
-def choose_device(device: str) -> torch.device:
-    """The device of this name; auto: a GPU where there is one. Raises ModelError."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r} cannot be used here: {_first_line(error)}") from error
-
-
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The number format of this name; auto: bfloat16 where the device computes it, else float32. Raises ModelError.
-
-    Never float16 unless asked for: what was trained in bfloat16 may overflow there.
-    """
-    if dtype == "auto":
-        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def _computes_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware does, instead of emulating it; taken for granted of a GPU that torch does not see here."""
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return True
-        with torch.cuda.device(device):
-            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
-
-
-def read_config(path: str) -> Any:
-    """The configuration of the causal language model in a folder, or of a hub id. Raises ModelError."""
-    local = _local(path)
-    try:
-        config = AutoConfig.from_pretrained(Path(path).expanduser() if local else path, local_files_only=local)
-    except Exception as error:
-        raise ModelError(f"{path}: cannot read the configuration: {_first_line(error)}") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
-    return config
-
-
-def _read_module(path: str, local: bool, dtype: torch.dtype, group: Group | None) -> Any:
-    folder = Path(path).expanduser() if local else path
-    config = read_config(path)
-    try:
-        module: Any
-        loaded: dict[str, Any]
-        module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=STOCK,
-            local_files_only=local,
-            output_loading_info=True,
-            distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
-        )
-    except Exception as error:
-        raise ModelError(f"{path}: cannot load the weights: {_first_line(error)}") from error
-    if missing := sorted(loaded["missing_keys"]):
-        # transformers fills these with random numbers and only warns.
-        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
-    return module.eval().requires_grad_(False)
-
-
 def _check_numbers(path: str, module: Any) -> None:
     """Refuse weights that are no numbers: they would make every logit one that is none.
 
@@ -368,26 +277,6 @@ def _check_numbers(path: str, module: Any) -> None:
             continue
         if not all(end.isfinite() for end in tensor.aminmax()):
             raise ModelError(f"{path}: tensor {name!r} holds NaN or infinite values in {tensor.dtype}")
-
-
-def read_tokenizer(path: str) -> Any:
-    """Transformers' tokenizer of a folder or hub id; None if a folder has none. Raises ModelError."""
-    folder = Path(path).expanduser()
-    local = folder.is_dir()
-    if local and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        with _quiet():
-            return AutoTokenizer.from_pretrained(folder if local else path, local_files_only=local)
-    except Exception as error:
-        raise ModelError(f"{path}: cannot read the tokenizer: {_first_line(error)}") from error
-
-
-def tokens_of(tokenizer: Any) -> dict[str, int]:
-    """Token to id; empty when there is no tokenizer."""
-    vocabulary: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
-    # Without its files transformers may invent a tokenizer that knows its special tokens only.
-    return vocabulary if tokenizer is not None and len(vocabulary) > len(tokenizer.all_special_ids) else {}
 
 
 def _describe(path: str, module: Any, tokens: dict[str, int], dtype: torch.dtype, device: torch.device) -> Model:
@@ -443,16 +332,6 @@ def _token_ids(value: int | list[int] | None) -> set[int]:
     return set(value) if isinstance(value, list) else {value}
 
 
-def digest_of(tokens: dict[str, int]) -> int:
-    """64-bit digest of the id-to-token map; 0 when there is none."""
-    if not tokens:
-        return 0
-    digest = hashlib.blake2b(digest_size=8)
-    for token, token_id in sorted(tokens.items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
-    return int.from_bytes(digest.digest(), "big")
-
-
 def _quantised(model: Model, quantization: str) -> Model:
     """The same model, its weights quantised in place."""
     module: Any = model.module
@@ -477,30 +356,9 @@ def _leave_file(module: Any) -> None:
 def _guarded(part: Callable[[], T], failed: Callable[[str], ModelError]) -> T:
     """Run a part of the self-test; whatever a model does in it ends as one clear line."""
     try:
-        with _quiet():
+        with quiet():
             return part()
     except ModelError:
         raise
     except Exception as error:
-        raise failed(f"{type(error).__name__}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and advice out of a server's output."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        raise failed(f"{type(error).__name__}: {first_line(error)}") from error

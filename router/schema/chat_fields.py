@@ -39,9 +39,9 @@ def chat_text(body: ChatBody, template: ChatTemplate | None, tools: Tools) -> st
     return _up_to(mark, text, messages[-1]) if continued else text
 
 
-def _message(written: Written, where: str) -> Message:
-    """As templates want it: the arguments of calls are objects."""
-    role, calls = written.role, written.tool_calls
+def _check_message(written: Written, where: str) -> None:
+    """Raise :class:`ApiError` if a message lacks what those of its role have, or has what they have not."""
+    role, calls, answered = written.role, written.tool_calls, written.tool_call_id
     if calls and role != "assistant":
         raise wrong_value(
             f"{where}.tool_calls",
@@ -52,11 +52,16 @@ def _message(written: Written, where: str) -> Message:
         raise missing(f"{where}.content", _CONTENT)
     if written.content == []:
         raise wrong_type(f"{where}.content", _CONTENT, [])
-    answered = written.tool_call_id
     if role == "tool" and answered is None:
         raise missing(f"{where}.tool_call_id", "the id of the call this message answers")
     if role != "tool" and answered is not None:
         raise wrong_value(f"{where}.tool_call_id", "left out, except in messages of role tool", answered)
+
+
+def _message(written: Written, where: str) -> Message:
+    """As templates want it: the arguments of calls are objects."""
+    _check_message(written, where)
+    role, calls, answered = written.role, written.tool_calls, written.tool_call_id
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     message["content"] = "" if written.content is None else text_of(written.content, "\n")
     if calls:

@@ -181,8 +181,8 @@ def _same(value: object, other: object) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
-def _refusal(model: type[Fields], raw: object, fault: ErrorDetails) -> ApiError:
-    """What pydantic found, as an error that names the innermost field or object, not places in arrays of scalars."""
+def _innermost(model: type[Fields], raw: object, fault: ErrorDetails) -> tuple[str, Schema, Any]:
+    """Path, schema and value of the innermost field or object that is at fault, not of places in arrays of scalars."""
     path, schema, value = "", json_schema(model), raw
     named = path, schema, value
     for part in fault["loc"]:
@@ -192,14 +192,26 @@ def _refusal(model: type[Fields], raw: object, fault: ErrorDetails) -> ApiError:
         if isinstance(part, str) and "properties" not in schema and "title" in schema:
             break  # it speaks for all inside
         if isinstance(part, int):
-            path, schema, value = f"{path}[{part}]", schema["items"], value[part] if isinstance(value, list) else None
+            path, schema = f"{path}[{part}]", schema["items"]
         else:
             path = f"{path}.{shortened(part)}" if path else part
             schema = schema["properties"][part] if "properties" in schema else schema["additionalProperties"]
-            value = value.get(part) if isinstance(value, dict) else None
+        value = _inside(value, part)
         if isinstance(part, str) or "properties" in schema:
             named = path, schema, value
-    where, schema, value = named
+    return named
+
+
+def _inside(value: Any, part: int | str) -> Any:
+    """What a JSON value holds there; None: nothing."""
+    if isinstance(part, int):
+        return value[part] if isinstance(value, list) else None
+    return value.get(part) if isinstance(value, dict) else None
+
+
+def _refusal(model: type[Fields], raw: object, fault: ErrorDetails) -> ApiError:
+    """What pydantic found, as an error that names the field."""
+    where, schema, value = _innermost(model, raw, fault)
     match fault["type"]:
         case "refused":
             context = fault["ctx"]

@@ -24,14 +24,8 @@ def in_words(schema: Schema) -> str:
     if "anyOf" in schema:
         return " or ".join(map(in_words, schema["anyOf"]))
     match schema.get("type"):
-        case "integer" | "number" as kind:
-            what = "an integer" if kind == "integer" else "a number"
-            low, high = schema.get("minimum", 0), schema.get("maximum")
-            if "exclusiveMinimum" in schema:
-                return f"{what} of more than {schema['exclusiveMinimum']:g} and at most {high:g}"
-            if high is None:
-                return f"{what} of at least {low}"
-            return f"{what} from {_number(low)} to {_number(high)}"
+        case "integer" | "number":
+            return _range(schema)
         case "string":
             return f"a string{_characters(schema)}"
         case "boolean":
@@ -44,6 +38,16 @@ def in_words(schema: Schema) -> str:
             return "an object" + (f" of at most {schema['maxProperties']} entries" if "maxProperties" in schema else "")
         case _:
             return "any JSON"
+
+
+def _range(schema: Schema) -> str:
+    what = "an integer" if schema["type"] == "integer" else "a number"
+    low, high = schema.get("minimum", 0), schema.get("maximum")
+    if "exclusiveMinimum" in schema:
+        return f"{what} of more than {schema['exclusiveMinimum']:g} and at most {high:g}"
+    if high is None:
+        return f"{what} of at least {low}"
+    return f"{what} from {_number(low)} to {_number(high)}"
 
 
 def _several(schema: Schema) -> str:
@@ -80,6 +84,12 @@ def json_schema(model: type[BaseModel]) -> Schema:
     return dict(_whole({"$ref": f"#/$defs/{model.__name__}"}, parts))
 
 
+def _referred(name: str, parts: Mapping[str, Schema]) -> Schema:
+    """A schema that others refer to, without what is its own: the description, and a title that is but its name."""
+    whole = _whole(parts[name], parts)
+    return {key: item for key, item in whole.items() if key != "description" and (key != "title" or item != name)}
+
+
 def _whole(part: Any, parts: Mapping[str, Schema]) -> Any:
     if isinstance(part, list):
         return [_whole(item, parts) for item in part]
@@ -87,9 +97,7 @@ def _whole(part: Any, parts: Mapping[str, Schema]) -> Any:
         return part
     part = {"anyOf" if name == "oneOf" else name: _whole(item, parts) for name, item in part.items()}
     if "$ref" in part:
-        name = part.pop("$ref").rpartition("/")[2]
-        whole = {key: item for key, item in _whole(parts[name], parts).items() if key != "description"}
-        part = {key: item for key, item in whole.items() if key != "title" or item != name} | part
+        part = _referred(part.pop("$ref").rpartition("/")[2], parts) | part
     if "anyOf" in part and {"type": "null"} in part["anyOf"]:
         kept = [one for one in part.pop("anyOf") if one != {"type": "null"}]
         part = (kept[0] if len(kept) == 1 else {"anyOf": kept}) | part

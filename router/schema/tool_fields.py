@@ -40,15 +40,19 @@ class Tools:
         return any(tool["function"].get("strict") for tool in self.offered)
 
 
+def _demanded(body: ChatBody) -> list[int]:
+    """Numbers of the tools of which one has to be called; none: the model is free."""
+    chosen = body.tool_choice
+    if isinstance(chosen, NamedTool):
+        return [index for index, tool in enumerate(body.tools) if tool.function["name"] == chosen.function.name]
+    return list(range(len(body.tools))) if chosen == "required" else []
+
+
 def tools_of(body: ChatBody, tokenizer: Tokenizer) -> Tools:
     """``tools``, ``tool_choice`` and ``parallel_tool_calls``. Raises :class:`ApiError`."""
     template, chosen = tokenizer.chat_template, body.tool_choice
     tools = [{"type": tool.type, "function": tool.function} for tool in body.tools]
-    demanded = [
-        index
-        for index, tool in enumerate(body.tools)
-        if chosen == "required" or (isinstance(chosen, NamedTool) and tool.function["name"] == chosen.function.name)
-    ]
+    demanded = _demanded(body)
     if isinstance(chosen, NamedTool) and not demanded:
         raise wrong_value("tool_choice.function.name", "the name of one of tools", chosen.function.name)
     if chosen == "required" and not tools:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from router.sessions.models import revision_ages, same_tokenizer
 from speculation.events import PeerId
 from speculation.messages import Load, Welcome
 
@@ -107,22 +108,6 @@ class WorkerCandidate:
         return not self.load.capacity_tokens or self.held_tokens + tokens <= self.load.capacity_tokens
 
 
-def same_tokenizer(one: int, other: int) -> bool:
-    """Whether two digests allow the same token ids; an unknown one does not object."""
-    return one == other or 0 in (one, other)
-
-
-def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
-    """When each revision came up, in seconds since 1970: the later, the newer.
-
-    That of its oldest worker counts, so that an old revision does not become the newest by starting a worker again.
-    """
-    since: dict[int, float] = {}
-    for welcome in welcomes:
-        since[welcome.revision] = min(welcome.started, since.get(welcome.revision, welcome.started))
-    return since
-
-
 def choose_target(
     candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
 ) -> PeerId | None:
@@ -133,12 +118,17 @@ def choose_target(
     """
     running = [candidate for candidate in candidates if _runs(candidate, wanted)]
     usable = [candidate for candidate in running if candidate.can_hold(wanted.end)] or running
+    best = _of_newest_revision(usable, wanted)
+    mean = sum(candidate.busy for candidate in best) / len(best) if best else 0.0
+    return _pick([(_target_cost(candidate, wanted, mean, weights), candidate.peer) for candidate in best], rng)
+
+
+def _of_newest_revision(usable: Sequence[WorkerCandidate], wanted: WantedWorker) -> list[WorkerCandidate]:
+    """Those of the newest revision that has room, or, if none has, of the newest; with room if any has."""
     roomy = [candidate for candidate in usable if candidate.has_room(wanted.tokens - candidate.known_tokens)]
     ages = revision_ages(candidate.welcome for candidate in usable)
     newest = max((ages[candidate.welcome.revision] for candidate in roomy or usable), default=0.0)
-    best = [candidate for candidate in roomy or usable if ages[candidate.welcome.revision] == newest]
-    mean = sum(candidate.busy for candidate in best) / len(best) if best else 0.0
-    return _pick([(_target_cost(candidate, wanted, mean, weights), candidate.peer) for candidate in best], rng)
+    return [candidate for candidate in roomy or usable if ages[candidate.welcome.revision] == newest]
 
 
 def choose_drafter(

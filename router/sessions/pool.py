@@ -21,10 +21,9 @@ from router.sessions.choice import (
     WorkerCandidate,
     choose_drafter,
     choose_target,
-    revision_ages,
-    same_tokenizer,
 )
 from router.sessions.event_log import EventKind, EventLog
+from router.sessions.models import ServedModels, revisions_of, same_tokenizer
 from router.sessions.prefixes import Prefixes
 from router.sessions.recent import Recent
 from router.sessions.record import AcceptanceRecord
@@ -39,8 +38,6 @@ log = logging.getLogger(__name__)
 
 WORK = {Role.TARGET: ("steps", "committed"), Role.DRAFT: ("steps", "proposed")}
 """What workers count of their steps and of the tokens they bring."""
-FORGET_SECONDS = 300.0
-"""How long a model is served on whose last target has left the list of workers: it may come back."""
 
 
 @dataclass(slots=True)
@@ -178,36 +175,13 @@ class WorkerPool:
     _joined: dict[SessionId, tuple[WorkerConnection, WorkerConnection]] = field(default_factory=dict)
     """Sessions whose two workers hear each other at once."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
-    _models: dict[str, tuple[Welcome, float]] = field(default_factory=dict)
-    """By name: what its newest target said, and when a target of it was last on the list."""
+    _models: ServedModels = field(default_factory=ServedModels)
 
     def models(self) -> dict[str, ServedModel]:
         """All models that have, or lately had, a target. New requests are for what the newest target of each says."""
-        now = self.clock()
         targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
-        for described in (peer.described for peer in targets if peer.described is not None):
-            known, _ = self._models.get(described.model, (described, now))
-            self._models[known.model] = known, now
-        for name, (_, seen) in list(self._models.items()):
-            up = [peer.welcome for peer in targets if peer.welcome and peer.welcome.model == name]
-            ages = revision_ages(up)
-            if up:
-                self._models[name] = max(up, key=lambda welcome: ages[welcome.revision]), seen
-            if now - seen > FORGET_SECONDS:
-                del self._models[name]
-        return {name: self._served(welcome) for name, (welcome, _) in sorted(self._models.items())}
-
-    def _served(self, newest: Welcome) -> ServedModel:
-        known = [peer.described for peer in self.peers.values() if peer.role is Role.TARGET and peer.described]
-        alike = [newest, *(welcome for welcome in known if welcome.model == newest.model)]
-        return ServedModel(
-            newest.model,
-            newest.vocabulary,
-            newest.context,
-            newest.tokenizer,
-            newest.source,
-            tuple(sorted({name for welcome in alike for name in welcome.sources})),
-        )
+        known = [peer.described for peer in targets if peer.described is not None]
+        return self._models.served(known, [peer.welcome for peer in targets if peer.welcome], self.clock())
 
     def traffic(self, role: Role) -> Traffic:
         """Everything that went to workers of a role and came from them since the start."""
@@ -296,8 +270,8 @@ class WorkerPool:
 
     def revisions(self, model: str) -> set[int]:
         """Revisions of a model that have a target now."""
-        targets = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET)
-        return {welcome.revision for welcome in targets if welcome is not None and welcome.model == model}
+        targets = (peer.welcome for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome)
+        return revisions_of(model, targets)
 
     def opened(self, peer: PeerId, opening: Open, blocks: Sequence[int]) -> None:
         """A session is sent there, of a prompt of these blocks."""

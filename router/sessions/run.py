@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from router.generation import Committed, Ended, GenerationError, ServedModel
+from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.sessions.choice import WantedWorker
 from router.sessions.event_log import SessionNotes
 from router.sessions.null_tracer import NullTracer
 from router.sessions.speculation_trace import SpeculationTrace
 from router.sessions.tally import SessionTally
 from speculation.events import PeerId
-from speculation.messages import FinishReason
-from speculation.request.session import Session
+from speculation.messages import FinishReason, Limits, SessionId
+from speculation.request.session import Session, SessionLimits
 from transport.session_log import SessionLog
 
 
@@ -48,3 +48,18 @@ class RunningSession:
         """What it needs of a worker now."""
         name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
         return WantedWorker(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)
+
+
+def session_of(number: SessionId, generation: Generation, limits: SessionLimits, traceparent: str) -> Session:
+    """The session that a generation gets. ``traceparent``: of its trace; empty if it is not traced."""
+    prompt = len(generation.prompt)
+    return Session(
+        number,
+        generation.prompt,
+        generation.sampling,
+        Limits(prompt + generation.max_tokens, generation.stop_tokens, prompt + generation.min_tokens),
+        generation.speculation,
+        limits,
+        generation.priority,
+        replace(generation.request_options, request=generation.request_id, trace=traceparent),
+    )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.generation import ServedModel
 from router.sessions.event_log import LoggedEvent
-from router.sessions.pool import Peer, Traffic
+from router.sessions.pool import Peer, Traffic, WorkerPool
+from router.sessions.totals import Totals
 from speculation.events import PeerId, Role
 from speculation.messages import Load, Welcome
+from speculation.request.session import Phase, Session
 
 
 class WorkerState(StrEnum):
@@ -92,6 +95,32 @@ class Snapshot:
     quarantined: int = 0
     traffic: dict[Role, Traffic] = field(default_factory=dict)
     draining: bool = False
+
+    @classmethod
+    def of(cls, pool: WorkerPool, sessions: Collection[Session], ended: Totals, *, draining: bool) -> Snapshot:
+        """A router as of now. ``sessions`` are under way; ``ended``: what those before them have counted."""
+        totals = replace(ended)
+        for session in sessions:
+            totals.take(session)
+        kept = pool.record.measured()
+        return cls(
+            workers=tuple(WorkerView.of(peer, kept.get(peer.peer)) for peer in pool.peers.values()),
+            models=tuple(pool.models().values()),
+            logged_events=pool.event_log.lines,
+            sessions=totals.sessions,
+            failed=totals.failed,
+            placing=sum(session.phase is Phase.PLACING for session in sessions),
+            running=sum(session.phase is Phase.RUNNING for session in sessions),
+            reopened=totals.reopened,
+            moved=totals.moved,
+            condemned=totals.condemned,
+            malformed=totals.malformed,
+            stale=totals.stale,
+            strikes=totals.strikes,
+            quarantined=totals.quarantined,
+            traffic={role: pool.traffic(role) for role in Role},
+            draining=draining,
+        )
 
     @property
     def exact(self) -> bool | None:

@@ -120,12 +120,16 @@ def _fits(schema: object, ending: set[str]) -> bool:
         if isinstance(some := schema.get(name), list) and some:
             parts.append(any(_fits(one, ending) for one in some))
     if schema.get("type") == "object" and isinstance(required := schema.get("required"), list):
-        properties = schema.get("properties")
-        described = properties if isinstance(properties, dict) else {}
-        parts += [_fits(described.get(name), ending) for name in required if isinstance(name, str)]
+        parts.append(_properties_fit(schema, required, ending))
     if schema.get("type") == "array" and isinstance(min_items := schema.get("minItems"), int):
         parts.append(_items_fit(schema, min_items, ending))
     return all(parts)
+
+
+def _properties_fit(schema: Mapping[str, object], required: list[object], ending: set[str]) -> bool:
+    properties = schema.get("properties")
+    described = properties if isinstance(properties, dict) else {}
+    return all(_fits(described.get(name), ending) for name in required if isinstance(name, str))
 
 
 def _items_fit(schema: Mapping[str, object], min_items: int, ending: set[str]) -> bool:

@@ -16,7 +16,8 @@ from enum import Enum, auto
 from math import inf
 from typing import TypeVar
 
-from speculation.messages import ANCHOR, Open, Proposal, Rule, Schedule, Support, Token, Verification
+from speculation.drafting.proposals import PROPOSAL_BYTES, parent_of, proposal_bytes, proposals_of, token_bytes
+from speculation.messages import Open, Proposal, Rule, Schedule, Support, Token, Verification
 from speculation.trie import Node, SpeculationTrie, TrieLimits
 from speculation.verifying.budget import StepCost, worth_drafting
 from speculation.verifying.calibration import Calibration
@@ -47,8 +48,6 @@ IGNORED_BEFORE_REPUSH = 3
 """Verifications in a row that ignore what was pushed, before it is pushed again; doubles each time."""
 
 
-PROPOSAL_BYTES = 26
-"""What a proposal costs on the wire, besides its nodes."""
 FIRST_CREDIT, MAX_CREDIT = 8, 64
 """Committed tokens whose bytes a session may spend at its start, and may save up: a hard passage takes more."""
 LARGEST_SHARE = 0.5
@@ -258,10 +257,10 @@ class DraftSession:
             return []
         self._held = 0
         self._sent_end = max(self._sent_end, *(node.end for node in chosen))
-        proposals = self._proposals(chosen)
+        proposals = proposals_of(self.opened, self.trie.root, chosen)
         for node in chosen:
             del self._unsent[node]
-        self._credit -= sum(PROPOSAL_BYTES + sum(map(_bytes, proposal.tokens)) for proposal in proposals)
+        self._credit -= sum(map(proposal_bytes, proposals))
         return proposals
 
     def _steps_to_hold(self) -> float:
@@ -290,56 +289,15 @@ class DraftSession:
         chosen: dict[Node, None] = {}
         anchors: set[Node] = set()
         for node in sorted(self._unsent, key=lambda node: (-node.weight, node.end)):
-            above = _parent(node)
+            above = parent_of(node)
             if above not in chosen and above not in anchors:
                 left -= PROPOSAL_BYTES  # at most: one proposal may span several places
                 anchors.add(above)
-            left -= _bytes(node.token)
+            left -= token_bytes(node.token)
             if left < 0:
                 break
             chosen[node] = None
         return list(chosen)
-
-    def _proposals(self, nodes: Sequence[Node]) -> list[Proposal]:
-        """New nodes in the fewest bytes: one proposal for each place they hang from, or one that spans them all.
-
-        The latter repeats the known nodes between, which does no harm, and is cheaper unless there are many.
-        """
-        unsent = set(nodes)
-        parts: dict[Node, list[Node]] = {}
-        anchors: dict[Node, Node] = {}
-        for node in nodes:
-            above = _parent(node)
-            anchors[node] = anchor = anchors[above] if above in unsent else above
-            parts.setdefault(anchor, []).append(node)
-        common, spanning = self._span(list(parts), nodes)
-        repeated = sum(_bytes(node.token) for node in spanning if node not in unsent)
-        if repeated <= PROPOSAL_BYTES * (len(parts) - 1):
-            return [self._proposal(common, spanning)]
-        return [self._proposal(anchor, part) for anchor, part in parts.items()]
-
-    def _span(self, anchors: Sequence[Node], nodes: Sequence[Node]) -> tuple[Node, list[Node]]:
-        """The deepest place above all ``anchors``, and everything between it and ``nodes``, parents first."""
-        paths = [anchor.path_from(self.trie.root) for anchor in anchors]
-        shared = 0
-        while all(len(path) > shared and path[shared] is paths[0][shared] for path in paths):
-            shared += 1
-        common = paths[0][shared - 1] if shared else self.trie.root
-        between = {node: None for path in paths for node in path[shared:]} | dict.fromkeys(nodes)
-        return common, sorted(between, key=lambda node: node.end)
-
-    def _proposal(self, anchor: Node, nodes: Sequence[Node]) -> Proposal:
-        index = {node: i for i, node in enumerate(nodes)}
-        return Proposal(
-            session=self.opened.session,
-            epoch=self.opened.epoch,
-            anchor_position=anchor.end,
-            anchor_digest=anchor.digest,
-            tokens=tuple(node.token for node in nodes),
-            parents=tuple(ANCHOR if node.parent is anchor else index[_parent(node)] for node in nodes),
-            confidence=tuple(node.confidence for node in nodes),
-            q=tuple(node.q for node in nodes if node.q is not None),
-        )
 
     # -- following the target ------------------------------------------------------------------------------------------
 
@@ -393,11 +351,6 @@ class DraftSession:
             node = node.children[token]
 
 
-def _parent(node: Node) -> Node:
-    assert node.parent is not None
-    return node.parent
-
-
 def _outcome(candidates: Sequence[Candidate], token: Token) -> Outcome:
     right = next((rank for rank, candidate in enumerate(candidates) if candidate.token == token), NONE_RIGHT)
     return Outcome(tuple(candidate.confidence for candidate in candidates), right)
@@ -423,8 +376,3 @@ def best_places(
         ((owner, node) for owner, frontier in frontiers for node in frontier), key=lambda place: -place[1].weight
     )[:max_places]
     return places[: worth_drafting([node.weight for _, node in places], num_scheduled_tokens, certain, cost)]
-
-
-def _bytes(token: Token) -> int:
-    """What a draft token costs on the wire: itself as a varint, its parent, its confidence."""
-    return (token.bit_length() + 6) // 7 + 2

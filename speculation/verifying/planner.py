@@ -7,7 +7,7 @@ Pure: it sees sessions and times, never a model. The rule itself is in :mod:`spe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,24 +107,30 @@ class Planner:
 
     def plan(self, asked: Sequence[Asked], now: float, prefilled: int = 0, room: int | None = None) -> Plan:
         """Settle the next step, which computes ``prefilled`` tokens besides; ``room``: most drafts of all together."""
-        payoff = self._note(asked, now, room)
-        if payoff.probing:
-            asked = [Asked(one.session, 0) if _follows(one.session) else one for one in asked]
-        if room is not None:
-            asked = [Asked(one.session, min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
+        asked = self._bounded(asked, room, probing=self._note(asked, now, room).probing)
         candidates = [one.session.candidates(one.drafts) for one in asked]
         waits = [self._baseline_wait(one, tree, now) for one, tree in zip(asked, candidates, strict=True)]
         going = [i for i, until in enumerate(waits) if until is None]
         chosen = self._chosen([asked[i] for i in going], [candidates[i] for i in going], prefilled, room)
         if len(asked) == 1 and going and not prefilled:
             waits[0] = self._wait(asked[0].session, candidates[0], now)
-        trees: list[VerificationTree | None] = [None] * len(asked)
-        for i, tree in zip(going, chosen, strict=True):
+        return self._begin([one.session for one in asked], dict(zip(going, chosen, strict=True)), waits, now)
+
+    def _begin(
+        self,
+        sessions: Sequence[TargetSession],
+        chosen: Mapping[int, VerificationTree],
+        waits: Sequence[float | None],
+        now: float,
+    ) -> Plan:
+        """Have those sessions verify what is chosen for them that do not wait, so that the step begins ``now``."""
+        trees: list[VerificationTree | None] = [None] * len(sessions)
+        for i, tree in chosen.items():
             if waits[i] is None:
-                trees[i] = asked[i].session.begin_verification(tree)
+                trees[i] = sessions[i].begin_verification(tree)
         self._branched = any(tree.branched for tree in trees if tree is not None)
         wakes = [until for until in waits if until is not None]
-        if len(wakes) < len(asked):
+        if len(wakes) < len(sessions):
             self._began = now
         return Plan(tuple(trees), min(wakes) if wakes else None)
 
@@ -142,6 +148,14 @@ class Planner:
         drafting.pays = (payoff.drafting and room != 0) or not self._adaptive
         drafting.break_even = payoff.break_even(len(asked))
         return payoff
+
+    def _bounded(self, asked: Sequence[Asked], room: int | None, *, probing: bool) -> Sequence[Asked]:
+        """The same with no more room for drafts than each may use; none for those that ``probing`` computes without."""
+        if probing:
+            asked = [Asked(one.session, 0) if _follows(one.session) else one for one in asked]
+        if room is not None:
+            asked = [Asked(one.session, min(one.drafts, self._limit(one, room, len(asked)))) for one in asked]
+        return asked
 
     def _limit(self, one: Asked, room: int, sessions: int) -> int:
         """Of the room for drafts, what one session may use: all where gain decides, else its even part."""

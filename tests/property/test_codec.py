@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation import messages as m
 from transport.codec import (
-    MAX_RELAYED_BYTES,
     MalformedMessage,
     decode_from_worker,
     decode_to_worker,
     encode_from_worker,
     encode_to_worker,
-    heading,
-    relayed,
 )
+from transport.relayed import MAX_RELAYED_BYTES, heading, relayed
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

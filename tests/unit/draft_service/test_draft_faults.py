@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from draft_service import lookahead
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.sequence import DraftSequence
 from draft_service.staged_drafting import Ask, Guesser, Lookup, StagedDrafting
@@ -152,7 +153,7 @@ def plant(
     where: str = "computed",
 ) -> None:
     """Have every step with a chunk that ``fails`` do so, ``where`` it is computed or drawn from."""
-    compute, draw = worker._engine.run, worker._candidates
+    compute, draw = worker._engine.run, lookahead.candidates_of
     poisoned = False
 
     def run(chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -168,7 +169,7 @@ def plant(
         return draw(*args)
 
     monkeypatch.setattr(worker._engine, "run", run)
-    monkeypatch.setattr(worker, "_candidates", candidates)
+    monkeypatch.setattr(lookahead, "candidates_of", candidates)
 
 
 @pytest.mark.parametrize("where", ["computed", "drawn from"])

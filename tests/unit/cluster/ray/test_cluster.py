@@ -11,6 +11,7 @@ from ray.serve.config import HTTPOptions
 from cluster.config.config import from_mapping
 from cluster.console import CommandError
 from cluster.ray import cluster as ray_cluster
+from cluster.ray import connection
 
 CONFIG = from_mapping({"router": {"port": 8001}, "ray": {"address": "10.0.0.5:6379"}}, "test")
 
@@ -100,5 +101,5 @@ def test_what_does_not_end_is_not_called_removed(removed):
 def test_what_no_longer_listens_is_about_to_end():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert not ray_cluster._refuses(address)
-    assert ray_cluster._refuses(address)
+        assert not connection._refuses(address)
+    assert connection._refuses(address)

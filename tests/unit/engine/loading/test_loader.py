@@ -212,7 +212,7 @@ def test_weights_that_are_stored_in_float8(
     stored: torch.dtype, value: float, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As plain parameters beside their scales, which is how transformers reads such checkpoints on a GPU."""
-    read = loader._read_module
+    read = loader.read_module
 
     def read_quantised(*arguments: Any) -> Any:
         module = read(*arguments)
@@ -221,7 +221,7 @@ def test_weights_that_are_stored_in_float8(
         up.weight_scale_inv = torch.nn.Parameter(torch.full((1, 1), value), requires_grad=False)
         return module
 
-    monkeypatch.setattr(loader, "_read_module", read_quantised)
+    monkeypatch.setattr(loader, "read_module", read_quantised)
     if math.isfinite(value):
         load(str(llama), dtype="fp32", device="cpu", pack=False, self_test=False)
         return

@@ -1,0 +1,131 @@
+"""How this process gets to Ray: starts one of its own or joins a cluster, sees when its own is gone, and ends it.
+
+Knows nothing of what runs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.config.config import Config
+from cluster.config.environment import current
+from cluster.config.flags import FAILED
+from cluster.console import CommandError
+from cluster.placement import APPLICATION
+from cluster.processes.niceness import NICENESS
+from transport.address import parse
+
+REFUSAL_SECONDS = 0.5
+REACH_SECONDS = 5.0
+
+
+def join(config: Config) -> None:
+    """Start Ray or connect to the cluster. Raises :class:`cluster.console.CommandError`; ``ray.shutdown`` undoes it."""
+    settings = config.ray
+    options: dict[str, Any] = {}
+    if settings.address == "local":
+        size = settings.object_store_mb << 20
+        options = {"num_cpus": settings.num_cpus, "object_store_memory": size, "include_dashboard": False}
+    else:
+        _check_reachable(settings.address)
+    import ray
+
+    try:
+        with _uninterrupted():
+            ray.init(
+                address=settings.address,
+                namespace=APPLICATION,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **options,
+            )
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError ... all end the same way
+        raise CommandError(f"cannot start or reach Ray: {first_line(error)}", FAILED) from error
+    from ray import serve  # noqa: F401 - sets the level of its logger when first imported
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it would write into our own lines
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    try:
+        with socket.create_connection(parse(address), timeout=REACH_SECONDS):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CommandError(f"no Ray cluster at {address} ({reason}); --address takes its HOST:PORT", FAILED) from error
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put off Ctrl-C and SIGTERM: Ray crashes when it is interrupted while it starts, and replaces our handlers."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _frame: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])
+    if came:
+        raise KeyboardInterrupt
+
+
+def prepare_environment() -> None:
+    """Settings of Ray that can only be made through the environment, for a Ray of our own."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_SERVE_LOG_TO_STDERR"] = "0"
+    os.environ["RAY_enable_metrics_collection"] = "0"  # noqa: SIM112 - so named by Ray
+    os.environ.update(NICENESS)
+    # Whoever reserves no GPU sees all, as a plain process does, also where the environment tells Ray to hide them.
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    # Ray listens on all interfaces. A token of this run's own keeps others out, and no file is written for it.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def is_broken() -> bool:
+    """Whether a process has ended, or is about to, without which the Ray that was started here is none."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    if node is None:
+        return False
+    return any(kind in ("gcs_server", "raylet") for kind, _ in node.dead_processes()) or _refuses(node.gcs_address)
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens there: Ray's control process stops to at once when told to end, and ends seconds later."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=REFUSAL_SECONDS):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # too busy to answer
+        return False
+
+
+def end_own_processes() -> None:
+    """Kill what is left of a Ray of our own: whoever carries this run's token."""
+    token = f"RAY_AUTH_TOKEN={current()['RAY_AUTH_TOKEN']}".encode()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        number = int(file.parent.name)
+        with contextlib.suppress(OSError):  # somebody else's, or it has just ended
+            if number != os.getpid() and token in file.read_bytes().split(b"\0"):
+                os.kill(number, signal.SIGKILL)
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,179 @@
+"""What is in a model folder, or at a hub id, and on what device and in which numbers it is read.
+
+Read with plain transformers: configuration, weights, tokenizer. Whatever is wrong with them ends as one line that names
+the place. What becomes of the model is :mod:`engine.loading.loader`'s part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging as transformers_logging
+
+from engine.loading.self_test import STOCK
+from engine.model import ModelError
+from engine.parallel.group import Group
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+}
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def is_folder(path: str) -> bool:
+    """Whether ``path`` is a folder here; raises for what was surely meant to be one, so that nothing is downloaded."""
+    folder = Path(path).expanduser()
+    try:
+        found, has_config, exists = folder.is_dir(), (folder / "config.json").is_file(), folder.exists()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    if found:
+        if not has_config:
+            raise ModelError(f"{path}: not a model folder, it has no config.json")
+        return True
+    if exists:
+        raise ModelError(f"{path}: is a file; give the folder that holds config.json and the weights")
+    parts = path.split("/")
+    meant_as_hub_id = len(parts) == 2 and all(parts) and path[0] not in "./~" and not Path(parts[0]).is_dir()
+    if not meant_as_hub_id:
+        raise ModelError(f"{path}: no such folder; give a model folder or a hub id such as Org/Name")
+    return False
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of this name; auto: a GPU where there is one. Raises ModelError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device!r} cannot be used here: {first_line(error)}") from error
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The number format of this name; auto: bfloat16 where the device computes it, else float32. Raises ModelError.
+
+    Never float16 unless asked for: what was trained in bfloat16 may overflow there.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware does, instead of emulating it; taken for granted of a GPU that torch does not see here."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return True
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+
+
+def read_config(path: str) -> Any:
+    """The configuration of the causal language model in a folder, or of a hub id. Raises ModelError."""
+    local = is_folder(path)
+    try:
+        config = AutoConfig.from_pretrained(Path(path).expanduser() if local else path, local_files_only=local)
+    except Exception as error:
+        raise ModelError(f"{path}: cannot read the configuration: {first_line(error)}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{path}: model type {config.model_type!r} is not a causal language model")
+    return config
+
+
+def read_module(path: str, dtype: torch.dtype, group: Group | None) -> Any:
+    """The model in a folder or of a hub id, weights and all, or this rank's slice of them. Raises ModelError."""
+    local = is_folder(path)
+    folder = Path(path).expanduser() if local else path
+    config = read_config(path)
+    try:
+        module: Any
+        loaded: dict[str, Any]
+        module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=STOCK,
+            local_files_only=local,
+            output_loading_info=True,
+            distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
+        )
+    except Exception as error:
+        raise ModelError(f"{path}: cannot load the weights: {first_line(error)}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        # transformers fills these with random numbers and only warns.
+        raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
+    return module.eval().requires_grad_(False)
+
+
+def read_tokenizer(path: str) -> Any:
+    """Transformers' tokenizer of a folder or hub id; None if a folder has none. Raises ModelError."""
+    folder = Path(path).expanduser()
+    local = folder.is_dir()
+    if local and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(folder if local else path, local_files_only=local)
+    except Exception as error:
+        raise ModelError(f"{path}: cannot read the tokenizer: {first_line(error)}") from error
+
+
+def tokens_of(tokenizer: Any) -> dict[str, int]:
+    """Token to id; empty when there is no tokenizer."""
+    vocabulary: dict[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
+    # Without its files transformers may invent a tokenizer that knows its special tokens only.
+    return vocabulary if tokenizer is not None and len(vocabulary) > len(tokenizer.all_special_ids) else {}
+
+
+def digest_of(tokens: dict[str, int]) -> int:
+    """64-bit digest of the id-to-token map; 0 when there is none."""
+    if not tokens:
+        return 0
+    digest = hashlib.blake2b(digest_size=8)
+    for token, token_id in sorted(tokens.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{token_id}\t{token}\n".encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "big")
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and advice out of a server's output."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,76 @@
+"""What the steps of a target took: counted, told to the recorder, and learned from.
+
+Decides which step tells what. Each one tells how long steps are (:mod:`target_service.step_time`); only those in which
+every session decodes tell the planner what drafts cost, since beside a prompt their part of the time is unknown. The
+time for which all sessions waited for drafts is no step: it is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.recorder import Recorder
+from speculation.verifying.planner import Planner
+from target_service.batch_entry import BatchEntry
+from target_service.counters import TargetCounters
+from target_service.draft_model import DraftModel
+from target_service.step_time import StepTime
+
+
+class StepAccount:
+    """The steps of one worker so far. Times are of one monotonic clock, in seconds."""
+
+    def __init__(
+        self, counters: TargetCounters, planner: Planner, draft_model: DraftModel | None, recorder: Recorder | None
+    ) -> None:
+        """Nothing is known of any step."""
+        self._counters, self._planner, self._draft_model, self._recorder = counters, planner, draft_model, recorder
+        self._waiting_since: float | None = None
+        self.time = StepTime()
+
+    def pause(self, now: float, *, waits: bool) -> None:
+        """There is nothing to compute. ``waits``: since all sessions wait for drafts; else none is open."""
+        if not waits:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        if self._recorder:
+            self._recorder.flush()
+
+    def resume(self, now: float) -> None:
+        """A step begins."""
+        if self._waiting_since is None:
+            return
+        self._counters.waits += 1
+        self._counters.wait_microseconds += round((now - self._waiting_since) * 1e6)
+        if self._recorder:
+            self._recorder.write(role="target", wait=[self._waiting_since, now])
+        self._waiting_since = None
+
+    def observe(
+        self, entries: Sequence[BatchEntry], started: float, ended: float, forward: float, committed: int
+    ) -> None:
+        """A step is over, its ``forward`` took so many seconds, and it ``committed`` so many tokens."""
+        self._counters.steps += 1
+        self._counters.step_microseconds += round((ended - started) * 1e6)
+        self._counters.forward_microseconds += round(forward * 1e6)
+        tokens, only_decodes = sum(entry.tokens for entry in entries), all(entry.decodes for entry in entries)
+        computing = ended - started
+        if self._draft_model is not None:
+            computing -= self._draft_model.seconds
+            if only_decodes:
+                self._draft_model.observe(len(entries), committed, ended - started)
+        if only_decodes:
+            self._planner.observe(len(entries), tokens, computing, committed)
+        self.time.observe(tokens, computing)
+        if decoding := [entry.tokens for entry in entries if entry.decodes]:
+            self.time.verified(len(decoding), sum(decoding))
+        if self._recorder:
+            self._recorder.write(
+                role="target",
+                start=started,
+                end=ended,
+                forward=forward,
+                tokens=tokens,
+                sessions=[entry.outcome for entry in entries if entry.outcome],
+            )
