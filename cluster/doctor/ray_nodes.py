@@ -96,7 +96,7 @@ def deployed(config: Config) -> Mapping[str, Any] | None:
     import ray
     from ray.serve.context import _get_global_client
 
-    from cluster.ray.cluster import join
+    from cluster.ray.connection import join
 
     try:
         join(config)
@@ -112,7 +112,7 @@ def deployed(config: Config) -> Mapping[str, Any] | None:
 
 def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
     """All of the above for the cluster at ``ray.address``; fills in the workers that serve there."""
-    from cluster.ray.cluster import join
+    from cluster.ray.connection import join
 
     try:
         join(config)
