@@ -19,7 +19,8 @@ from random import Random
 from time import perf_counter
 
 from simulation.fault_promises import check
-from simulation.fault_world import HEALED, OUTPUT, FaultWorld, Poison, SimulatedPeer
+from simulation.fault_workers import HEALED, Poison, SimulatedPeer
+from simulation.fault_world import OUTPUT, FaultWorld
 from speculation.events import PeerId, Role
 from speculation.messages import SessionId
 from speculation.request.poison_detector import PoisonLimits
