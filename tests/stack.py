@@ -72,7 +72,7 @@ class Running:
 
 @asynccontextmanager
 async def _serving(machine: Machine, engine: StepEngine, role: str) -> AsyncIterator[Running]:
-    worker = Worker(machine, role)
+    worker = Worker(machine, role, validate=True)
     await worker.start("127.0.0.1:0")
     running = Running(worker, machine, engine)
     try:
