@@ -20,10 +20,9 @@ from router.sessions.null_tracer import NullTracer
 from router.sessions.pool import PoolEvents, WorkerPool, outside_vocabulary
 from router.sessions.prefixes import blocks_of
 from router.sessions.run import RunningSession, session_of
-from router.sessions.snapshot import Snapshot
+from router.sessions.snapshot import Snapshot, Totals
 from router.sessions.speculation_trace import SpeculationTrace
 from router.sessions.tally import RouterCounters
-from router.sessions.totals import Totals
 from router.telemetry.metrics import RouterMetrics
 from speculation.demand import RouterDemand
 from speculation.events import (

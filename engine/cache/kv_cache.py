@@ -19,8 +19,7 @@ import torch
 
 from engine.cache.block_ledger import BlockLedger
 from engine.cache.known_blocks import KnownBlock
-from engine.cache.kv_store import BLOCK, CLEAR, KVStore, Move
-from engine.cache.moves import Moves
+from engine.cache.kv_store import BLOCK, CLEAR, KVStore, Move, Moves
 from engine.cache.sequence_state import ROOT, SequenceState
 
 __all__ = ["ROOT", "CacheFull", "CachedSequence", "KVCache", "SequenceState"]

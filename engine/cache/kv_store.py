@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,30 @@ Move = tuple[int, int]
 
 CLEAR = -1
 """As the source of a move: no slot, but zeros."""
+
+
+class Moves:
+    """Which slots have to be copied where before the next forward: ``(source, destination)``, or CLEAR as the source.
+
+    The books of the cache change at once, its tensors once a step: moves that follow one another become moves that are
+    made all at once.
+
+    A move into a slot that was given away since does no harm: whoever has the slot now writes it after the moves, or
+    has noted a move into it himself, which replaces the old one.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[int, int] = {}  # by destination; in terms of what the slots hold now, before any move
+
+    def note(self, moves: Iterable[Move]) -> None:
+        """Add moves that are made at the same time as each other, and after all noted before."""
+        self._sources |= {destination: self._sources.get(source, source) for source, destination in moves}
+
+    def take(self) -> list[Move]:
+        """All of them, to be made at once; then none are left."""
+        moves = [(source, destination) for destination, source in self._sources.items() if source != destination]
+        self._sources = {}
+        return moves
 
 
 class KVStore:

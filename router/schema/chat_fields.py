@@ -11,7 +11,7 @@ from router.schema.fields import missing, nearest, shortened, wrong_type, wrong_
 from router.schema.request_objects import Message as Written
 from router.schema.request_objects import text_of
 from router.schema.request_schema import ChatBody
-from router.schema.tool_fields import NO_TOOLS, Tools
+from router.schema.tools import NO_TOOLS, Tools
 from router.text.chat_template import RESERVED, ChatTemplate, Message, TemplateError
 
 _CONTENT = "a string or an array of text parts"

@@ -1,7 +1,8 @@
 """The prompt of a request as token ids: texts, token arrays, lists of either, and chat messages.
 
 Decides which forms are taken, what is cut off where a caller says so, and checks that every id is one of the model's.
-How long a prompt may be is decided in :mod:`router.schema.ending_fields`.
+What is too large to be looked at is refused unread: tokenising takes seconds for megabytes. How long a prompt may be
+in tokens is decided in :mod:`router.schema.ending_fields`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from dataclasses import dataclass
 from router.errors import ApiError
 from router.schema.chat_fields import chat_text
 from router.schema.fields import wrong_type, wrong_value
-from router.schema.request_schema import Body, ChatBody, CompletionBody
-from router.schema.tool_fields import Tools
+from router.schema.request_objects import text_of
+from router.schema.request_schema import MAX_MESSAGES, Body, ChatBody, CompletionBody
+from router.schema.tools import Tools
 from router.text.text import Detokenizer
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Token
 
+ALWAYS_READ = 1 << 16
+"""Characters that are tokenised in any case, so that a refusal can tell how many tokens they are."""
 _NOTHING_HIDDEN: frozenset[Token] = frozenset()
 
 
@@ -110,3 +114,31 @@ def _check_ids(tokens: Sequence[Token], where: str, vocabulary: int) -> None:
         if not 0 <= token < vocabulary:
             message = f"{where} has token id {token}; the model's ids go from 0 to {vocabulary - 1}"
             raise ApiError("invalid_value", message, where)
+
+
+def check_sizes(body: Body, max_characters: int) -> None:
+    """Whether the prompt, or all messages together, have at most ``max_characters`` characters.
+
+    Raises :class:`ApiError`.
+
+    Of what is no text nothing is said here, nor of :data:`ALWAYS_READ` characters.
+    """
+    max_characters = max(max_characters, ALWAYS_READ)
+    if isinstance(body, ChatBody) and len(body.messages) > MAX_MESSAGES:
+        message = f"messages has {len(body.messages)} entries, more than {MAX_MESSAGES}"
+        raise ApiError("invalid_value", message, "messages")
+    if body.truncate_prompt_tokens is not None:
+        return
+    if isinstance(body, CompletionBody):
+        for text in body.prompt if isinstance(body.prompt, list) else [body.prompt]:
+            if isinstance(text, str) and len(text) > max_characters:
+                raise _too_long("prompt", len(text), max_characters)
+    if isinstance(body, ChatBody):
+        characters = sum(len(text_of(message.content or "")) for message in body.messages)
+        if characters > max_characters:
+            raise _too_long("messages", characters, max_characters)
+
+
+def _too_long(name: str, characters: int, max_characters: int) -> ApiError:
+    message = f"{name} has {characters} characters; more than {max_characters} cannot fit the model's context"
+    return ApiError("context_length_exceeded", message, name)

@@ -1,4 +1,7 @@
-"""A router at one moment, as plain values: what metrics, readiness and views of the cluster are made from."""
+"""A router at one moment, as plain values: what metrics, readiness and views of the cluster are made from.
+
+What it has counted since its start is part of it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from enum import StrEnum
 from router.generation import ServedModel
 from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, Traffic, WorkerPool
-from router.sessions.totals import Totals
 from speculation.events import PeerId, Role
 from speculation.messages import Load, Welcome
 from speculation.request.session import Phase, Session
@@ -68,6 +70,38 @@ class WorkerView:
             acceptance=acceptance,
             rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
         )
+
+
+@dataclass(slots=True)
+class Totals:
+    """Monotone totals since the start. What sessions count themselves is added when they end."""
+
+    sessions: int = 0
+    committed: int = 0
+    accepted: int = 0
+    offered: int = 0
+    reopened: int = 0
+    moved: int = 0
+    """Sessions that went to another target without a fault, each time."""
+    condemned: int = 0
+    """Sessions failed because targets died of them."""
+    failed: int = 0
+    malformed: int = 0
+    """Messages of workers that break the protocol; all were dropped."""
+    stale: int = 0
+    """Messages of workers that came too late to matter, or about no session known here."""
+    strikes: int = 0
+    """Malformed messages held against a drafter by its session."""
+    quarantined: int = 0
+    """Drafters that a session was done with; each counts once for every such session."""
+
+    def take(self, session: Session) -> None:
+        """Add what a session counts itself."""
+        self.reopened += session.reopened
+        self.moved += session.moved
+        self.stale += session.stale
+        self.strikes += sum(map(len, session.strikes.values()))
+        self.quarantined += len(session.quarantined)
 
 
 @dataclass(frozen=True, slots=True)

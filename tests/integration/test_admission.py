@@ -19,7 +19,7 @@ from router.http.api import ApiSettings
 from router.http.asgi import MAX_HEAD_BYTES, BoundedHttp
 from router.http.auth import ApiKeys
 from router.limits import Allowance
-from router.schema.bounds import ALWAYS_READ
+from router.schema.prompts import ALWAYS_READ
 from router.schema.request_schema import MAX_MESSAGES
 from router.text.tokenizer import Tokenizer
 from tests.fakes import FakeGenerator, commits

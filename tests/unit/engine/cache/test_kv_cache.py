@@ -11,7 +11,7 @@ import torch
 
 from engine.cache.block_ledger import BlockLedger
 from engine.cache.kv_cache import CachedSequence, CacheFull, KVCache, SequenceState
-from engine.cache.moves import Moves
+from engine.cache.kv_store import Moves
 
 
 def make(capacity: int = 64, block: int = 8) -> KVCache:

@@ -17,8 +17,7 @@ from benchmarks.random_schemas import random_schema
 from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody
 from router.schema.structured import json_schema_grammar, text_grammar
-from router.schema.tool_fields import tools_of
-from router.schema.tool_grammar import grammar_of
+from router.schema.tools import grammar_of, tools_of
 from router.text.grammar_check import END, tokenizer_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolForm, parser_of
