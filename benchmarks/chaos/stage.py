@@ -6,7 +6,6 @@ What is wrong with it is always told in words, so that a table can say why it do
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from benchmarks.chaos.settings import Body
 from benchmarks.chaos.workload import client, plain_text
 from benchmarks.harness.command import BenchError
 from cluster.checkout import CHECKOUT
+from cluster.config.environment import current
 from speculation.events import Role
 from speculation.messages import FromWorker, Load, Welcome
 from transport.client import WorkerConnection
@@ -220,7 +220,7 @@ class Stage:
 
 def environment() -> dict[str, str]:
     """Of every process of the stage."""
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
+    return {**current(), **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from benchmarks.serve.settings import (
     ServerContender,
     Swept,
 )
+from cluster.config.environment import current
 from cluster.config.flags import Parser
 
 ABOUT = "load on running servers with OpenAI's API, of any make, and how they compare"
@@ -196,7 +196,7 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _key(variable: str) -> str:
-    key = os.environ.get(variable, "")
+    key = current().get(variable, "")
     if not key:
         raise BadInput(f"--api-key-env {variable}: there is no such variable, or it is empty")
     if not (key.isascii() and key.isprintable()):

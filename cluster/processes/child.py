@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from cluster.checkout import CHECKOUT
+from cluster.config.environment import current
 
 RESTART_SECONDS = (0.2, 1.0, 3.0, 10.0)
 """Pauses before starting a process again that ended; the last one repeats."""
@@ -164,5 +165,6 @@ def ours(module: str, *arguments: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """The environment of this process, with Paceline importable."""
-    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    inherited = current()
+    paths = [str(CHECKOUT), *filter(None, [inherited.get("PYTHONPATH")])]
+    return inherited | {"PYTHONPATH": os.pathsep.join(paths)}
