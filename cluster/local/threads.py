@@ -4,9 +4,8 @@ On a GPU, with several workers of a kind or ranks of a worker, on other machines
 is given for one of the two, ``threads: auto`` is 1 and ``draft.placement: auto`` is a draft worker. One target and one
 draft model that compute on the cores of this machine are measured, once, and get the division that
 :mod:`cluster.local.cores` predicts to be the fastest of those that the placement leaves open; such a target may use all
-cores for steps of many tokens. When they cannot be
-measured, the drafter gets one core and the target the others: that is never an error, and it is not tried again for a
-day.
+cores for steps of many tokens. When they cannot be measured, the drafter gets one core and the target the others: that
+is never an error, and it is not tried again for a day.
 """
 
 from __future__ import annotations

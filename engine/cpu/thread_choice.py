@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 MIN_ROWS = 8
 """Of a step that more threads are tried for: fewer take as long as reading the weights, of which one core does most."""
-SMOOTHING = 0.25
-"""Weight of a new measurement."""
+SMOOTHING, SHORTER = 0.25, 0.75
+"""Weight of a new measurement, and of one that is shorter than expected: what disturbs a step makes it longer."""
 PROBE_AFTER, MAX_PROBE_AFTER = 16, 1024
 """Steps of a size after which the slower number is tried again; twice as many each time that it is slower still."""
 
@@ -70,4 +70,7 @@ class ThreadChoice:
         """A step took so long."""
         if (size := self._sizes.get(rows.bit_length())) is not None:
             known, new = size.seconds.get(threads), seconds / rows
-            size.seconds[threads] = new if known is None else known + SMOOTHING * (new - known)
+            if known is None:
+                size.seconds[threads] = new
+            else:
+                size.seconds[threads] = known + (SHORTER if new < known else SMOOTHING) * (new - known)

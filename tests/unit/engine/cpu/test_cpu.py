@@ -108,6 +108,13 @@ def test_more_threads_are_used_where_they_are_faster(one_thread: None) -> None:
     assert turned[-100:].count(2) >= 98
 
 
+def test_one_disturbed_measurement_is_soon_forgotten(one_thread: None) -> None:
+    set_threads(1, 2)
+    choice = ThreadChoice()
+    computed(choice, 40, {1: 1.0, 2: 50.0}, 1)
+    assert computed(choice, 40, {1: 1.0, 2: 0.6}, 200)[-50:].count(2) >= 49
+
+
 def test_without_more_threads_there_is_no_choice(one_thread: None) -> None:
     set_threads(3)
     assert set(computed(ThreadChoice(), 500, {3: 1.0}, 20)) == {3}
