@@ -27,9 +27,8 @@ def check(config: Config) -> None:
     if config.backend == "local" and config.router.replicas > 1:
         raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     check_http_exposure(config)
-    here = config.backend == "local" or config.ray.address == "local"
-    check_security(config, ROLES if here else ())
-    if here:  # in a cluster it may be our own, to be updated
+    check_security(config, ROLES if config.on_this_machine else ())
+    if config.on_this_machine:  # in a cluster it may be our own, to be updated
         check_free(join(config.router.host, config.router.port))
     pools = config.pools()
     for pool in pools:

@@ -218,6 +218,11 @@ class Config:
         return any(pool.max_replicas for pool in pools)
 
     @property
+    def on_this_machine(self) -> bool:
+        """Whether everything runs here: as plain processes, or on a Ray of its own."""
+        return self.backend == "local" or self.ray.address == "local"
+
+    @property
     def drafts(self) -> int:
         """How many draft workers to start."""
         return sum(pool.settings.replicas for pool in self.pools() if pool.role is Role.DRAFT)

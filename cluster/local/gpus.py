@@ -43,9 +43,7 @@ def here() -> int:
 
 def settled(config: Config) -> Config:
     """The same configuration, with what each rank is to have of this machine's GPUs, if it runs here."""
-    if config.backend != "local" and config.ray.address != "local":
-        return config
-    return divided(placed(config, here()), here())
+    return divided(placed(config, here()), here()) if config.on_this_machine else config
 
 
 def placed(config: Config, gpus: int) -> Config:
@@ -53,12 +51,9 @@ def placed(config: Config, gpus: int) -> Config:
 
     Two processes take turns for a GPU by time slices, which costs more (benchmarks/results/2026-11-23-h100).
     """
-    alone = gpus == 1 and _open(config.target) and _open(config.draft)
-    return (
-        replace(config, draft=replace(config.draft, placement=SHARED))
-        if alone and may_draft_in_turn(config)
-        else config
-    )
+    if gpus == 1 and _open(config.target) and _open(config.draft) and may_draft_in_turn(config):
+        return replace(config, draft=replace(config.draft, placement=SHARED))
+    return config
 
 
 def divided(config: Config, gpus: int) -> Config:

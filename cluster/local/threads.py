@@ -71,7 +71,8 @@ def _division(config: Config, cores: int, measured: Measured | None) -> CoreDivi
         return in_turn(cores, measured) if measured else CoreDivision(cores - 1, 0)
     if measured is None:
         return CoreDivision(cores - 1, 1)
-    return fastest(cores, measured) if may_draft_in_turn(config) else divide(cores, measured)
+    best = fastest(cores, measured)
+    return best if best.draft or may_draft_in_turn(config) else divide(cores, measured)
 
 
 def _divided(config: Config, division: CoreDivision) -> Config:
@@ -97,9 +98,8 @@ def divisible(config: Config, cores: int) -> bool:
 
 def _computes_here(config: Config) -> bool:
     """Whether there is one target, on CPU cores of this machine, and nobody has said on how many."""
-    here = config.backend == "local" or config.ray.address == "local"
     fixed = not config.models and not config.autoscales
-    return here and fixed and config.target.replicas == 1 and _open(config.target)
+    return config.on_this_machine and fixed and config.target.replicas == 1 and _open(config.target)
 
 
 def _open(worker: TargetConfig | DraftConfig) -> bool:
