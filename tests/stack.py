@@ -48,7 +48,7 @@ def settings(
 
 
 def forget_prefixes(cache: KVCache) -> None:
-    """Use every block once, so that nothing that was computed before is found again."""
+    """Use every block once, so that nothing that was computed before is found again. Not while a worker computes."""
     sequence = cache.sequence()
     sequence.append(range(-1, cache.free_tokens - 1))
     sequence.free()
@@ -76,12 +76,13 @@ async def _serving(machine: Machine, engine: StepEngine, role: str) -> AsyncIter
     await worker.start("127.0.0.1:0")
     running = Running(worker, machine, engine)
     try:
-        yield running
-        await running.quiescent()
+        async with asyncio.TaskGroup() as group:
+            failed = group.create_task(worker.wait())  # ends the test that waits for it
+            yield running
+            await running.quiescent()
+            failed.cancel()
     finally:
         await worker.stop()
-    if worker.failed.done():
-        worker.failed.result()
 
 
 @asynccontextmanager

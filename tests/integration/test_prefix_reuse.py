@@ -37,7 +37,7 @@ async def test_a_repeated_prompt_is_found_in_the_cache_and_continued_the_same(dt
             # The next turn of a conversation: the answer is in the cache as well.
             longer = (*prompt, *cold.tokens, *held_out_prompts()[1][:20])
             turn = await decode(serving, longer, NEW_TOKENS, SAMPLING)
-            forget_prefixes(target.engine.cache)
+        async with target_worker(dtype=dtype) as fresh, dispatcher([fresh.worker.address], drafts) as serving:
             again = await decode(serving, longer, NEW_TOKENS, SAMPLING)
     assert (cold.cached, warm.cached, again.cached) == (0, len(prompt) - 1, 0)
     assert len(prompt) + NEW_TOKENS - 17 < turn.cached < len(prompt) + NEW_TOKENS
