@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.harness.options import Options
+from cluster.console import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,6 +159,11 @@ def canvas(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure((width, height), layout="constrained")
+
+
+def tell(row: Mapping[str, Any]) -> None:
+    """A line of JSON on stdout."""
+    say(json.dumps(row))
 
 
 def listed(notes: Sequence[str]) -> str:

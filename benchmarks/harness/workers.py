@@ -6,9 +6,10 @@ import asyncio
 import os
 import re
 import sys
+import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +92,18 @@ async def connected(target: RunningWorker, draft: RunningWorker | None = None) -
         yield dispatcher
     finally:
         await dispatcher.pool.close()
+
+
+@asynccontextmanager
+async def serving(target: Path, *flags: str, draft: Path | None = None) -> AsyncIterator[Dispatcher]:
+    """A target on a core of its own, perhaps a draft on another, both in bfloat16, and a router's session side."""
+    given = ("--dtype", "bfloat16", *flags)
+    with tempfile.TemporaryDirectory() as folder:
+        async with AsyncExitStack() as stack:
+            plans = [WorkerPlan(Role.TARGET, target, 0, Path(folder) / "target.jsonl", given)]
+            plans += [WorkerPlan(Role.DRAFT, draft, 1, Path(folder) / "draft.jsonl", given)] if draft else []
+            workers = [await stack.enter_async_context(running(plan)) for plan in plans]
+            yield await stack.enter_async_context(connected(*workers))
 
 
 async def until_lost(dispatcher: Dispatcher, role: Role) -> None:
