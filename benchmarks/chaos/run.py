@@ -12,13 +12,11 @@ from benchmarks.chaos.records import FaultResult
 from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
 from benchmarks.chaos.stage import Stage, running
 from benchmarks.harness.options import known
-from benchmarks.harness.report import Result, Table, listed
+from benchmarks.harness.report import Result, Table, listed, table_of
 from cluster.config.flags import FAILED
 from cluster.console import say
 from cluster.processes.ports import HeldPort
 
-COLUMNS = ("fault", "streams", "requests", "refused (429)", "failed", "text different", "longest silence",
-           "first token", "whole after", "wanted", "holds")  # fmt: skip
 NOTES = """\
 - Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait for
   one, queueing included. Whole after: from the fault until all workers were back and connected to the router; where
@@ -111,25 +109,23 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
 
 def table(outcomes: Sequence[FaultResult]) -> Table:
     """A row for each fault."""
-    lines = []
-    for outcome in outcomes:
-        counted = outcome.tally
-        lines.append(
-            (
-                outcome.fault,
-                f"{outcome.streams}",
-                f"{counted.requests}",
-                f"{counted.refused}",
-                f"{counted.failed}",
-                f"{counted.different}",
-                f"{counted.silence.seconds:.2f} s",
-                f"{counted.first_token:.2f} s",
-                f"{outcome.seconds:.1f} s" if outcome.seconds else "",
-                outcome.wanted.text,
-                "yes" if outcome.holds else "NO",
-            )
-        )
-    return Table("Faults under streaming requests", COLUMNS, lines)
+    return table_of(
+        "Faults under streaming requests",
+        outcomes,
+        {
+            "fault": lambda one: one.fault,
+            "streams": lambda one: one.streams,
+            "requests": lambda one: one.tally.requests,
+            "refused (429)": lambda one: one.tally.refused,
+            "failed": lambda one: one.tally.failed,
+            "text different": lambda one: one.tally.different,
+            "longest silence": lambda one: f"{one.tally.silence.seconds:.2f} s",
+            "first token": lambda one: f"{one.tally.first_token:.2f} s",
+            "whole after": lambda one: f"{one.seconds:.1f} s" if one.seconds else "",
+            "wanted": lambda one: one.wanted.text,
+            "holds": lambda one: "yes" if one.holds else "NO",
+        },
+    )
 
 
 def verdict(outcome: FaultResult) -> str:

@@ -55,6 +55,19 @@ class Table:
         return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in [*head, *self.lines])
 
 
+Of = TypeVar("Of")
+
+
+def table_of(title: str, rows: Iterable[Of], columns: Mapping[str, Callable[[Of], object]]) -> Table:
+    """A line for each of ``rows``: what each column makes of it, two digits of a fraction and nothing for None."""
+    lines = [tuple(_words(column(row)) for column in columns.values()) for row in rows]
+    return Table(title, tuple(columns), lines)
+
+
+def _words(value: object) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Goal(Generic[Measured]):
     """A figure that must be reached."""
@@ -159,6 +172,50 @@ def canvas(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure((width, height), layout="constrained")
+
+
+@dataclass(frozen=True, slots=True)
+class PlotLine:
+    """Points that are joined; ``style``: as matplotlib's ``plot`` takes it."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: Mapping[str, Any] = field(default_factory=lambda: {"marker": "."})
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A drawing of lines, both axes from 0 on."""
+
+    xlabel: str
+    ylabel: str
+    lines: Sequence[PlotLine]
+    title: str = ""
+    top: float | None = None
+    """Of the upright axis."""
+    ticks: Sequence[int] = ()
+    """Of the other, which is logarithmic where there are some."""
+
+
+def draw(panels: Sequence[Panel], *, width: float = 4.0, height: float = 3.6, legends: bool = False) -> Figure:
+    """Panels beside each other; ``legends``: in each of them, not in the first alone."""
+    figure = canvas(width * max(len(panels), 1), height)
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), number + 1)
+        for line in panel.lines:
+            axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label, **line.style)
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.xlabel)
+        axes.set_ylabel(panel.ylabel)
+        axes.set_ylim(0, panel.top)
+        if panel.ticks:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(panel.ticks, [str(tick) for tick in panel.ticks])
+        else:
+            axes.set_xlim(left=0)
+        if legends or not number:
+            axes.legend(fontsize=7)
+    return figure
 
 
 def tell(row: Mapping[str, Any]) -> None:
