@@ -14,15 +14,12 @@ import argparse
 import asyncio
 import itertools
 import os
-import tempfile
-from contextlib import AsyncExitStack
-from pathlib import Path
 
 from benchmarks.harness.contenders import OURS, PLAIN, rows
 from benchmarks.harness.measure import Batch, served, take_turns
 from benchmarks.harness.pair import ROOT, held_out, noiseless_target
 from benchmarks.harness.report import tell
-from benchmarks.harness.workers import WorkerPlan, connected, running
+from benchmarks.harness.workers import WorkerPlan, all_running, connected
 from cluster.local.stretched import HIDDEN, LAYERS
 from speculation.events import Role
 
@@ -35,47 +32,34 @@ async def measure(dtype: str, rounds: int, tokens: int) -> None:
     target, draft = noiseless_target(HIDDEN, LAYERS), ROOT / "models" / "draft"
     cores = len(os.sched_getaffinity(0))
     beside = ("--draft-model", str(draft))
-    asked: tuple[tuple[Role, Path, int | None, int, tuple[str, ...]], ...] = (
-        (Role.TARGET, target, 0, 1, ()),
-        (Role.DRAFT, draft, 1, 1, ()),
-        (Role.TARGET, target, 0, 1, beside),
-        (Role.TARGET, target, None, cores, beside),
+    flags, wide_flags = (("--dtype", dtype, "--threads", str(threads)) for threads in (1, cores))
+    plans = (
+        WorkerPlan(Role.TARGET, target, 0, flags=flags),
+        WorkerPlan(Role.DRAFT, draft, 1, flags=flags),
+        WorkerPlan(Role.TARGET, target, 0, flags=(*flags, *beside)),
+        WorkerPlan(Role.TARGET, target, None, flags=(*wide_flags, *beside)),
     )
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        async with AsyncExitStack() as ending:
-            first, second, one, all_cores = [
-                await ending.enter_async_context(
-                    running(
-                        WorkerPlan(
-                            role,
-                            model,
-                            core,
-                            Path(folder) / f"{number}.jsonl",
-                            ("--dtype", dtype, "--threads", str(threads), *more),
-                        )
-                    )
-                )
-                for number, (role, model, core, threads, more) in enumerate(asked)
+    async with (
+        all_running(plans) as (first, second, one, all_cores),
+        connected(first, second) as own,
+        connected(one) as in_turn,
+        connected(all_cores) as wide,
+    ):
+        runners = {
+            "plain, 1 core": served(own, PLAIN.speculation),
+            "own, a core each": served(own, OURS.speculation),
+            "shared, 1 core": served(in_turn, OURS.speculation),
+            f"plain, {cores} cores": served(wide, PLAIN.speculation),
+            f"shared, {cores} cores": served(wide, OURS.speculation),
+        }
+        for streams, temperature in SETTINGS:
+            endless = itertools.cycle(held_out())
+            batches = [
+                Batch(tuple(itertools.islice(endless, streams)), tokens, temperature, seed=number)
+                for number in range(rounds)
             ]
-            own, in_turn, wide = [
-                await ending.enter_async_context(connected(*workers))
-                for workers in ((first, second), (one,), (all_cores,))
-            ]
-            runners = {
-                "plain, 1 core": served(own, PLAIN.speculation),
-                "own, a core each": served(own, OURS.speculation),
-                "shared, 1 core": served(in_turn, OURS.speculation),
-                f"plain, {cores} cores": served(wide, PLAIN.speculation),
-                f"shared, {cores} cores": served(wide, OURS.speculation),
-            }
-            for streams, temperature in SETTINGS:
-                endless = itertools.cycle(held_out())
-                batches = [
-                    Batch(tuple(itertools.islice(endless, streams)), tokens, temperature, seed=number)
-                    for number in range(rounds)
-                ]
-                for row in rows(await take_turns(runners, batches, 1), exact=False):
-                    tell({"streams": streams, "temperature": temperature, **row})
+            for row in rows(await take_turns(runners, batches, 1), exact=False):
+                tell({"streams": streams, "temperature": temperature, **row})
 
 
 if __name__ == "__main__":

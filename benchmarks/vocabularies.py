@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from benchmarks.harness.contenders import OURS, PLAIN, rows
 from benchmarks.harness.measure import Batch, Runner, served, take_turns
 from benchmarks.harness.pair import ROOT, Shape, held_out, stretched_pair
 from benchmarks.harness.report import tell
-from benchmarks.harness.workers import WorkerPlan, connected, running
+from benchmarks.harness.workers import WorkerPlan, all_running, connected
 from cluster.console import say
 from draft_service.translation.overlap import overlap
 from draft_service.translation.translation import read_vocabularies
@@ -35,20 +34,18 @@ SAME_NAME, OTHER_NAME = "draft, same tokenizer", "draft, another tokenizer"
 
 
 @asynccontextmanager
-async def contenders(target: Path, folder: Path) -> AsyncIterator[Mapping[str, Runner]]:
+async def contenders(target: Path) -> AsyncIterator[Mapping[str, Runner]]:
     """The target alone, and with either draft."""
     flags = ("--dtype", "bfloat16")
     plans = [
-        WorkerPlan(Role.TARGET, target, 0, folder / "target.jsonl", flags),
-        WorkerPlan(Role.DRAFT, SAME, 1, folder / "same.jsonl", flags),
-        WorkerPlan(Role.DRAFT, OTHER, 1, folder / "other.jsonl", (*flags, "--target-tokenizer", str(target))),
+        WorkerPlan(Role.TARGET, target, 0, flags=flags),
+        WorkerPlan(Role.DRAFT, SAME, 1, flags=flags),
+        WorkerPlan(Role.DRAFT, OTHER, 1, flags=(*flags, "--target-tokenizer", str(target))),
     ]
     async with (
-        running(plans[0]) as served_model,
-        running(plans[1]) as same,
-        running(plans[2]) as other,
-        connected(served_model, same) as with_same,
-        connected(served_model, other) as with_other,
+        all_running(plans) as (verifying, same, other),
+        connected(verifying, same) as with_same,
+        connected(verifying, other) as with_other,
     ):
         yield {
             PLAIN.name: served(with_same, PLAIN.speculation),
@@ -73,12 +70,11 @@ async def main(rounds: int, tokens: int, temperatures: Sequence[float]) -> None:
     say(f"{pair.about.split(' Draft:')[0]} Drafts: models/draft and models/draft_other.")
     tell({"shared": shared_vocabulary(pair.target)})
     prompts = held_out(rounds)
-    with tempfile.TemporaryDirectory() as folder:
-        async with contenders(pair.target, Path(folder)) as runners:
-            for temperature in temperatures:
-                batches = [Batch((prompt,), tokens, temperature, seed) for seed, prompt in enumerate(prompts)]
-                for row in rows(await take_turns(runners, batches, WARM_UP), exact=False):
-                    tell({"temperature": temperature, **row})
+    async with contenders(pair.target) as runners:
+        for temperature in temperatures:
+            batches = [Batch((prompt,), tokens, temperature, seed) for seed, prompt in enumerate(prompts)]
+            for row in rows(await take_turns(runners, batches, WARM_UP), exact=False):
+                tell({"temperature": temperature, **row})
 
 
 if __name__ == "__main__":

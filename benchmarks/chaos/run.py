@@ -12,19 +12,20 @@ from benchmarks.chaos.records import FaultResult
 from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
 from benchmarks.chaos.stage import Stage, running
 from benchmarks.harness.options import known
-from benchmarks.harness.report import Result, Table, listed, table_of
+from benchmarks.harness.report import Result, Table, table_of
 from cluster.config.flags import FAILED
 from cluster.console import say
 from cluster.processes.ports import HeldPort
 
-NOTES = """\
-- Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait for
-  one, queueing included. Whole after: from the fault until all workers were back and connected to the router; where
-  something was stopped or removed, with the time that it was.
-- Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose texts no
-  target has in its cache.
-- A node is removed by killing all its processes at once, and comes back ten seconds later. Clients connect through the
-  head, which is not removed."""
+NOTES = (
+    "Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait "
+    "for one, queueing included. Whole after: from the fault until all workers were back and connected to the router; "
+    "where something was stopped or removed, with the time that it was.",
+    "Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose "
+    "texts no target has in its cache.",
+    "A node is removed by killing all its processes at once, and comes back ten seconds later. Clients connect "
+    "through the head, which is not removed.",
+)
 
 
 def chaos(options: ChaosOptions) -> int:
@@ -93,18 +94,14 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
         width=220,
     )
     machine = found.machine
-    page = [
-        f"`{options.command}`",
+    about = (
         f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
         f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
         f"drafters, {settings.ROUTERS} router, the bundled models in {options.dtype}. Requests of {options.tokens} new "
         f"tokens at temperature {settings.TEMPERATURE}, one after another; every text is compared with that of plain "
-        "decoding, undisturbed.",
-        table(outcomes).markdown(),
-        listed(remarks(outcomes)),
-        NOTES,
-    ]
-    return replace(found, page=page)
+        "decoding, undisturbed."
+    )
+    return replace(found, notes=[about, *found.notes, *NOTES])
 
 
 def table(outcomes: Sequence[FaultResult]) -> Table:

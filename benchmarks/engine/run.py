@@ -164,7 +164,7 @@ async def serve(
     flags = ["--dtype", str(dtype).removeprefix("torch."), "--threads", f"{options.threads}"]
     flags += ["--cache-tokens", f"{WORKER_CACHE_TOKENS}"]
     core = 0 if options.threads == 1 else None
-    plan = WorkerPlan(Role.TARGET, folder / "model", core, folder / "target.jsonl", flags)
+    plan = WorkerPlan(Role.TARGET, folder / "model", core, flags=flags)
     async with running(plan) as worker, connected(worker) as dispatcher:
         run = served(dispatcher, PLAIN.speculation)
         await run(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))

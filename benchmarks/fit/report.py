@@ -15,7 +15,7 @@ from benchmarks.fit.agreement import Agreement
 from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
 from benchmarks.fit.settings import FitOptions, short
 from benchmarks.fit.validate import Validation
-from benchmarks.harness.report import DPI, Panel, PlotLine, Table, draw, table_of
+from benchmarks.harness.report import DPI, PlotLine, PlotPanel, Table, draw, table_of
 from simulation import estimates
 from simulation.costs import Costs
 
@@ -321,7 +321,7 @@ def write(result: FitResult, folder: Path) -> list[Path]:
     return [*files, folder / "fit.png"]
 
 
-def _panels(result: FitResult) -> list[Panel]:
+def _panels(result: FitResult) -> list[PlotPanel]:
     """Speed-up by depth beside the textbook's, acceptance by depth and kind, speed-up under load."""
     shown, checked, grey = result.shown, result.validation, {"linestyle": "--", "color": "tab:grey"}
     by_depth = [
@@ -342,7 +342,7 @@ def _panels(result: FitResult) -> list[Panel]:
     sessions = [one.sessions for one in result.loaded]
     loads.append(PlotLine("plain", [(count, 1.0) for count in sessions], grey))
     return [
-        Panel("depth", "speed-up over plain", by_depth),
-        Panel("depth of the draft token", "share right, where all above was", right, str(shown.way), top=1),
-        Panel("requests at a time", "speed-up over plain", loads, ticks=sessions),
+        PlotPanel("depth", "speed-up over plain", by_depth),
+        PlotPanel("depth of the draft token", "share right, where all above was", right, str(shown.way), top=1),
+        PlotPanel("requests at a time", "speed-up over plain", loads, ticks=sessions),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,74 +79,52 @@ def _source(text: str) -> str:
     return text
 
 
-COMPARED, CASE, WORKERS, RESULTS = "what is compared", "the case", "workers", "results"
 MOST_SESSIONS = 64
 """A target computes no more at a time, unless it is told to."""
+_compared, _case, _workers, _results = (
+    partial(flag, group=title) for title in ("what is compared", "the case", "workers", "results")
+)
+_DRAFTS = "folder or hub id of a draft model; repeat (default: the bundled draft, for the bundled target)"
+_SOURCES = (
+    "sources at the target, compared in every combination, beside each draft and alone: lookup, medusa, suffix "
+    "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and medusa "
+    "with --medusa)"
+)
+_PROMPTS = "file with prompts of your traffic; repeat (default: bundled ones, by kind of text)"
+_TRIPS = "from router to drafters and back, in ms; the first decides (default: 0,5,20)"
+_SESSIONS = "requests at a time to measure steps with (default: 1,4,16)"
+_THREADS = "threads of each worker; with one, each has a core of its own"
+_VALIDATE = "serve the best way for real, at a few depths, and compare with what was predicted"
+
+
+def _sessions(text: str) -> int:
+    return count(text, MOST_SESSIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions(Options):
     """A fit."""
 
-    target: str = flag("", "folder or hub id (default: the bundled target)", metavar="MODEL", group=COMPARED)
-    drafts: tuple[str, ...] = flag(
-        (),
-        "folder or hub id of a draft model; repeat (default: the bundled draft, for the bundled target)",
-        name="--draft",
-        metavar="MODEL",
-        whole=True,
-        group=COMPARED,
-    )
-    medusa: str = flag(
-        "", "folder of Medusa heads for the target (default: they are not compared)", metavar="DIR", group=COMPARED
-    )
-    sources: tuple[str, ...] = flag(
-        (),
-        "sources at the target, compared in every combination, beside each draft and alone: lookup, medusa, suffix "
-        "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and medusa "
-        "with --medusa)",
-        name="--source",
-        metavar="X,Y",
-        parse=_source,
-        group=COMPARED,
-    )
-    prompts: tuple[Prompt, ...] = flag(
-        (),
-        "file with prompts of your traffic; repeat (default: bundled ones, by kind of text)",
-        metavar="FILE",
-        whole=True,
-        group=COMPARED,
-    )
-    tokens: int = flag(64, "new tokens a prompt", least=16, most=4096, group=CASE)
+    target: str = _compared("", "folder or hub id (default: the bundled target)", metavar="MODEL")
+    drafts: tuple[str, ...] = _compared((), _DRAFTS, name="--draft", metavar="MODEL", whole=True)
+    medusa: str = _compared("", "folder of Medusa heads for the target (default: none)", metavar="DIR")
+    sources: tuple[str, ...] = _compared((), _SOURCES, name="--source", metavar="X,Y", parse=_source)
+    prompts: tuple[Prompt, ...] = _compared((), _PROMPTS, metavar="FILE", whole=True)
+    tokens: int = _case(64, "new tokens a prompt", least=16, most=4096)
     """At most; a text that the target ends sooner ends there."""
-    temperature: float = flag(0.0, "of all requests", least=0.0, most=100.0, metavar="X", group=CASE)
-    seed: int = flag(0, "of all requests", least=0, most=2**63 - 1, group=CASE)
-    round_trips: tuple[float, ...] = flag(
-        (0.0, 0.005, 0.02),
-        "from router to drafters and back, in ms; the first decides (default: 0,5,20)",
-        name="--round-trip",
-        metavar="X,Y",
-        parse=round_trip,
-        group=CASE,
+    temperature: float = _case(0.0, "of all requests", least=0.0, most=100.0, metavar="X")
+    seed: int = _case(0, "of all requests", least=0, most=2**63 - 1)
+    round_trips: tuple[float, ...] = _case(
+        (0.0, 0.005, 0.02), _TRIPS, name="--round-trip", metavar="X,Y", parse=round_trip
     )
     """Seconds, beyond what this machine's own messages take."""
-    sessions: tuple[int, ...] = flag(
-        (1, 4, 16),
-        "requests at a time to measure steps with (default: 1,4,16)",
-        metavar="X,Y",
-        parse=lambda text: count(text, MOST_SESSIONS),
-        group=CASE,
-    )
+    sessions: tuple[int, ...] = _case((1, 4, 16), _SESSIONS, metavar="X,Y", parse=_sessions)
     """Rising."""
-    dtype: str = flag("auto", "number format", choices=DTYPES, group=WORKERS)
-    device: str = flag("auto", "auto, cpu, cuda ...", group=WORKERS)
-    threads: int = flag(
-        1, "threads of each worker; with one, each has a core of its own", least=1, most=usable_cores(), group=WORKERS
-    )
-    out: Path | None = flag(None, "write fit.json, fit.png and paceline.yaml there", metavar="DIR", group=RESULTS)
-    validate: bool = flag(
-        False, "serve the best way for real, at a few depths, and compare with what was predicted", group=RESULTS
-    )
+    dtype: str = _workers("auto", "number format", choices=DTYPES)
+    device: str = _workers("auto", "auto, cpu, cuda ...")
+    threads: int = _workers(1, _THREADS, least=1, most=usable_cores())
+    out: Path | None = _results(None, "write fit.json, fit.png and paceline.yaml there", metavar="DIR")
+    validate: bool = _results(False, _VALIDATE)
 
     @property
     def sampling(self) -> Sampling:

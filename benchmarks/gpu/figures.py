@@ -25,7 +25,7 @@ from benchmarks.gpu.settings import (
     GpuOptions,
     launched,
 )
-from benchmarks.harness.report import Goal, Result, Table, goals_table, table_of, wanted
+from benchmarks.harness.report import Goal, Result, Table, against, goals_table, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,7 @@ GOALS: tuple[Goal[Sequence[StageResult]], ...] = (
 def result(options: GpuOptions, device: str, outcomes: Sequence[StageResult], warnings: Sequence[str]) -> Result:
     """What there is so far. ``summary`` and ``wanted`` have exactly the keys of the goals."""
     figures = {
-        "summary": {goal.key: goal.ours(outcomes) for goal in GOALS},
-        "wanted": wanted(GOALS),
+        **against(GOALS, outcomes),
         "device": device,
         "sizes": asdict(options.sizes),
         "outcomes": [asdict(outcome) for outcome in outcomes],

@@ -104,8 +104,6 @@ class Result:
     notes: Sequence[str]
     """What a reader of the figures must know, a sentence or two each."""
     figures: Mapping[str, Any]
-    page: Sequence[str] = ()
-    """Parts of the page below its title; empty: the command, the notes and the tables, the last of them first."""
     plots: Callable[[Path], Iterable[Plot]] | None = None
     """Draws into a folder."""
     width: int = 160
@@ -145,14 +143,15 @@ class Result:
         file.write_text(json.dumps(self.document(), indent=self.indent) + "\n", encoding="utf-8")
 
     def write_folder(self, folder: Path) -> None:
-        """The document, plots, and ``README.md`` that shows them."""
+        """The document, plots, and ``README.md``: the command, the notes, the tables, the last of them first, plots."""
         folder.mkdir(parents=True, exist_ok=True)
         self.write_json(folder / f"{self.name}.json")
         drawn = list(self.plots(folder)) if self.plots is not None else []
         *others, first = (table.markdown() for table in self.tables)
-        body = self.page or [f"`{self.options.command}`", listed(self.notes), first, *others]
+        notes = "\n".join(f"- {note}" for note in self.notes)
         pictures = (f"![{one.caption}]({one.file})\n\n{one.caption}" for one in drawn)
-        parts = [f"## {self.title}, {self.day.isoformat()}", *filter(None, body), *pictures]
+        parts = [f"## {self.title}, {self.day.isoformat()}", f"`{self.options.command}`", notes, first, *others]
+        parts = [*filter(None, parts), *pictures]
         (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -184,7 +183,7 @@ class PlotLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class PlotPanel:
     """A drawing of lines, both axes from 0 on."""
 
     xlabel: str
@@ -197,7 +196,7 @@ class Panel:
     """Of the other, which is logarithmic where there are some."""
 
 
-def draw(panels: Sequence[Panel], *, width: float = 4.0, height: float = 3.6, legends: bool = False) -> Figure:
+def draw(panels: Sequence[PlotPanel], *, width: float = 4.0, height: float = 3.6, legends: bool = False) -> Figure:
     """Panels beside each other; ``legends``: in each of them, not in the first alone."""
     figure = canvas(width * max(len(panels), 1), height)
     for number, panel in enumerate(panels):
@@ -223,19 +222,15 @@ def tell(row: Mapping[str, Any]) -> None:
     say(json.dumps(row))
 
 
-def listed(notes: Sequence[str]) -> str:
-    """In Markdown."""
-    return "\n".join(f"- {note}" for note in notes)
-
-
 def cell(value: float | None, form: str = ".2f", missing: str = "") -> str:
     """A figure in a table."""
     return missing if value is None else format(value, form)
 
 
-def wanted(goals: Sequence[Goal[Any]]) -> dict[str, dict[str, float]]:
-    """The bounds, for JSON."""
-    return {goal.key: {"at_most" if goal.at_most else "at_least": goal.bound} for goal in goals}
+def against(goals: Sequence[Goal[Measured]], measured: Measured) -> dict[str, Any]:
+    """The figure of every goal as ``summary`` and its bound as ``wanted``, for JSON."""
+    bounds = {goal.key: {"at_most" if goal.at_most else "at_least": goal.bound} for goal in goals}
+    return {"summary": {goal.key: goal.ours(measured) for goal in goals}, "wanted": bounds}
 
 
 def goals_table(goals: Sequence[Goal[Measured]], measured: Measured) -> Table:

@@ -1,7 +1,8 @@
-"""Shows what a run came to; its JSON has every request."""
+"""A run from its beginning to what is shown of it; its JSON has every request."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,15 +10,14 @@ from typing import Any
 
 from benchmarks.harness.report import (
     DPI,
-    Panel,
     Plot,
     PlotLine,
+    PlotPanel,
     Result,
     Table,
     cell,
     describe_machine,
     draw,
-    listed,
     table_of,
 )
 from benchmarks.serve.client import Heard
@@ -33,12 +33,15 @@ from benchmarks.serve.figures import (
     tpot,
     ttft,
 )
-from benchmarks.serve.requests import remembers
-from benchmarks.serve.rounds import Log, Turn
+from benchmarks.serve.requests import Prompt, read, remembers
+from benchmarks.serve.rounds import Log, Turn, measure
 from benchmarks.serve.settings import Arrivals, Json, LoadSweep, Make, ServeOptions
+from cluster.console import complain, stages
 
 Rows = Sequence[tuple[str, Figures]]
 """By the name of the variant."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 BUSY_CLIENT = 0.5
 """Of a core: beyond, this process may be what is measured."""
 LATE_MS = 5.0
@@ -48,6 +51,33 @@ MEASURES: tuple[tuple[str, Callable[[Heard], float | None]], ...] = (
     ("time per output token, ms", tpot),
     ("end to end, ms", e2e),
 )
+
+
+def main(options: ServeOptions) -> int:
+    """Measure, show, write; after Ctrl-C with what there is.
+
+    Raises :class:`benchmarks.serve.requests.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
+    """
+    prompts, log = read(options.prompts, options.chat), Log()
+    with stages() as progress:
+        interrupted = _measure(options, prompts, log, progress)
+    if not any(turn.heard for turn in log.turns):
+        complain("paceline: interrupted before any request was over")
+        return INTERRUPTED
+    result(log, options).publish()
+    if interrupted:
+        complain("paceline: interrupted; shown is what there was until then")
+        return INTERRUPTED
+    return int(all(one.error for turn in log.turns for one in turn.heard))
+
+
+def _measure(options: ServeOptions, prompts: list[Prompt], log: Log, progress: Callable[[str], None]) -> bool:
+    """Whether it was interrupted."""
+    try:
+        asyncio.run(measure(options, prompts, log, progress))
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def result(log: Log, options: ServeOptions, **about: Any) -> Result:
@@ -66,7 +96,6 @@ def result(log: Log, options: ServeOptions, **about: Any) -> Result:
         tables,
         said,
         _document(log, rows, comparisons),
-        page=[f"`{options.command}`", listed(said), *(table.markdown() for table in tables)],
         plots=lambda folder: plots(log, options, folder),
         width=200,
         indent=None,
@@ -276,7 +305,7 @@ def plots(log: Log, options: ServeOptions, folder: Path) -> list[Plot]:
     return drawn
 
 
-def _latencies(log: Log, title: str, measure: Callable[[Heard], float | None]) -> Panel:
+def _latencies(log: Log, title: str, measure: Callable[[Heard], float | None]) -> PlotPanel:
     """A line a variant: the share of requests that were at least so fast."""
     lines = []
     for variant in log.variants:
@@ -284,10 +313,10 @@ def _latencies(log: Log, title: str, measure: Callable[[Heard], float | None]) -
         values = sorted(1e3 * value for one in heard if (value := measure(one)) is not None)
         points = [(value, (place + 1) / len(values)) for place, value in enumerate(values)]
         lines.append(PlotLine(variant.name, points, {"drawstyle": "steps-post"}))
-    return Panel(title, "share of requests", lines, top=1)
+    return PlotPanel(title, "share of requests", lines, top=1)
 
 
-def _sweep(log: Log, options: ServeOptions, sweep: LoadSweep) -> list[Panel]:
+def _sweep(log: Log, options: ServeOptions, sweep: LoadSweep) -> list[PlotPanel]:
     """Throughput and the waits of users against what is swept; a contender without a value is a level line."""
     panels: tuple[tuple[str, Callable[[Figures], float]], ...] = (
         ("tokens/s", lambda row: row.token_rate),
@@ -296,16 +325,16 @@ def _sweep(log: Log, options: ServeOptions, sweep: LoadSweep) -> list[Panel]:
     )
     rows = [(variant, figures(log, variant, options)) for variant in log.variants]
     found = []
-    for title, measure in panels:
+    for title, figure in panels:
         lines = []
         for contender in log.contenders:
-            own = [(variant.value, measure(row)) for variant, row in rows if variant.contender == contender]
+            own = [(variant.value, figure(row)) for variant, row in rows if variant.contender == contender]
             if own and own[0][0] is None:
                 level = [(value, own[0][1]) for value in (0, max(sweep.values))]
                 lines.append(PlotLine(contender.name, level, {"linestyle": "--", "color": "tab:grey"}))
             else:
                 lines.append(PlotLine(contender.name, [(value or 0.0, row) for value, row in own], {"marker": "o"}))
-        found.append(Panel(sweep.what.value, title, lines))
+        found.append(PlotPanel(sweep.what.value, title, lines))
     return found
 
 

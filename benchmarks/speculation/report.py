@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.report import DPI, Panel, Plot, PlotLine, Result, Table, canvas, cell, draw, listed, table_of
+from benchmarks.harness.report import DPI, Plot, PlotLine, PlotPanel, Result, Table, canvas, cell, draw, table_of
 from benchmarks.speculation.figures import (
     GOALS,
     OURS,
@@ -45,7 +45,7 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
         "Speculative decoding",
         options,
         (settings(rows), step_times(rows), goals(measured)),
-        [pair.about for pair in pairs],
+        [f"{pair.name}: {pair.about}" for pair in pairs],
         {
             "summary": measured,
             "options": given,
@@ -58,18 +58,13 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
         **about,
     )
     machine = found.machine
-    page = [
+    about_all = (
         f"{machine['processor']}, {machine['cores']} cores: one for the target, one for the drafter, the router beside "
         f"them; transformers {machine['transformers']} gets as many in all. {options.dtype}, {options.prompts} prompts "
         f"(held out in training) of {options.tokens} new tokens, contenders in turn prompt by prompt; ratios: medians "
-        "over the prompts. The round trip is injected between router and drafter.",
-        listed([f"{pair.name}: {pair.about}" for pair in pairs]),
-        goals(measured).markdown(),
-        step_times(rows).markdown(),
-        NOTES,
-        settings(rows).markdown(),
-    ]
-    return replace(found, page=page, figures={**found.figures, "machine": machine})
+        "over the prompts. The round trip is injected between router and drafter."
+    )
+    return replace(found, notes=[about_all, *found.notes, *NOTES], figures={**found.figures, "machine": machine})
 
 
 def goals(measured: Mapping[str, float]) -> Table:
@@ -136,15 +131,16 @@ def step_times(rows: Sequence[Row]) -> Table:
     )
 
 
-NOTES = """\
-- Efficiency: tokens/s over (tokens a step / T), with T the mean measured forward of a step that verifies as many
-  drafts.
-- Own: planning, sampling, acceptance and cache, inside a step. Wait: for drafts; a longest one of
-  half a second ran into its bound, so that contender was not at its best. Between: messages.
-- Range: lowest and highest over the prompts. Drafts kept: those behind a refused one count as refused. Same text: as
-  the setting's first contender. Bytes: a committed token, between router and target.
-- Wrong drafter, cold: its first prompts on a server that trusted the last drafter. Without "cold": after those and two
-  more, as in service."""
+NOTES = (
+    "Efficiency: tokens/s over (tokens a step / T), with T the mean measured forward of a step that verifies as many "
+    "drafts.",
+    "Own: planning, sampling, acceptance and cache, inside a step. Wait: for drafts; a longest one of half a second "
+    "ran into its bound, so that contender was not at its best. Between: messages.",
+    "Range: lowest and highest over the prompts. Drafts kept: those behind a refused one count as refused. Same text: "
+    "as the setting's first contender. Bytes: a committed token, between router and target.",
+    "Wrong drafter, cold: its first prompts on a server that trusted the last drafter. Without cold: after those and "
+    "two more, as in service.",
+)
 
 
 def plots(rows: Sequence[Row], timelines: Sequence[Timeline], folder: Path) -> list[Plot]:
@@ -178,7 +174,7 @@ def speedup(rows: Sequence[Row]) -> Figure:
                 )
                 for contender in (OURS, SEQUENTIAL, PARALLEL, PLAIN)
             ]
-            panels.append(Panel("round trip, ms", "speed-up over plain", lines, pair))
+            panels.append(PlotPanel("round trip, ms", "speed-up over plain", lines, pair))
     return draw(panels)
 
 
@@ -240,4 +236,4 @@ def acceptance(rows: Sequence[Row]) -> Figure:
         for row in rows
         if row.contender == OURS and row.setting.batch == 1 and not row.setting.rtt_ms and row.setting not in EXTRAS
     ]
-    return draw([Panel("depth of the draft token", "share kept", lines, top=1)], width=7, height=4)
+    return draw([PlotPanel("depth of the draft token", "share kept", lines, top=1)], width=7, height=4)

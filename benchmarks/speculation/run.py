@@ -21,11 +21,11 @@ from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import contenders
+from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
-from benchmarks.speculation import baseline
 from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, Timeline, rows
 from benchmarks.speculation.records import WorkerLog, read_log
 from benchmarks.speculation.report import result

@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks import structured
 from benchmarks.harness import contenders, measure
+from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import best, pace
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit, take_turns
-from benchmarks.speculation import baseline
 from speculation.messages import AllBut, Schedule, Source
 
 
