@@ -60,7 +60,7 @@ def show(result: FitResult) -> None:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     for table in tables(result):
-        console.print(table.rich())
+        console.print(table.rich(no_wrap=False))
     for line in (*_sentences(result), "", advice(result.chosen, result.forecasts, result.loaded)):
         console.print(line, soft_wrap=True)
     console.print("\npaceline.yaml, for `paceline up --config paceline.yaml`:\n")

@@ -40,11 +40,11 @@ class Table:
     columns: tuple[str, ...]
     lines: Sequence[tuple[str, ...]]
 
-    def rich(self) -> RichTable:
+    def rich(self, *, no_wrap: bool = True) -> RichTable:
         """For a terminal."""
         table = RichTable(title=self.title)
-        for column in self.columns:
-            table.add_column(column, justify="right", no_wrap=True)
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=no_wrap)
         for line in self.lines:
             table.add_row(*line)
         return table
