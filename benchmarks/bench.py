@@ -10,8 +10,8 @@ from benchmarks.chaos import settings as chaos
 from benchmarks.engine import settings as engine
 from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
-from benchmarks.http import settings as http
-from benchmarks.relay import settings as relay
+from benchmarks.http import figures as http
+from benchmarks.relay import run as relay
 from benchmarks.serve import flags as serve
 from benchmarks.speculation import settings as speculation
 from cluster.config.flags import Parser

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from typing import Any
+from collections.abc import Sequence
 
-from benchmarks.harness.pair import Shape, stretched_heads, stretched_pair
-from benchmarks.turns import WARM_UP, RunTotals, accepted, held_out, rows, serving, take_turns, tell
+from benchmarks.harness.contenders import rows
+from benchmarks.harness.measure import Batch, Run, served, take_turns
+from benchmarks.harness.pair import Shape, held_out, stretched_heads, stretched_pair
+from benchmarks.harness.report import tell
+from benchmarks.harness.workers import serving
 from cluster.console import say
-from router.generation import Generation
-from router.text.tokenizer import Tokenizer
-from speculation.messages import Sampling, Source, Speculation
+from speculation.messages import Source, Speculation
 
 CONTENDERS = {
     "plain": Speculation(enabled=False),
@@ -27,32 +28,31 @@ CONTENDERS = {
     "lookup alone": Speculation(sources=frozenset({Source.LOOKUP})),
     "medusa and lookup": Speculation(sources=frozenset({Source.MEDUSA, Source.LOOKUP})),
 }
+SAMPLINGS = ((0.0, 0), (0.8, 1))
+"""Temperature and seed."""
 PLACES = 4
+WARM_UP = 2
+"""Rounds before those that count."""
 
 
-def reached(tally: RunTotals) -> dict[str, Any]:
-    """Share of steps that kept a draft at the first place, the second, and so on; and whose drafts were accepted."""
-    steps = len(tally.commits)
-    shares = [round(sum(commit.accepted > place for commit in tally.commits) / steps, 3) for place in range(PLACES)]
-    return {"steps_reaching_place": shares, **accepted(tally)}
+def reached(runs: Sequence[Run]) -> list[float]:
+    """Share of steps that kept a draft at the first place, the second, and so on."""
+    kept = [commit.accepted for run in runs for commit in run.counted]
+    return [round(sum(accepted > place for accepted in kept) / len(kept), 3) for place in range(PLACES)]
 
 
 async def main(rounds: int, tokens: int, shape: Shape) -> None:
     """Measure and print, a line of JSON for each contender."""
     pair, heads = stretched_pair(shape), stretched_heads(shape)
     say(pair.about)
-    prompts = held_out(Tokenizer.load(str(pair.target)), rounds + WARM_UP)
     async with serving(pair.target, "--medusa", str(heads)) as dispatcher:
-        for sampling in (Sampling(temperature=0.0), Sampling(temperature=0.8, seed=1)):
-            asked = [
-                {
-                    name: Generation(prompt, sampling, tokens, speculation=speculation)
-                    for name, speculation in CONTENDERS.items()
-                }
-                for prompt in prompts
-            ]
-            for row in rows(await take_turns(dispatcher, asked), reached):
-                tell({"temperature": sampling.temperature, **row})
+        runners = {name: served(dispatcher, speculation) for name, speculation in CONTENDERS.items()}
+        for temperature, seed in SAMPLINGS:
+            runs = await take_turns(
+                runners, [Batch((prompt,), tokens, temperature, seed) for prompt in held_out(rounds)], WARM_UP
+            )
+            for row in rows(runs):
+                tell({"temperature": temperature, **row, "steps_reaching_place": reached(runs[row["contender"]])})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.repetition --rounds 6
 
-One stretched target, no drafter. Every kind is several similar requests in turn (:mod:`benchmarks.repetition_texts`);
+One stretched target, no drafter. Every kind is several similar requests in turn (:mod:`benchmarks.grammar_prompts`);
 contenders take turns request by request. Each has a scope of its own for what is remembered, so that it never drafts
 from another contender's answer to the same request; the first requests, which nothing was remembered for, are asked but
 not counted.
@@ -13,15 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
+from benchmarks.grammar_prompts import KINDS
+from benchmarks.harness.contenders import rows
+from benchmarks.harness.measure import Batch, served, take_turns
 from benchmarks.harness.pair import Shape, stretched_pair
-from benchmarks.repetition_texts import KINDS, GrammarPrompt
-from benchmarks.turns import WARM_UP, RunTotals, rows, serving, take_turns, tell
+from benchmarks.harness.report import tell
+from benchmarks.harness.workers import serving
 from cluster.console import say
-from router.generation import Generation
 from router.text.tokenizer import Tokenizer
-from speculation.messages import RequestOptions, Sampling, Source, Speculation
+from speculation.messages import RequestOptions, Source, Speculation
 
 CONTENDERS = {
     "plain": Speculation(enabled=False, remember=False),
@@ -30,31 +31,9 @@ CONTENDERS = {
     "both": Speculation(sources=frozenset({Source.LOOKUP, Source.SUFFIX})),
 }
 TEMPERATURES = (0.0, 0.7)
-MOST_TOKENS = 200
-
-
-def rounds_of(
-    tokenizer: Tokenizer, requests: Sequence[GrammarPrompt], temperature: float, about: str
-) -> list[dict[str, Generation]]:
-    """What contenders are asked. ``about`` is for the scopes: what was remembered under another name is not found."""
-    return [
-        {
-            name: Generation(
-                tokenizer.encode(request.prompt, special=False),
-                Sampling(temperature=temperature, seed=number),
-                MOST_TOKENS,
-                request_options=RequestOptions(grammar=request.grammar, scope=f"{about}, {name}"),
-                speculation=speculation,
-            )
-            for name, speculation in CONTENDERS.items()
-        }
-        for number, request in enumerate(requests)
-    ]
-
-
-def accepted_a_step(tally: RunTotals) -> dict[str, Any]:
-    """Drafts of each source."""
-    return {"accepted_per_step": {name: round(count / tally.steps, 2) for name, count in tally.sources.items()}}
+MAX_TOKENS = 200
+NOT_COUNTED = 2
+"""Requests of a kind that come first."""
 
 
 async def main(rounds: int, kinds: Sequence[str], temperatures: Sequence[float]) -> None:
@@ -64,10 +43,21 @@ async def main(rounds: int, kinds: Sequence[str], temperatures: Sequence[float])
     tokenizer = Tokenizer.load(str(pair.target))
     async with serving(pair.target) as dispatcher:
         for kind in kinds:
-            requests = KINDS[kind]()[: rounds + WARM_UP]
+            asked = [
+                (tokenizer.encode(one.prompt, special=False), one.grammar)
+                for one in KINDS[kind]()[: rounds + NOT_COUNTED]
+            ]
             for temperature in temperatures:
-                asked = rounds_of(tokenizer, requests, temperature, f"{kind} at {temperature}")
-                for row in rows(await take_turns(dispatcher, asked), accepted_a_step):
+                runners = {
+                    name: served(dispatcher, speculation, RequestOptions(scope=f"{kind} at {temperature}, {name}"))
+                    for name, speculation in CONTENDERS.items()
+                }
+                batches = [
+                    Batch((prompt,), MAX_TOKENS, temperature, number, grammar=grammar)
+                    for number, (prompt, grammar) in enumerate(asked)
+                ]
+                runs = await take_turns(runners, batches, 0)
+                for row in rows({name: own[NOT_COUNTED:] for name, own in runs.items()}):
                     tell({"kind": kind, "temperature": temperature, **row})
 
 

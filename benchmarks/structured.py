@@ -19,15 +19,17 @@ from typing import Any
 
 import jsonschema
 
-from benchmarks.harness.pair import Shape, stretched_pair
-from benchmarks.random_schemas import random_schema
-from benchmarks.turns import WARM_UP, RunTotals, accepted, decode, held_out, rows, serving, take_turns, tell
+from benchmarks.grammar_prompts import random_schema
+from benchmarks.harness.contenders import rows
+from benchmarks.harness.measure import Batch, served, take_turns
+from benchmarks.harness.pair import Shape, held_out, stretched_pair
+from benchmarks.harness.report import tell
+from benchmarks.harness.workers import serving
 from cluster.console import say
 from router.dispatch import Dispatcher
-from router.generation import Generation
 from router.schema.structured import json_schema_grammar
 from router.text.tokenizer import Tokenizer
-from speculation.messages import RequestOptions, Sampling, Source, Speculation, Token
+from speculation.messages import Source, Speculation
 
 RECORD = {
     "type": "object",
@@ -63,54 +65,47 @@ CONTENDERS = {
     "draft alone": Speculation(sources=frozenset({Source.DRAFT}), remember=False),
     "all sources": Speculation(remember=False),
 }
-MOST_TOKENS = 200
+MAX_TOKENS = 200
+WARM_UP = 2
+"""Rounds before those that count."""
 
 
-def rounds_of(prompts: Sequence[tuple[Token, ...]], grammar: str) -> list[dict[str, Generation]]:
-    """What contenders are asked: greedily to say JSON."""
-    extras = RequestOptions(grammar=grammar)
-    return [
-        {
-            name: Generation(
-                prompt, Sampling(temperature=0.0), MOST_TOKENS, request_options=extras, speculation=speculation
-            )
-            for name, speculation in CONTENDERS.items()
-        }
-        for prompt in prompts
-    ]
-
-
-async def measure_random(
-    dispatcher: Dispatcher, prompts: Sequence[tuple[int, ...]], tokenizer: Tokenizer, schemas: int, seed: int
-) -> dict[str, Any]:
+async def measure_random(dispatcher: Dispatcher, tokenizer: Tokenizer, schemas: int, seed: int) -> dict[str, Any]:
     """Plain decoding and all sources over random schemas, in turn; raises AssertionError if a text differs or is wrong.
 
     Texts may reach their last token before they end; those are only compared.
     """
-    rng = random.Random(seed)
-    tallies = {name: RunTotals() for name in ("plain", "all sources")}
+    rng, prompts = random.Random(seed), held_out()
+    asked = [random_schema(rng) for _ in range(schemas)]
+    batches = [
+        Batch(
+            (prompts[number % len(prompts)],),
+            MAX_TOKENS,
+            1.0,
+            number,
+            grammar=json_schema_grammar(schema, "schema", {}),
+        )
+        for number, schema in enumerate(asked)
+    ]
+    names = ("plain", "all sources")
+    runs = await take_turns({name: served(dispatcher, CONTENDERS[name]) for name in names}, batches, 0)
+    texts = {name: [run.decoded[0].tokens for run in runs[name]] for name in names}
     ended = 0
-    for number in range(schemas):
-        schema, sampling = random_schema(rng), Sampling(temperature=1.0, seed=number)
-        extras = RequestOptions(grammar=json_schema_grammar(schema, "schema", {}))
-        said: dict[str, list[int]] = {}
-        for name in rng.sample(list(tallies), 2):
-            prompt = prompts[number % len(prompts)]
-            generation = Generation(prompt, sampling, MOST_TOKENS, request_options=extras, speculation=CONTENDERS[name])
-            said[name] = await decode(dispatcher, generation, tallies[name])
-        assert said["plain"] == said["all sources"], f"schema {number} of seed {seed}: the text depends on drafts"
-        if len(said["plain"]) < MOST_TOKENS:
+    for number, (schema, plain, drafted) in enumerate(zip(asked, *texts.values(), strict=True)):
+        assert plain == drafted, f"schema {number} of seed {seed}: the text depends on drafts"
+        if len(plain) < MAX_TOKENS:
             ended += 1
-            jsonschema.validate(json.loads(tokenizer.decode(said["plain"])), schema)
-    speeds = {name: tally.tokens / tally.seconds for name, tally in tallies.items()}
+            jsonschema.validate(json.loads(tokenizer.decode(plain)), schema)
+    tokens = sum(map(len, texts["plain"]))
+    speeds = {name: tokens / sum(len(run.decoded[0].tokens) / run.whole_rate for run in runs[name]) for name in names}
     return {
         "schemas": schemas,
         "same_text": schemas,
         "ended_and_valid": ended,
-        "tokens": tallies["plain"].tokens,
+        "tokens": tokens,
         "tokens_per_second": {name: round(speed, 1) for name, speed in speeds.items()},
         "ratio_to_plain": round(speeds["all sources"] / speeds["plain"], 2),
-        "tokens_per_step": round(tallies["all sources"].tokens / tallies["all sources"].steps, 2),
+        "tokens_per_step": round(tokens / sum(len(run.decoded[0].commits) for run in runs["all sources"]), 2),
     }
 
 
@@ -118,15 +113,15 @@ async def main(rounds: int, layouts: Sequence[str], schemas: int, seed: int) -> 
     """Measure and print, a line of JSON for each contender, or one for all random schemas."""
     pair = stretched_pair(Shape())
     say(pair.about)
-    tokenizer = Tokenizer.load(str(pair.target))
-    prompts = held_out(tokenizer, rounds + WARM_UP)
     async with serving(pair.target, draft=pair.draft) as dispatcher:
         if schemas:
-            tell(await measure_random(dispatcher, prompts, tokenizer, schemas, seed))
+            tell(await measure_random(dispatcher, Tokenizer.load(str(pair.target)), schemas, seed))
             return
+        runners = {name: served(dispatcher, speculation) for name, speculation in CONTENDERS.items()}
         for layout in layouts:
             grammar = json_schema_grammar(RECORD, "schema", LAYOUTS[layout])
-            for row in rows(await take_turns(dispatcher, rounds_of(prompts, grammar)), accepted):
+            batches = [Batch((prompt,), MAX_TOKENS, grammar=grammar) for prompt in held_out(rounds)]
+            for row in rows(await take_turns(runners, batches, WARM_UP)):
                 tell({"layout": layout, **row})
 
 

@@ -12,21 +12,20 @@ from benchmarks.chaos.records import FaultResult
 from benchmarks.chaos.settings import ChaosOptions, FaultOptions, SoakOptions, configuration
 from benchmarks.chaos.stage import Stage, running
 from benchmarks.harness.options import known
-from benchmarks.harness.report import Result, Table, listed
+from benchmarks.harness.report import Result, Table, table_of
 from cluster.config.flags import FAILED
 from cluster.console import say
 from cluster.processes.ports import HeldPort
 
-COLUMNS = ("fault", "streams", "requests", "refused (429)", "failed", "text different", "longest silence",
-           "first token", "whole after", "wanted", "holds")  # fmt: skip
-NOTES = """\
-- Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait for
-  one, queueing included. Whole after: from the fault until all workers were back and connected to the router; where
-  something was stopped or removed, with the time that it was.
-- Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose texts no
-  target has in its cache.
-- A node is removed by killing all its processes at once, and comes back ten seconds later. Clients connect through the
-  head, which is not removed."""
+NOTES = (
+    "Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait "
+    "for one, queueing included. Whole after: from the fault until all workers were back and connected to the router; "
+    "where something was stopped or removed, with the time that it was.",
+    "Load and random faults ask for a few requests again and again; every other row asks only for new ones, whose "
+    "texts no target has in its cache.",
+    "A node is removed by killing all its processes at once, and comes back ten seconds later. Clients connect "
+    "through the head, which is not removed.",
+)
 
 
 def chaos(options: ChaosOptions) -> int:
@@ -95,41 +94,35 @@ def result(options: FaultOptions, outcomes: Sequence[FaultResult]) -> Result:
         width=220,
     )
     machine = found.machine
-    page = [
-        f"`{options.command}`",
+    about = (
         f"{machine['processor']}, {machine['cores']} cores for everything: a pretend Ray cluster of a head, two "
         f"small-GPU and two large-GPU nodes, {settings.TARGETS} targets of {settings.RANKS} ranks, {settings.DRAFTS} "
         f"drafters, {settings.ROUTERS} router, the bundled models in {options.dtype}. Requests of {options.tokens} new "
         f"tokens at temperature {settings.TEMPERATURE}, one after another; every text is compared with that of plain "
-        "decoding, undisturbed.",
-        table(outcomes).markdown(),
-        listed(remarks(outcomes)),
-        NOTES,
-    ]
-    return replace(found, page=page)
+        "decoding, undisturbed."
+    )
+    return replace(found, notes=[about, *found.notes, *NOTES])
 
 
 def table(outcomes: Sequence[FaultResult]) -> Table:
     """A row for each fault."""
-    lines = []
-    for outcome in outcomes:
-        counted = outcome.tally
-        lines.append(
-            (
-                outcome.fault,
-                f"{outcome.streams}",
-                f"{counted.requests}",
-                f"{counted.refused}",
-                f"{counted.failed}",
-                f"{counted.different}",
-                f"{counted.silence.seconds:.2f} s",
-                f"{counted.first_token:.2f} s",
-                f"{outcome.seconds:.1f} s" if outcome.seconds else "",
-                outcome.wanted.text,
-                "yes" if outcome.holds else "NO",
-            )
-        )
-    return Table("Faults under streaming requests", COLUMNS, lines)
+    return table_of(
+        "Faults under streaming requests",
+        outcomes,
+        {
+            "fault": lambda one: one.fault,
+            "streams": lambda one: one.streams,
+            "requests": lambda one: one.tally.requests,
+            "refused (429)": lambda one: one.tally.refused,
+            "failed": lambda one: one.tally.failed,
+            "text different": lambda one: one.tally.different,
+            "longest silence": lambda one: f"{one.tally.silence.seconds:.2f} s",
+            "first token": lambda one: f"{one.tally.first_token:.2f} s",
+            "whole after": lambda one: f"{one.seconds:.1f} s" if one.seconds else "",
+            "wanted": lambda one: one.wanted.text,
+            "holds": lambda one: "yes" if one.holds else "NO",
+        },
+    )
 
 
 def verdict(outcome: FaultResult) -> str:

@@ -16,7 +16,7 @@ from benchmarks.engine.model import MEGABYTE, Memory, lengths, parameters
 from benchmarks.engine.settings import CONCURRENT, EngineOptions
 from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, many
 from benchmarks.harness.measure import Run
-from benchmarks.harness.report import Goal, Result, Table, goals_table, wanted
+from benchmarks.harness.report import Goal, Result, Table, against, goals_table
 
 ALONE, TOGETHER = "1 request", f"{CONCURRENT} requests"
 MIXED = f"{CONCURRENT} requests of mixed lengths"
@@ -117,11 +117,6 @@ GOALS: tuple[Goal[Measured], ...] = (
 )
 
 
-def summary(measured: Measured) -> dict[str, float | None]:
-    """The figure of every goal."""
-    return {goal.key: goal.ours(measured) for goal in GOALS}
-
-
 @dataclass(frozen=True, slots=True)
 class TextAgreement:
     """How far two contenders write the same texts."""
@@ -211,8 +206,7 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
         (steps(measured), parts(measured), pace(measured), goals_table(GOALS, measured)),
         [],
         {
-            "summary": summary(measured),
-            "wanted": wanted(GOALS),
+            **against(GOALS, measured),
             "transformers": {goal.key: goal.transformers(measured) for goal in GOALS if goal.transformers},
             "dtype": dtype,
             "model": model,

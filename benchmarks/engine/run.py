@@ -128,7 +128,7 @@ async def decode_batches(
     mixed = {MIXED: loop.run, PREFIX + MIXED: stock.run}
     batches = [mixed_batch(CONCURRENT, generator) for _ in range(options.mixed_turns)]
     alike = await _take_turns(runners, options.turns, NEW, generator)
-    return alike | await take_turns(mixed, batches, 0, lambda: None)
+    return alike | await take_turns(mixed, batches, 0)
 
 
 async def decode_exactly(settings: EngineSettings, generator: torch.Generator) -> dict[str, list[Run]]:
@@ -164,7 +164,7 @@ async def serve(
     flags = ["--dtype", str(dtype).removeprefix("torch."), "--threads", f"{options.threads}"]
     flags += ["--cache-tokens", f"{WORKER_CACHE_TOKENS}"]
     core = 0 if options.threads == 1 else None
-    plan = WorkerPlan(Role.TARGET, folder / "model", core, folder / "target.jsonl", flags)
+    plan = WorkerPlan(Role.TARGET, folder / "model", core, flags=flags)
     async with running(plan) as worker, connected(worker) as dispatcher:
         run = served(dispatcher, PLAIN.speculation)
         await run(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
@@ -181,7 +181,7 @@ async def _take_turns(
 ) -> dict[str, list[Run]]:
     """Runs of every contender, without those of a first turn, whose prompts do not come again."""
     batches = [Batch(tuple(random_prompts(CONCURRENT + 1, PROMPT, generator)), tokens) for _ in range(1 + turns)]
-    runs = await take_turns(runners, batches, 0, lambda: None)
+    runs = await take_turns(runners, batches, 0)
     return {name: of_one[1:] for name, of_one in runs.items()}
 
 

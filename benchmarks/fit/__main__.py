@@ -27,7 +27,8 @@ def pairs() -> list[tuple[str, FitOptions]]:
 
 def _options(target: str, drafts: tuple[str, ...]) -> FitOptions:
     sources = ("none", "lookup")
-    return FitOptions(target, drafts, sources, tuple(prompts.bundled()), dtype="bfloat16", validate=True)
+    asked = tuple(prompts.bundled())
+    return FitOptions(target=target, drafts=drafts, sources=sources, prompts=asked, dtype="bfloat16", validate=True)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.fit.agreement import SUFFIX_TOKENS
 from benchmarks.fit.predict import PAYS, Forecast, Loaded, pays_until
-from benchmarks.fit.settings import SUFFIX_TOKENS, FitOptions
+from benchmarks.fit.settings import FitOptions
 from speculation.messages import Source
 
 MORE = 1.05
@@ -82,7 +83,7 @@ def configuration(
 def _worker(options: FitOptions, model: str) -> dict[str, Any]:
     """Settings of a worker as they were measured with."""
     given = {"dtype": options.dtype, "device": options.device, "threads": options.threads}
-    default = FitOptions("", (), (), ())
+    default = FitOptions()
     return {"model": _path(model)} | {name: value for name, value in given.items() if value != getattr(default, name)}
 
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.fit.settings import DEPTH, SUFFIX_TOKENS, Way
+from benchmarks.fit.settings import DEPTH, Way
 from benchmarks.speculation.records import Depth
 from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
+from simulation.simulate import Bounds
 from simulation.simulated_sources import OwnSources
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
 from speculation.sources.local_sources import local_sources
 from speculation.sources.registry import LocalSource, Suggestion
+
+SUFFIX_TOKENS = Bounds().suffix_tokens
+"""Of earlier outputs that a target keeps, if they are drafted from; as it does unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.fit import heads, plots, report, teacher
+from benchmarks.fit import report, teacher
 from benchmarks.fit.predict import (
     DEPTHS,
     FINE,
@@ -45,7 +45,7 @@ def main(options: FitOptions) -> int:
 
 def write(result: report.FitResult, folder: Path) -> None:
     """Figures, configuration and plot."""
-    for file in (*report.write(result, folder), plots.draw(result, folder)):
+    for file in report.write(result, folder):
         say(f"wrote {file}")
 
 
@@ -59,7 +59,7 @@ def fit(options: FitOptions) -> report.FitResult:
         progress("comparing tokenizers")
         translated = teacher.translated(options)
         if options.medusa:
-            heads.check(options)
+            teacher.check_heads(options)
         watched = asyncio.run(watch(options, prompts, Path(name), progress))
         texts = spread(watched.texts, len(watched.texts))
         known = replace(learned(options, watched, texts, progress), translated=translated)
@@ -83,7 +83,7 @@ def learned(
         passages[draft] = teacher.passages(options, draft, texts)
     if options.medusa:
         progress(f"what the heads of {options.medusa} say along the text")
-        guesses = heads.guesses(options, texts)
+        guesses = teacher.guesses(options, texts)
         passages = {
             draft: [replace(one, guesses=said) for one, said in zip(found, guesses, strict=True)]
             for draft, found in passages.items()

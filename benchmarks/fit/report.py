@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.fit.advice import advice, configuration
 from benchmarks.fit.agreement import Agreement
 from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
 from benchmarks.fit.settings import FitOptions, short
 from benchmarks.fit.validate import Validation
+from benchmarks.harness.report import DPI, PlotLine, PlotPanel, Table, draw, table_of
 from simulation import estimates
 from simulation.costs import Costs
 
 SHOWN = (1, 2, 4, 8, 12)
 """Depths, and draft tokens a request, in tables."""
+TRIED = 10
+"""A depth tried less often is in no plot."""
 PIPE_WIDTH = 160
 """Columns of a table that goes to a file."""
 
@@ -58,63 +60,56 @@ def show(result: FitResult) -> None:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     for table in tables(result):
-        console.print(table)
+        console.print(table.rich(no_wrap=False))
     for line in (*_sentences(result), "", advice(result.chosen, result.forecasts, result.loaded)):
         console.print(line, soft_wrap=True)
     console.print("\npaceline.yaml, for `paceline up --config paceline.yaml`:\n")
     console.print(result.configuration, soft_wrap=True)
 
 
-def tables(result: FitResult) -> Iterator[Table]:
-    """In the order in which they explain each other."""
-    yield _acceptance(result)
-    yield _costs(result)
-    yield _speeds(result)
-    yield _depths(result)
-    if result.loaded:
-        yield _loads(result)
+def tables(result: FitResult) -> list[Table]:
+    """In the order in which they explain each other; those that have lines."""
+    found = [_acceptance(result), _costs(result), _speeds(result), _depths(result), _loads(result)]
     if result.validation is not None:
-        yield _validation(result.validation)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table
+        found.append(_validation(result.validation))
+    return [table for table in found if table.lines]
 
 
 def _acceptance(result: FitResult) -> Table:
-    kinds = list(result.shown.kinds)
-    depths = [f"depth {depth}" for depth in SHOWN]
-    table = _table("Share of drafts that are right", "way", *kinds, "all", "any choice", *depths)
-    for one in result.forecasts:
-        at = {depth.depth: depth.kept / depth.tried for depth in one.agreement.depths}
-        table.add_row(
-            str(one.way),
-            *(f"{one.by_kind[kind].first:.2f}" for kind in kinds),
-            f"{one.agreement.first:.2f}",
-            f"{one.agreement.among:.2f}",
-            *(f"{at[depth]:.2f}" if depth in at else "" for depth in SHOWN),
-        )
-    return table
+    def at(depth: int) -> Callable[[Forecast], object]:
+        return lambda one: next((its.kept / its.tried for its in one.agreement.depths if its.depth == depth), None)
+
+    def of(kind: str) -> Callable[[Forecast], object]:
+        return lambda one: one.by_kind[kind].first
+
+    return table_of(
+        "Share of drafts that are right",
+        result.forecasts,
+        {
+            "way": lambda one: one.way,
+            **{kind: of(kind) for kind in result.shown.kinds},
+            "all": lambda one: one.agreement.first,
+            "any choice": lambda one: one.agreement.among,
+            **{f"depth {depth}": at(depth) for depth in SHOWN},
+        },
+    )
 
 
 def _costs(result: FitResult) -> Table:
-    table = _table("Milliseconds of a step", "worker", "at a time", *(f"{1 + drafts} tokens" for drafts in (0, *SHOWN)))
-    alone = result.known.costs[None]
-    for sessions in result.options.sessions:
-        times = [alone.verify_seconds(sessions, sessions * (1 + drafts)) for drafts in (0, *SHOWN)]
-        table.add_row(f"{short(result.options.target)} verifies, each", str(sessions), *map(_ms, times))
+    alone, target = result.known.costs[None], short(result.options.target)
+    verifying = {f"{target} verifies, each": alone}
     if result.known.heads:
-        guessing = replace(alone, verify=result.known.heads)
-        for sessions in result.options.sessions:
-            times = [guessing.verify_seconds(sessions, sessions * (1 + drafts)) for drafts in (0, *SHOWN)]
-            table.add_row(f"{short(result.options.target)} with heads, each", str(sessions), *map(_ms, times))
+        verifying[f"{target} with heads, each"] = replace(alone, verify=result.known.heads)
+    lines = [
+        (name, str(n), *(_ms(costs.verify_seconds(n, n * (1 + drafts))) for drafts in (0, *SHOWN)))
+        for name, costs in verifying.items()
+        for n in result.options.sessions
+    ]
     for draft in result.options.drafts:
         curve = result.known.costs[draft].draft
-        table.add_row(f"{short(draft)} drafts", "", *(_ms(curve(1 + drafts)) for drafts in (0, *SHOWN)))
-    return table
+        lines.append((f"{short(draft)} drafts", "", *(_ms(curve(1 + drafts)) for drafts in (0, *SHOWN))))
+    columns = ("worker", "at a time", *(f"{1 + drafts} tokens" for drafts in (0, *SHOWN)))
+    return Table("Milliseconds of a step", columns, lines)
 
 
 def _ms(seconds: float) -> str:
@@ -123,38 +118,35 @@ def _ms(seconds: float) -> str:
 
 def _speeds(result: FitResult) -> Table:
     shown = result.shown
+    rows = [shown if one.way == shown.way else one for one in result.forecasts]
     trips = [f"{1000 * rtt:g} ms" for rtt in result.options.round_trips]
-    columns = ("way", "tokens/s", "a worker", "best depth", *trips, *shown.kinds)
-    table = _table("Predicted, one request at a time: speed-up over plain decoding by round trip and kind", *columns)
-    for one in result.forecasts:
-        row = shown if one.way == shown.way else one
-        table.add_row(
+    lines = [
+        (
             str(row.way),
             f"{row.rate:.1f}",
             f"{row.rate / row.workers:.1f}",
             str(row.depth),
-            *(f"{speedup:.2f}" for speedup in row.trips.values()),
-            *(f"{speedup:.2f}" for speedup in row.kinds.values()),
+            *(f"{speedup:.2f}" for speedup in (*row.trips.values(), *row.kinds.values())),
         )
-    return table
+        for row in rows
+    ]
+    title = "Predicted, one request at a time: speed-up over plain decoding by round trip and kind"
+    return Table(title, ("way", "tokens/s", "a worker", "best depth", *trips, *shown.kinds), lines)
 
 
 def _depths(result: FitResult) -> Table:
-    shown = result.shown
-    title = f"{shown.way} by depth: tokens a step and speed-up of the textbook (in turn), and predicted (ahead)"
-    table = _table(
-        title, "depth K", "E = (1-a^(K+1))/(1-a)", "E on this text", "textbook speed-up", "predicted speed-up"
+    shown, cost = result.shown, _cost(result)
+    return table_of(
+        f"{shown.way} by depth: tokens a step and speed-up of the textbook (in turn), and predicted (ahead)",
+        ((depth, textbook(shown.agreement, cost, depth)) for depth in shown.depths),
+        {
+            "depth K": lambda row: row[0],
+            "E = (1-a^(K+1))/(1-a)": lambda row: row[1]["committed"],
+            "E on this text": lambda row: row[1]["committed_along"],
+            "textbook speed-up": lambda row: row[1]["speedup"],
+            "predicted speed-up": lambda row: shown.depths[row[0]],
+        },
     )
-    for depth in shown.depths:
-        row = textbook(shown.agreement, _cost(result), depth)
-        table.add_row(
-            str(depth),
-            f"{row['committed']:.2f}",
-            f"{row['committed_along']:.2f}",
-            f"{row['speedup']:.2f}",
-            f"{shown.depths[depth]:.2f}",
-        )
-    return table
 
 
 def textbook(found: Agreement, cost: float, depth: int) -> dict[str, float]:
@@ -166,12 +158,6 @@ def textbook(found: Agreement, cost: float, depth: int) -> dict[str, float]:
     }
 
 
-def textbook_speedups(result: FitResult) -> dict[int, float]:
-    """The textbook's speed-up of the way shown, by depth."""
-    cost = _cost(result)
-    return {depth: estimates.speedup(result.shown.agreement.first, depth, cost) for depth in result.shown.depths}
-
-
 def _cost(result: FitResult) -> float:
     """Seconds of a draft token over those of a plain step, of the way shown; a source at the target takes none."""
     draft = result.shown.way.draft
@@ -180,38 +166,35 @@ def _cost(result: FitResult) -> float:
 
 
 def _loads(result: FitResult) -> Table:
-    columns = (
-        "at a time",
-        "plain tokens/s",
-        "tokens/s",
-        "a request",
-        "a worker",
-        "speed-up",
-        "drafters",
-        "lead delivered",
+    return table_of(
+        f"{result.shown.way} under load, predicted, one target",
+        result.loaded,
+        {
+            "at a time": lambda one: one.sessions,
+            "plain tokens/s": lambda one: f"{one.plain:.1f}",
+            "tokens/s": lambda one: f"{one.rate:.1f}",
+            "a request": lambda one: f"{one.rate / one.sessions:.1f}",
+            "a worker": lambda one: f"{one.rate_per_worker:.1f}",
+            "speed-up": lambda one: one.speedup,
+            "drafters": lambda one: one.drafters,
+            "lead delivered": lambda one: one.delivered if one.drafters else None,
+        },
     )
-    table = _table(f"{result.shown.way} under load, predicted, one target", *columns)
-    for one in result.loaded:
-        table.add_row(
-            str(one.sessions),
-            f"{one.plain:.1f}",
-            f"{one.rate:.1f}",
-            f"{one.rate / one.sessions:.1f}",
-            f"{one.rate_per_worker:.1f}",
-            f"{one.speedup:.2f}",
-            str(one.drafters),
-            f"{one.delivered:.2f}" if one.drafters else "",
-        )
-    return table
 
 
 def _validation(found: Validation) -> Table:
-    columns = ("depth", "speed-up", "measured", "error", "tokens a step", "measured")
-    table = _table(f"{found.way}, predicted and measured", *columns)
-    for one in found.depths:
-        speeds = f"{one.predicted:.2f}", f"{one.measured:.2f}", f"{100 * one.error:+.0f} %"
-        table.add_row(str(one.depth), *speeds, f"{one.predicted_step:.2f}", f"{one.measured_step:.2f}")
-    return table
+    return table_of(
+        f"{found.way}, predicted and measured",
+        found.depths,
+        {
+            "depth": lambda one: one.depth,
+            "speed-up": lambda one: one.predicted,
+            "measured": lambda one: one.measured,
+            "error": lambda one: f"{100 * one.error:+.0f} %",
+            "tokens a step": lambda one: one.predicted_step,
+            "measured step": lambda one: one.measured_step,
+        },
+    )
 
 
 def _sentences(result: FitResult) -> Iterator[str]:
@@ -327,11 +310,39 @@ def _validation_json(found: Validation) -> dict[str, Any]:
 
 
 def write(result: FitResult, folder: Path) -> list[Path]:
-    """``fit.json`` and ``paceline.yaml``; returns the files."""
+    """``fit.json``, ``paceline.yaml`` and a plot; returns the files."""
     files = {
         folder / "fit.json": json.dumps(as_json(result), indent=1) + "\n",
         folder / "paceline.yaml": result.configuration,
     }
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")
-    return list(files)
+    draw(_panels(result), width=4.3, height=4, legends=True).savefig(folder / "fit.png", dpi=DPI)
+    return [*files, folder / "fit.png"]
+
+
+def _panels(result: FitResult) -> list[PlotPanel]:
+    """Speed-up by depth beside the textbook's, acceptance by depth and kind, speed-up under load."""
+    shown, checked, grey = result.shown, result.validation, {"linestyle": "--", "color": "tab:grey"}
+    by_depth = [
+        PlotLine(str(one.way), list((shown if one.way == shown.way else one).depths.items()))
+        for one in result.forecasts
+    ]
+    cost = _cost(result)
+    textbook = [(depth, estimates.speedup(shown.agreement.first, depth, cost)) for depth in shown.depths]
+    by_depth.append(PlotLine("textbook, in turn", textbook, grey))
+    if checked is not None:
+        measured = [(one.depth, one.measured) for one in checked.depths]
+        by_depth.append(PlotLine("measured", measured, {"color": "black", "marker": "x", "linestyle": ""}))
+    right = [
+        PlotLine(kind, [(at.depth, at.kept / at.tried) for at in found.depths if at.tried >= TRIED])
+        for kind, found in shown.by_kind.items()
+    ]
+    loads = [PlotLine("speed-up", [(one.sessions, one.speedup) for one in result.loaded])]
+    sessions = [one.sessions for one in result.loaded]
+    loads.append(PlotLine("plain", [(count, 1.0) for count in sessions], grey))
+    return [
+        PlotPanel("depth", "speed-up over plain", by_depth),
+        PlotPanel("depth of the draft token", "share right, where all above was", right, str(shown.way), top=1),
+        PlotPanel("requests at a time", "speed-up over plain", loads, ticks=sessions),
+    ]

@@ -18,8 +18,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.fit.agreement import SUFFIX_TOKENS
 from benchmarks.fit.prompts import PromptError
-from benchmarks.fit.settings import PLAIN, SUFFIX_TOKENS, FitError, FitOptions, Way
+from benchmarks.fit.settings import PLAIN, FitError, FitOptions, Way
 from benchmarks.harness.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running
 from router.dispatch import Dispatcher

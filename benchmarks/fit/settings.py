@@ -1,22 +1,29 @@
-"""What is asked of a fit, and which ways to draft are compared."""
+"""What is asked of a fit, and which ways to draft are compared.
+
+Imports nothing of what serves: a mistake on the command line is answered at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.fit.prompts import Prompt
-from benchmarks.harness.options import BadInput
-from simulation.simulate import Bounds
+from benchmarks.harness.options import BadInput, Options, flag
+from cluster.config.listed import count, round_trip
+from cluster.config.pools import DTYPES
+from cluster.local.threads import usable_cores
 from speculation.messages import Sampling, Source, Speculation
+
+if TYPE_CHECKING:
+    from benchmarks.fit.prompts import Prompt
 
 NONE = "none"
 SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX)}
 """Sources at the target that can be compared, by the names of the flag."""
-SUFFIX_TOKENS = Bounds().suffix_tokens
-"""Of earlier outputs that a target keeps, if they are drafted from; as it does unless told otherwise."""
 DEPTH = Speculation().max_depth
 """Longest path of drafts that is tried: what a request gets that asks for nothing."""
 
@@ -66,32 +73,58 @@ def short(model: str) -> str:
     return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.split("/")[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class FitOptions:
+def _source(text: str) -> str:
+    if text not in (NONE, *SOURCES):
+        raise ValueError(f"one of {', '.join((NONE, *SOURCES))}")
+    return text
+
+
+MOST_SESSIONS = 64
+"""A target computes no more at a time, unless it is told to."""
+_compared, _case, _workers, _results = (
+    partial(flag, group=title) for title in ("what is compared", "the case", "workers", "results")
+)
+_DRAFTS = "folder or hub id of a draft model; repeat (default: the bundled draft, for the bundled target)"
+_SOURCES = (
+    "sources at the target, compared in every combination, beside each draft and alone: lookup, medusa, suffix "
+    "(earlier answers to these prompts); none: also each draft alone; repeat (default: none,lookup, and medusa "
+    "with --medusa)"
+)
+_PROMPTS = "file with prompts of your traffic; repeat (default: bundled ones, by kind of text)"
+_TRIPS = "from router to drafters and back, in ms; the first decides (default: 0,5,20)"
+_SESSIONS = "requests at a time to measure steps with (default: 1,4,16)"
+_THREADS = "threads of each worker; with one, each has a core of its own"
+_VALIDATE = "serve the best way for real, at a few depths, and compare with what was predicted"
+
+
+def _sessions(text: str) -> int:
+    return count(text, MOST_SESSIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions(Options):
     """A fit."""
 
-    target: str
-    drafts: tuple[str, ...]
-    sources: tuple[str, ...]
-    """Keys of :data:`SOURCES`, which are tried in every combination with each draft model and without any; and
-    :data:`NONE`, if draft models are to be tried alone."""
-    prompts: tuple[Prompt, ...]
-    medusa: str = ""
-    """Folder of the heads, if they are compared."""
-    tokens: int = 64
-    """New tokens a prompt at most; a text that the target ends sooner ends there."""
-    temperature: float = 0.0
-    seed: int = 0
-    round_trips: tuple[float, ...] = (0.0, 0.005, 0.02)
-    """Seconds from router to drafter and back, beyond what this machine's own messages take."""
-    sessions: tuple[int, ...] = (1, 4, 16)
-    """Requests at a time for which steps are measured, rising."""
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int = 1
-    """Of a worker; with one, each worker has a core of its own."""
-    out: Path | None = None
-    validate: bool = False
+    target: str = _compared("", "folder or hub id (default: the bundled target)", metavar="MODEL")
+    drafts: tuple[str, ...] = _compared((), _DRAFTS, name="--draft", metavar="MODEL", whole=True)
+    medusa: str = _compared("", "folder of Medusa heads for the target (default: none)", metavar="DIR")
+    sources: tuple[str, ...] = _compared((), _SOURCES, name="--source", metavar="X,Y", parse=_source)
+    prompts: tuple[Prompt, ...] = _compared((), _PROMPTS, metavar="FILE", whole=True)
+    tokens: int = _case(64, "new tokens a prompt", least=16, most=4096)
+    """At most; a text that the target ends sooner ends there."""
+    temperature: float = _case(0.0, "of all requests", least=0.0, most=100.0, metavar="X")
+    seed: int = _case(0, "of all requests", least=0, most=2**63 - 1)
+    round_trips: tuple[float, ...] = _case(
+        (0.0, 0.005, 0.02), _TRIPS, name="--round-trip", metavar="X,Y", parse=round_trip
+    )
+    """Seconds, beyond what this machine's own messages take."""
+    sessions: tuple[int, ...] = _case((1, 4, 16), _SESSIONS, metavar="X,Y", parse=_sessions)
+    """Rising."""
+    dtype: str = _workers("auto", "number format", choices=DTYPES)
+    device: str = _workers("auto", "auto, cpu, cuda ...")
+    threads: int = _workers(1, _THREADS, least=1, most=usable_cores())
+    out: Path | None = _results(None, "write fit.json, fit.png and paceline.yaml there", metavar="DIR")
+    validate: bool = _results(False, _VALIDATE)
 
     @property
     def sampling(self) -> Sampling:

@@ -1,4 +1,4 @@
-"""What a draft model says along the target's text: one forward over prompt and text, at every place at once.
+"""What draft models and Medusa heads say along the target's text: a forward over prompt and text, all places at once.
 
 The model, the shape of its candidates and the noise are those of a draft worker, so what it says at a place is what it
 would say there while serving, whatever was drafted before.
@@ -7,12 +7,18 @@ One with another tokenizer is asked place by place, since how it reads the text 
 drafted stays as it is, and where the text leaves its drafts the end is cut anew
 (:mod:`draft_service.translation.own_text`). Its first choice is taken to have been read ahead, as by a worker that is
 not late.
+
+Heads are those of a target worker (:mod:`target_service.medusa`), in model, guesses and noise.
+
+Tensor legend: R places, D hidden size, H heads, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from benchmarks.fit.serving import TargetText
@@ -24,15 +30,21 @@ from engine.build import build
 from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import PAGE
 from engine.interface import Chunk
+from engine.loading.loader import read_config
+from engine.medusa import MedusaHeads, read
 from engine.sampling.sampling import Draw, candidates
 from engine.settings import EngineSettings
 from engine.step import Engine
 from simulation.agreement import AgreementPassage
 from speculation.drafting.draft_session import Candidate, DraftLimits
+from speculation.drafting.medusa import HeadGuesses
 from speculation.messages import Sampling, Token
+from target_service.medusa import WIDTH
 
 FED = 512
 """Tokens of one forward."""
+PLACES = 32
+"""At which the heads are asked at once; each gives as many rows of logits as there are heads."""
 
 
 def translated(options: FitOptions) -> frozenset[str]:
@@ -82,20 +94,24 @@ def _length(text: TargetText, known: Vocabularies | None) -> int:
     return len(own) + len(text.tokens)
 
 
-def _passage(engine: Engine, text: TargetText, sampling: Sampling) -> AgreementPassage:
-    words = text.prompt + text.tokens
-    first = len(text.prompt)
-    sequence = engine.cache.sequence()
-    places: list[tuple[Candidate, ...]] = []
-    for start in range(0, len(words) - 1, FED):
-        fed = words[start : min(start + FED, len(words) - 1)]
+def _along(engine: Engine, text: TargetText, left_out: int) -> Iterator[tuple[range, Tensor]]:
+    """Read prompt and text but for their last tokens; yields the places, by position, whose rows were computed."""
+    words, first = text.prompt + text.tokens, len(text.prompt)
+    sequence, end = engine.cache.sequence(), len(text.prompt + text.tokens) - left_out
+    for start in range(0, end, FED):
+        fed = words[start : min(start + FED, end)]
         # The row of a token says what follows it.
         rows = range(max(first - 1 - start, 0), len(fed))
-        logits_RV = engine.run([Chunk(sequence, fed, rows=rows)])
-        draws = [Draw(sampling, start + row + 1) for row in rows]
-        places += map(tuple, candidates(logits_RV, draws, DraftLimits().children))
+        yield range(start + rows.start + 1, start + rows.stop + 1), engine.run([Chunk(sequence, fed, rows=rows)])
     sequence.rollback()
     sequence.free()
+
+
+def _passage(engine: Engine, text: TargetText, sampling: Sampling) -> AgreementPassage:
+    places: list[tuple[Candidate, ...]] = []
+    for positions, logits_RV in _along(engine, text, 1):
+        draws = [Draw(sampling, position) for position in positions]
+        places += map(tuple, candidates(logits_RV, draws, DraftLimits().children))
     return AgreementPassage(text.prompt, text.tokens, tuple(places))
 
 
@@ -129,3 +145,60 @@ def _fed(engine: Engine, cached: CachedSequence, tokens: Sequence[Token]) -> Ten
         cached.advance(range(len(fed)))
         if cached.length == len(tokens):
             return logits_RV
+
+
+def check_heads(options: FitOptions) -> None:
+    """Whether the heads are of the target's size. Raises FitError or :class:`engine.model.ModelError`."""
+    found = read(Path(options.medusa).expanduser())
+    wanted = read_config(options.target).get_text_config(decoder=True).hidden_size
+    if found.hidden != wanted:
+        reads = f"these heads read hidden states of {found.hidden} numbers, {options.target} has {wanted}"
+        raise FitError(f"--medusa {options.medusa}: {reads}; give heads that were trained for it")
+
+
+def guesses(options: FitOptions, texts: Sequence[TargetText]) -> list[tuple[HeadGuesses, ...]]:
+    """For each text what the heads say at every place; nothing at the first. Raises :class:`engine.model.ModelError`.
+
+    There the target has only just read the prompt, and nothing of its own was drawn yet.
+    """
+    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
+    settings = EngineSettings(
+        options.target,
+        dtype=options.dtype,
+        device=options.device,
+        threads=options.threads,
+        medusa=options.medusa,
+        cache_tokens=longest + FED,
+    )
+    engine = build(settings)
+    try:
+        assert engine.heads is not None
+        return [((), *_said(engine, engine.heads, text, options.sampling)) for text in texts]
+    finally:
+        engine.close()
+
+
+def _said(engine: Engine, heads: MedusaHeads, text: TargetText, sampling: Sampling) -> list[HeadGuesses]:
+    """At the places from the second on.
+
+    Heads guess from the state that the last token was drawn from, which the model was in when it had read the one
+    before that.
+    """
+    found: list[HeadGuesses] = []
+    for positions, _ in _along(engine, text, 2):
+        if positions:
+            assert engine.hidden is not None
+            for some_RD in torch.split(engine.hidden, PLACES):
+                position = len(text.prompt) + 1 + len(found)
+                found += _asked(heads, some_RD, engine.model.vocabulary, position, sampling)
+    return found
+
+
+@torch.inference_mode()
+def _asked(heads: MedusaHeads, hidden: Tensor, vocabulary: int, position: int, sampling: Sampling) -> list[HeadGuesses]:
+    """What the heads say at the places from ``position`` on; ``hidden``: their states, ``[R, D]``."""
+    logits_HRV = heads(hidden)[..., :vocabulary].float()
+    count = len(hidden)
+    draws = [Draw(sampling, position + row + head) for head in range(len(heads)) for row in range(count)]
+    said = candidates(logits_HRV.flatten(0, 1), draws, WIDTH)
+    return [tuple(said[row::count]) for row in range(count)]

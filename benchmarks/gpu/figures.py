@@ -25,7 +25,7 @@ from benchmarks.gpu.settings import (
     GpuOptions,
     launched,
 )
-from benchmarks.harness.report import Goal, Result, Table, cell, goals_table, wanted
+from benchmarks.harness.report import Goal, Result, Table, against, goals_table, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,7 @@ GOALS: tuple[Goal[Sequence[StageResult]], ...] = (
 def result(options: GpuOptions, device: str, outcomes: Sequence[StageResult], warnings: Sequence[str]) -> Result:
     """What there is so far. ``summary`` and ``wanted`` have exactly the keys of the goals."""
     figures = {
-        "summary": {goal.key: goal.ours(outcomes) for goal in GOALS},
-        "wanted": wanted(GOALS),
+        **against(GOALS, outcomes),
         "device": device,
         "sizes": asdict(options.sizes),
         "outcomes": [asdict(outcome) for outcome in outcomes],
@@ -204,61 +203,61 @@ def result(options: GpuOptions, device: str, outcomes: Sequence[StageResult], wa
 
 def tables(outcomes: Sequence[StageResult]) -> list[Table]:
     """All that have lines, the one that matters last."""
-    steps = [
-        (
-            outcome.stage,
-            outcome.shape,
-            name,
-            f"{step.tokens}",
-            f"{step.rows or ''}",
-            *(cell(figure) for figure in (step.graph, step.over_floor, step.wall, step.around, step.layout)),
-        )
-        for outcome in outcomes
-        for name, step in outcome.steps.items()
-    ]
-    measures = ("graph ms", "over floor", "wall ms", "beside ms", "layout ms")
-    rates = [
-        (outcome.shape, name, f"{median(of_one):.1f}", f"{min(of_one):.1f}", f"{max(of_one):.1f}")
-        for outcome in outcomes
-        for name, of_one in outcome.rates.items()
-    ]
+    steps = table_of(
+        "Steps",
+        [(outcome, name, step) for outcome in outcomes for name, step in outcome.steps.items()],
+        {
+            "stage": lambda of: of[0].stage,
+            "shape": lambda of: of[0].shape,
+            "step": lambda of: of[1],
+            "tokens": lambda of: of[2].tokens,
+            "rows": lambda of: of[2].rows or "",
+            "graph ms": lambda of: of[2].graph,
+            "over floor": lambda of: of[2].over_floor,
+            "wall ms": lambda of: of[2].wall,
+            "beside ms": lambda of: of[2].around,
+            "layout ms": lambda of: of[2].layout,
+        },
+    )
+    rates = table_of(
+        "Plain decoding with its prompts, tokens/s",
+        [(outcome.shape, name, of_one) for outcome in outcomes for name, of_one in outcome.rates.items()],
+        {
+            "shape": lambda of: of[0],
+            "contender": lambda of: of[1],
+            "median": lambda of: f"{median(of[2]):.1f}",
+            "slowest": lambda of: f"{min(of[2]):.1f}",
+            "fastest": lambda of: f"{max(of[2]):.1f}",
+        },
+    )
     facts = [
         (outcome.stage, outcome.shape, what, f"{fact:.4g}" if isinstance(fact, float) else f"{fact}")
         for outcome in outcomes
         for what, fact in (outcome.facts | ({"failed": outcome.failed} if outcome.failed else {})).items()
     ]
-    rate_columns = ("shape", "contender", "median", "slowest", "fastest")
-    found = (
-        Table("Steps", ("stage", "shape", "step", "tokens", "rows", *measures), steps),
-        Table("Plain decoding with its prompts, tokens/s", rate_columns, rates),
-        _drafting(outcomes),
-        Table("Besides", ("stage", "shape", "what", "found"), facts),
-    )
+    found = (steps, rates, _drafting(outcomes), Table("Besides", ("stage", "shape", "what", "found"), facts))
     return [*(table for table in found if table.lines), goals_table(GOALS, outcomes)]
 
 
 def _drafting(outcomes: Sequence[StageResult]) -> Table:
-    lines = [
-        (
-            one.placement,
-            one.setting.drafter,
-            f"{one.setting.streams}",
-            f"{one.setting.temperature:g}",
-            f"{median(one.plain):.0f}",
-            f"{median(one.drafted):.0f}",
-            f"{one.ratio:.2f}",
-            " ".join(f"{ratio:.2f}" for ratio in one.ratios),
-            f"{one.kept:.2f} of {one.offered:.2f}",
-            f"{one.same_text:.2f}",
-            f"{one.plain_ms:.2f}",
-            f"{one.drafted_ms:.2f}",
-        )
-        for outcome in outcomes
-        for one in outcome.speedups
-    ]
-    contenders = ("draft model", "drafts", "streams", "T", "plain", "drafted", "over plain", "by round")
-    steps = ("kept a step", "same text", "plain ms", "drafted ms")
-    return Table("Drafting, tokens/s", (*contenders, *steps), lines)
+    return table_of(
+        "Drafting, tokens/s",
+        [one for outcome in outcomes for one in outcome.speedups],
+        {
+            "draft model": lambda one: one.placement,
+            "drafts": lambda one: one.setting.drafter,
+            "streams": lambda one: one.setting.streams,
+            "T": lambda one: f"{one.setting.temperature:g}",
+            "plain": lambda one: f"{median(one.plain):.0f}",
+            "drafted": lambda one: f"{median(one.drafted):.0f}",
+            "over plain": lambda one: one.ratio,
+            "by round": lambda one: " ".join(f"{ratio:.2f}" for ratio in one.ratios),
+            "kept a step": lambda one: f"{one.kept:.2f} of {one.offered:.2f}",
+            "same text": lambda one: one.same_text,
+            "plain ms": lambda one: one.plain_ms,
+            "drafted ms": lambda one: one.drafted_ms,
+        },
+    )
 
 
 def notes(device: str, warnings: Sequence[str]) -> list[str]:

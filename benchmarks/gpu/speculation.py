@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 import torch
-from tokenizers import Tokenizer
 
 from benchmarks.gpu.device import TimedDevice
 from benchmarks.gpu.figures import Speedup, StageResult
@@ -41,9 +40,8 @@ from benchmarks.gpu.settings import (
 )
 from benchmarks.harness import contenders
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.harness.pair import ROOT, Pair, Shape, stretched_pair, wrong_draft
+from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
-from models.corpus import read_prompts
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Token
@@ -193,16 +191,14 @@ class DraftingBench:
             Batch(prompts, options.tokens, setting.temperature, seed)
             for seed, prompts in enumerate(distinct(self._prompts(), setting.streams, options.rounds))
         ]
-        runs = await take_turns(runners, batches, warm_up, lambda: None)
+        runs = await take_turns(runners, batches, warm_up)
         plain = runs.pop(PLAIN)
         speedups = [speedup_of(self._label(placement), setting, plain, drafted) for placement, drafted in runs.items()]
         seconds = time.perf_counter() - started
         return StageResult(SPECULATION, _shape(self.gpu), str(setting), seconds, speedups=speedups)
 
     def _prompts(self) -> list[tuple[Token, ...]]:
-        tokenizer = Tokenizer.from_file(str(self.pair.target / "tokenizer.json"))
-        texts = read_prompts(ROOT / "models" / "prompts.jsonl")
-        return [tuple(tokenizer.encode(text).ids[:MAX_PROMPT_TOKENS]) for text in texts]
+        return [prompt[:MAX_PROMPT_TOKENS] for prompt in held_out()]
 
     def _label(self, placement: str) -> str:
         alone = self.gpu.on_cuda and torch.cuda.device_count() == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
@@ -17,6 +17,10 @@ from cluster.config.flags import FAILED, Parser
 from cluster.config.folders import is_folder
 from cluster.console import CommandError
 
+ENDED = {"router.generation": "GenerationError"}
+"""By module, what ends a run early."""
+REFUSED = {"router.text.tokenizer": "TokenizerError", "engine.model": "ModelError"}
+"""And what is wrong with a model that was given."""
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -34,6 +38,7 @@ class Bench:
     module: str
     """Its function ``main`` measures and reports; it returns the exit code."""
     main: str = "main"
+    what: str = "benchmark"
 
     def add(self, parser: Parser) -> None:
         """Its flags."""
@@ -57,9 +62,11 @@ class Bench:
         try:
             return measure(options)
         except Exception as error:
-            if not isinstance(error, (BenchError, TimeoutError, ConnectionError, *_of_the_router())):
+            if isinstance(error, _loaded(REFUSED)):
+                raise BadInput(str(error)) from error
+            if not isinstance(error, (BenchError, OSError, *_loaded(ENDED))):
                 raise
-            raise CommandError(f"the benchmark ended early: {error or 'a worker did not answer'}", FAILED) from error
+            raise CommandError(f"the {self.what} ended early: {error or 'a worker did not answer'}", FAILED) from error
 
 
 def dated(suffix: str) -> Path:
@@ -67,10 +74,9 @@ def dated(suffix: str) -> Path:
     return RESULTS / f"{datetime.now(UTC).date().isoformat()}{suffix}"
 
 
-def _of_the_router() -> tuple[type[Exception], ...]:
-    """What its requests raise. Only a benchmark that has imported the router can end so."""
-    loaded = sys.modules.get("router.generation")
-    return (loaded.GenerationError,) if loaded is not None else ()
+def _loaded(errors: Mapping[str, str]) -> tuple[type[Exception], ...]:
+    """Only a benchmark that has imported their modules can end so."""
+    return tuple(getattr(sys.modules[module], name) for module, name in errors.items() if module in sys.modules)
 
 
 def _check_files(json: Path | None, out: Path | None) -> None:

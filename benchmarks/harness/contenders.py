@@ -8,9 +8,11 @@ measured again with the best, so that the choice does not flatter the figure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from statistics import fmean, median
+from typing import Any, TypeVar
 
 from benchmarks.harness.measure import Run
 from speculation.messages import Schedule, Source, Speculation
@@ -69,3 +71,35 @@ def pace(runs: Sequence[Run]) -> float:
 def best(tried: Mapping[Choice, Sequence[Run]]) -> Choice:
     """The choice with the highest pace; the first of equals."""
     return max(tried, key=lambda choice: pace(tried[choice]))
+
+
+def rows(runs: Mapping[str, Sequence[Run]], *, exact: bool = True) -> list[dict[str, Any]]:
+    """What each contender came to, run by run beside the first of them.
+
+    ``exact``: all have to say the same, else this raises AssertionError.
+    """
+    base = next(iter(runs.values()))
+    found = []
+    for name, own in runs.items():
+        commits = [commit for run in own for commit in run.counted]
+        offered = sum(commit.offered for commit in commits)
+        ratios = [run.rate / other.rate for run, other in zip(own, base, strict=True)]
+        same = [
+            one.tokens == other.tokens
+            for run, beside in zip(own, base, strict=True)
+            for one, other in zip(run.decoded, beside.decoded, strict=True)
+        ]
+        assert all(same) or not exact, "the text depends on how it was drafted"
+        found.append(
+            {
+                "contender": name,
+                "tokens_per_second": round(median(run.rate for run in own), 1),
+                "ratio_to_plain": round(median(ratios), 2),
+                "lowest_and_highest": [round(min(ratios), 2), round(max(ratios), 2)],
+                "tokens_per_step": round(fmean(commit.tokens for commit in commits), 2),
+                "kept_of_offered": round(sum(commit.accepted for commit in commits) / offered, 2) if offered else None,
+                "accepted": dict(Counter(source for commit in commits for source in commit.sources)),
+                "same_text": fmean(same),
+            }
+        )
+    return found

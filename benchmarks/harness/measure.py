@@ -11,14 +11,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
 from router.sessions.pool import Traffic
 from speculation.events import Role
-from speculation.messages import RequestOptions, Sampling, Speculation, Token
+from speculation.messages import RequestOptions, Sampling, Source, SourceName, Speculation, Token
 
 SETTLE_SECONDS = 0.05
 """Pause between two runs, for the end of one to reach all workers."""
@@ -39,6 +39,8 @@ class Batch:
     seed: int = 0
     each: tuple[int, ...] = ()
     """New tokens of every prompt, where they differ; ``tokens`` is the most then."""
+    grammar: str = ""
+    """Of all answers; empty: none."""
 
     def __post_init__(self) -> None:
         assert not self.each or (len(self.each) == len(self.prompts) and max(self.each) == self.tokens)
@@ -58,6 +60,8 @@ class TimedCommit:
     tokens: int
     accepted: int = 0
     offered: int = 0
+    sources: tuple[SourceName, ...] = ()
+    """Whose drafts the accepted ones are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +135,14 @@ def served(dispatcher: Dispatcher, speculation: Speculation, extras: RequestOpti
 
     async def run(batch: Batch) -> Run:
         sampling = Sampling(temperature=batch.temperature, seed=batch.seed)
+        asked_for = replace(extras, grammar=batch.grammar)
         before, asked = dispatcher.pool.traffic(Role.TARGET), time.perf_counter()
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
                     decode(
                         dispatcher,
-                        Generation(prompt, sampling, tokens, speculation=speculation, request_options=extras),
+                        Generation(prompt, sampling, tokens, speculation=speculation, request_options=asked_for),
                     )
                 )
                 for prompt, tokens in zip(batch.prompts, batch.wanted, strict=True)
@@ -154,7 +159,8 @@ async def decode(dispatcher: Dispatcher, generation: Generation) -> Decoded:
     commits: list[TimedCommit] = []
     async for item in dispatcher.generate(generation):
         if isinstance(item, Committed):
-            commits.append(TimedCommit(time.perf_counter(), len(item.tokens), item.accepted, item.offered))
+            sources = item.metadata.sources or (Source.DRAFT,) * item.accepted
+            commits.append(TimedCommit(time.perf_counter(), len(item.tokens), item.accepted, item.offered, sources))
             tokens += item.tokens
     return Decoded(tuple(tokens), tuple(commits))
 
@@ -166,7 +172,7 @@ def order(names: Sequence[Name], number: int) -> list[Name]:
 
 
 async def take_turns(
-    runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, advance: Callable[[], None]
+    runners: Mapping[Name, Runner], batches: Sequence[Batch], warm_up: int, advance: Callable[[], None] = lambda: None
 ) -> dict[Name, list[Run]]:
     """Let every contender decode every batch, in turn; the first ``warm_up`` rounds do not count.
 

@@ -28,7 +28,9 @@ def flag(default: Any, about: str, **how: Any) -> Any:
     """A field that is a flag of the field's name, of the type of its default.
 
     Keyword arguments: ``least`` and ``most`` (bounds), ``positive`` (above 0 and finite), ``quick`` (the default of a
-    quick run), ``name`` (of the flag), ``choices``, ``metavar``.
+    quick run), ``name`` (of the flag), ``choices``, ``metavar``, ``group`` (of the help text); of one that is repeated
+    ``parse`` (makes a value of a text, or raises ValueError saying what would be right) and ``whole`` (commas separate
+    nothing).
     """
     return field(default=default, metadata={"about": about, **how})
 
@@ -75,17 +77,21 @@ def flags(options: type[Options]) -> list[Field[Any]]:
 
 def add_flags(parser: argparse.ArgumentParser, options: type[Options]) -> None:
     """Its flags; a repeated one takes several names at a time, too, separated by commas."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for one in flags(options):
         how, default = one.metadata, one.default
+        title = how.get("group", "")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
         assert default is not MISSING
         about, kind = how["about"], type(default)
         if kind is bool:
-            parser.add_argument(_name(one), dest=one.name, action="store_true", help=about)
+            groups[title].add_argument(_name(one), dest=one.name, action="store_true", help=about)
             continue
         if kind in (int, float, str) and "default" not in about:
             quick = f"; quick: {_word(how['quick'])}" if "quick" in how else ""
             about = f"{about} (default: {_word(default)}{quick})"
-        parser.add_argument(
+        groups[title].add_argument(
             _name(one),
             dest=one.name,
             default=[] if kind is tuple else None if "quick" in how else default,
@@ -120,7 +126,22 @@ def _checked(one: Field[Any], args: argparse.Namespace) -> Any:
         raise BadInput(f"{_name(one)} must be above 0, got {value:g}")
     if "least" in how or "most" in how:
         between(_name(one), value, how.get("least"), how.get("most"))
-    return tuple(name.strip() for part in value for name in part.split(",")) if isinstance(value, list) else value
+    return (_several(one, value) if value else one.default) if isinstance(value, list) else value
+
+
+def _several(one: Field[Any], given: list[str]) -> tuple[Any, ...]:
+    if "whole" in one.metadata:
+        return tuple(given)
+    texts, parse = [text.strip() for part in given for text in part.split(",")], one.metadata.get("parse")
+    if parse is None:
+        return tuple(texts)
+    found: dict[Any, None] = {}
+    for text in texts:
+        try:
+            found[parse(text)] = None
+        except ValueError as error:
+            raise BadInput(f"{_name(one)} {text!r}: must be {error}") from None
+    return tuple(found)
 
 
 def _name(one: Field[Any]) -> str:

@@ -15,10 +15,12 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from cluster.checkout import CHECKOUT
 from engine.medusa import read, save
+from models.corpus import read_prompts
 from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer
 from models.stretch import calibrate_noise, calibration_prompts, stretch, stretch_heads
 
@@ -75,8 +77,15 @@ def stretched_pair(shape: Shape, device: torch.device | None = None) -> Pair:
     return Pair(f"stretched {shape.acceptance:g}", folder, BUNDLED, known["parameters"], about, known["agreement"])
 
 
-def slow_draft(hidden: int = 1024, layers: int = 6) -> Path:
-    """A draft that says what the bundled target says, at several times its cost: as a step of 8B is to one of 1B."""
+def held_out(count: int | None = None) -> list[tuple[int, ...]]:
+    """So many prompts (default: all) that no bundled model was trained on, in tokens of theirs."""
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    texts = read_prompts(ROOT / "models" / "prompts.jsonl")[:count]
+    return [tuple(tokenizer.encode(text).ids) for text in texts]
+
+
+def noiseless_target(hidden: int, layers: int) -> Path:
+    """A target that says what the bundled one says, at several times its cost."""
     folder = CACHE / f"{_checkpoint(BUNDLED)}-h{hidden}-l{layers}-silent"
 
     def build(fresh: Path) -> None:

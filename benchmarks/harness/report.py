@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.harness.options import Options
+from cluster.console import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,11 +40,11 @@ class Table:
     columns: tuple[str, ...]
     lines: Sequence[tuple[str, ...]]
 
-    def rich(self) -> RichTable:
+    def rich(self, *, no_wrap: bool = True) -> RichTable:
         """For a terminal."""
         table = RichTable(title=self.title)
-        for column in self.columns:
-            table.add_column(column, justify="right", no_wrap=True)
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=no_wrap)
         for line in self.lines:
             table.add_row(*line)
         return table
@@ -52,6 +53,19 @@ class Table:
         """For a README."""
         head = [self.columns, ("---",) * len(self.columns)]
         return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in [*head, *self.lines])
+
+
+Of = TypeVar("Of")
+
+
+def table_of(title: str, rows: Iterable[Of], columns: Mapping[str, Callable[[Of], object]]) -> Table:
+    """A line for each of ``rows``: what each column makes of it, two digits of a fraction and nothing for None."""
+    lines = [tuple(_words(column(row)) for column in columns.values()) for row in rows]
+    return Table(title, tuple(columns), lines)
+
+
+def _words(value: object) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +104,6 @@ class Result:
     notes: Sequence[str]
     """What a reader of the figures must know, a sentence or two each."""
     figures: Mapping[str, Any]
-    page: Sequence[str] = ()
-    """Parts of the page below its title; empty: the command, the notes and the tables, the last of them first."""
     plots: Callable[[Path], Iterable[Plot]] | None = None
     """Draws into a folder."""
     width: int = 160
@@ -131,14 +143,15 @@ class Result:
         file.write_text(json.dumps(self.document(), indent=self.indent) + "\n", encoding="utf-8")
 
     def write_folder(self, folder: Path) -> None:
-        """The document, plots, and ``README.md`` that shows them."""
+        """The document, plots, and ``README.md``: the command, the notes, the tables, the last of them first, plots."""
         folder.mkdir(parents=True, exist_ok=True)
         self.write_json(folder / f"{self.name}.json")
         drawn = list(self.plots(folder)) if self.plots is not None else []
         *others, first = (table.markdown() for table in self.tables)
-        body = self.page or [f"`{self.options.command}`", listed(self.notes), first, *others]
+        notes = "\n".join(f"- {note}" for note in self.notes)
         pictures = (f"![{one.caption}]({one.file})\n\n{one.caption}" for one in drawn)
-        parts = [f"## {self.title}, {self.day.isoformat()}", *filter(None, body), *pictures]
+        parts = [f"## {self.title}, {self.day.isoformat()}", f"`{self.options.command}`", notes, first, *others]
+        parts = [*filter(None, parts), *pictures]
         (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
@@ -160,9 +173,53 @@ def canvas(width: float, height: float) -> Figure:
     return Figure((width, height), layout="constrained")
 
 
-def listed(notes: Sequence[str]) -> str:
-    """In Markdown."""
-    return "\n".join(f"- {note}" for note in notes)
+@dataclass(frozen=True, slots=True)
+class PlotLine:
+    """Points that are joined; ``style``: as matplotlib's ``plot`` takes it."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: Mapping[str, Any] = field(default_factory=lambda: {"marker": "."})
+
+
+@dataclass(frozen=True, slots=True)
+class PlotPanel:
+    """A drawing of lines, both axes from 0 on."""
+
+    xlabel: str
+    ylabel: str
+    lines: Sequence[PlotLine]
+    title: str = ""
+    top: float | None = None
+    """Of the upright axis."""
+    ticks: Sequence[int] = ()
+    """Of the other, which is logarithmic where there are some."""
+
+
+def draw(panels: Sequence[PlotPanel], *, width: float = 4.0, height: float = 3.6, legends: bool = False) -> Figure:
+    """Panels beside each other; ``legends``: in each of them, not in the first alone."""
+    figure = canvas(width * max(len(panels), 1), height)
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), number + 1)
+        for line in panel.lines:
+            axes.plot([x for x, _ in line.points], [y for _, y in line.points], label=line.label, **line.style)
+        axes.set_title(panel.title, fontsize=9)
+        axes.set_xlabel(panel.xlabel)
+        axes.set_ylabel(panel.ylabel)
+        axes.set_ylim(0, panel.top)
+        if panel.ticks:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(panel.ticks, [str(tick) for tick in panel.ticks])
+        else:
+            axes.set_xlim(left=0)
+        if legends or not number:
+            axes.legend(fontsize=7)
+    return figure
+
+
+def tell(row: Mapping[str, Any]) -> None:
+    """A line of JSON on stdout."""
+    say(json.dumps(row))
 
 
 def cell(value: float | None, form: str = ".2f", missing: str = "") -> str:
@@ -170,9 +227,10 @@ def cell(value: float | None, form: str = ".2f", missing: str = "") -> str:
     return missing if value is None else format(value, form)
 
 
-def wanted(goals: Sequence[Goal[Any]]) -> dict[str, dict[str, float]]:
-    """The bounds, for JSON."""
-    return {goal.key: {"at_most" if goal.at_most else "at_least": goal.bound} for goal in goals}
+def against(goals: Sequence[Goal[Measured]], measured: Measured) -> dict[str, Any]:
+    """The figure of every goal as ``summary`` and its bound as ``wanted``, for JSON."""
+    bounds = {goal.key: {"at_most" if goal.at_most else "at_least": goal.bound} for goal in goals}
+    return {"summary": {goal.key: goal.ours(measured) for goal in goals}, "wanted": bounds}
 
 
 def goals_table(goals: Sequence[Goal[Measured]], measured: Measured) -> Table:

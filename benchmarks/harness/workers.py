@@ -8,7 +8,7 @@ import re
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class WorkerPlan:
     model: Path
     core: int | None
     """The one it is bound to; None: it may use all."""
-    record: Path | None
+    record: Path | None = None
     """Where it writes its step records; None: it keeps none."""
     flags: Sequence[str] = ()
 
@@ -66,6 +66,13 @@ async def running(plan: WorkerPlan) -> AsyncIterator[RunningWorker]:
         await process.wait()
 
 
+@asynccontextmanager
+async def all_running(plans: Sequence[WorkerPlan]) -> AsyncIterator[list[RunningWorker]]:
+    """Several, started one after the other; raises :class:`WorkerFailed`."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running(plan)) for plan in plans]
+
+
 async def _address(plan: WorkerPlan, process: Process) -> str:
     """Where it listens: from the line it prints when it is ready."""
     assert process.stdout is not None
@@ -91,6 +98,16 @@ async def connected(target: RunningWorker, draft: RunningWorker | None = None) -
         yield dispatcher
     finally:
         await dispatcher.pool.close()
+
+
+@asynccontextmanager
+async def serving(target: Path, *flags: str, draft: Path | None = None) -> AsyncIterator[Dispatcher]:
+    """A target on a core of its own, perhaps a draft on another, both in bfloat16, and a router's session side."""
+    given = ("--dtype", "bfloat16", *flags)
+    plans = [WorkerPlan(Role.TARGET, target, 0, flags=given)]
+    plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=given)] if draft else []
+    async with all_running(plans) as workers, connected(*workers) as dispatcher:
+        yield dispatcher
 
 
 async def until_lost(dispatcher: Dispatcher, role: Role) -> None:

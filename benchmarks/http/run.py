@@ -15,15 +15,18 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from benchmarks.harness.processes import ReadyProcess, child
-from benchmarks.http.figures import BadAnswer, Round, StreamedReply, result
-from benchmarks.http.settings import (
+from benchmarks.http.figures import (
     BURST,
     COMMIT_SECONDS,
     COMMIT_TOKENS,
     CONTENDERS,
     FIRST_SECONDS,
     PATTERNS,
+    BadAnswer,
     HttpOptions,
+    Round,
+    StreamedReply,
+    result,
 )
 from cluster.checkout import BUNDLED
 from cluster.console import stages

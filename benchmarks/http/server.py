@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from benchmarks.harness.processes import answer_lines
-from benchmarks.http.settings import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
+from benchmarks.http.figures import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
 from cluster.checkout import BUNDLED
 from router.generation import Committed, Ended, Generation, ServedModel
 from router.http.api import build_app

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 
 from benchmarks.harness.processes import answer_lines
-from benchmarks.relay.settings import CLOCK_US, COMMIT_TOKENS, PROPOSED_TOKENS
+from benchmarks.relay.run import CLOCK_US, COMMIT_TOKENS, PROPOSED_TOKENS
 from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
 from speculation import digest as digests

@@ -198,25 +198,20 @@ def gaps(one: Heard) -> list[float]:
     return [gap / size for gap, size in zip(between, one.sizes[1:], strict=True) for _ in range(size)]
 
 
+def slow_gap(one: Heard) -> float | None:
+    """Of its inter-token latencies, which 99 of 100 stay within."""
+    return percentile(sorted(between), 0.99) if (between := gaps(one)) else None
+
+
+MEASURES = {Objective.TTFT: ttft, Objective.TPOT: tpot, Objective.ITL: slow_gap, Objective.E2E: e2e}
+
+
 def meets(one: Heard, objectives: Mapping[Objective, float]) -> bool:
-    """Whether a request went well within all objectives; of its inter-token latencies, 99 of 100 have to."""
-    if one.error:
+    """Whether a request went well within all objectives, in milliseconds; without text it has missed the first."""
+    if one.error or (Objective.TTFT in objectives and not one.times):
         return False
-    for objective, limit in objectives.items():
-        match objective:
-            case Objective.TTFT:
-                value = ttft(one)
-                if value is None:
-                    return False
-            case Objective.TPOT:
-                value = tpot(one)
-            case Objective.ITL:
-                value = percentile(sorted(between), 0.99) if (between := gaps(one)) else None
-            case Objective.E2E:
-                value = e2e(one)
-        if value is not None and 1e3 * value > limit:
-            return False
-    return True
+    found = ((MEASURES[objective](one), limit) for objective, limit in objectives.items())
+    return all(value is None or 1e3 * value <= limit for value, limit in found)
 
 
 @dataclass(frozen=True, slots=True)

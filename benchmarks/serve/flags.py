@@ -108,7 +108,7 @@ class ServeBench(Bench):
         )
 
 
-BENCH = ServeBench(ABOUT, DETAILS, ServeOptions, "benchmarks.serve.main")
+BENCH = ServeBench(ABOUT, DETAILS, ServeOptions, "benchmarks.serve.report")
 
 
 def _pace(args: argparse.Namespace, sweep: LoadSweep | None) -> Pace:

@@ -1,25 +1,83 @@
-"""Shows what a run came to; its JSON has every request."""
+"""A run from its beginning to what is shown of it; its JSON has every request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import Result, Table, cell, describe_machine, listed
-from benchmarks.serve import plots
+from benchmarks.harness.report import (
+    DPI,
+    Plot,
+    PlotLine,
+    PlotPanel,
+    Result,
+    Table,
+    cell,
+    describe_machine,
+    draw,
+    table_of,
+)
 from benchmarks.serve.client import Heard
-from benchmarks.serve.figures import Comparison, Figures, RatioInterval, Spread, baselines, compare, figures
-from benchmarks.serve.requests import remembers
-from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Arrivals, Json, Make, ServeOptions
+from benchmarks.serve.figures import (
+    Comparison,
+    Figures,
+    RatioInterval,
+    Spread,
+    baselines,
+    compare,
+    e2e,
+    figures,
+    tpot,
+    ttft,
+)
+from benchmarks.serve.requests import Prompt, read, remembers
+from benchmarks.serve.rounds import Log, Turn, measure
+from benchmarks.serve.settings import Arrivals, Json, LoadSweep, Make, ServeOptions
+from cluster.console import complain, stages
 
 Rows = Sequence[tuple[str, Figures]]
 """By the name of the variant."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 BUSY_CLIENT = 0.5
 """Of a core: beyond, this process may be what is measured."""
 LATE_MS = 5.0
 MISSING = "-"
+MEASURES: tuple[tuple[str, Callable[[Heard], float | None]], ...] = (
+    ("time to first token, ms", ttft),
+    ("time per output token, ms", tpot),
+    ("end to end, ms", e2e),
+)
+
+
+def main(options: ServeOptions) -> int:
+    """Measure, show, write; after Ctrl-C with what there is.
+
+    Raises :class:`benchmarks.serve.requests.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
+    """
+    prompts, log = read(options.prompts, options.chat), Log()
+    with stages() as progress:
+        interrupted = _measure(options, prompts, log, progress)
+    if not any(turn.heard for turn in log.turns):
+        complain("paceline: interrupted before any request was over")
+        return INTERRUPTED
+    result(log, options).publish()
+    if interrupted:
+        complain("paceline: interrupted; shown is what there was until then")
+        return INTERRUPTED
+    return int(all(one.error for turn in log.turns for one in turn.heard))
+
+
+def _measure(options: ServeOptions, prompts: list[Prompt], log: Log, progress: Callable[[str], None]) -> bool:
+    """Whether it was interrupted."""
+    try:
+        asyncio.run(measure(options, prompts, log, progress))
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def result(log: Log, options: ServeOptions, **about: Any) -> Result:
@@ -38,8 +96,7 @@ def result(log: Log, options: ServeOptions, **about: Any) -> Result:
         tables,
         said,
         _document(log, rows, comparisons),
-        page=[f"`{options.command}`", listed(said), *(table.markdown() for table in tables)],
-        plots=lambda folder: plots.draw(log, options, folder),
+        plots=lambda folder: plots(log, options, folder),
         width=200,
         indent=None,
         **about,
@@ -90,41 +147,43 @@ def latencies(rows: Rows) -> Table:
 
 def throughput(rows: Rows) -> Table:
     """What the server does, and what became of requests and drafts."""
-    columns = ("contender", "requests", "ok", "failed", "requests/s", "tokens/s", "tokens", "goodput/s", "good",
-               "drafts kept", "length", "kept by server")  # fmt: skip
-    lines = [
-        (
-            name,
-            f"{row.requests}",
-            f"{row.ok}",
-            f"{row.requests - row.ok}",
-            f"{row.request_rate:.2f}",
-            f"{row.token_rate:.1f}",
-            f"{row.tokens}{' chunks' if row.guessed else ''}",
-            cell(row.goodput, missing=MISSING),
-            MISSING if row.good is None or not row.requests else f"{row.good / row.requests:.0%}",
-            _share(row.accepted, row.offered),
-            cell(row.acceptance_length, missing=MISSING),
-            MISSING if row.counts is None else _share(row.counts.accepted, row.counts.offered),
-        )
-        for name, row in rows
-    ]
-    return Table("What the server does", columns, lines)
+    return table_of(
+        "What the server does",
+        rows,
+        {
+            "contender": lambda of: of[0],
+            "requests": lambda of: of[1].requests,
+            "ok": lambda of: of[1].ok,
+            "failed": lambda of: of[1].requests - of[1].ok,
+            "requests/s": lambda of: of[1].request_rate,
+            "tokens/s": lambda of: f"{of[1].token_rate:.1f}",
+            "tokens": lambda of: f"{of[1].tokens}{' chunks' if of[1].guessed else ''}",
+            "goodput/s": lambda of: cell(of[1].goodput, missing=MISSING),
+            "good": lambda of: _share(of[1].good, of[1].requests),
+            "drafts kept": lambda of: _share(of[1].accepted, of[1].offered),
+            "length": lambda of: cell(of[1].acceptance_length, missing=MISSING),
+            "kept by server": lambda of: (
+                _share(of[1].counts.accepted, of[1].counts.offered) if of[1].counts else MISSING
+            ),
+        },
+    )
 
 
 def ratios(comparisons: Sequence[Comparison]) -> Table:
     """How many times faster, with 95 % intervals."""
-    columns = ("contender", "against", "first token", "per token", "end to end", "tokens/s", "same text")
-    lines = [
-        (
-            one.variant,
-            one.baseline,
-            *(_ratio(ratio) for ratio in (one.ttft, one.tpot, one.e2e, one.token_rate)),
-            MISSING if one.same is None else f"{one.same} of {one.compared}",
-        )
-        for one in comparisons
-    ]
-    return Table("How many times faster", columns, lines)
+    return table_of(
+        "How many times faster",
+        comparisons,
+        {
+            "contender": lambda one: one.variant,
+            "against": lambda one: one.baseline,
+            "first token": lambda one: _ratio(one.ttft),
+            "per token": lambda one: _ratio(one.tpot),
+            "end to end": lambda one: _ratio(one.e2e),
+            "tokens/s": lambda one: _ratio(one.token_rate),
+            "same text": lambda one: MISSING if one.same is None else f"{one.same} of {one.compared}",
+        },
+    )
 
 
 def errors(rows: Rows) -> Table:
@@ -234,3 +293,50 @@ def _share(part: float | None, whole: float | None) -> str:
 
 def _ratio(ratio: RatioInterval | None) -> str:
     return MISSING if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def plots(log: Log, options: ServeOptions, folder: Path) -> list[Plot]:
+    """How many requests were how fast, and what a sweep changes; drawn into ``folder``."""
+    drawn = [Plot("latencies.png", "Share of the requests that were at least so fast.")]
+    draw([_latencies(log, *measure) for measure in MEASURES]).savefig(folder / drawn[0].file, dpi=DPI)
+    if options.sweep is not None:
+        drawn.append(Plot("sweep.png", f"What {options.sweep.what.value} changes."))
+        draw(_sweep(log, options, options.sweep)).savefig(folder / drawn[1].file, dpi=DPI)
+    return drawn
+
+
+def _latencies(log: Log, title: str, measure: Callable[[Heard], float | None]) -> PlotPanel:
+    """A line a variant: the share of requests that were at least so fast."""
+    lines = []
+    for variant in log.variants:
+        heard = [one for turn in log.turns if turn.variant == variant for one in turn.heard if not one.error]
+        values = sorted(1e3 * value for one in heard if (value := measure(one)) is not None)
+        points = [(value, (place + 1) / len(values)) for place, value in enumerate(values)]
+        lines.append(PlotLine(variant.name, points, {"drawstyle": "steps-post"}))
+    return PlotPanel(title, "share of requests", lines, top=1)
+
+
+def _sweep(log: Log, options: ServeOptions, sweep: LoadSweep) -> list[PlotPanel]:
+    """Throughput and the waits of users against what is swept; a contender without a value is a level line."""
+    panels: tuple[tuple[str, Callable[[Figures], float]], ...] = (
+        ("tokens/s", lambda row: row.token_rate),
+        ("time per output token, ms (median)", lambda row: _median(row.tpot)),
+        ("time to first token, ms (median)", lambda row: _median(row.ttft)),
+    )
+    rows = [(variant, figures(log, variant, options)) for variant in log.variants]
+    found = []
+    for title, figure in panels:
+        lines = []
+        for contender in log.contenders:
+            own = [(variant.value, figure(row)) for variant, row in rows if variant.contender == contender]
+            if own and own[0][0] is None:
+                level = [(value, own[0][1]) for value in (0, max(sweep.values))]
+                lines.append(PlotLine(contender.name, level, {"linestyle": "--", "color": "tab:grey"}))
+            else:
+                lines.append(PlotLine(contender.name, [(value or 0.0, row) for value, row in own], {"marker": "o"}))
+        found.append(PlotPanel(sweep.what.value, title, lines))
+    return found
+
+
+def _median(spread: Spread | None) -> float:
+    return spread.p50 if spread is not None else float("nan")

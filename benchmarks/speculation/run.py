@@ -18,15 +18,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
-from tokenizers import Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.harness import contenders
+from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.harness.pair import ROOT, Pair, Shape, stretched_pair, trained_pair, wrong_draft
+from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
-from benchmarks.speculation import baseline
 from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, Timeline, rows
 from benchmarks.speculation.records import WorkerLog, read_log
 from benchmarks.speculation.report import result
@@ -42,7 +41,6 @@ from benchmarks.speculation.settings import (
     PairPlan,
     SpeculationOptions,
 )
-from models.corpus import read_prompts
 from router.dispatch import Dispatcher
 from speculation.events import Role
 
@@ -179,9 +177,7 @@ def _served(dispatcher: Dispatcher, known: Mapping[str, Contender]) -> dict[str,
 
 async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progress: Progress) -> PairResult:
     """Start a server for the pair and run its plan."""
-    tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
-    prompts = [tuple(tokenizer.encode(text).ids) for text in read_prompts(ROOT / "models" / "prompts.jsonl")]
-    bench = PairBench(pair, options, prompts, progress)
+    bench = PairBench(pair, options, held_out(), progress)
     flags = ["--dtype", options.dtype, "--threads", "1"]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
         records = [Path(name) / f"{worker}.jsonl" for worker in ("target", "draft", "wrong")]

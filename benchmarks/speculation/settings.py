@@ -91,8 +91,8 @@ class SpeculationOptions(Options):
     prompts: int = flag(10, "prompts a setting", least=1, quick=8)
     """Held out in training."""
     bursts: int = flag(3, "rounds with several requests at once", least=1, quick=2)
-    tokens: int = flag(96, "new tokens a prompt", least=8)
-    """The first do not count."""
+    tokens: int = flag(96, "new tokens a prompt", least=40)
+    """The first do not count, and those are as many as one step may commit where drafts were there before it."""
     dtype: str = flag("bfloat16", "number format")
     hidden: int = flag(1024, "hidden size of the stretched target")
     layers: int = flag(24, "layers of the stretched target")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fit import heads, main, report, serving, teacher, validate
+from benchmarks.fit import main, report, serving, teacher, validate
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
 from benchmarks.fit.prompts import Prompt, PromptError
 from benchmarks.fit.settings import FitError, FitOptions, Way
@@ -39,7 +39,15 @@ PROMPTS = (
     Prompt("code", "code: line 1", "import re\nimport functools\n\n\ndef "),
     Prompt("json", "json: line 1", '{"a": 1, "b": 2}\n{"a": 1, "b": 2}\n{"a": 1, '),
 )
-OPTIONS = FitOptions(TARGET, (DRAFT,), ("none", "lookup"), PROMPTS, tokens=TOKENS, sessions=(1, 2), dtype="float32")
+OPTIONS = FitOptions(
+    target=TARGET,
+    drafts=(DRAFT,),
+    sources=("none", "lookup"),
+    prompts=PROMPTS,
+    tokens=TOKENS,
+    sessions=(1, 2),
+    dtype="float32",
+)
 DRAFTED = Way(DRAFT)
 COSTS = Costs({1: Curve.straight(0.03, 0.01)}, Curve.straight(0.0, 0.0), 0.0, 0.0)
 
@@ -134,7 +142,7 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     loaded = (Loaded(1, 1, 0.5, 20.0, 10.0),)
     result = report.FitResult(OPTIONS, {}, known, forecasts, forecasts[1], loaded, None, found)
     assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1
-    assert sum(table.row_count for table in report.tables(result)) > 10
+    assert sum(len(table.lines) for table in report.tables(result)) > 10
     pytest.importorskip("matplotlib")
     main.write(result, tmp_path)
     assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
@@ -209,7 +217,7 @@ def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, m
     options = replace(OPTIONS, temperature=temperature, seed=3, medusa=HEADS, sources=("medusa",))
     prompt = tokens_of(options)[0]
     text = serving.TargetText("code", prompt, written_with_heads(engines[Role.TARGET], prompt, options))
-    (guesses,) = heads.guesses(options, [text])
+    (guesses,) = teacher.guesses(options, [text])
     assert sorted(said) == [len(prompt) + place for place in range(1, TOKENS)], "at each step but that of the prompt"
     assert guesses[0] == ()
     for position, places in said.items():
@@ -238,7 +246,7 @@ def test_heads_of_another_size_are_refused_in_one_line(tmp_path):
     with pytest.raises(
         FitError, match=r"these heads read hidden states of 8 numbers, .* has \d+; give heads that were"
     ):
-        heads.check(replace(OPTIONS, medusa=str(tmp_path)))
+        teacher.check_heads(replace(OPTIONS, medusa=str(tmp_path)))
 
 
 async def test_contenders_of_a_check_learn_nothing_from_each_other(in_process, texts, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.random_schemas import random_schema
+from benchmarks.grammar_prompts import random_schema
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.step import Engine
 from router.generation import Committed, Ended, Generation, GenerationError

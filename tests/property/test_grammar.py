@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import engine.shaping.grammar
-from benchmarks.random_schemas import random_schema
+from benchmarks.grammar_prompts import random_schema
 from engine.model import Model
 from engine.shaping.compiling import Compiling
 from engine.shaping.grammar import (

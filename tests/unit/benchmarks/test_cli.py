@@ -27,7 +27,7 @@ def started(monkeypatch):
     [
         (["--prompts", "0"], "--prompts must be at least 1, got 0"),
         (["--bursts", "0"], "--bursts must be at least 1, got 0"),
-        (["--tokens", "7"], "--tokens must be at least 8, got 7"),
+        (["--tokens", "39"], "--tokens must be at least 40, got 39"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: no such folder"),
         (["--json", "/"], "--json /: a folder, not a file"),
         (["--out", __file__], f"--out {__file__}: {__file__} is not a folder"),

@@ -24,7 +24,6 @@ from benchmarks.engine.figures import (
     Repeated,
     TextAgreement,
     agreement,
-    summary,
 )
 from benchmarks.engine.model import (
     MEAN_ANSWER,
@@ -42,7 +41,7 @@ from benchmarks.engine.model import (
 from benchmarks.engine.settings import READ_BYTES, EngineOptions, EngineShape
 from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, hooks, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
-from benchmarks.harness.report import Result
+from benchmarks.harness.report import Result, against
 from cluster.cli import main
 from engine.build import build
 from engine.settings import EngineSettings
@@ -90,6 +89,10 @@ def measured() -> Measured:
         through_router={},
         exact={TOGETHER: [run(16, 16, 1.0, 1.0)], PREFIX + TOGETHER: [run(16, 16, 1.0, 2.0)]},
     )
+
+
+def summary(measured: Measured) -> dict[str, float]:
+    return against(GOALS, measured)["summary"]
 
 
 def shown(measured: Measured) -> Result:

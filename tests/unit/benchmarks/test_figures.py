@@ -10,7 +10,7 @@ import pytest
 from benchmarks.harness.measure import Decoded, Run, TimedCommit
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.report import Result
-from benchmarks.speculation import plots, report
+from benchmarks.speculation import report
 from benchmarks.speculation.figures import (
     ASSISTED,
     GOALS,
@@ -215,7 +215,7 @@ def test_the_folder_holds_figures_plots_and_a_page_that_shows_them(result, tmp_p
 def test_a_panel_for_each_pair_measured_at_several_round_trips():
     pytest.importorskip("matplotlib")
     alone = [replace(one, pair="trained") for one in measured_rows() if one.setting == NEAR]
-    figure = plots.speedup([*measured_rows(), *alone])
+    figure = report.speedup([*measured_rows(), *alone])
     assert [axes.get_title() for axes in figure.axes] == [PAIR.name]
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert lines == {OURS: [4.0, 4.0], SEQUENTIAL: [2.0, 2.0], PARALLEL: [2.0, 2.0], PLAIN: [1.0, 1.0]}

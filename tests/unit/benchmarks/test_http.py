@@ -7,8 +7,23 @@ import json
 import pytest
 
 from benchmarks.http import run
-from benchmarks.http.figures import BadAnswer, Round, StreamedReply, figures, p90, result, summary
-from benchmarks.http.settings import BURST, COMMIT_TOKENS, CONTENDERS, ECHO, PACELINE, PATTERNS, STEADY, HttpOptions
+from benchmarks.http.figures import (
+    BURST,
+    COMMIT_TOKENS,
+    CONTENDERS,
+    ECHO,
+    PACELINE,
+    PATTERNS,
+    STEADY,
+    BadAnswer,
+    HttpOptions,
+    Round,
+    StreamedReply,
+    figures,
+    p90,
+    result,
+    summary,
+)
 from cluster.cli import main
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks import levels, structured
+from benchmarks import structured
 from benchmarks.harness import contenders, measure
+from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import best, pace
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit, take_turns
-from benchmarks.speculation import baseline
 from speculation.messages import AllBut, Schedule, Source
 
 
@@ -74,7 +74,7 @@ def test_no_contender_leaves_answers_for_another_to_copy():
         *(contenders.PLAIN, contenders.OURS, contenders.OURS_AND_LOOKUP, contenders.LOOKUP),
         *(contenders.sequential(3), contenders.parallel(3)),
     ]
-    speculation = [*(one.speculation for one in asked), *structured.CONTENDERS.values(), *levels.REQUESTS.values()]
+    speculation = [*(one.speculation for one in asked), *structured.CONTENDERS.values()]
     assert not any(one.remember for one in speculation)
 
 

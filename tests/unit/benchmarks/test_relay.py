@@ -8,8 +8,19 @@ import pytest
 
 from benchmarks.harness.processes import WorkerFailed
 from benchmarks.relay.part import clock_us, since
-from benchmarks.relay.run import RelayTurn, figures, summary
-from benchmarks.relay.settings import BARE, CLOCK_US, CONTENDERS, DIRECT, PACELINE, PROPOSED, VERIFIED, WANTED_MS
+from benchmarks.relay.run import (
+    BARE,
+    CLOCK_US,
+    CONTENDERS,
+    DIRECT,
+    PACELINE,
+    PROPOSED,
+    VERIFIED,
+    WANTED_MS,
+    RelayTurn,
+    figures,
+    summary,
+)
 from cluster.cli import main
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.repetition import CONTENDERS
-from benchmarks.repetition_texts import ROWS, edits, functions, rows
-from benchmarks.turns import WARM_UP
+from benchmarks.grammar_prompts import ROWS, edits, functions, rows
+from benchmarks.repetition import CONTENDERS, NOT_COUNTED
 from speculation.messages import Source
 
 
@@ -22,7 +21,7 @@ def test_nobody_drafts_from_the_grammar_nor_from_what_others_said() -> None:
 
 def test_requests_of_a_kind_are_alike_and_ask_for_different_things() -> None:
     for requests in (rows(), edits(), functions()):
-        assert len(requests) > WARM_UP
+        assert len(requests) > NOT_COUNTED
         assert len({request.prompt for request in requests}) == len(requests)
     assert len({request.grammar for request in (*rows(), *edits())}) == len(rows()) + len(edits())
     for request in rows():

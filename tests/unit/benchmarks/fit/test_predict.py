@@ -203,7 +203,7 @@ def test_the_advice_is_one_line():
     ],
 )
 def test_the_configuration_can_be_pasted(chosen, expected, tmp_path):
-    options = FitOptions("Org/t", ("Org/a",), ("none",), (), dtype="bfloat16", threads=2)
+    options = FitOptions(target="Org/t", drafts=("Org/a",), sources=("none",), dtype="bfloat16", threads=2)
     file = tmp_path / "paceline.yaml"
     file.write_text(advice.configuration(options, chosen, loaded(2.0, 1.2, 1.0)))
     config = load(file)
@@ -225,7 +225,9 @@ def test_the_configuration_can_be_pasted(chosen, expected, tmp_path):
     ],
 )
 def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way, medusa, kept, tmp_path):
-    options = FitOptions("Org/t", ("Org/a",), ("lookup", "medusa", "suffix"), (), medusa="/models/heads")
+    options = FitOptions(
+        target="Org/t", drafts=("Org/a",), sources=("lookup", "medusa", "suffix"), medusa="/models/heads"
+    )
     file = tmp_path / "paceline.yaml"
     file.write_text(advice.configuration(options, one(way, 2.0), loaded(2.0)))
     config = load(file)
@@ -236,14 +238,14 @@ def test_the_configuration_has_what_the_way_needs_at_the_target_and_no_more(way,
 
 
 def test_sources_are_compared_in_every_combination():
-    options = FitOptions("t", ("a",), ("none", "lookup", "medusa"), (), medusa="heads")
+    options = FitOptions(target="t", drafts=("a",), sources=("none", "lookup", "medusa"), medusa="heads")
     alone = ["lookup", "medusa", "lookup + medusa"]
     assert [str(way) for way in options.ways] == [*alone, "a", *(f"a + {local}" for local in alone)]
     assert [str(way) for way in replace(options, sources=("suffix",)).ways] == ["suffix", "a + suffix"]
 
 
 def test_the_configuration_names_the_tokenizer_that_a_draft_translates_into():
-    options = FitOptions("Org/t", ("Org/a", "Org/b"), ("none",), ())
+    options = FitOptions(target="Org/t", drafts=("Org/a", "Org/b"), sources=("none",))
     pasted = [
         yaml.safe_load(advice.configuration(options, one(Way(draft), 2.0), loaded(2.0), frozenset({"Org/a"})))["draft"]
         for draft in options.drafts

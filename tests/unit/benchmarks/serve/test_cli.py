@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.serve import main as serve_main
+from benchmarks.serve import report
 from benchmarks.serve.requests import Prompt, PromptError, body, read
 from benchmarks.serve.settings import (
     Arrivals,
@@ -28,7 +28,7 @@ URL = ("--url", "http://127.0.0.1:8000")
 def started(monkeypatch) -> list[ServeOptions]:
     """The options of runs that would have begun."""
     options: list[ServeOptions] = []
-    monkeypatch.setattr(serve_main, "main", lambda given: options.append(given) or 0)
+    monkeypatch.setattr(report, "main", lambda given: options.append(given) or 0)
     return options
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.random_schemas import random_schema
+from benchmarks.grammar_prompts import random_schema
 from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody, CompletionBody
 from router.schema.requests import read_body

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from benchmarks.random_schemas import random_schema
+from benchmarks.grammar_prompts import random_schema
 from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody
 from router.schema.structured import json_schema_grammar, text_grammar
