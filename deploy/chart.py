@@ -28,7 +28,8 @@ DEPLOY = Path(__file__).resolve().parent
 CHART = DEPLOY / "helm" / "paceline"
 OVERLAYS = ("dev-cpu", "gpu", "ha")
 COMPONENTS = {
-    name: f"../../components/{name}" for name in ("certificates", "gateway", "ingress", "models", "nvidia-runtime")
+    name: f"../../components/{name}"
+    for name in ("certificates", "gateway", "inference-pool", "ingress", "models", "nvidia-runtime")
 } | {"monitoring": "../../../monitoring"}
 """Parts that a release has or not: where an overlay names them."""
 WITH_COMPONENTS = ("gpu", "ha")
