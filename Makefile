@@ -13,10 +13,11 @@ setup: $(READY)
 PIP := $(BIN)/pip install --disable-pip-version-check
 BEGAN := $(shell date +%s)
 
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock torch.lock pyproject.toml
 	@echo "Setting up $(VENV), once: some minutes for about 1 GB of packages (3 GB where PyTorch comes with CUDA)."
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -r requirements.lock
+	$(PIP) --require-hashes --no-deps -r requirements.lock
+	$(PIP) -r torch.lock
 	PYTHONWARNINGS=ignore $(PIP) --quiet --no-deps --no-build-isolation --editable .
 	PYTHONWARNINGS=ignore $(BIN)/python -m engine.cpu.library
 	@echo "$(VENV) is set up, in $$(( $$(date +%s) - $(BEGAN) )) seconds."
@@ -80,7 +81,11 @@ soak: setup
 protos: setup
 	$(BIN)/python -m protos.generate
 
-# After changing versions by hand in a fresh environment.
+# After changing versions by hand in a fresh environment. The hashes are those of all files that PyPI has of a version.
+# torch has no hash: for CPUs and for each CUDA it comes from an index of its own, as another file of the same version.
 lock:
-	$(BIN)/pip freeze --all | grep -v -E '^(pip|wheel|-e)|paceline' | sed 's/+cpu//' > requirements.lock
+	$(BIN)/pip freeze --all | grep -v -E '^(pip|wheel|-e)|paceline' | sed 's/+cpu//' > $(VENV)/frozen
+	grep '^torch==' $(VENV)/frozen > torch.lock
+	grep -v '^torch==' $(VENV)/frozen | $(BIN)/uv pip compile --quiet --no-deps --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --no-header --output-file requirements.lock -
 	$(BIN)/python -m deploy.docker.requirements > deploy/docker/requirements.txt

@@ -114,11 +114,11 @@ def _mentioned(part: object) -> Iterator[tuple[str, str]]:
                 yield "ConfigMap", name
             case ("persistentVolumeClaim", {"claimName": str(name)}):
                 yield "PersistentVolumeClaim", name
-            case ("issuerRef", {"name": str(name), "kind": str(kind)}):
+            case ("issuerRef" | "roleRef", {"name": str(name), "kind": str(kind)}):
                 yield kind, name
-            case ("backendRefs", list(backends)):
-                yield from (("Service", backend["name"]) for backend in backends)
-            case ("service", {"name": str(name)}):
+            case ("backendRefs" | "subjects", list(named)):
+                yield from ((one.get("kind", "Service"), one["name"]) for one in named)
+            case ("service" | "endpointPickerRef", {"name": str(name)}):
                 yield "Service", name
             case ("redisAddress", str(address)):
                 yield "Service", address.removeprefix("redis://").partition(":")[0]
@@ -146,7 +146,7 @@ def _selectors(manifests: Manifests) -> Iterator[ManifestFinding]:
     pods = manifests.pods()
     for entry in manifests.of("NetworkPolicy"):
         yield from _must_select(entry, "podSelector", entry["spec"]["podSelector"], pods)
-    for entry in manifests.of("PodMonitor", "PodDisruptionBudget"):
+    for entry in manifests.of("PodMonitor", "PodDisruptionBudget", "InferencePool"):
         yield from _must_select(entry, "selector", entry["spec"].get("selector", {}), pods)
     for entry in manifests.of("Service"):
         yield from _must_select(entry, "selector", {"matchLabels": entry["spec"].get("selector", {})}, pods)
@@ -217,10 +217,14 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
                 if selects(monitor["spec"]["selector"], pod.labels) and endpoint["port"] not in _open(pod):
                     yield ManifestFinding(where(monitor), f"{pod.where} has no port {endpoint['port']}")
+    for pool in manifests.of("InferencePool"):
+        for port in pool["spec"]["targetPorts"]:
+            if port["number"] != HTTP_PORT:
+                yield ManifestFinding(where(pool), f"HTTP is on port {HTTP_PORT}, got {port['number']}")
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
-                if backend["port"] != HTTP_PORT:
+                if backend.get("port", HTTP_PORT) != HTTP_PORT:
                     yield ManifestFinding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
 
 

@@ -31,7 +31,7 @@ def check_python(wanted: str, found: str) -> Iterator[Finding]:
 
 def check_packages(wanted: Iterable[Requirement], installed: Callable[[str], str | None]) -> Iterator[Finding]:
     """Whether everything needed is there, in a version that is allowed."""
-    fix = "run `make setup`, or pip install -r requirements.lock"
+    fix = "run `make setup`, or pip install -r requirements.lock, then -r torch.lock"
     sound = True
     for need in wanted:
         found = installed(need.name)
@@ -85,7 +85,7 @@ def requirements(folder: Path) -> tuple[str, list[Requirement]]:
 def locked_versions(folder: Path) -> dict[str, str]:
     """By package; empty where there is no lock file."""
     try:
-        lines = (folder / "requirements.lock").read_text(encoding="utf-8").splitlines()
+        texts = [(folder / name).read_text(encoding="utf-8") for name in ("requirements.lock", "torch.lock")]
     except OSError:
         return {}
-    return {match[1]: match[2] for line in lines if (match := re.match(r"([\w.-]+)==([^\s;]+)", line))}
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join(texts), re.MULTILINE))

@@ -1,13 +1,15 @@
 """Which of the locked packages the image needs: what Paceline itself depends on, directly or not, and nothing else.
 
-requirements.lock also pins what developing takes. The closure is read from the metadata of the installed packages, so
-it is made in the environment that `make setup` builds, and committed as requirements.txt:
+requirements.lock also pins what developing takes. torch is in neither: it has a lock of its own, torch.lock. The
+closure is read from the metadata of the installed packages, so it is made in the environment that `make setup` builds,
+and committed as requirements.txt:
 
     python -m deploy.docker.requirements > deploy/docker/requirements.txt
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -18,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCH = "torch"
 BUILD = ("setuptools",)
 """Also in the image: what installs Paceline itself, offline."""
 HEADER = "# Made by `python -m deploy.docker.requirements` from requirements.lock; a test checks that it is current.\n"
@@ -32,7 +35,7 @@ def runtime_requirements(root: Path = ROOT) -> str:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     locked = _locked((root / "requirements.lock").read_text(encoding="utf-8"))
     needed = closure([*project["dependencies"], *BUILD])
-    missing = sorted(needed - locked.keys())
+    missing = sorted(needed - locked.keys() - {TORCH})
     if missing:
         raise NotLockedError(f"requirements.lock does not pin {', '.join(missing)}; run `make lock`")
     return HEADER + "".join(f"{pin}\n" for name, pin in locked.items() if name in needed)
@@ -66,9 +69,9 @@ def _applies(need: Requirement, extra: str) -> bool:
 
 
 def _locked(text: str) -> Mapping[str, str]:
-    """Pins by normalised name."""
-    pins = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return {canonicalize_name(pin.partition("==")[0]): pin for pin in pins}
+    """Pins by normalised name, each with the lines of its hashes."""
+    pins = re.finditer(r"^([\w.-]+)==.*(?:\n[ ].*)*", text, re.MULTILINE)
+    return {canonicalize_name(pin[1]): pin[0] for pin in pins}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Families of Prometheus metrics from plain values. Every name gets the prefix ``paceline_``."""
+"""Families of Prometheus metrics from plain values. Every name gets the prefix ``paceline_``, if no other is given."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ K = TypeVar("K", bound=tuple[str, ...])
 """The values of the labels, in the order of their names."""
 
 
-def gauge(name: str, about: str, labels: Sequence[str], values: Mapping[K, float]) -> Metric:
+def gauge(name: str, about: str, labels: Sequence[str], values: Mapping[K, float], *, prefix: str = PREFIX) -> Metric:
     """A family of gauges."""
-    family = GaugeMetricFamily(PREFIX + name, about, labels=labels)
+    family = GaugeMetricFamily(prefix + name, about, labels=labels)
     for label_values, value in values.items():
         family.add_metric(label_values, float(value))
     return family

@@ -6,6 +6,9 @@ Names and shapes are vLLM's where vLLM has the same thing, under ``paceline_``. 
 * *Per worker*: what a worker says of itself, with the label ``worker``. Every router repeats it, a quarter of a second
   old at most; take the maximum over routers, then add up workers. They stand in :mod:`router.telemetry.worker_metrics`.
 
+``/metrics`` has besides what endpoint pickers read, under names of vLLM's
+(:func:`router.telemetry.worker_metrics.collect_for_pickers`).
+
 Labels are bounded: models that are served, workers that are listed, codes and reasons from fixed tables.
 """
 
@@ -23,7 +26,7 @@ from router.sessions.snapshot import Snapshot
 from router.sessions.tally import Buckets, ModelCounts, RouterCounters
 from router.telemetry.certificates import expiries
 from router.telemetry.families import counter, gauge, histogram
-from router.telemetry.worker_metrics import collect_workers
+from router.telemetry.worker_metrics import collect_for_pickers, collect_workers
 from speculation.events import Role
 
 PER_ROUTER = " Per router: add routers up."
@@ -41,7 +44,9 @@ class RouterMetrics:
         """By the name of the API key; one without a name where there are no keys."""
         self._registry, self._open = CollectorRegistry(), CollectorRegistry()
         self._registry.register(self)
-        self._open.register(_Open(self))
+        self._open.register(_Families(self.open_families))
+        for registry in (self._registry, self._open):
+            registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
     @property
     def unready(self) -> str | None:
@@ -69,7 +74,7 @@ class RouterMetrics:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as of now."""
+        """All families, as of now, but for those whose names are not ours."""
         yield from self.open_families()
         yield from _of_accounts(self.accounts)
 
@@ -154,17 +159,14 @@ class RouterMetrics:
         )
 
 
-class _Open:
-    """The collector of what is anybody's to read."""
+class _Families:
+    """A collector of some families."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        return self._metrics.open_families()
 
 
 def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:

@@ -3,6 +3,9 @@
 Every router hears the same of a worker, with each of its heartbeats, and tells it on: take the maximum over routers
 before adding up workers. The exceptions say "per router". What a worker counts comes under names of its own
 (:mod:`target_service.counters`, :mod:`draft_service.counters`); :data:`COUNTERS` gives each its metric.
+
+For the endpoint picker of an inference gateway, which takes a router and the targets behind it for one model server,
+there are three gauges more, under names of vLLM's (docs/plugin-metric-protocol.md of github.com/llm-d/llm-d-router).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from speculation.trie import InsertResult
 LABELS = ("model", "role", "worker")
 PER_WORKER = " Per worker: take the maximum of routers."
 MICROSECONDS = 1e-6
+FOR_PICKERS = "vllm:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,23 @@ def _loads(views: list[WorkerView]) -> Iterator[Metric]:
         LABELS,
         {_labels(view): value for view in views if (value := efficiency(view)) is not None},
     )
+
+
+def collect_for_pickers(snapshot: Snapshot) -> Iterator[Metric]:
+    """Queue and cache of all targets that are up, the same at every router, and the sessions that only this one has.
+
+    One sample each, since pickers read one: models are not told apart.
+    """
+    loads = [each.load for each in snapshot.workers if each.role is Role.TARGET and each.state is WorkerState.UP]
+    waiting = snapshot.placing + sum(load.waiting for load in loads)
+    capacity = sum(load.capacity_tokens for load in loads)
+    used = 1 - sum(load.free_tokens for load in loads) / capacity if capacity else 1.0
+    for name, about, value in (
+        ("num_requests_waiting", "Sessions queued at all targets, or in this router for want of one.", waiting),
+        ("num_requests_running", "Sessions of this router that are open at a target.", snapshot.running),
+        ("kv_cache_usage_perc", "Part of all targets' caches in use, 0 to 1; 1 while there is none.", used),
+    ):
+        yield gauge(name, f"{about} For endpoint pickers; see paceline_{name}.", (), {(): value}, prefix=FOR_PICKERS)
 
 
 def efficiency(view: WorkerView) -> float | None:

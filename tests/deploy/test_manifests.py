@@ -12,10 +12,12 @@ from ray.serve._private import constants as serve_constants
 
 from deploy import ray_rules
 from deploy.crd import strict_schema
-from deploy.manifests import Manifests, RenderError, render
+from deploy.manifests import Manifests, RenderError, render, selects
 from deploy.monitoring import prometheus_rule
 from deploy.reference_rules import models_by_hand, secrets_by_hand
 from deploy.validate import findings, main
+from router.sessions.snapshot import Snapshot
+from router.telemetry.worker_metrics import collect_for_pickers
 from tests.deploy.overlays import KUBERNETES, OVERLAYS, needs_kubectl, one, rendered
 
 pytestmark = needs_kubectl
@@ -152,6 +154,52 @@ def test_ingress_may_replace_the_gateway(tmp_path: Path) -> None:
     assert [str(finding) for finding in findings(manifests)] == []
     annotations = one(manifests, "Ingress", "paceline")["metadata"]["annotations"]
     assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+
+
+def test_inference_pool_may_replace_the_gateway(tmp_path: Path) -> None:
+    manifests = with_components(tmp_path, "gpu", "components/gateway", "components/inference-pool")
+    assert [str(finding) for finding in findings(manifests)] == []
+    assert "set-by-values" not in yaml.safe_dump(manifests.objects)
+    pool = one(manifests, "InferencePool", "paceline")
+    assert [pod.where for pod in manifests.pods() if selects(pool["spec"]["selector"], pod.labels)] == [
+        "RayService paceline router"
+    ]
+
+
+def test_endpoint_picker_asks_for_metrics_that_routers_have(tmp_path: Path) -> None:
+    manifests = with_components(tmp_path, "gpu", "components/gateway", "components/inference-pool")
+    config = yaml.safe_load(one(manifests, "ConfigMap", "paceline-picker")["data"]["picker.yaml"])
+    parameters = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
+    (engine,) = parameters["core-metrics-extractor"]["engineConfigs"]
+    assert engine["name"] == parameters["core-metrics-extractor"]["defaultEngine"]
+    asked = {value for key, value in engine.items() if key != "name"}
+    assert asked == {family.name for family in collect_for_pickers(Snapshot())}
+    used = {plugin["pluginRef"] for profile in config["schedulingProfiles"] for plugin in profile["plugins"]}
+    assert used < parameters.keys()
+    arguments = one(manifests, "Deployment", "paceline-picker")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert f"--pool-name={one(manifests, 'InferencePool', 'paceline')['metadata']['name']}" in arguments
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path", "value", "found"),
+    [
+        ("InferencePool", "paceline", ("endpointPickerRef", "name"), "other", "there is no Service other"),
+        ("InferencePool", "paceline", ("selector", "matchLabels", "app.kubernetes.io/name"), "other", "selects no pod"),
+        ("InferencePool", "paceline", ("targetPorts", 0, "number"), 8080, "HTTP is on port 8000, got 8080"),
+        ("InferencePool", "paceline", ("extensionRef",), {"name": "paceline-picker"}, "'extensionRef' was unexpected"),
+        ("HTTPRoute", "paceline-pool", ("rules", 0, "backendRefs", 0, "name"), "other", "no InferencePool other"),
+        ("NetworkPolicy", "picker", ("ingress", 0, "ports", 0, "port"), 9001, "no pod that it selects has port 9001"),
+    ],
+)
+def test_faults_planted_in_the_pool_are_found(
+    tmp_path: Path, kind: str, name: str, path: tuple[str | int, ...], value: object, found: str
+) -> None:
+    manifests = with_components(tmp_path, "gpu", "components/gateway", "components/inference-pool")
+    part = one(manifests, kind, name)["spec"]
+    for step in path[:-1]:
+        part = part[step]
+    part[path[-1]] = value
+    assert [finding for finding in findings(manifests) if found in str(finding)]
 
 
 def test_command_says_what_to_make_first(capsys: pytest.CaptureFixture[str]) -> None:

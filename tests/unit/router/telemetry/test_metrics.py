@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -168,6 +168,45 @@ def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[st
     metrics = RouterMetrics(RouterCounters(), lambda: Snapshot(workers=(worker(role, **dict.fromkeys(counted, 1)),)))
     names = scraped(metrics)
     assert {f"paceline_{entry.name}_total" for entry in COUNTERS if entry.role in (None, role)} <= names.keys()
+
+
+# Endpoint pickers
+
+
+def for_pickers(snapshot: Snapshot, *, accounts: bool = True) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    told = RouterMetrics(RouterCounters(), lambda: snapshot).exposition(accounts=accounts)[0].decode()
+    families = [family for family in text_string_to_metric_families(told) if family.name.startswith("vllm:")]
+    assert {family.type for family in families} == {"gauge"}
+    return {
+        sample.name: {tuple(sample.labels.items()): sample.value} for family in families for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("accounts", [True, False])
+def test_endpoint_pickers_find_one_number_for_all_targets(accounts: bool) -> None:
+    """Drafters, and targets that take nothing, do not count; what others have in the same targets does."""
+    full = replace(worker(Role.TARGET), load=Load(sessions=9, waiting=4, free_tokens=0, capacity_tokens=300))
+    others = (worker(Role.DRAFT), worker(Role.TARGET, WorkerState.DRAINING), worker(Role.TARGET, WorkerState.DOWN))
+    snapshot = Snapshot(workers=(worker(Role.TARGET), full, *others), placing=1, running=7)
+    assert for_pickers(snapshot, accounts=accounts) == {
+        "vllm:num_requests_waiting": {(): 1 + 2 + 4},
+        "vllm:num_requests_running": {(): 7},
+        "vllm:kv_cache_usage_perc": {(): pytest.approx(1 - 25 / 400)},
+    }
+
+
+def test_endpoint_pickers_find_a_router_without_targets_full() -> None:
+    assert for_pickers(Snapshot(placing=3)) == {
+        "vllm:num_requests_waiting": {(): 3},
+        "vllm:num_requests_running": {(): 0},
+        "vllm:kv_cache_usage_perc": {(): 1.0},
+    }
+
+
+def test_names_of_others_are_not_copied_to_ray() -> None:
+    """It puts its own prefix before every name, and takes no colon."""
+    names = [family.name for family in RouterMetrics(RouterCounters(), Snapshot).collect()]
+    assert all(name.startswith("paceline_") for name in names)
 
 
 # Ready
