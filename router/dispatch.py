@@ -386,8 +386,9 @@ class Dispatcher:
             return message
         if run.revision is not None and self.pool.revisions(run.model.name) - {run.revision}:
             return (
-                f"model {run.model.name} was replaced by another revision and no target worker of the one that began "
-                "this text is left; it would not go on with the same text, so ask again"
+                f"model {run.model.name} was replaced by another revision (weights, number format or ranks) and no "
+                "target worker of the one that began this text is left; it would not go on with the same text, so ask "
+                "again"
             )
         return f"{message} for model {run.model.name}"
 

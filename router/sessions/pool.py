@@ -311,6 +311,8 @@ class WorkerPool:
         if peer.described is None or peer.described.instance != welcome.instance:
             peer.prefixes.clear()
         peer.welcome = peer.described = welcome
+        if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
+            log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
         peer.opened, peer.load, peer.work = {}, Load(), None
         self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)

@@ -150,6 +150,27 @@ async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_re
     await served.dispatcher.pool.close()
 
 
+async def test_targets_that_compute_differently_are_told_of_and_take_over_no_text(caplog):
+    served = Served()
+    served.up("a")
+    served.up("like a")
+    assert not caplog.messages
+    served.up("split", revision=2)
+    assert caplog.messages == ["targets of m are of different revisions: no text moves from one to another"]
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    assert served.wires["split"].last.tokens == PROMPT  # the newest
+    served.verify("split", 11)
+    await served.read(1)
+    served.die("split")
+    assert not any(wire.sent for name, wire in served.wires.items() if name != "split")
+    served.up("split too", revision=2)
+    assert served.wires["split too"].last.tokens == (*PROMPT, 11)
+    served.verify("split too", 12, finish=FinishReason.LENGTH)
+    await serving
+    await served.dispatcher.pool.close()
+
+
 async def test_a_target_that_refused_to_take_over_keeps_no_account_of_the_session():
     served = Served()
     served.up("a")
