@@ -80,8 +80,16 @@ def _join_timeout() -> Any:
     return _setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
 
 
+def _load_timeout() -> Any:
+    about = "seconds in which the model must be loaded, once its ranks have started; else the worker ends itself"
+    return _setting(7200.0, about, at_least=1, at_most=604800)
+
+
 def _step_timeout() -> Any:
-    about = "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never)"
+    about = (
+        "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never); a target's "
+        "also at twenty times what its steps take, ten seconds at least"
+    )
     return _setting(60.0, about, at_least=0, at_most=86400)
 
 
@@ -122,6 +130,7 @@ class TargetConfig:
     medusa: str = _setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
+    load_timeout: float = _load_timeout()
     threads: Threads = _threads()
     max_threads: Threads = _max_threads()
     cache_tokens: int = _cache_tokens()
@@ -183,6 +192,7 @@ class DraftConfig:
     plain_cuda: bool = _plain_cuda()
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
+    load_timeout: float = _load_timeout()
     threads: Threads = _threads()
     max_threads: Threads = _max_threads()
     cache_tokens: int = _cache_tokens()

@@ -186,5 +186,6 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
         tensor_parallel_size=worker.tensor_parallel_size,
         join_timeout=worker.join_timeout,
+        load_timeout=worker.load_timeout,
         name=worker.name,
     )
