@@ -121,6 +121,9 @@ class TargetConfig:
     model: str = _setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
     name: str = _setting("", "name the model is served under (default: last part of the model path)")
     replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
+    standby: int = _setting(
+        0, "targets besides, loaded and idle: they take sessions only while others are lost", at_least=0, at_most=64
+    )
     min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
     max_replicas: int = _max_replicas()
     dtype: str = _dtype()
