@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from draft_service.assistant import Assistant
@@ -25,7 +25,7 @@ from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import Welcome
 from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
-from transport.worker import Worker
+from transport.worker import Worker, load_in_time
 
 ROLE = "draft"
 ASSISTANT_TOKENS = 32_768
@@ -69,7 +69,9 @@ async def start_draft(
     """
     recorder = Recorder(Path(settings.record)) if settings.record else None
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
-    loaded = await asyncio.to_thread(_load, settings, progress, ranks)
+    loaded = await load_in_time(
+        partial(_load, settings, progress, ranks), ROLE, settings.engine.join_timeout + settings.engine.load_timeout
+    )
     machine = Lookahead(
         loaded.engine,
         loaded.welcome,

@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from engine.cache.kv_cache import KVCache
 from engine.cuda.graphs import CudaRecorder, Record
 from engine.interface import StepEngine
@@ -24,12 +26,14 @@ from engine.parallel.shards import splits_heads
 from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
-from speculation.messages import Welcome
+from speculation.messages import EXACT, Welcome
 
 log = logging.getLogger(__name__)
 
 STATEFUL_TOKENS = 32_768
 """What sessions of a model without a slot cache may hold together, unless settings or its context say more."""
+ROUNDS_FINELY = torch.float32.itemsize
+"""Bytes of a number from which on ranks, devices and batches change 1e-6 of a logit, and no text was seen to change."""
 
 
 def build(
@@ -156,8 +160,11 @@ def _warmed(engine: Engine) -> Engine:
 def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = "") -> Welcome:
     """What a worker with this model says of itself."""
     folder = Path(settings.model)
+    ranks = f"{settings.tensor_parallel_size} ranks" if settings.tensor_parallel_size > 1 else ""
+    number_format = _listed(str(model.dtype).removeprefix("torch."), model.weights)
     arithmetic = "" if model.attention is None else model.attention.arithmetic(model.dtype)
-    number_format = ", ".join(filter(None, (str(model.dtype).removeprefix("torch."), model.weights)))
+    if model.dtype.itemsize < ROUNDS_FINELY or model.weights:
+        arithmetic = _listed(arithmetic, ranks, _device_class(model, exactness))
     return Welcome(
         role=role,
         model=settings.name or folder.name,
@@ -165,10 +172,21 @@ def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = 
         context=model.context,
         tokenizer=model.tokenizer_digest,
         instance=f"{os.getpid()}-{uuid.uuid4().hex[:8]}",
-        dtype=number_format,
+        dtype=_listed(number_format, ranks),
         source=str(folder.resolve()) if folder.is_dir() else settings.model,
         speculates=not model.no_speculation,
-        revision=revision_of(settings.model, ", ".join(filter(None, (number_format, arithmetic)))),
+        revision=revision_of(settings.model, _listed(number_format, arithmetic)),
         started=time.time(),
         exactness=exactness,
     )
+
+
+def _device_class(model: Model, exactness: str) -> str:
+    """Which devices compute the same bits: those of one kind where they are exact; of those that are not, any."""
+    if exactness == EXACT:
+        return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
+    return exactness and "not exact"
+
+
+def _listed(*facts: str) -> str:
+    return ", ".join(filter(None, facts))

@@ -95,7 +95,7 @@ class Leader:
             self._group.meet()
         except BaseException as error:
             explained = isinstance(error, RankError) or not isinstance(error, Exception)
-            loss = None if explained else self._lost_within(TELLING_SECONDS)
+            loss = None if explained else self._lost_within(TELLING_SECONDS) or self._late(error)
             self._broken = True
             self.stop()
             if loss is None:
@@ -164,7 +164,17 @@ class Leader:
             if time.monotonic() > deadline:
                 about = self._about(missing)
                 raise RankError(f"not all {self._world} ranks joined within {seconds:g} s (join_timeout): {about}")
-        return Group(0, self._world, store, self._device)
+        return Group(0, self._world, store, self._device, self._settings.load_timeout)
+
+    def _late(self, error: BaseException) -> RankError | None:
+        """That not all have loaded in time, if that is why a wait for them failed."""
+        waited = any(isinstance(one, RuntimeError) for one in (error, error.__cause__))  # in a self-test, too
+        if self._group is None or not self._group.overdue or not waited:
+            return None
+        within = f"{self._settings.load_timeout:g} s (load_timeout)"
+        return RankError(
+            f"not all {self._world} ranks have loaded within {within}: {self._about(range(1, self._world))}"
+        )
 
     def _lost_within(self, seconds: float) -> Exception | None:
         """The loss of a rank as an error, if there is one by then."""

@@ -16,7 +16,8 @@ def serve_rank(task: RankTask) -> None:
     settings = task.settings
     store = rendezvous(settings.tensor_parallel_size, task.port)
     store.set(joined_key(task.rank), "")
-    group = Group(task.rank, settings.tensor_parallel_size, store, choose_device(settings.device))
+    device = choose_device(settings.device)
+    group = Group(task.rank, settings.tensor_parallel_size, store, device, settings.load_timeout)
     model = load_model(settings, group=group)
     forward = ForwardPass(model, cache_for(settings, model, group).store, recorder_for(model), agreed=group.all_agree)
     group.meet()

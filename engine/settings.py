@@ -34,5 +34,7 @@ class EngineSettings:
     """Folder of Medusa heads for a target to draft with; none if empty."""
     join_timeout: float = 120.0
     """Seconds in which all ranks must have started."""
+    load_timeout: float = 7200.0
+    """Seconds in which the model must be loaded, on all ranks, once these have started."""
     name: str = ""
     """Name the model is served under; default: the last part of ``model``."""

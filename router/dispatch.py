@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
@@ -22,6 +22,7 @@ from router.sessions.prefixes import blocks_of
 from router.sessions.run import RunningSession, session_of
 from router.sessions.snapshot import Snapshot, Totals
 from router.sessions.speculation_trace import SpeculationTrace
+from router.sessions.standby import StandbyTargets
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
 from speculation.demand import RouterDemand
@@ -80,6 +81,8 @@ class DispatchLimits:
     """Sessions at once; more are refused before anything is accepted."""
     session: SessionLimits = SessionLimits()
     poison: PoisonLimits = PoisonLimits()
+    standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
+    """See :attr:`router.sessions.pool.WorkerPool.standby`."""
 
 
 class Dispatcher:
@@ -104,7 +107,7 @@ class Dispatcher:
         self._asked_again = False
         self._durations = Durations()
         events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
-        self.pool = WorkerPool(events, identity=identity)
+        self.pool = WorkerPool(events, identity=identity, standby=limits.standby)
         self.totals = Totals()
         self.metrics = RouterMetrics(RouterCounters(), self.snapshot)
         if identity is not None:
@@ -386,8 +389,9 @@ class Dispatcher:
             return message
         if run.revision is not None and self.pool.revisions(run.model.name) - {run.revision}:
             return (
-                f"model {run.model.name} was replaced by another revision and no target worker of the one that began "
-                "this text is left; it would not go on with the same text, so ask again"
+                f"model {run.model.name} was replaced by another revision (weights, number format or ranks) and no "
+                "target worker of the one that began this text is left; it would not go on with the same text, so ask "
+                "again"
             )
         return f"{message} for model {run.model.name}"
 

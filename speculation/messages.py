@@ -291,13 +291,14 @@ class Welcome:
     instance: str = ""
     """Changes at every start of the worker."""
     dtype: str = ""
-    """Number format and quantisation, for people."""
+    """Number format, quantisation and ranks, for people."""
     source: str = ""
     """Folder or hub id the model was read from; a router that can read it too takes the tokenizer from there."""
     speculates: bool = True
     """Whether drafts are of use to this target. Of a drafter it says nothing."""
     revision: int = 0
-    """Fingerprint of weights and number format, 64 bits: models of one name and revision say the same; 0: unknown."""
+    """Fingerprint of weights, number format and arithmetic, 64 bits: models of one name and revision say the same; 0:
+    unknown."""
     started: float = 0.0
     """When the worker started, in seconds since 1970, by its own clock; 0: unknown."""
     sources: tuple[SourceName, ...] = ()

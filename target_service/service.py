@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.build import build_target, welcome
@@ -19,7 +19,7 @@ from target_service.named_sources import load_sources
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
-from transport.worker import Worker
+from transport.worker import Worker, load_in_time
 
 ROLE = "target"
 
@@ -61,7 +61,9 @@ async def start_target(
     load_sources(settings.sources)
     recorder = Recorder(Path(settings.record)) if settings.record else None
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
-    engine, drafter = await asyncio.to_thread(_load, settings.engine, progress, ranks, make_drafter)
+    own = settings.engine
+    load = partial(_load, own, progress, ranks, make_drafter)
+    engine, drafter = await load_in_time(load, ROLE, own.join_timeout + own.load_timeout)
     introduction = welcome(settings.engine, engine.model, ROLE, engine.exactness)
     machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter)
     ending = ExitStack()
@@ -70,7 +72,14 @@ async def start_target(
         ending.callback(drafter.close)
     if tracing is not None:
         ending.callback(tracing.close)
-    worker = Worker(machine, ROLE, ending.close, settings.step_timeout, validate=settings.validate)
+    worker = Worker(
+        machine,
+        ROLE,
+        ending.close,
+        settings.step_timeout,
+        longest_step=machine.longest_step,
+        validate=settings.validate,
+    )
     await worker.start(listen, identity)
     return worker
 

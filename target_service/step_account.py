@@ -7,14 +7,15 @@ time for which all sessions waited for drafts is no step: it is counted apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from engine.recorder import Recorder
 from speculation.verifying.planner import Planner
 from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
 from target_service.draft_model import DraftModel
-from target_service.step_time import StepTime
+from target_service.step_time import LongestStep, StepTime
 
 
 class StepAccount:
@@ -27,6 +28,14 @@ class StepAccount:
         self._counters, self._planner, self._draft_model, self._recorder = counters, planner, draft_model, recorder
         self._waiting_since: float | None = None
         self.time = StepTime()
+        self._longest = LongestStep()
+        self._computing = 0
+        """Tokens of the forward under way, if it is the step's first: those after it are there to find a fault."""
+
+    @property
+    def max_seconds(self) -> float | None:
+        """What the forward under way may take before it must be stuck; None: unknown. May be asked from any thread."""
+        return self._longest.max_seconds(tokens) if (tokens := self._computing) else None
 
     def pause(self, now: float, *, waits: bool) -> None:
         """There is nothing to compute. ``waits``: since all sessions wait for drafts; else none is open."""
@@ -37,8 +46,9 @@ class StepAccount:
         if self._recorder:
             self._recorder.flush()
 
-    def resume(self, now: float) -> None:
-        """A step begins."""
+    def resume(self, now: float, entries: Sequence[BatchEntry]) -> None:
+        """A step begins, of these."""
+        self._computing = sum(entry.tokens for entry in entries)
         if self._waiting_since is None:
             return
         self._counters.waits += 1
@@ -46,6 +56,14 @@ class StepAccount:
         if self._recorder:
             self._recorder.write(role="target", wait=[self._waiting_since, now])
         self._waiting_since = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The block waits for a forward and what it makes of it."""
+        try:
+            yield
+        finally:
+            self._computing = 0
 
     def observe(
         self, entries: Sequence[BatchEntry], started: float, ended: float, forward: float, committed: int
@@ -63,6 +81,7 @@ class StepAccount:
         if only_decodes:
             self._planner.observe(len(entries), tokens, computing, committed)
         self.time.observe(tokens, computing)
+        self._longest.observe(tokens, ended - started)
         if decoding := [entry.tokens for entry in entries if entry.decodes]:
             self.time.verified(len(decoding), sum(decoding))
         if self._recorder:

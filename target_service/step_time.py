@@ -1,4 +1,4 @@
-"""How long a step takes, and so how many prompt tokens fit beside running text.
+"""How long a step takes, and so how many prompt tokens fit beside running text, and when one must be stuck.
 
 A step of ``n`` tokens is taken to last ``fixed + each * n`` seconds. Every step moves the two by the least that makes
 up for a part of the error (normalised least mean squares): a step of few tokens tells about the one, a step of many
@@ -17,6 +17,10 @@ ROWS_SMOOTHING = 0.2
 """Weight of a new number of tokens that a session's part of a step had."""
 EVEN = 32
 """Tokens of a step that tells as much of the fixed part as about that of each token."""
+STUCK_TIMES, STUCK_SECONDS = 20.0, 10.0
+"""A step that takes so many times the longest that its like lately took, and at least so many seconds, is stuck."""
+FORGETTING = 0.99
+"""What is left of the longest time at the next step."""
 
 
 class StepTime:
@@ -55,3 +59,25 @@ class StepTime:
         alone = self(round(decoding * self._rows_each))
         spare = max(slowdown * alone, seconds) - alone
         return max_tokens if spare >= self._each * max_tokens else int(spare / self._each)
+
+
+class LongestStep:
+    """The longest that steps lately took, by their tokens in powers of two: what takes far longer is stuck."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from one step."""
+        size = tokens.bit_length()
+        self._seconds[size] = max(seconds, FORGETTING * self._seconds.get(size, 0.0))
+
+    def max_seconds(self, tokens: int) -> float | None:
+        """What a step of so many tokens may take; None where no step was measured.
+
+        It is taken to last as long as a larger one, or as a smaller one in proportion. May be asked from any thread.
+        """
+        size = tokens.bit_length()
+        known = self._seconds.copy().items()
+        longest = min((seconds * 2 ** max(0, size - smaller) for smaller, seconds in known), default=None)
+        return None if longest is None else max(STUCK_TIMES * longest, STUCK_SECONDS)

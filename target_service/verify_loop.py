@@ -107,6 +107,10 @@ class VerifyLoop:
         """How the worker introduces itself."""
         return self._welcome
 
+    def longest_step(self) -> float | None:
+        """Seconds after which the step under way must be stuck; None: unknown. May be asked from any thread."""
+        return self._account.max_seconds
+
     def load(self) -> Load:
         """How busy it is."""
         return Load(
@@ -260,7 +264,7 @@ class VerifyLoop:
             self._tidy(IN_PAUSE)
             self._account.pause(started, waits=self._due is not None)
             return outgoing or None
-        self._account.resume(started)
+        self._account.resume(started, entries)
         for entry in entries:
             entry.sequence.timings.begins(started)
         committed = self.counters.committed
@@ -318,7 +322,8 @@ class VerifyLoop:
         ends what plain decoding would have served: before a session is given up, it is computed without.
         """
         try:
-            decided, logprobs_of = self._run(entries)
+            with self._account.forward():
+                decided, logprobs_of = self._run(entries)
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below

@@ -25,7 +25,7 @@ def compare_in_groups(rank: int, ports: Mapping[int, int]) -> None:
     torch.set_num_threads(1)
     for world, port in ports.items():
         if rank < world:
-            group = Group(rank, world, rendezvous(world, port), torch.device("cpu"))
+            group = Group(rank, world, rendezvous(world, port), torch.device("cpu"), 60.0)
             compare(group)
             group.meet()
             group.leave()

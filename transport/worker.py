@@ -4,8 +4,8 @@ The computing side is a :class:`Machine`: messages in, messages out, one step at
 that tests drive it directly. Its messages are handed over in batches at both ends, once per step.
 
 A worker that shall end drains first: it says so in its load, takes no new sessions, and goes on with those it has until
-they are gone or its time is up. One whose thread is stuck in a step, with a kernel or a collective that never returns,
-ends itself: its event loop would go on telling routers that all is well.
+they are gone or its time is up. One that does not finish loading ends itself, and so does one whose thread is stuck in
+a step, with a kernel or a collective that never returns: its event loop would go on telling routers that all is well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from speculation.demand import WorkerDemand
 from speculation.messages import Close, FromWorker, Load, Open, RefusalCode, Refused, ToWorker, Welcome
@@ -30,12 +30,11 @@ from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
-FIRST_STEP = 10
-"""The first step of all may take so many times the time of another: it compiles, captures and allocates."""
 DRAIN_POLL_SECONDS = 0.02
 SWITCH_SECONDS = 1e-4
 """After which the computing thread lets the event loop have the GIL. Python's own 5 ms are longer than most steps."""
 
+T = TypeVar("T")
 Outgoing = list[tuple[Hashable, FromWorker]]
 """Messages with the link each goes to."""
 
@@ -82,18 +81,29 @@ def end_process(why: str) -> None:
     os._exit(1)
 
 
+async def load_in_time(
+    load: Callable[[], T], role: str, seconds: float, stuck: Callable[[str], None] = end_process
+) -> T:
+    """What ``load`` returns, which runs in a thread; ``stuck`` is called if it takes more than so many seconds."""
+    why = f"the {role} worker ends: it has not loaded within {seconds:g} s (load_timeout)"
+    late = asyncio.get_running_loop().call_later(seconds, stuck, why)
+    try:
+        return await asyncio.to_thread(load)
+    finally:
+        late.cancel()
+
+
 class Watchdog:
     """Notices a step that never ends. Told of steps by the computing thread, asked at every heartbeat.
 
     It counts heartbeats, not time: a process that was stopped for a while, or had no CPU, has not been stuck.
     """
 
-    def __init__(self, step_timeout: float) -> None:
-        """``step_timeout`` in seconds; 0: off."""
-        self._max_heartbeats = step_timeout / HEARTBEAT_SECONDS
+    def __init__(self, step_timeout: float, longest: Callable[[], float | None] = lambda: None) -> None:
+        """``step_timeout`` in seconds; 0: off. ``longest``: what the step under way may take, by those measured."""
+        self._step_timeout, self._longest = step_timeout, longest
         self._step = 0
         self._computing = False
-        self._warm = False
         self._seen = (0, 0)
         """The step under way at the last heartbeats, and how many of them it has lasted."""
 
@@ -102,16 +112,20 @@ class Watchdog:
         self._step += 1
         self._computing = True
 
-    def ends(self, *, computed: bool) -> None:
-        """The step has ended; whether there was anything to do."""
+    def ends(self) -> None:
+        """The step has ended."""
         self._computing = False
-        self._warm = self._warm or computed
 
-    def bites(self) -> bool:
-        """Whether the step under way has taken too long. To be asked once a heartbeat."""
+    def bites(self) -> str:
+        """How the step under way has taken too long; empty: it has not. To be asked once a heartbeat."""
         step, beats = self._seen
         self._seen = (self._step, beats + 1 if self._computing and step == self._step else 0)
-        return 0 < self._max_heartbeats * (1 if self._warm else FIRST_STEP) < self._seen[1]
+        longest = self._longest()
+        measured = longest is not None and longest < self._step_timeout
+        seconds = longest if longest is not None and measured else self._step_timeout
+        if not 0 < seconds / HEARTBEAT_SECONDS < self._seen[1]:
+            return ""
+        return f"a step has taken more than {seconds:g} s ({'by far the longest' if measured else 'step_timeout'})"
 
 
 class Worker:
@@ -125,17 +139,19 @@ class Worker:
         step_timeout: float = 0.0,
         stuck: Callable[[str], None] = end_process,
         *,
+        longest_step: Callable[[], float | None] = lambda: None,
         validate: bool = False,
     ) -> None:
         """Nothing happens before ``start``.
 
         ``ended`` is called when nothing is computed any more. ``stuck`` is called when a step has taken more than
-        ``step_timeout`` seconds (0: never). ``validate``: whenever there is nothing to do, see whether the machine's
-        books are right; where they are not, the worker fails.
+        ``step_timeout`` seconds (0: never), or than ``longest_step`` says of the one under way, which is asked from
+        another thread. ``validate``: whenever there is nothing to do, see whether the machine's books are right; where
+        they are not, the worker fails.
         """
         self._machine, self._role, self._ended = machine, role, ended
-        self._step_timeout, self._stuck, self._validate = step_timeout, stuck, validate
-        self._watchdog = Watchdog(step_timeout)
+        self._stuck, self._validate = stuck, validate
+        self._watchdog = Watchdog(step_timeout, longest_step)
         self._draining = False
         self._wake = threading.Condition()
         self._inbox: list[tuple[Link, ToWorker | None, float]] = []
@@ -241,9 +257,8 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             self._push_load()
-            if self._watchdog.bites():
-                seconds = f"{self._step_timeout:g} s (step_timeout)"
-                self._stuck(f"the {self._role} worker ends: a step has taken more than {seconds}")
+            if why := self._watchdog.bites():
+                self._stuck(f"the {self._role} worker ends: {why}")
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _push_load(self) -> None:
@@ -272,7 +287,7 @@ class Worker:
                         answers += self._machine.receive(link, message, at)
                 self._send(answers)
                 computed = self._machine.step()
-                self._watchdog.ends(computed=computed is not None)
+                self._watchdog.ends()
                 idle = computed is None
                 self._send(computed or [])
                 if idle and self._validate:

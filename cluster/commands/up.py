@@ -94,6 +94,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_tracing(parser)
     for role in ("target", "draft", "router"):
         add_setting(parser, f"--{role}-replicas", f"{role}.replicas")
+    add_setting(parser, "--target-standby", "target.standby")
     add_setting(parser, "--backend", "backend")
     add_setting(parser, "--address", "ray.address")
     parser.add_argument(

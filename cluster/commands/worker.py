@@ -65,7 +65,9 @@ def add(parser: Parser) -> None:
         worker.add_argument(
             "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
         )
-        add_section(worker, role, without=("replicas", "gpus", "gpu_class", "labels", "sources", "placement"))
+        add_section(
+            worker, role, without=("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement")
+        )
         add_setting(worker, "--allow-remote", "router.allow_remote")
         add_section(worker, "security", without=("api_keys",))
         if role == "target":

@@ -65,6 +65,11 @@ def check_bounds(config: Config) -> None:
                 f"{path}.max_replicas is {pool.max_replicas}, but without Ray numbers of replicas do not follow the "
                 f"load; set {path}.replicas"
             )
+        if isinstance(pool, TargetConfig) and pool.standby:
+            raise CheckError(
+                f"{path}.standby is {pool.standby}, which needs a fixed number of replicas; "
+                f"leave out {path}.max_replicas"
+            )
         if pool.min_replicas > pool.max_replicas:
             raise CheckError(
                 f"{path}.min_replicas is {pool.min_replicas}, which is more than its max_replicas, {pool.max_replicas}"

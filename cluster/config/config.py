@@ -279,12 +279,13 @@ class Config:
 
 def min_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
     """How many replicas a pool begins with, and always has."""
-    return pool.min_replicas if pool.max_replicas else pool.replicas
+    return pool.min_replicas if pool.max_replicas else max_replicas_of(pool)
 
 
 def max_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
     """How many replicas a pool may come to have; 0: there is no such pool."""
-    return pool.max_replicas or pool.replicas
+    standby = pool.standby if isinstance(pool, TargetConfig) else 0
+    return pool.max_replicas or pool.replicas + standby
 
 
 SECTIONS: Mapping[str, type[Any]] = {

@@ -80,8 +80,16 @@ def _join_timeout() -> Any:
     return _setting(120.0, "seconds in which all ranks must have started", at_least=0.1, at_most=86400)
 
 
+def _load_timeout() -> Any:
+    about = "seconds in which the model must be loaded, once its ranks have started; else the worker ends itself"
+    return _setting(7200.0, about, at_least=1, at_most=604800)
+
+
 def _step_timeout() -> Any:
-    about = "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never)"
+    about = (
+        "seconds after which a step counts as stuck, and the worker ends itself to be replaced (0: never); a target's "
+        "also at twenty times what its steps take, ten seconds at least"
+    )
     return _setting(60.0, about, at_least=0, at_most=86400)
 
 
@@ -113,6 +121,9 @@ class TargetConfig:
     model: str = _setting(str(BUNDLED / "target"), "model folder, or a hub id such as Org/Name")
     name: str = _setting("", "name the model is served under (default: last part of the model path)")
     replicas: int = _setting(1, "number of target workers", at_least=1, at_most=1024)
+    standby: int = _setting(
+        0, "targets besides, loaded and idle: they take sessions only while others are lost", at_least=0, at_most=64
+    )
     min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=1024)
     max_replicas: int = _max_replicas()
     dtype: str = _dtype()
@@ -122,6 +133,7 @@ class TargetConfig:
     medusa: str = _setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
+    load_timeout: float = _load_timeout()
     threads: Threads = _threads()
     max_threads: Threads = _max_threads()
     cache_tokens: int = _cache_tokens()
@@ -183,6 +195,7 @@ class DraftConfig:
     plain_cuda: bool = _plain_cuda()
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
+    load_timeout: float = _load_timeout()
     threads: Threads = _threads()
     max_threads: Threads = _max_threads()
     cache_tokens: int = _cache_tokens()

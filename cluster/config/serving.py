@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # they bring torch
     from router.http.admission import AdmissionSettings
     from router.http.prompt_recorder import RecordSettings
     from router.service import RouterSettings
+    from router.sessions.standby import StandbyTargets
     from target_service.draft_model import MakeDrafter
     from target_service.service import TargetSettings
     from transport.tracing import TraceSettings
@@ -120,11 +121,22 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
             api_keys=api_keys(config),
             admission=_admission(config.admission),
         ),
-        limits=DispatchLimits(sessions=config.router.max_sessions),
+        limits=DispatchLimits(sessions=config.router.max_sessions, standby=_standby(config)),
         identity=identity(config, "router"),
         trace=trace_settings(config),
         record=_record(config.router),
     )
+
+
+def _standby(config: Config) -> dict[str, StandbyTargets]:
+    from router.sessions.standby import StandbyTargets
+
+    pools = ((pool.model, pool.settings) for pool in config.pools())
+    return {
+        model: StandbyTargets(settings.replicas, settings.standby)
+        for model, settings in pools
+        if isinstance(settings, TargetConfig) and settings.standby
+    }
 
 
 def _record(chosen: RouterConfig) -> RecordSettings | None:
@@ -186,5 +198,6 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
         tensor_parallel_size=worker.tensor_parallel_size,
         join_timeout=worker.join_timeout,
+        load_timeout=worker.load_timeout,
         name=worker.name,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config.config import Config
+from cluster.config.config import Config, max_replicas_of
 from cluster.config.folders import expanded
 from cluster.config.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig
 from cluster.doctor.finding import Finding, ok, problem, warning
@@ -133,7 +133,7 @@ def needs(config: Config, devices: Devices) -> Iterator[DeviceNeed]:
         drafting = (0, 0) if beside is None else _memory(beside, devices)
         if own is not None and drafting is not None:
             weights, cache = own[0] + drafting[0], own[1] + drafting[1]
-            ranks = pool.replicas * pool.tensor_parallel_size
+            ranks = max_replicas_of(pool) * pool.tensor_parallel_size
             yield DeviceNeed(str(named), named.path, ranks, weights, cache, min(pool.gpus or 1.0, 1.0))
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.config.config import Config
+from cluster.config.config import Config, max_replicas_of
 from cluster.config.flags import AFTER_INPUT, FAILED
 from cluster.config.vocabularies import worker_config
 from cluster.console import CommandError, Stages, complain
@@ -46,7 +46,7 @@ class LocalProcesses:
         turns = Turns(here())
         for pool in config.pools():
             file = self._write(f"{pool.deployment}.yaml", worker_config(config, pool))
-            for index in range(pool.settings.replicas):
+            for index in range(max_replicas_of(pool.settings)):
                 port = HeldPort()
                 command = self._command(file, "worker", pool.role.value, "--listen", port.address)
                 variables = turns.environment(pool.settings) | openmp.environment()

@@ -65,11 +65,12 @@ def part(config: Config, own: Pool | None) -> Config:
 
     def seen(pool: Pool) -> Any:
         if own is not None and pool.deployment == own.deployment:
-            return pool.settings
+            return replace(pool.settings, standby=0) if isinstance(pool.settings, TargetConfig) else pool.settings
         if own is not None and pool.settings is config.shared_draft(own):
             return pool.settings
-        if pool.role is Role.TARGET and (own is None or own.model == pool.model):
-            return replace(_default(pool), model=pool.settings.model, name=pool.settings.name)
+        if isinstance(pool.settings, TargetConfig) and (own is None or own.model == pool.model):
+            standby = pool.settings.standby if own is None else 0
+            return replace(_default(pool), model=pool.settings.model, name=pool.settings.name, standby=standby)
         return _default(pool)
 
     shared = replace(_with_pools(config, seen), autoscaling=AutoscalingConfig(), start_timeout=Config().start_timeout)
@@ -133,7 +134,10 @@ def _with_pools(config: Config, changed: Callable[[Pool], Any]) -> Config:
     """The same with other settings of each pool, and one replica wherever there are some or may be."""
 
     def change(pool: Pool) -> Any:
-        return _one(replace(changed(pool), replicas=min(max_replicas_of(pool.settings), 1), max_replicas=0))
+        settings = changed(pool)
+        if isinstance(settings, TargetConfig) and settings.standby:  # routers: it is of all of them that some stand by
+            return replace(settings, replicas=pool.settings.replicas)
+        return _one(replace(settings, replicas=min(max_replicas_of(pool.settings), 1), max_replicas=0))
 
     if not config.models:
         target = change(Pool(Role.TARGET, "", TARGET_POOL, config.target))

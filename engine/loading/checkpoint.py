@@ -102,8 +102,12 @@ def read_config(path: str) -> Any:
     return config
 
 
-def read_module(path: str, dtype: torch.dtype, group: Group | None) -> Any:
-    """The model in a folder or of a hub id, weights and all, or this rank's slice of them. Raises ModelError."""
+def read_module(path: str, dtype: torch.dtype, device: torch.device, group: Group | None) -> Any:
+    """The model in a folder or of a hub id, weights and all, or this rank's slice of them. Raises ModelError.
+
+    A GPU gets each tensor straight from its file, several at a time, instead of after a copy of all in the host's
+    memory; ranks get their slices so. On a CPU they are left where they are read.
+    """
     local = is_folder(path)
     folder = Path(path).expanduser() if local else path
     config = read_config(path)
@@ -118,6 +122,7 @@ def read_module(path: str, dtype: torch.dtype, group: Group | None) -> Any:
             local_files_only=local,
             output_loading_info=True,
             distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
+            device_map={"": device} if group is None and device.type != "cpu" else None,
         )
     except Exception as error:
         raise ModelError(f"{path}: cannot load the weights: {first_line(error)}") from error

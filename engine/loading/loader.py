@@ -95,7 +95,7 @@ def load(
     check(quantization, chosen_dtype, chosen_device)
     report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():
-        module = read_module(path, chosen_dtype, group).to(chosen_device)
+        module = read_module(path, chosen_dtype, chosen_device, group).to(chosen_device)
         tokens = tokens_of(read_tokenizer(path))
     return from_module(
         path,

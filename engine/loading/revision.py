@@ -1,8 +1,9 @@
-"""A fingerprint of what a model says: its files, number format, quantisation and arithmetic.
+"""A fingerprint of what a model says: its files, number format, quantisation, and what decides how sums are rounded.
 
-Two workers of one model name with the same fingerprint continue each other's text; others may not. It has to be quick
-even for weights of hundreds of gigabytes, so of each file it reads the beginning, where the format keeps its table of
-contents, and samples spread over the rest. Against mistakes, not against forgery.
+Two workers of one model name with the same fingerprint continue each other's text; others may not. What rounds
+differently (ranks, kernels, kinds of devices, steps that are not exact) is for :func:`engine.build.welcome` to name. It
+has to be quick even for weights of hundreds of gigabytes, so of each file it reads the beginning, where the format
+keeps its table of contents, and samples spread over the rest. Against mistakes, not against forgery.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +28,6 @@ HOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 CONNECTING = timedelta(minutes=2)
 """How long a rank, 0 included, tries to reach the rendezvous, which listens by then."""
-LOADING = timedelta(hours=2)
-"""How long ranks wait for each other while they load; some read their weights faster."""
 COMPUTING = timedelta(seconds=60)
 """How long they wait for each other for and in a step, where all take the same time."""
 IDLE = timedelta(days=365)
@@ -73,18 +72,22 @@ def joined_key(rank: int) -> str:
 class Group:
     """All ``world`` ranks of one worker, seen from one of them."""
 
-    def __init__(self, rank: int, world: int, store: Store, device: torch.device) -> None:
-        """Meet the others at ``store``; every rank does so at the same time. ``device``: of any rank, such as cuda."""
+    def __init__(self, rank: int, world: int, store: Store, device: torch.device, load_timeout: float) -> None:
+        """Meet the others at ``store``; every rank does so at the same time. ``device``: of any rank, such as cuda.
+
+        ``load_timeout``: seconds from now in which all must have loaded.
+        """
         self.rank = rank
         self.world = world
         self.device = _own_device(device, rank)
         self.patience = COMPUTING
         """How long a rank may keep the others waiting inside a step."""
+        self._loaded_by = time.monotonic() + load_timeout
         assert not dist.is_initialized(), "there is a group in this process already"
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ[variable] = LOOPBACK  # nothing here is encrypted, and a group never leaves its machine
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=LOADING)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=self._loading)
         self._computing = dist.new_group(timeout=self.patience)
         self._idle = dist.new_group(timeout=IDLE, backend="gloo")
 
@@ -119,9 +122,11 @@ class Group:
         return bool(self.minimum(int(so)))
 
     def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values, however long they take."""
+        """The smallest of all ranks' values, which may come as late as they load. Raises RuntimeError."""
         values_1 = torch.tensor([value])
-        dist.all_reduce(values_1, dist.ReduceOp.MIN, group=self._idle)
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MIN), self._loading
+        self._idle.allreduce([values_1], options).wait()
         return int(values_1)
 
     def tell(self, message: bytes, patience: timedelta | None = None) -> None:
@@ -141,12 +146,22 @@ class Group:
         return bytes(frame[LENGTH_BYTES:end])
 
     def meet(self) -> None:
-        """Wait until every rank is here, however long that takes."""
-        dist.barrier(group=self._idle)
+        """Wait until every rank is here, which some reach later as they read their weights. Raises RuntimeError."""
+        self.minimum(0)
 
     def leave(self) -> None:
         """End the membership. The process may join another group then."""
         dist.destroy_process_group()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether all should have loaded by now."""
+        return time.monotonic() >= self._loaded_by
+
+    @property
+    def _loading(self) -> timedelta:
+        """How long ranks wait for each other while they load; later, as long as in a step."""
+        return timedelta(seconds=self._loaded_by - time.monotonic()) if not self.overdue else self.patience
 
     def _broadcast(self, frame: bytearray, patience: timedelta) -> bytearray:
         options = dist.BroadcastOptions()

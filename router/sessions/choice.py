@@ -85,6 +85,8 @@ class WorkerCandidate:
     """Seconds; None while unknown."""
     acceptance: float = 0.5
     """Share of a drafter's drafts that targets of the session's model are expected to keep."""
+    idle: bool = False
+    """Whether it is a target that stands by: see :mod:`router.sessions.standby`."""
 
     @property
     def busy(self) -> int:
@@ -114,9 +116,11 @@ def choose_target(
     """The target for a session; None when none fits.
 
     The newest revision that has room is preferred; see :func:`revision_ages`. One whose cache is too small for all the
-    session may become is taken only where all are: it says what is wrong.
+    session may become is taken only where all are: it says what is wrong. One that stands by is taken where no other
+    one can be.
     """
     running = [candidate for candidate in candidates if _runs(candidate, wanted)]
+    running = [candidate for candidate in running if not candidate.idle] or running
     usable = [candidate for candidate in running if candidate.can_hold(wanted.end)] or running
     best = _of_newest_revision(usable, wanted)
     mean = sum(candidate.busy for candidate in best) / len(best) if best else 0.0

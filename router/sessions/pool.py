@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -27,6 +27,7 @@ from router.sessions.models import ServedModels, revisions_of, same_tokenizer
 from router.sessions.prefixes import Prefixes
 from router.sessions.recent import Recent
 from router.sessions.record import AcceptanceRecord
+from router.sessions.standby import KnownTarget, StandbyTargets, idle_targets
 from speculation.events import PeerId, Role
 from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Verification, Welcome
 from speculation.request.drafting import Opening
@@ -172,6 +173,8 @@ class WorkerPool:
     at any time."""
     identity: Identity | None = None
     """Who the router is to the workers; None: connections are in plain text."""
+    standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
+    """By the name of a model, or under no name for any: those of which targets are to stand by."""
     _joined: dict[SessionId, tuple[WorkerConnection, WorkerConnection]] = field(default_factory=dict)
     """Sessions whose two workers hear each other at once."""
     _departed: dict[Role, Traffic] = field(default_factory=dict)
@@ -245,10 +248,19 @@ class WorkerPool:
         present = [peer for peer in self.peers.values() if peer.role is role and peer.welcome and not peer.leaving]
         usable = [peer for peer in present if peer.peer not in avoid]
         if role is Role.TARGET:
-            return choose_target([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
+            idle = self.idle()
+            known = [replace(self._candidate(peer, wanted), idle=peer.peer in idle) for peer in usable]
+            return choose_target(known, wanted, self.rng)
         if not self.speculates(target):
             return None
         return choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
+
+    def idle(self) -> set[PeerId]:
+        """The targets that stand by: they take sessions only where no other one can."""
+        targets = [peer for peer in self.peers.values() if peer.role is Role.TARGET]
+        up = {peer.peer for peer in targets if peer.welcome and not peer.leaving}
+        known = [KnownTarget(peer.peer, peer.described, peer.peer in up, peer.listed) for peer in targets]
+        return idle_targets(known, self.standby)
 
     def speculates(self, target: PeerId | None) -> bool:
         """Whether drafts are of use to what runs there; assumed where that is not known."""
@@ -311,6 +323,8 @@ class WorkerPool:
         if peer.described is None or peer.described.instance != welcome.instance:
             peer.prefixes.clear()
         peer.welcome = peer.described = welcome
+        if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
+            log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
         peer.opened, peer.load, peer.work = {}, Load(), None
         self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)

@@ -51,9 +51,11 @@ class WorkerView:
     drafter offered any."""
     rates: tuple[float, ...] | None = None
     """See :attr:`router.sessions.pool.Peer.work`; None while unknown."""
+    standby: bool = False
+    """Whether it is a target that takes sessions only where no other one can."""
 
     @classmethod
-    def of(cls, peer: Peer, acceptance: float | None) -> WorkerView:
+    def of(cls, peer: Peer, acceptance: float | None, *, standby: bool = False) -> WorkerView:
         """What is known of it now."""
         if peer.welcome is None:
             return cls(peer.peer, peer.role, WorkerState.DOWN, described=peer.described, since=peer.since)
@@ -69,6 +71,7 @@ class WorkerView:
             since=peer.since,
             acceptance=acceptance,
             rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
+            standby=standby,
         )
 
 
@@ -136,9 +139,11 @@ class Snapshot:
         totals = replace(ended)
         for session in sessions:
             totals.take(session)
-        kept = pool.record.measured()
+        kept, idle = pool.record.measured(), pool.idle()
         return cls(
-            workers=tuple(WorkerView.of(peer, kept.get(peer.peer)) for peer in pool.peers.values()),
+            workers=tuple(
+                WorkerView.of(peer, kept.get(name), standby=name in idle) for name, peer in pool.peers.items()
+            ),
             models=tuple(pool.models().values()),
             logged_events=pool.event_log.lines,
             sessions=totals.sessions,

@@ -126,6 +126,8 @@ class WorkerPart(TypedDict):
     """Empty if it never was up; so are the texts below."""
     state: str
     """``connecting`` (it never was up), ``up``, ``draining`` or ``lost``."""
+    standby: bool
+    """Whether it is a target that takes sessions only where no other one can."""
     since: float
     """When it came into this state."""
     sessions: int

@@ -134,6 +134,7 @@ def _worker(view: WorkerView, epoch: float) -> WorkerPart:
         "role": view.role.value,
         "model": described.model if described else "",
         "state": _state(view),
+        "standby": view.standby,
         "since": view.since + epoch,
         "sessions": load.sessions,
         "waiting": load.waiting,

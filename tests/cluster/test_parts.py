@@ -17,6 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.config.checks import CheckError, check_ranks
 from cluster.config.config import Override, from_mapping, load
 from cluster.config.security import SecurityError
+from cluster.config.serving import router_settings
 from cluster.config.vocabularies import target_of
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
@@ -25,6 +26,7 @@ from cluster.ray.cluster import reason_in
 from cluster.ray.declaration import declaration
 from cluster.ray.parts import SETTINGS, known, options, outline
 from cluster.serve_app import build
+from router.sessions.standby import StandbyTargets
 from speculation.events import Role
 
 
@@ -121,6 +123,18 @@ def test_what_is_deployed_is_the_configuration_and_replicas_stand_apart():
     ServeDeploySchema.model_validate({"applications": [described]})
 
 
+def test_targets_that_stand_by_are_replicas_more_and_routers_know_how_many():
+    before, after = (
+        declaration(from_mapping({"target": {"replicas": 2, "standby": count}}, "args")) for count in (0, 1)
+    )
+    assert [entry["num_replicas"] for entry in before["deployments"]] == [2, 1, 1]
+    assert [entry["num_replicas"] for entry in after["deployments"]] == [3, 1, 1]
+    assert replaced(before, after) == {"Router"}
+    told = json.loads(after["deployments"][-1]["ray_actor_options"]["runtime_env"]["env_vars"][SETTINGS])
+    config = from_mapping(told, "told")
+    assert router_settings(config).limits.standby == {"": StandbyTargets(active=2, idle=1)}
+
+
 def replaced(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """The deployments whose replicas Serve replaces, by the rules of its DeploymentVersion."""
     kinds = [{entry["name"]: entry for entry in described["deployments"]} for described in (before, after)]
@@ -144,6 +158,7 @@ WORKERS_A, WORKERS_B = {"TargetWorker-a", "DraftWorker-a.draft"}, {"TargetWorker
         ("models.a.target.tensor_parallel_size", 2, {"TargetWorker-a"}),
         ("models.a.target.model", "/models/other", WORKERS_A | {"Router"}),
         ("models.b.drafts.one.model", "/models/other", {"DraftWorker-b.one"}),
+        ("models.a.target.standby", 1, {"Router"}),
         ("target.step_tokens", 64, {"TargetWorker-a", "TargetWorker-b"}),
         ("router.max_sessions", 9, {"Router"}),
         ("admission.concurrent_requests", 9, {"Router"}),

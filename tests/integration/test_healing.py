@@ -24,7 +24,7 @@ from speculation.request.session import SessionLimits
 from tests.integration.test_transport import OPEN, Echo, Heard, connected
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 from transport import client
-from transport.worker import FIRST_STEP, Outgoing, Watchdog, Worker
+from transport.worker import Outgoing, Watchdog, Worker, load_in_time
 
 POISON = 23
 """A prompt that begins with this token ends the target that computes it."""
@@ -289,18 +289,52 @@ async def test_other_workers_do_not_look():
 def test_a_watchdog_counts_heartbeats_of_one_step():
     dog = Watchdog(1.0)  # four heartbeats
     dog.begins()
-    assert not any(dog.bites() for _ in range(4 * FIRST_STEP))  # the first may take long
-    dog.ends(computed=False)
+    assert bites_at(dog, 7) >= 4  # the first step as well
+    dog.ends()
     assert not any(dog.bites() for _ in range(100))  # idle
-    dog.begins()
-    dog.ends(computed=True)
     for _ in range(20):  # busy, but every step ends
         dog.begins()
         assert not any(dog.bites() for _ in range(3))
-        dog.ends(computed=True)
+        dog.ends()
     dog.begins()
-    assert [dog.bites() for _ in range(7)].index(True) >= 4
+    assert bites_at(dog, 7) >= 4
     assert not any(Watchdog(0.0).bites() for _ in range(100))
+
+
+def bites_at(dog: Watchdog, beats: int) -> int:
+    """At which heartbeat; fails where it does not."""
+    return [bool(dog.bites()) for _ in range(beats)].index(True)
+
+
+def test_a_watchdog_goes_by_what_steps_take_once_that_is_known():
+    known: list[float | None] = [None]
+    dog = Watchdog(60.0, lambda: known[0])
+    dog.begins()
+    assert bites_at(dog, 243) >= 240
+    known[0] = 10.0
+    assert dog.bites() == "a step has taken more than 10 s (by far the longest)"
+    dog.begins()
+    assert bites_at(dog, 43) >= 40
+    known[0] = 1000.0  # steps that may take longer than the setting says
+    dog.begins()
+    assert bites_at(dog, 243) >= 240
+    assert dog.bites() == "a step has taken more than 60 s (step_timeout)"
+    off = Watchdog(0.0, lambda: 10.0)
+    off.begins()
+    assert not any(off.bites() for _ in range(300))
+
+
+async def test_a_worker_that_does_not_finish_loading_ends():
+    said: asyncio.Queue[str] = asyncio.Queue()
+    freed = threading.Event()
+    loading = asyncio.create_task(load_in_time(freed.wait, "target", 0.01, said.put_nowait))
+    assert await asyncio.wait_for(said.get(), 60) == (
+        "the target worker ends: it has not loaded within 0.01 s (load_timeout)"
+    )
+    freed.set()
+    assert await loading
+    assert await load_in_time(lambda: 7, "draft", 3600.0, said.put_nowait) == 7
+    assert said.empty()
 
 
 class Mute(rpc.TargetServicer):

@@ -188,6 +188,22 @@ def test_a_rank_that_hangs_does_not_hang_the_worker_for_long(tiny, monkeypatch):
             engine.run([Chunk(sequence, [5])])
 
 
+def test_a_rank_that_hangs_while_it_loads_is_named(tiny, monkeypatch):
+    ranks = Watched()
+    assembled = leader.Leader._assembled
+
+    def stopped(self) -> group.Group:
+        met = assembled(self)
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        return met
+
+    monkeypatch.setattr(leader.Leader, "_assembled", stopped)
+    monkeypatch.setattr(leader, "TELLING_SECONDS", 0.1)
+    with pytest.raises(RankError) as caught, on_ranks(replace(tiny, load_timeout=10.0), ranks):
+        pass
+    assert str(caught.value).startswith("not all 2 ranks have loaded within 10 s (load_timeout): rank 1 runs")
+
+
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_worker_whose_ranks_are_out_of_step_ends(tiny, monkeypatch, role):
     """So that it is started again; else it would refuse every request for ever."""

@@ -11,6 +11,7 @@ import uvloop
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Ended, Generation, GenerationError
 from router.sessions.pool import Peer
+from router.sessions.standby import StandbyTargets
 from speculation import digest as digests
 from speculation.events import PeerId, PoisonRequest, Role, Tick
 from speculation.messages import (
@@ -77,16 +78,18 @@ class Wire:
 class Served:
     """A router with workers that say what a test has them say, and one text under way."""
 
-    def __init__(self) -> None:
-        self.dispatcher = Dispatcher()
+    def __init__(self, limits: DispatchLimits = DispatchLimits()) -> None:
+        self.dispatcher = Dispatcher(limits)
         self.wires: dict[str, Wire] = {}
         self.commits: list[Committed] = []
 
-    def up(self, name: str, revision: int = 1, role: Role = Role.TARGET) -> None:
+    def up(self, name: str, revision: int = 1, role: Role = Role.TARGET, started: float | None = None) -> None:
         peer = Peer(PeerId(name), role, self.dispatcher.pool)
         self.wires[name] = peer.connection = Wire()  # type: ignore[assignment]
         self.dispatcher.pool.peers[peer.peer] = peer
-        peer.up(Welcome(role.value, "m", 100, 1000, 1, instance=name, revision=revision, started=float(revision)))
+        peer.up(
+            Welcome(role.value, "m", 100, 1000, 1, instance=name, revision=revision, started=started or float(revision))
+        )
 
     def hear(self, name: str, message: FromWorker) -> None:
         self.dispatcher.pool.peers[PeerId(name)].received(message)
@@ -147,6 +150,55 @@ async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_re
     assert [commit.tokens for commit in served.commits] == [(11,), (12,), (13,), (14,)]
     named = [commit.details.target for commit in served.commits if commit.details]
     assert named == ["old", "old", "old", "other"]
+    await served.dispatcher.pool.close()
+
+
+async def test_targets_that_compute_differently_are_told_of_and_take_over_no_text(caplog):
+    served = Served()
+    served.up("a")
+    served.up("like a")
+    assert not caplog.messages
+    served.up("split", revision=2)
+    assert caplog.messages == ["targets of m are of different revisions: no text moves from one to another"]
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    assert served.wires["split"].last.tokens == PROMPT  # the newest
+    served.verify("split", 11)
+    await served.read(1)
+    served.die("split")
+    assert not any(wire.sent for name, wire in served.wires.items() if name != "split")
+    served.up("split too", revision=2)
+    assert served.wires["split too"].last.tokens == (*PROMPT, 11)
+    served.verify("split too", 12, finish=FinishReason.LENGTH)
+    await serving
+    await served.dispatcher.pool.close()
+
+
+async def test_a_target_that_stands_by_takes_over_at_once_and_its_successor_stands_by():
+    served = Served(DispatchLimits(standby={"": StandbyTargets(active=1, idle=1)}))
+    served.up("first", started=1.0)
+    served.up("second", started=2.0)
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    served.verify("first", 11)
+    await served.read(1)
+    assert not served.wires["second"].sent
+    assert {view.worker: view.standby for view in served.dispatcher.snapshot().workers} == {
+        "first": False,
+        "second": True,
+    }
+    served.die("first")
+    assert served.wires["second"].last.tokens == (*PROMPT, 11)
+    served.up("first", started=3.0)  # started again
+    served.verify("second", 12)
+    await served.read(2)
+    other = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    assert [opened.tokens for opened in served.wires["second"].sent if isinstance(opened, Open)][1:] == [PROMPT]
+    assert not served.wires["first"].sent
+    other.cancel()
+    serving.cancel()
+    await asyncio.gather(serving, other, return_exceptions=True)
     await served.dispatcher.pool.close()
 
 

@@ -228,6 +228,7 @@ def test_fixed_pools_are_declared_as_before():
         ({"target": {"max_replicas": 4}, "backend": "local"}, "target.max_replicas is 4, but without Ray numbers of"),
         ({"draft": {"min_replicas": 3, "max_replicas": 2}}, "draft.min_replicas is 3, which is more than its max_repl"),
         ({"models": {"a": {"target": {"min_replicas": 3, "max_replicas": 2}}}}, "models.a.target.min_replicas is 3"),
+        ({"target": {"max_replicas": 2, "standby": 1}}, "target.standby is 1, which needs a fixed number of replicas"),
         ({"router": {"max_replicas": 2}, "backend": "local"}, "router.max_replicas is 2, but without Ray"),
     ],
 )

@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cluster.config.checks import CheckError, check_model
 from engine.attention import attention
 from engine.attention.key_batch import KeyBatch
 from engine.layers.linear import PackedLinear, can_pack
-from engine.loading import loader
+from engine.loading import checkpoint, loader
 from engine.loading.loader import ModelError, load
 from tests.unit.engine.engine_models import save_model
 
@@ -76,6 +76,26 @@ def test_the_checkpoint_does_not_stay_in_memory(llama: Path) -> None:
     model = load(str(llama), dtype="float32", device="cpu", self_test=False)
     assert str(llama) not in Path("/proc/self/maps").read_text()
     del model
+
+
+def test_a_gpu_gets_the_weights_straight_from_the_files(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by way of a copy in the host's memory. Tried with a GPU that is the CPU by another name."""
+    asked: list[Any] = []
+    read = AutoModelForCausalLM.from_pretrained
+
+    def noted(*args: Any, device_map: Any, **options: Any) -> Any:
+        asked.append(device_map)
+        return read(*args, device_map=device_map and {"": torch.device("cpu")}, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    gpu, cpu = (torch.device(name) for name in ("cuda", "cpu"))
+    straight, plain = (checkpoint.read_module(str(llama), torch.bfloat16, device, None) for device in (gpu, cpu))
+    assert asked == [{"": gpu}, None]
+    expected = plain.state_dict()
+    assert straight.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in straight.state_dict().items())
+    assert not straight.training and not any(weight.requires_grad for weight in straight.parameters())
+    assert not any(hasattr(module, "_hf_hook") for module in straight.modules()), "steps run through hooks"
 
 
 def test_auto_dtype_follows_the_processor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

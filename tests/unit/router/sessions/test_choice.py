@@ -96,6 +96,14 @@ def test_new_sessions_go_to_the_newest_revision_that_has_room():
     assert chosen(full) == {"new"}
 
 
+def test_a_target_that_stands_by_is_taken_where_no_other_can_be():
+    idle = target("idle", idle=True)
+    assert chosen(target("a", load=busy(50, free=0)), idle) == {"a"}
+    assert chosen(target("a", load=Load(draining=True)), idle) == {"idle"}
+    assert chosen(target("a", revision=7), idle, wanted=WantedWorker("m", 5, revision=1)) == {"idle"}
+    assert chosen(target("a", revision=7), target("idle", revision=3, started=50.0, idle=True)) == {"a"}
+
+
 def test_a_cache_that_cannot_hold_all_of_a_session_is_left_to_others():
     small = target("small", load=Load(free_tokens=300, capacity_tokens=300))
     large = target("large", load=Load(sessions=9, free_tokens=600, capacity_tokens=2000))

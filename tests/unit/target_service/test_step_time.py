@@ -1,0 +1,32 @@
+"""What a step may take, by those before it."""
+
+from __future__ import annotations
+
+from target_service.step_time import STUCK_SECONDS, STUCK_TIMES, LongestStep
+
+
+def test_nothing_is_said_of_steps_before_one_was_measured() -> None:
+    longest = LongestStep()
+    assert longest.max_seconds(1) is None
+    longest.observe(1, 0.01)
+    assert longest.max_seconds(1) == STUCK_SECONDS
+
+
+def test_a_larger_step_may_take_longer_in_proportion_until_one_was_measured() -> None:
+    longest = LongestStep()
+    longest.observe(1, 2.0)
+    assert longest.max_seconds(1) == STUCK_TIMES * 2.0
+    assert longest.max_seconds(1024) == STUCK_TIMES * 2.0 * 1024
+    longest.observe(1024, 5.0)
+    assert longest.max_seconds(1024) == STUCK_TIMES * 5.0
+    assert longest.max_seconds(1) == STUCK_TIMES * 2.0
+    longest.observe(40, 1.0)  # a smaller step than it takes no longer
+    assert longest.max_seconds(33) == longest.max_seconds(1) == STUCK_TIMES * 1.0
+
+
+def test_one_long_step_is_forgotten() -> None:
+    longest = LongestStep()
+    longest.observe(8, 30.0)
+    for _ in range(1000):
+        longest.observe(8, 1.0)
+    assert longest.max_seconds(8) == STUCK_TIMES * 1.0
