@@ -26,7 +26,7 @@ from cluster.config.flags import (
 )
 from cluster.config.security import check_http_exposure, check_security
 from cluster.config.serving import router_settings
-from cluster.console import CommandError, say, stages
+from cluster.console import CommandError, stages, tell
 from cluster.discovery import StaticDirectory
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.notify import READY, STOPPING, notify
@@ -119,7 +119,7 @@ async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> 
             models = router.dispatcher.models.values()
             named = config.router.model_name if len(models) == 1 else ""
             served = ", ".join(f"model {named or model.name}, context {model.context}" for model in models)
-            say(f"router ready on {router.address} ({served})")
+            tell(f"router ready on {router.address} ({served})")
             notify(READY)
             await stop
     except RouterError as error:
