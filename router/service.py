@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from router.dispatch import Dispatcher, DispatchLimits
 from router.http.api import ApiSettings, build_app
 from router.http.asgi import BoundedHttp
+from router.http.exhaustion import ExhaustionLog
 from router.http.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
 from router.text.tokenizer import TokenizerError
 from router.text.tokenizers import Tokenizers
@@ -146,6 +147,7 @@ class Router:
         await self.connect()
         serving, api = self.dispatcher, self.settings.api
         app = build_app(serving, self.tokenizers, api, serving.metrics, self.tracing, self._recorder)
+        asyncio.get_running_loop().set_exception_handler(ExhaustionLog().handle)
         self._server = uvicorn.Server(server_config(app, host, port))
         listener = listening(host, port)
         self.address = f"http://{addresses.join(host, listener.getsockname()[1])}"

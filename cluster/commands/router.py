@@ -28,6 +28,7 @@ from cluster.config.security import check_http_exposure, check_security
 from cluster.config.serving import router_settings
 from cluster.console import CommandError, stages, tell
 from cluster.discovery import StaticDirectory
+from cluster.processes.descriptors import raise_limit
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.notify import READY, STOPPING, notify
 from cluster.processes.parent import exit_with
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     set_up(args)
+    raise_limit()
     config = configuration(args)
     check_http_exposure(config)
     check_security(config, ("router",))

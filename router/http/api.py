@@ -36,6 +36,7 @@ from router.http import openapi
 from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
 from router.http.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
 from router.http.auth import ApiKeys, RequireKey
+from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
 from router.schema.request_schema import Kind
@@ -128,6 +129,7 @@ def build_app(
         exception_handlers={
             ApiError: api.on_api_error,
             GenerationError: api.on_generation_error,
+            OSError: api.on_os_error,
             HTTPException: api.on_http_exception,
             ClientDisconnect: api.on_disconnect,
             Exception: api.on_crash,
@@ -136,7 +138,7 @@ def build_app(
 
 
 class _Api:
-    """The endpoints."""
+    """The endpoints, and how errors are answered: all coroutines, since others are run in threads."""
 
     def __init__(
         self,
@@ -159,6 +161,8 @@ class _Api:
         self._tally = metrics.tally
         self._recorder = recorder
         self._cluster = ClusterView(metrics)
+        self._description = openapi.description(own_version())  # at once: it brings modules and reads files
+        self._exhaustion = ExhaustionLog()
         self._started = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -201,7 +205,7 @@ class _Api:
 
     async def description(self, _request: Request) -> Response:
         """What this API takes and gives, in OpenAPI's terms."""
-        return _json(openapi.description(own_version()))
+        return _json(self._description)
 
     async def cluster(self, _request: Request) -> Response:
         """What this router knows of the cluster; see :mod:`router.telemetry.cluster_view`."""
@@ -267,25 +271,31 @@ class _Api:
             "a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request.state.request_id}
         )
 
-    def on_api_error(self, _request: Request, error: Exception) -> Response:
+    async def on_api_error(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
 
-    def on_generation_error(self, request: Request, error: Exception) -> Response:
+    async def on_generation_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, GenerationError)
         request.state.error = error.code
         return self._refusal(code_of(error.code), error.message, retry_after=error.retry_after)
 
-    def on_http_exception(self, request: Request, error: Exception) -> Response:
+    async def on_os_error(self, request: Request, error: Exception) -> Response:
+        if not is_exhausted(error):
+            raise error
+        self._exhaustion.add(f"cannot answer {request.method} {request.url.path}", error)
+        return self._refusal(code_of("resource_exhausted"), "this server has no room for a request now; try again soon")
+
+    async def on_http_exception(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = code_of_status(error.status_code)
         message = f"{request.method} {request.url.path}: {code.meaning}"
         return self._refusal(code, message, headers=dict(error.headers or {}))
 
-    def on_disconnect(self, _request: Request, _error: Exception) -> Response:
+    async def on_disconnect(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    def on_crash(self, request: Request, _error: Exception) -> Response:
+    async def on_crash(self, request: Request, _error: Exception) -> Response:
         """The framework raises the error again afterwards, so that the server logs it."""
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}
