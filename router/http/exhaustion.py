@@ -7,8 +7,10 @@ Decides what counts as that, and that it is logged once in a while instead of at
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,17 @@ log = logging.getLogger(__name__)
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 QUIET_SECONDS = 30.0
 """In which it is not logged again."""
+MAX_DESCRIPTORS = 65536
+"""As in our systemd units. Every stream takes one, and many systems give a process 1,024 at first."""
+
+
+def raise_limit() -> None:
+    """Let this process have :data:`MAX_DESCRIPTORS`, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def is_exhausted(error: object) -> bool:

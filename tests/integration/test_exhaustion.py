@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from cluster.checkout import CHECKOUT
-from cluster.processes.descriptors import MAX_DESCRIPTORS, raise_limit
-from router.http.exhaustion import QUIET_SECONDS, ExhaustionLog
+from router.http.exhaustion import MAX_DESCRIPTORS, QUIET_SECONDS, ExhaustionLog, raise_limit
 from router.service import Router, RouterSettings
 from tests.fakes import FakeGenerator
 from tests.integration.test_http_api import in_memory, model
