@@ -18,7 +18,7 @@ from cluster.config.checks import CheckError
 from cluster.config.flags import BAD_INPUT, Parser
 from cluster.config.security import SecurityError
 from cluster.config.settings import ConfigError
-from cluster.console import CommandError, complain
+from cluster.console import CommandError, complain, let_go
 from cluster.processes import openmp
 from transport.address import AddressError
 
@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return 130
+    finally:
+        let_go()
 
 
 def _parsers(known: Mapping[str, ModuleType]) -> tuple[Parser, dict[str, Parser]]:

@@ -1,15 +1,20 @@
 """What the commands show while they work: progress on stderr, and nothing but results on stdout.
 
+A result that cannot be written is an error. What is only told is not: a reader that has gone, or a full disk, ends
+nothing that serves.
+
 A terminal gets a spinner. Anything else (a log, a pipe) gets a plain line for a stage that takes longer than
 :data:`SLOW_SECONDS`, and none for quick ones.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +22,8 @@ from rich.progress import Progress as Bars
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 SLOW_SECONDS = 2.0
+_FAILED = 1
+"""As in :mod:`cluster.config.flags`, which imports this."""
 
 
 class CommandError(Exception):
@@ -28,21 +35,69 @@ class CommandError(Exception):
         self.code = code
 
 
+class _StandardError:
+    """The stream that is there at the moment; what it does not take is lost."""
+
+    def write(self, text: str) -> int:
+        """All of it, as far as anybody knows."""
+        with suppress(OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: there was none
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """At once."""
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
+_STANDARD_ERROR = _StandardError()
+
+
 def stderr_console() -> Console:
-    """A console on stderr that leaves text as it is."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    """A console on stderr that leaves text as it is, and never fails."""
+    return Console(file=cast(IO[str], _STANDARD_ERROR), highlight=False, soft_wrap=True)
+
+
+def write(text: str) -> None:
+    """Some of a result on stdout, at once. Raises :class:`CommandError` when it cannot be written."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError) as error:
+        why = getattr(error, "strerror", None) or "standard output is closed"
+        raise CommandError(f"cannot write the result: {why}", _FAILED) from error
 
 
 def say(text: str) -> None:
-    """One line on stdout, at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    """One line of a result on stdout. Raises :class:`CommandError` when it cannot be written."""
+    write(f"{text}\n")
+
+
+def tell(text: str) -> None:
+    """One line on stdout for whoever watches something that serves, which goes on when nobody does."""
+    with suppress(CommandError):
+        say(text)
 
 
 def complain(text: str) -> None:
-    """One line on stderr: the reason why a command fails, or what it noticed."""
-    sys.stderr.write(f"{' '.join(text.split())}\n")
-    sys.stderr.flush()
+    """One line on stderr: the reason why a command fails, or what it noticed. Never fails."""
+    _STANDARD_ERROR.write(f"{' '.join(text.split())}\n")
+    _STANDARD_ERROR.flush()
+
+
+def let_go() -> None:
+    """Drop what standard streams could not write, so that the interpreter does not fail on it when it ends."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except ValueError:
+            pass  # it is closed
+        except OSError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Stages:

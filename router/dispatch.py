@@ -79,6 +79,8 @@ class DispatchLimits:
 
     sessions: int = 1024
     """Sessions at once; more are refused before anything is accepted."""
+    unread: int = 4096
+    """Commits of a session that wait for its client; it ends where there are more, since no target waits."""
     session: SessionLimits = SessionLimits()
     poison: PoisonLimits = PoisonLimits()
     standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
@@ -171,7 +173,12 @@ class Dispatcher:
     def give_up(self, why: str) -> None:
         """Fail what is under way: this router ends."""
         for run in list(self._runs.values()):
-            self._fail(run, GenerationError("draining", why))
+            self._give_up(run, "draining", why)
+
+    def _give_up(self, run: RunningSession, code: str, why: str) -> None:
+        """Fail a session, unless it has ended."""
+        if run.session.session in self._runs:
+            self._fail(run, GenerationError(code, why))
             self._handle(run, Stop())
 
     def _until_free(self) -> float:
@@ -321,6 +328,9 @@ class Dispatcher:
                 if run.speculation_trace is not None:
                     details = run.speculation_trace.committed(now, workers.target, workers.draft, run.session.reopened)
                 run.items.put_nowait(Committed(tokens, accepted, offered, cached, metadata, details))
+                if run.items.qsize() == self._limits.unread:
+                    why = f"the client is {self._limits.unread} commits behind; read faster, or ask for less"
+                    asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
             case Wake(at=at):
                 self._set_timer(run, at)
             case Finish(reason=reason):

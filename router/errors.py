@@ -57,6 +57,7 @@ _ROWS = (
     _request("method_not_allowed", "The endpoint exists, for another method.", status=405),
     _request("body_too_large", "The body is larger than this server reads.", status=413),
     _request("request_timeout", "The body did not come in time.", status=408),
+    _request("slow_reader", "The client reads so much more slowly than text comes that it was cut off.", status=408),
     _request("bad_request", "Any other refusal of the HTTP layer."),
     ErrorCode("overloaded", 429, ErrorType.RATE_LIMIT, True, "No room now; nothing was started."),
     ErrorCode(
@@ -68,6 +69,7 @@ _ROWS = (
     ),
     _server("timeout", "The time that the request had is over.", status=504, retryable=False),
     _server("unavailable", "No target worker is connected.", status=503),
+    _server("resource_exhausted", "The router has no file descriptor or memory left for a request.", status=503),
     _server("draining", "The router is stopping, or a worker is and no other took the session.", status=503),
     _server("unknown_session", "The worker lost the session and no other took it.", status=503),
     _server("faulty", "The generation failed on every worker that tried it.", retryable=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from starlette.applications import Starlette
 from router.dispatch import Dispatcher, DispatchLimits
 from router.http.api import ApiSettings, build_app
 from router.http.asgi import BoundedHttp
+from router.http.exhaustion import ExhaustionLog
 from router.http.prompt_recorder import PromptRecorder, RecordingError, RecordSettings
 from router.text.tokenizer import TokenizerError
 from router.text.tokenizers import Tokenizers
@@ -22,6 +24,8 @@ from speculation.events import Role
 from transport import address as addresses
 from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
+
+log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.05
 KEEP_ALIVE_SECONDS = 75
@@ -47,7 +51,7 @@ class RouterSettings:
     tokenizer: str = ""
     """Folder or hub id to read tokenizers from where it is that of a model; else where its targets read the model."""
     ready_timeout: float = 30.0
-    """Seconds to wait for a first target worker."""
+    """Seconds to wait for a first target worker before HTTP is served without."""
     drain_timeout: float = 30.0
     """Seconds in which running requests may end once the router is told to stop; then they fail."""
     api: ApiSettings = ApiSettings()
@@ -115,9 +119,9 @@ class Router:
         self.dispatcher.pool.set_workers(role, workers)
 
     async def connect(self) -> None:
-        """Connect to the workers and read the first model's tokenizer.
+        """Connect to the workers and read the models' tokenizers; goes on without where no target answers in time.
 
-        Raises :class:`RouterError` if no target answers in time, or the tokenizer cannot be read.
+        Raises :class:`RouterError` if a tokenizer cannot be read.
         """
         self.set_workers(Role.TARGET, self.settings.targets)
         self.set_workers(Role.DRAFT, self.settings.drafts)
@@ -127,7 +131,7 @@ class Router:
         except TimeoutError:
             listed = ", ".join(self.settings.targets) or "no address given"
             wait = f"{self.settings.ready_timeout:.0f} s"
-            raise RouterError(f"no target worker answered within {wait} ({listed})") from None
+            log.warning("no target worker answered within %s (%s); requests get 503 until one does", wait, listed)
         for model in self.dispatcher.models.values():
             try:
                 await self.tokenizers.of(model)
@@ -136,7 +140,7 @@ class Router:
                 raise RouterError(f"cannot read the tokenizer from {source!r}: {error}; see --tokenizer") from error
 
     async def start(self) -> None:
-        """Serve HTTP once a target is connected; raises :class:`RouterError`, AddressError."""
+        """Serve HTTP once a target is connected, or has had ``ready_timeout``; raises RouterError, AddressError."""
         host, port = self.settings.host, self.settings.port
         addresses.check_free(addresses.join(host, port))
         try:
@@ -146,6 +150,7 @@ class Router:
         await self.connect()
         serving, api = self.dispatcher, self.settings.api
         app = build_app(serving, self.tokenizers, api, serving.metrics, self.tracing, self._recorder)
+        asyncio.get_running_loop().set_exception_handler(ExhaustionLog().handle)
         self._server = uvicorn.Server(server_config(app, host, port))
         listener = listening(host, port)
         self.address = f"http://{addresses.join(host, listener.getsockname()[1])}"

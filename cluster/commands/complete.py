@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import environment
 from cluster.config.flags import BAD_INPUT
-from cluster.console import CommandError, complain, stages, stderr_console
+from cluster.console import CommandError, complain, stages, stderr_console, write
 
 if TYPE_CHECKING:
     from cluster.completion import CompletionRequest, CompletionTally
@@ -89,12 +89,10 @@ def _print(url: str, request: CompletionRequest, tally: CompletionTally) -> None
         console.out(request.prompt, style="dim", end="", highlight=False)
     for piece in stream(url, request, tally):
         if console is None:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            write(piece.text)
         else:
             console.out(piece.text, style="green" if piece.drafted else None, end="", highlight=False)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    write("\n")
 
 
 def closing_line(tally: CompletionTally, plain: CompletionTally | None) -> str:

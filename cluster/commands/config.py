@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from cluster.config.flags import add_file, configuration
+from cluster.console import write
 
 ABOUT = "print the effective configuration as YAML"
 DETAILS = """\
@@ -24,5 +24,5 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it."""
-    sys.stdout.write(configuration(args).to_yaml())
+    write(configuration(args).to_yaml())
     return 0

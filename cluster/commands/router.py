@@ -26,18 +26,20 @@ from cluster.config.flags import (
 )
 from cluster.config.security import check_http_exposure, check_security
 from cluster.config.serving import router_settings
-from cluster.console import CommandError, say, stages
+from cluster.console import CommandError, stages, tell
 from cluster.discovery import StaticDirectory
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.notify import READY, STOPPING, notify
 from cluster.processes.parent import exit_with
 from cluster.worker_list import FileDirectory, WorkerListError
+from router.http.exhaustion import raise_limit
 from speculation.events import Role
 from transport.address import check_free, join, parse
 
 ABOUT = "run one router: the HTTP address in front of workers"
 DETAILS = """\
-Serves the OpenAI-compatible API. Workers may come and go; the router keeps trying to reach them.
+Serves the OpenAI-compatible API. Workers may come and go; the router keeps trying to reach them, also where none
+is there at first: requests then get status 503.
 
   paceline router --target 127.0.0.1:7001 --draft 127.0.0.1:7002 --port 8000
   paceline router --workers workers.txt       lines such as "draft 10.0.0.6:7002"; read again when it changes
@@ -70,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     set_up(args)
+    raise_limit()
     config = configuration(args)
     check_http_exposure(config)
     check_security(config, ("router",))
@@ -119,7 +122,7 @@ async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> 
             models = router.dispatcher.models.values()
             named = config.router.model_name if len(models) == 1 else ""
             served = ", ".join(f"model {named or model.name}, context {model.context}" for model in models)
-            say(f"router ready on {router.address} ({served})")
+            tell(f"router ready on {router.address} ({served or 'no target worker yet'})")
             notify(READY)
             await stop
     except RouterError as error:

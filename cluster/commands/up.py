@@ -22,7 +22,7 @@ from cluster.config.flags import (
 )
 from cluster.config.pools import Pool
 from cluster.config.security import own_api_key
-from cluster.console import CommandError, Stages, complain, say, stages
+from cluster.console import CommandError, Stages, complain, stages, tell
 from cluster.local import gpus, threads
 from cluster.local.stretched import ABOUT as STRETCHED
 from cluster.local.stretched import stretched
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             _await_http(config)
         _introduce(config)
         if args.stretched:
-            say(f"The bundled target is stretched to the cost of {STRETCHED}; what it says is unchanged.")
+            tell(f"The bundled target is stretched to the cost of {STRETCHED}; what it says is unchanged.")
         if args.demo:
             _demo(config)
         _say_how_to_use(config, args.detach)
@@ -193,35 +193,35 @@ def _size(pool: Pool) -> str:
 
 
 def _introduce(config: Config) -> None:
-    say(f"Paceline serves at {_url(config)}")
+    tell(f"Paceline serves at {_url(config)}")
     pools = [f"{_size(p)} x {p} {p.settings.model}" for p in config.pools() if max_replicas_of(p.settings)]
     shared = [draft.model for pool in config.pools() if (draft := config.shared_draft(pool))]
     drafts = f", drafting in turn with {', '.join(shared)}" if shared else "" if config.drafts else ", no drafts"
-    say(f"  {', '.join(pools)}{drafts}, on {config.backend}")
+    tell(f"  {', '.join(pools)}{drafts}, on {config.backend}")
 
 
 def _say_how_to_use(config: Config, detached: bool) -> None:
     """The page's address comes last, where it is still in sight."""
     url = _url(config)
     other = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    say("\nTry, in another terminal:")
-    say(f'  paceline complete "{DEMO_PROMPT}"{other}')
+    tell("\nTry, in another terminal:")
+    tell(f'  paceline complete "{DEMO_PROMPT}"{other}')
     data = '{"prompt": "def fib(n):", "max_tokens": 64}'
     key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if config.security.api_keys else ""
-    say(f"  curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{data}'")
+    tell(f"  curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{data}'")
     if key:
-        say(f"Both take one of the API keys in {config.security.api_keys} from the variable OPENAI_API_KEY.")
+        tell(f"Both take one of the API keys in {config.security.api_keys} from the variable OPENAI_API_KEY.")
     removal = f"It is left running; start again to change it, `paceline down --address {config.ray.address}` ends it."
-    say(f"\n{removal if detached else 'Ctrl-C stops it.'} In a browser, with every draft in sight: {url}")
+    tell(f"\n{removal if detached else 'Ctrl-C stops it.'} In a browser, with every draft in sight: {url}")
 
 
 def _demo(config: Config) -> None:
     from cluster.commands.complete import show
     from cluster.completion import CompletionRequest
 
-    say(f"\nA completion of {DEMO_PROMPT!r}:")
+    tell(f"\nA completion of {DEMO_PROMPT!r}:")
     try:
         request = CompletionRequest(DEMO_PROMPT, max_tokens=96, temperature=0.0, seed=0, api_key=own_api_key(config))
         show(_url(config), request, compare=True)
-    except CommandError as error:
+    except (CommandError, OSError) as error:
         complain(f"paceline: the demo failed: {error}")

@@ -33,7 +33,7 @@ from cluster.config.flags import (
 from cluster.config.pools import SHARED
 from cluster.config.security import check_security, identity
 from cluster.config.serving import draft_settings, shared_drafter, target_settings
-from cluster.console import CommandError, complain, say, stages
+from cluster.console import CommandError, complain, stages, tell
 from cluster.processes.imports import worker_imports
 from cluster.processes.logs import add_flags, set_up
 from cluster.processes.notify import READY, STOPPING, notify
@@ -114,7 +114,7 @@ async def _serve(role: str, config: Config, listen: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     settings = config.target if role == "target" else config.draft
-    say(f"{role} worker ready on {worker.address} ({settings.model}, {worker.welcome.dtype})")
+    tell(f"{role} worker ready on {worker.address} ({settings.model}, {worker.welcome.dtype})")
     notify(READY)
     failed = asyncio.create_task(worker.wait())
     stop = asyncio.create_task(stopped.wait())

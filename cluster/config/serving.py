@@ -28,7 +28,7 @@ SHARED_GPU = 0.15
 """What part of a GPU the weights and the cache of a draft model in a target's process may fill, unless its ``gpus`` say
 so; the target has what is left."""
 READY_SECONDS = 25.0
-"""How long a router waits for its first target worker before it gives up with a reason."""
+"""How long a router waits for its first target worker before it serves HTTP without, and says why."""
 
 
 def target_settings(config: Config) -> TargetSettings:

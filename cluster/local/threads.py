@@ -23,7 +23,7 @@ from cluster.config.environment import on_cpu
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig
 from cluster.config.settings import AUTO
 from cluster.config.vocabularies import may_draft_in_turn
-from cluster.console import complain, say, stages
+from cluster.console import complain, stages, tell
 from cluster.local.core_cache import default_cache, key_of
 from cluster.local.cores import CoreDivision, Measured, decoded, divide, fastest, in_turn, thread_counts
 from cluster.processes.child import ours, spawn
@@ -63,7 +63,7 @@ def settled(config: Config) -> Config:
             f"paceline: {cores} cores: {division}; if that is fastest could not be measured ({failure}), see --threads"
         )
     elif fresh:
-        say(f"{cores} cores: {division}, the fastest as measured at this first start")
+        tell(f"{cores} cores: {division}, the fastest as measured at this first start")
     return _divided(config, division)
 
 

@@ -94,8 +94,12 @@ class Child:
             self._again = now + pause
             return f"{self.name} ended ({self.reason}); starting it again"
         if now >= self._again:
+            try:
+                self.start(now)
+            except OSError as error:  # this machine has no process or no file left for it
+                self._again = now + RESTART_SECONDS[-1]
+                return f"{self.name} cannot be started ({error.strerror}); trying again"
             self._again = 0.0
-            self.start(now)
         return None
 
     def release(self) -> None:

@@ -34,12 +34,14 @@ from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
 from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
-from router.http.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, read_body, while_connected
+from router.http.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, while_connected
 from router.http.auth import ApiKeys, RequireKey
+from router.http.bodies import BodyBudget, DrainRefused, read_body
+from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
 from router.schema.request_schema import Kind
-from router.schema.requests import ModelEntry, no_such_model
+from router.schema.requests import ApiRequest, ModelEntry, no_such_model
 from router.sessions.snapshot import Snapshot
 from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_view import ClusterView
@@ -54,7 +56,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of an answer that nobody receives (nginx's number); seen in access logs only."""
 
 CLOSING = frozenset({"body_too_large", "request_timeout", "draining"})
-"""Refusals after which a connection is of no use: what is left of a body must not be read, or the router stops."""
+"""Refusals after which a connection is of no use: a body is not read to its end, or the router stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class ApiSettings:
     model_name: str | None = None
     """Public name of the model where there is one only; by default, and otherwise, the name its workers give it."""
     max_body_bytes: int = 4 << 20
+    max_bodies_bytes: int = 256 << 20
+    """Of all bodies that are being read or parsed; what goes beyond is refused."""
     max_choices: int = 16
     """Prompts times ``n`` of one request."""
     retry_after_s: float = 1.0
@@ -100,7 +104,7 @@ def build_app(
     metrics = metrics or RouterMetrics(RouterCounters(), Snapshot)
     admission = Admission(settings.admission)
     metrics.accounts = admission.accounts
-    middleware = [Middleware(RequestIds)]
+    middleware = [Middleware(DrainRefused), Middleware(RequestIds)]
     if origins := settings.admission.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **_CORS))
     if settings.api_keys is not None:
@@ -128,6 +132,7 @@ def build_app(
         exception_handlers={
             ApiError: api.on_api_error,
             GenerationError: api.on_generation_error,
+            OSError: api.on_os_error,
             HTTPException: api.on_http_exception,
             ClientDisconnect: api.on_disconnect,
             Exception: api.on_crash,
@@ -136,7 +141,7 @@ def build_app(
 
 
 class _Api:
-    """The endpoints."""
+    """The endpoints, and how errors are answered: all coroutines, since others are run in threads."""
 
     def __init__(
         self,
@@ -158,7 +163,10 @@ class _Api:
         self._metrics = metrics
         self._tally = metrics.tally
         self._recorder = recorder
+        self._bodies = BodyBudget(settings.max_bodies_bytes)
         self._cluster = ClusterView(metrics)
+        self._description = openapi.description(own_version())  # at once: it brings modules and reads files
+        self._exhaustion = ExhaustionLog()
         self._started = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -201,7 +209,7 @@ class _Api:
 
     async def description(self, _request: Request) -> Response:
         """What this API takes and gives, in OpenAPI's terms."""
-        return _json(openapi.description(own_version()))
+        return _json(self._description)
 
     async def cluster(self, _request: Request) -> Response:
         """What this router knows of the cluster; see :mod:`router.telemetry.cluster_view`."""
@@ -212,25 +220,36 @@ class _Api:
 
     async def _generate(self, request: Request, kind: Kind) -> Response:
         arrived = self._tally.clock()
-        body = await read_body(request, self._settings.max_body_bytes)
+        with self._bodies.share() as take:
+            body = await read_body(request, self._settings.max_body_bytes, take)
+            parsed, served = await while_connected(request.receive, self._parse(request, kind, body))
+            del body
         async with AsyncExitStack() as unless_answered:
-            answering = self._answer(request, kind, body, arrived, unless_answered)
+            answering = self._answer(request, parsed, served, arrived, unless_answered)
             answer = await while_connected(request.receive, answering)
             unless_answered.pop_all()
         return answer
 
-    async def _answer(
-        self, request: Request, kind: Kind, body: bytes, arrived: float, unless_answered: AsyncExitStack
-    ) -> Response:
-        """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
-        lease, admission = request.state.lease, self._settings.admission
-        longest = seconds_allowed(None, request.headers, admission)
+    async def _parse(self, request: Request, kind: Kind, body: bytes) -> tuple[ApiRequest, ModelEntry]:
+        lease, longest = request.state.lease, seconds_allowed(None, request.headers, self._settings.admission)
         reading = self._reader.read(kind, body, request.state.request_id)
         parsed, served = await in_time(reading, longest, lease.end(longest))
         parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
         if self._recorder is not None and parsed.store:
             self._recorder.take(RecordedPrompt(parsed.model, body, parsed.prompts, served.tokenizer))
-        seconds = seconds_allowed(parsed.timeout, request.headers, admission)
+        return parsed, served
+
+    async def _answer(
+        self,
+        request: Request,
+        parsed: ApiRequest,
+        served: ModelEntry,
+        arrived: float,
+        unless_answered: AsyncExitStack,
+    ) -> Response:
+        """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
+        lease = request.state.lease
+        seconds = seconds_allowed(parsed.timeout, request.headers, self._settings.admission)
         lease.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(
@@ -267,25 +286,31 @@ class _Api:
             "a stream failed (%s): %s", code.name, error, exc_info=crash, extra={"request": request.state.request_id}
         )
 
-    def on_api_error(self, _request: Request, error: Exception) -> Response:
+    async def on_api_error(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return self._refusal(error.code, error.message, error.param, retry_after=error.retry_after)
 
-    def on_generation_error(self, request: Request, error: Exception) -> Response:
+    async def on_generation_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, GenerationError)
         request.state.error = error.code
         return self._refusal(code_of(error.code), error.message, retry_after=error.retry_after)
 
-    def on_http_exception(self, request: Request, error: Exception) -> Response:
+    async def on_os_error(self, request: Request, error: Exception) -> Response:
+        if not is_exhausted(error):
+            raise error
+        self._exhaustion.add(f"cannot answer {request.method} {request.url.path}", error)
+        return self._refusal(code_of("resource_exhausted"), "this server has no room for a request now; try again soon")
+
+    async def on_http_exception(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = code_of_status(error.status_code)
         message = f"{request.method} {request.url.path}: {code.meaning}"
         return self._refusal(code, message, headers=dict(error.headers or {}))
 
-    def on_disconnect(self, _request: Request, _error: Exception) -> Response:
+    async def on_disconnect(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    def on_crash(self, request: Request, _error: Exception) -> Response:
+    async def on_crash(self, request: Request, _error: Exception) -> Response:
         """The framework raises the error again afterwards, so that the server logs it."""
         # The handler of last resort stands outside the middleware that adds the id.
         headers = {REQUEST_ID_HEADER: str(getattr(request.state, "request_id", ""))}

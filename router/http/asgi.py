@@ -1,7 +1,6 @@
-"""What the framework leaves to us: bounded heads and bodies, clients that vanish, event streams, request ids.
+"""What the framework leaves to us: bounded heads, clients that vanish, event streams, request ids.
 
-Decides when a body is cut off and that work stops when its client has gone. Knows nothing of the API's
-requests.
+Decides that work stops when its client has gone. Knows nothing of the API's requests.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.errors import ApiError
-
 T = TypeVar("T")
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -29,8 +26,6 @@ MAX_HEAD_BYTES = 64 << 10
 """Of the request line and the headers."""
 HEAD_SECONDS = 60.0
 """In which they must have come, from the connection's or the head's first byte on."""
-BODY_SECONDS = 60.0
-"""In which a body must have come."""
 STALL_SECONDS = 60.0
 """After which a client that has taken nothing of what is sent to it is gone."""
 LAST_WORD_SECONDS = 5.0
@@ -39,27 +34,6 @@ CUT = "cut"
 """The name, in a request's state, of what ends its connection at once."""
 _UPGRADE = b"upgrade:"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, if it has at most ``max_bytes`` bytes and comes in time; a longer one is not read to its end.
-
-    Raises :class:`ApiError`, or ``ClientDisconnect`` when the client leaves meanwhile.
-    """
-    refusal = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise refusal
-    parts = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                parts += part
-                if len(parts) > max_bytes:
-                    raise refusal
-    except TimeoutError:
-        raise ApiError("request_timeout", f"the body did not come within {BODY_SECONDS:g} s") from None
-    return bytes(parts)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

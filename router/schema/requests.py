@@ -8,6 +8,7 @@ fields is read in modules of their own, by what they are about. Knows nothing of
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -111,7 +112,7 @@ def request_of(body: Body, model_entry: ModelEntry, request_id: str) -> ApiReque
 def parse_object(body: bytes) -> dict[str, object]:
     """A JSON object in UTF-8, without Python's extensions NaN and Infinity. Raises :class:`ApiError`."""
     try:
-        text = body.decode("utf-8-sig")
+        text = body.removeprefix(BOM_UTF8).decode()
         raw = json.loads(text, parse_constant=_no_constant)
         if "\\ud" in text or "\\uD" in text:  # Half of a surrogate pair is valid JSON, but no text.
             json.dumps(raw, ensure_ascii=False).encode()

@@ -448,3 +448,43 @@ async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_a
     assert [commit.tokens for commit in served.commits] == [(11,)]
     assert served.dispatcher.totals.failed == 1
     assert not served.dispatcher.running
+
+
+async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
+    served = Served(DispatchLimits(unread=3))
+    served.up("a")
+    texts = served.dispatcher.generate(Generation(PROMPT, Sampling(), 100, model=served.dispatcher.models["m"]))
+    waiting = asyncio.ensure_future(anext(texts))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    served.commits.append(await waiting)
+    for token in (12, 13):  # so far behind it may be
+        served.verify("a", token)
+        served.commits.append(Committed((token,), 0, 0))
+    await asyncio.sleep(0)
+    assert served.dispatcher.running == 1
+    served.verify("a", 14)
+    await asyncio.sleep(0)
+    assert served.dispatcher.running == 0
+    assert isinstance(served.wires["a"].sent[-1], Close)
+    read = [(await anext(texts)).tokens for _ in range(3)]
+    with pytest.raises(GenerationError, match="3 commits behind") as caught:
+        await anext(texts)
+    assert (read, caught.value.code) == ([(12,), (13,), (14,)], "slow_reader")
+    await served.dispatcher.pool.close()
+
+
+async def test_a_client_that_is_behind_a_text_that_has_ended_reads_it_to_its_end():
+    served = Served(DispatchLimits(unread=2))
+    served.up("a")
+    texts = served.dispatcher.generate(Generation(PROMPT, Sampling(), 100, model=served.dispatcher.models["m"]))
+    waiting = asyncio.ensure_future(anext(texts))
+    await asyncio.sleep(0)
+    served.verify("a", 11)
+    served.commits.append(await waiting)
+    served.verify("a", 12)
+    served.commits.append(Committed((12,), 0, 0))
+    served.verify("a", 13, finish=FinishReason.STOP)
+    await asyncio.sleep(0)
+    assert [type(item) for item in [item async for item in texts]] == [Committed, Committed, Ended]
+    await served.dispatcher.pool.close()

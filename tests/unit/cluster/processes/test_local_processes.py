@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
 import socket
 import sys
@@ -60,3 +62,21 @@ def test_a_held_process_waits_for_the_end_of_its_input_and_its_successor_does_no
     one.start(0.0)
     assert [said.get(timeout=30), said.get(timeout=30)] == ["waits", "goes on"]
     one.stop(30.0)
+
+
+def test_a_process_that_cannot_be_started_again_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = child.Child("one", ["true"], lambda *_: None)
+    one.start(0.0)
+    one.stop(30.0)
+    assert one.restart_if_due(1.0) == "one ended (exit code 0); starting it again"
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "spawn", no_file_left)
+        assert one.restart_if_due(2.0) == "one cannot be started (Too many open files); trying again"
+        assert one.restart_if_due(3.0) is None
+    assert one.restart_if_due(2.0 + child.RESTART_SECONDS[-1]) is None
+    one.stop(30.0)
+    assert one.restart_if_due(20.0) == "one ended (exit code 0); starting it again"
+
+
+def no_file_left(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -1,0 +1,52 @@
+"""How a router starts: what it waits for, and what it does without."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import httpx
+import pytest
+
+from cluster.commands import router as command
+from cluster.config import serving
+from cluster.config.config import from_mapping
+from cluster.discovery import StaticDirectory
+from cluster.processes.notify import READY, STOPPING
+from router.service import Router, RouterSettings
+from speculation.events import Role
+from tests.ports import free_port
+
+
+async def test_a_router_without_a_target_serves_and_keeps_trying(caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(RouterSettings(targets=("127.0.0.1:9",), port=0, ready_timeout=0.0, drain_timeout=0.0))
+    await router.start()
+    said = [record.message for record in caplog.records if record.name == "router.service"]
+    assert said == ["no target worker answered within 0 s (127.0.0.1:9); requests get 503 until one does"]
+    async with httpx.AsyncClient(base_url=router.address, trust_env=False) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        asked = await client.post("/v1/completions", json={"prompt": "hi"})
+    assert (asked.status_code, asked.json()["error"]["code"]) == (503, "unavailable")
+    assert asked.headers["retry-after"] == "1"
+    assert [known.peer for known in router.dispatcher.pool.peers.values()], "it tries no more"
+    await router.stop()
+
+
+async def test_the_command_says_that_it_serves_without_a_target(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def notify(state: str) -> None:
+        told.append(state)
+        if state == READY:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(serving, "READY_SECONDS", 0.0)
+    monkeypatch.setattr(command, "notify", notify)
+    config = from_mapping({"router": {"port": free_port(), "drain_timeout": 0}}, "test")
+    directory = StaticDirectory({Role.TARGET: ["127.0.0.1:9"], Role.DRAFT: []})
+    assert await command._serve(config, directory) == 0
+    assert capsys.readouterr().out.endswith(" (no target worker yet)\n")
+    assert told == [READY, STOPPING]
