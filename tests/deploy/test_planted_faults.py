@@ -309,6 +309,16 @@ FAULTS = [
         "policy_kwargs.settings: autoscaling.load must be a number from 0.01 to 1, got 2",
     ),
     Fault(
+        "routers that come and go",
+        lambda c: c.kwargs(lambda k: put(k["settings"], "down_s", 5)),
+        "policy_kwargs.settings.down_s is 5; below 60, HAProxy is replaced on every node with every lull",
+    ),
+    Fault(
+        "routers that come and go by Serve's own policy",
+        lambda c: c.serve(lambda d: d["applications"][0].pop("autoscaling_policy")),
+        "Router: downscale_delay_s is 0; below 60, HAProxy is replaced on every node with every lull",
+    ),
+    Fault(
         "argument that the policy does not take",
         lambda c: c.kwargs(lambda k: put(k, "setting", {})),
         "autoscaling_policy.policy_kwargs.setting: there is no such setting; there are pools, settings",
