@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.manifests import ManifestFinding, Manifests, Object, Pod, selects, where
+from deploy.pod_rules import GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 SERVE_SERVICE = "-serve-svc"
 """KubeRay makes a service for HTTP, named after the RayService."""
 HTTP_PORT = 8000
+READY = "/ready"
+"""What a router says of itself."""
 OF_A_CLUSTER = "ray.io/cluster"
 """Label by which KubeRay tells the pods of the cluster that serves from those of the one that is to replace it."""
 
@@ -217,11 +220,34 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
                 if selects(monitor["spec"]["selector"], pod.labels) and endpoint["port"] not in _open(pod):
                     yield ManifestFinding(where(monitor), f"{pod.where} has no port {endpoint['port']}")
+    yield from _entrance(manifests)
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
                 if backend["port"] != HTTP_PORT:
                     yield ManifestFinding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+
+
+def _entrance(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """HTTP enters by pods that compute nothing, once they can serve: what enters by a pod ends with it."""
+    theirs = {f"{name}{SERVE_SERVICE}" for name in manifests.names("RayService")}
+    for route in manifests.of("HTTPRoute", "Ingress"):
+        for name in sorted({name for kind, name in _mentioned(route) if kind == "Service"} & theirs):
+            yield ManifestFinding(
+                where(route), f"{name} leads clients into every pod; lead them to a Service of routers"
+            )
+    for service in manifests.of("Service"):
+        for pod in manifests.pods():
+            leads = any(port.get("targetPort") in ("serve", HTTP_PORT) for port in service["spec"]["ports"])
+            if not leads or not selects({"matchLabels": service["spec"].get("selector", {})}, pod.labels):
+                continue
+            main = pod.spec["containers"][0]
+            if GPU in main.get("resources", {}).get("requests", {}):
+                yield ManifestFinding(where(service), f"leads clients into {pod.where}, which computes")
+            elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
+                yield ManifestFinding(
+                    pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in"
+                )
 
 
 def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[ManifestFinding]:

@@ -35,7 +35,8 @@ def test_every_placeholder_is_replaced_and_the_values_stay_home(overlay: str) ->
 
 def test_overlays_are_what_they_say() -> None:
     dev, gpu, ha = (rendered(overlay) for overlay in OVERLAYS)
-    assert {entry["kind"] for entry in dev.objects} == {"Namespace", "ServiceAccount", "NetworkPolicy", "RayService"}
+    kinds = {"Namespace", "ServiceAccount", "NetworkPolicy", "RayService", "Service"}
+    assert {entry["kind"] for entry in dev.objects} == kinds
     assert {"Certificate", "HTTPRoute", "PodMonitor", "PrometheusRule", "Job"} <= {
         entry["kind"] for entry in gpu.objects
     }

@@ -437,6 +437,23 @@ FAULTS = [
         "there is no Service paceline-svc",
     ),
     Fault(
+        "route into GPU pods",
+        lambda c: put(
+            c.get("HTTPRoute", "paceline")["spec"]["rules"][0]["backendRefs"][0], "name", "paceline-serve-svc"
+        ),
+        "paceline-serve-svc leads clients into every pod; lead them to a Service of routers",
+    ),
+    Fault(
+        "Service of targets",
+        lambda c: put(c.get("Service", "paceline-router")["spec"]["selector"], "app.kubernetes.io/component", "target"),
+        "Service paceline-router: leads clients into RayService paceline large-gpu, which computes",
+    ),
+    Fault(
+        "clients before a router can serve",
+        lambda c: container(c.router).pop("readinessProbe"),
+        "router: must be ready by /ready: paceline-router leads clients in",
+    ),
+    Fault(
         "policy for nobody",
         lambda c: put(c.get("NetworkPolicy", "models-from-hub")["spec"], "podSelector", {"matchLabels": {"app": "x"}}),
         "podSelector: selects no pod",
