@@ -13,15 +13,13 @@ from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs
 from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container
+from deploy.model_rules import LIST, fetched_by
 from deploy.pod_rules import GPU
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
 from deploy.scaling_rules import scaling_faults
 from speculation.events import Role
 
 ROUTER = "router"
-FETCHED = "MODELS"
-"""Environment variable of the Job that fetches models: FOLDER=HUB-ID, separated by spaces."""
-
 START_SECONDS = 120.0
 """Of Ray's drain, for a replacement to start. Serve stops a replica on a node that drains as soon as the time that is
 left is what the replica may take to end, whether another has started or not."""
@@ -146,9 +144,7 @@ def _fetched(manifests: Manifests) -> set[str]:
     """The folders that Jobs fill."""
     found = set()
     for job in manifests.of("Job"):
-        for container in job["spec"]["template"]["spec"]["containers"]:
-            listed = next((entry["value"] for entry in container.get("env", []) if entry["name"] == FETCHED), "")
-            found |= {f"/models/{entry.partition('=')[0]}" for entry in listed.split()}
+        found |= {f"/models/{entry.partition('=')[0]}" for entry in fetched_by(job).get(LIST, "").split()}
     return found
 
 

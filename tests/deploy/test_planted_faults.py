@@ -64,6 +64,11 @@ def put(part: Any, key: str | int, value: object) -> None:
     part[key] = value
 
 
+def job(cluster: Cluster) -> Any:
+    """What fetches models."""
+    return cluster.get("Job", "paceline-models")["spec"]["template"]["spec"]["containers"][0]
+
+
 def named(entries: Any, name: str) -> Any:
     """The entry of that name."""
     return next(entry for entry in entries if entry["name"] == name)
@@ -282,6 +287,32 @@ FAULTS = [
         "model not mounted",
         lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "model", "/weights/llama-8b")),
         "target.model is /weights/llama-8b, but large-gpu and router mount nothing there",
+    ),
+    # Fetching models
+    Fault(
+        "volume smaller than the models",
+        lambda c: put(job(c)["env"][0], "value", "llama-8b=m/Llama-3.3-70B llama-1b=m/Llama-3.2-1B"),
+        "by their names the models take 132 GiB, storage-size is 100Gi",
+    ),
+    Fault(
+        "size of another volume",
+        lambda c: put(job(c)["env"][1], "value", "500Gi"),
+        "STORAGE is '500Gi', but the volume has 100Gi",
+    ),
+    Fault(
+        "everything fetched",
+        lambda c: put(job(c), "command", ["hf", "download"]),
+        "must run cluster.fetch, which checks that models fit, leaves copies out",
+    ),
+    Fault(
+        "routers that wait for weights",
+        lambda c: put(pod(c.router), "initContainers", pod(c.large)["initContainers"]),
+        "router: must wait until each model has .tokenizer",
+    ),
+    Fault(
+        "targets that do not wait",
+        lambda c: pod(c.large).pop("initContainers"),
+        "large-gpu: must wait until each model has .complete",
     ),
     # Sizes
     Fault(
