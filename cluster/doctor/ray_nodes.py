@@ -15,6 +15,7 @@ from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
 from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, may_hold, need, needs, router_need
+from cluster.ray.cluster import reason_in
 from cluster.ray.parts import all_settings
 from speculation.events import Role
 
@@ -22,6 +23,9 @@ ANSWER_SECONDS = 60.0
 """How long nodes may take to say what they run; the first task on a node starts a process."""
 WORKER_SECONDS = 10.0
 """How long workers may take to say where they listen."""
+
+
+LOGS = "see its message in `serve status`, and Ray's logs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,14 @@ def check_application(config: Config, addresses: dict[Role, list[str]]) -> Itera
         if any(count and state == "RUNNING" for state, count in deployment.replica_states.items()):
             yield from _listening(name, addresses.setdefault(role, []))
         elif role is Role.TARGET:
-            yield problem(f"target {name}", "none runs", "see its message in `serve status`, and Ray's logs")
+            yield problem(f"target {name}", f"none runs{_why(deployment)}", LOGS)
+        elif why := _why(deployment):
+            yield problem(f"draft {name}", f"none runs{why}", LOGS)
+
+
+def _why(deployment: Any) -> str:
+    """What Serve says of replicas that do not start."""
+    return f": {reason_in(deployment.message)}" if deployment.message.strip() else ""
 
 
 def _listening(deployment: str, addresses: list[str]) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """The manifests that we ship, as kubectl renders them."""
 
 import importlib
+import inspect
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
     defaults = {ray_rules.DRAIN: ray_rules.DEFAULT_DRAIN_SECONDS}
     assert {name: getattr(ray_constants, name) for name in defaults} == defaults
     assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.DEFAULT_HARD_STOP_SECONDS
+    assert serve_constants.MAX_PER_REPLICA_RETRY_COUNT == ray_rules.DEFAULT_RETRIES
+    assert f'get_env_int("{ray_rules.RETRIES}", 3)' in inspect.getsource(serve_constants)
 
 
 def test_secrets_to_make_by_hand() -> None:

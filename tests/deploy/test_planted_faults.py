@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deploy.manifests import Manifests
-from deploy.ray_rules import HARD_STOP
+from deploy.ray_rules import HARD_STOP, RETRIES
 from deploy.validate import findings
 from tests.deploy.overlays import needs_kubectl, one, rendered
 
@@ -135,6 +135,11 @@ FAULTS = [
         "given up for good",
         lambda c: put(c.service["metadata"], "annotations", {"ray.io/initializing-timeout": "30m"}),
         "ray.io/initializing-timeout is final",
+    ),
+    Fault(
+        "given up after three starts",
+        lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], RETRIES)),
+        "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT of the head is 3; below 100 Serve soon gives workers up for good",
     ),
     Fault("no token", lambda c: put(c.ray["authOptions"], "mode", "disabled"), "authOptions.mode must be token"),
     Fault(

@@ -477,6 +477,23 @@ def test_pools_without_replicas(monkeypatch):
     ]
 
 
+def test_why_replicas_do_not_start_is_told(monkeypatch):
+    said = "A replica failed to start with exception. Retrying 997 more time(s). Error:\n{}\n  File x\n{}\n"
+    messages = {
+        "TargetWorker": said.format(
+            "Traceback", "engine.model.ModelError: device 'cuda' cannot be used here: old driver"
+        ),
+        "DraftWorker": said.format("Traceback", "OSError: gone"),
+    }
+    nobody = {"TargetWorker": [], "DraftWorker": [], "Router": []}
+    lines = list(map(str, deployed(monkeypatch, nobody, Config(), {}, **messages)))
+    end = "see its message in `serve status`, and Ray's logs"
+    assert lines[1:] == [
+        f"problem  target TargetWorker: none runs: device 'cuda' cannot be used here: old driver; {end}",
+        f"problem  draft DraftWorker: none runs: OSError: gone; {end}",
+    ]
+
+
 def test_a_worker_that_does_not_answer(monkeypatch):
     replicas = {"TargetWorker": ["10.0.0.1:7001"], "DraftWorker": TimeoutError(), "Router": []}
     found = {}
@@ -495,7 +512,7 @@ def test_an_application_that_does_not_do_well(monkeypatch):
     assert "not deployed yet" in only(ray_nodes.check_application(Config(), {}))
 
 
-def deployed(monkeypatch, replicas, config, found):
+def deployed(monkeypatch, replicas, config, found, **messages):
     """What is found where Serve runs these replicas. No handle is left open."""
     closed = []
 
@@ -509,7 +526,8 @@ def deployed(monkeypatch, replicas, config, found):
         return SimpleNamespace(broadcast=lambda method: asked, shutdown=lambda: closed.append(name))
 
     states = {
-        name: SimpleNamespace(replica_states={"RUNNING": 1} if answers else {}) for name, answers in replicas.items()
+        name: SimpleNamespace(replica_states={"RUNNING": 1} if answers else {}, message=messages.get(name, ""))
+        for name, answers in replicas.items()
     }
     running = SimpleNamespace(status="RUNNING", deployments=states)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": running}))
