@@ -4,6 +4,7 @@ import importlib
 import inspect
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -68,12 +69,30 @@ def test_secrets_to_make_by_hand() -> None:
     assert {"paceline-ray-auth", "paceline-api-keys", "paceline-redis"} <= secrets_by_hand(rendered("ha")).keys()
 
 
+def machines_of(group: Any) -> Any:
+    """The label by which a group chooses its machines."""
+    affinity = group["template"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    (expression,) = term["matchExpressions"]
+    return expression
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "ha"])
+def test_drafters_fit_the_smallest_machines_with_their_gpu(overlay: str) -> None:
+    """Those of the clouds with an L4 have 4 CPUs and 16 GiB, of which Kubernetes leaves some 3.9 and 13."""
+    group = one(rendered(overlay), "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
+    assert machines_of(group)["values"] == ["NVIDIA-L4"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["requests"] == {"cpu": "3", "memory": "12Gi", "nvidia.com/gpu": "1"}
+
+
 def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> None:
     shutil.copytree(KUBERNETES.parent, tmp_path / "deploy")
     values = tmp_path / "deploy/kubernetes/overlays/gpu/values.yaml"
     text = values.read_text()
     for old, new in {
         "NVIDIA-L4": "NVIDIA-A10",
+        "gpu-label: nvidia.com/gpu.product": "gpu-label: gpu",
         "NVIDIA-H100-80GB-HBM3": "NVIDIA-H200",
         'large-gpus: "2"': 'large-gpus: "8"',
         "tensor_parallel_size: 2": "tensor_parallel_size: 8",
@@ -91,7 +110,7 @@ def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> 
     assert [str(finding) for finding in findings(manifests)] == []
     large = one(manifests, "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"][2]
     pod = large["template"]["spec"]
-    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    assert machines_of(large) == {"key": "gpu", "operator": "In", "values": ["NVIDIA-H200"]}
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert (large["replicas"], large["minReplicas"]) == (3, 3)
     assert pod["terminationGracePeriodSeconds"] == 1530

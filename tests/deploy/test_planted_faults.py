@@ -419,6 +419,7 @@ FAULTS = [
         lambda c: put(container(c.large)["securityContext"], "privileged", True),
         "privileged must not be set",
     ),
+    Fault("any GPU", lambda c: pod(c.small).pop("affinity"), "small-gpu: takes any machine with a GPU, small or large"),
     Fault("root", lambda c: put(pod(c.head)["securityContext"], "runAsUser", 0), "runAsUser to a number above 0"),
     Fault(
         "writable root",
