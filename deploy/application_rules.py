@@ -44,6 +44,9 @@ def application_faults(application: Object, service: Object, manifests: Manifest
     yield from faults
     if faults:
         return
+    head, *_ = groups(service)
+    for what in [*_of_files(config, ROUTER, head, manifests)][:1]:
+        yield f"{group_name(head)}: {what}; from there the doctor meets workers as a router does"
     for need in wanted:
         for group in _fitting(need, service):
             for what in _of_equipment(config, _role(need, config), group, manifests):
@@ -95,16 +98,22 @@ def _of_proxies(config: Config, service: Object) -> Iterator[str]:
 
 def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
     """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
-    security, container = config.security, ray_container(group)
-    files = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
-    if role == ROUTER:
-        files["api_keys"] = security.api_keys
+    container, keys = ray_container(group), config.security.api_keys
     name, drain = _drain(role, config)
     if drain + START_SECONDS > drain_seconds(container):
         yield (
             f"{name} is {drain:g}, but Ray drains for {drain_seconds(container):g}; without {START_SECONDS:g} more the "
             "replica ends before another has started"
         )
+    if role == ROUTER and keys and mount_of(container, keys) is None:
+        yield f"security.api_keys is {keys}, but nothing is mounted there"
+    yield from _of_files(config, role, group, manifests)
+
+
+def _of_files(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
+    """What the pods of a group need to be known to the others by this role."""
+    security, container = config.security, ray_container(group)
+    files = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
     for name, path in files.items():
         if path and mount_of(container, path) is None:
             yield f"security.{name} is {path}, but nothing is mounted there"

@@ -276,7 +276,12 @@ FAULTS = [
         "certificate elsewhere",
         lambda c: c.args(lambda a: put(a["security"], "authority", "/etc/ssl/ca.crt")),
         "security.authority is /etc/ssl/ca.crt, but nothing is mounted there",
-        places=3,
+        places=4,
+    ),
+    Fault(
+        "head from which the doctor meets nobody",
+        lambda c: container(c.head)["volumeMounts"].pop(),
+        "head: security.certificate is /etc/paceline/tls/tls.crt, but nothing is mounted there; from there the doctor",
     ),
     Fault(
         "hub id",
@@ -435,7 +440,7 @@ FAULTS = [
     Fault("host network", lambda c: put(pod(c.large), "hostNetwork", True), "hostNetwork must not be set"),
     Fault("token in workers", lambda c: put(pod(c.small), "automountServiceAccountToken", True), "must be false"),
     Fault("latest", lambda c: put(container(c.router), "image", "paceline:latest"), "needs a version or a digest"),
-    Fault("no room for files", lambda c: container(c.head)["volumeMounts"].clear(), "mount an emptyDir there"),
+    Fault("no room for files", lambda c: container(c.head)["volumeMounts"].pop(0), "mount an emptyDir there"),
     Fault(
         "memory unlimited",
         lambda c: container(c.small)["resources"]["limits"].pop("memory"),

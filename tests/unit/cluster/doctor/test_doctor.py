@@ -445,6 +445,28 @@ def test_models_are_looked_for_where_they_may_be_read():
     assert found == [[], [TARGET], [DRAFT, TARGET], [TARGET]]
 
 
+def test_models_that_are_not_here_are_looked_at_by_a_router_node():
+    config = Config(target=TargetConfig(model="/nowhere", gpus=1), draft=DraftConfig(replicas=0))
+    rooms = {"head": ClusterNode(0.0, 0.0, {}), "router": ClusterNode(4.0, 0.0, {})}
+    asked = []
+    list(ray_nodes.check_models(config, rooms, lambda name, config: asked.append(name) or []))
+    assert asked == ["router"]
+    assert "no node for routers runs" in only(ray_nodes.check_models(config, {"head": rooms["head"]}, None))
+    assert "no such folder" in only(ray_nodes.models_there(config))
+    assert "/nowhere" in ray_nodes.models_on(config, rooms["router"])
+
+
+def test_the_doctor_leaves_models_to_the_cluster_only_where_they_are_not_here(monkeypatch, capsys):
+    for model, elsewhere in ((TARGET, False), ("/nowhere", True)):
+        args = {"target": {"model": model}, "draft": {"replicas": 0}, "ray": {"address": "auto"}}
+        seen = []
+        monkeypatch.setattr(ray_nodes, "deployed", lambda config, args=args: args)
+        monkeypatch.setattr(ray_nodes, "check", lambda config, listed, models, seen=seen: seen.append(models) or [])
+        assert main(["doctor", "--address", "10.0.0.5:6379"]) == 0
+        assert seen == [elsewhere]
+        assert ("model of target" in capsys.readouterr().out) != elsewhere
+
+
 LLAMA = Config(models={"llama-8b": ModelConfig(TargetConfig(), {"small": DraftConfig()})})
 
 
@@ -551,7 +573,7 @@ def test_the_doctor_takes_what_is_deployed_where_no_file_is_given(monkeypatch, t
     args = {"models": {"llama-8b": {"target": {"model": TARGET}}}, "ray": {"address": "auto"}}
     seen = []
     monkeypatch.setattr(ray_nodes, "deployed", lambda config: args)
-    monkeypatch.setattr(ray_nodes, "check", lambda config, listed: seen.append(config) or [])
+    monkeypatch.setattr(ray_nodes, "check", lambda config, listed, models: seen.append(config) or [])
     assert main(["doctor", "--address", "10.0.0.5:6379", "--set", "router.port=8001"]) == 0
     assert "ok       configuration: as deployed at 10.0.0.5:6379, and flags\n" in capsys.readouterr().out
     file = tmp_path / "paceline.yaml"
