@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from cluster.checkout import BUNDLED
 from cluster.config.config import Config, from_mapping
@@ -12,7 +13,7 @@ from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs
-from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container
+from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, selects
 from deploy.model_rules import LIST, fetched_by
 from deploy.pod_rules import GPU
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
@@ -37,6 +38,7 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         return
     yield from _of_config(config)
     yield from _of_proxies(config, service)
+    yield from _of_tracing(config, manifests)
     yield from scaling_faults(config, application)
     wanted, faults = _wanted(config, application)
     why = lacking(wanted, _nodes(service))
@@ -94,6 +96,22 @@ def _of_proxies(config: Config, service: Object) -> Iterator[str]:
                 f"{group_name(group)}: {HARD_STOP} is {stop:g}; below router.drain_timeout "
                 f"({config.router.drain_timeout:g}) HAProxy cuts streams whenever routers come or go"
             )
+
+
+def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
+    """Everything is denied but what policies let out."""
+    endpoint = config.tracing.otlp_endpoint
+    port = urlsplit(endpoint).port or (443 if endpoint.startswith("https") else 80)
+    pods = [pod for pod in manifests.pods() if pod.where.startswith("RayService")][1:]
+    for pod in pods if endpoint else []:
+        ways = [
+            rule
+            for policy in manifests.of("NetworkPolicy")
+            if selects(policy["spec"]["podSelector"], pod.labels)
+            for rule in policy["spec"].get("egress", [])
+        ]
+        if not any(port in [entry["port"] for entry in way.get("ports", [])] for way in ways):
+            yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out to port {port}"
 
 
 def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:

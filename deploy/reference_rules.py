@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import ManifestFinding, Manifests, Object, Pod, selects, where
+from deploy.manifests import ManifestFinding, Manifests, Object, Pod, group_pod, groups, selects, where
 from deploy.pod_rules import GPU
 
 
@@ -51,6 +51,7 @@ SERVE_SERVICE = "-serve-svc"
 HTTP_PORT = 8000
 READY = "/ready"
 """What a router says of itself."""
+HOST = "kubernetes.io/hostname"
 OF_A_CLUSTER = "ray.io/cluster"
 """Label by which KubeRay tells the pods of the cluster that serves from those of the one that is to replace it."""
 
@@ -73,6 +74,7 @@ def reference_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     yield from _selectors(manifests)
     yield from _authorities(manifests)
     yield from _budgets(manifests)
+    yield from _apart(manifests)
     yield from _ports(manifests)
 
 
@@ -124,7 +126,7 @@ def _mentioned(part: object) -> Iterator[tuple[str, str]]:
             case ("service", {"name": str(name)}):
                 yield "Service", name
             case ("redisAddress", str(address)):
-                yield "Service", address.removeprefix("redis://").partition(":")[0]
+                yield "Service", redis_in(address)
         yield from _mentioned(value)
 
 
@@ -209,6 +211,50 @@ def _budgets(manifests: Manifests) -> Iterator[ManifestFinding]:
             yield ManifestFinding(
                 place, f"minAvailable is {stay} of {fewest} pods, so a machine could never be drained"
             )
+
+
+def _apart(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """Whether one machine could take all pods of a kind that is to outlive a machine, or the head and its state."""
+    pods = manifests.pods()
+    for budget in manifests.of("PodDisruptionBudget"):
+        for pod in pods:
+            if selects(budget["spec"].get("selector", {}), pod.labels) and not _on_two_machines(pod):
+                said = f"whose loss {where(budget)} is against"
+                yield ManifestFinding(pod.where, f"all of its pods may come to one machine, {said}")
+    for service in manifests.of("RayService"):
+        head, state = group_pod(service, groups(service)[0]), redis_of(service)
+        for entry in manifests.of("Service") if state else []:
+            chosen = {"matchLabels": entry["spec"].get("selector", {})}
+            for pod in pods if entry["metadata"]["name"] == state else []:
+                if selects(chosen, pod.labels) and not _shuns(pod, head):
+                    yield ManifestFinding(pod.where, "may come to the machine of Ray's head, whose state it keeps")
+
+
+def redis_of(service: Object) -> str:
+    """The Service of the Redis that keeps the head's state; empty for none."""
+    return redis_in(service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions", {}).get("redisAddress", ""))
+
+
+def redis_in(address: str) -> str:
+    """The host that an address such as ``redis://HOST:PORT`` names."""
+    return address.removeprefix("redis://").partition(":")[0]
+
+
+def _on_two_machines(pod: Pod) -> bool:
+    return any(
+        spread["topologyKey"] == HOST
+        and spread["whenUnsatisfiable"] == "DoNotSchedule"
+        and spread.get("minDomains", 1) > 1
+        for spread in pod.spec.get("topologySpreadConstraints", [])
+    )
+
+
+def _shuns(pod: Pod, other: Pod) -> bool:
+    terms = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
+    return any(
+        term["topologyKey"] == HOST and selects(term.get("labelSelector", {}), other.labels)
+        for term in terms.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    )
 
 
 def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:

@@ -64,6 +64,15 @@ def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
     assert f'get_env_int("{ray_rules.RETRIES}", 3)' in inspect.getsource(serve_constants)
 
 
+def test_traces_reach_a_collector_beside_prometheus() -> None:
+    manifests = rendered("gpu")
+    service = one(manifests, "RayService", "paceline")
+    document = yaml.safe_load(service["spec"]["serveConfigV2"])
+    document["applications"][0]["args"]["tracing"] = {"otlp_endpoint": "http://collector.monitoring:4317"}
+    service["spec"]["serveConfigV2"] = yaml.safe_dump(document)
+    assert [str(finding) for finding in findings(manifests)] == []
+
+
 def test_secrets_to_make_by_hand() -> None:
     assert secrets_by_hand(rendered("dev-cpu")) == {}
     assert {"paceline-ray-auth", "paceline-api-keys", "paceline-redis"} <= secrets_by_hand(rendered("ha")).keys()

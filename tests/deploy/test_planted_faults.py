@@ -254,6 +254,12 @@ FAULTS = [
         lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], HARD_STOP)),
         "head: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S is 120",
     ),
+    Fault(
+        "collector on a port that no policy opens",
+        lambda c: c.args(lambda a: put(a, "tracing", {"otlp_endpoint": "http://collector.monitoring:4319"})),
+        "no NetworkPolicy lets RayService paceline",
+        places=3,
+    ),
     Fault("own Ray", lambda c: c.args(lambda a: put(a["ray"], "address", "local")), "ray.address must be auto"),
     Fault(
         "no certificates",
@@ -528,6 +534,21 @@ FAULTS = [
         "spread of others",
         lambda c: put(pod(c.small)["topologySpreadConstraints"][0]["labelSelector"], "matchLabels", {"app": "x"}),
         "does not select the pod itself",
+    ),
+    Fault(
+        "targets on one machine",
+        lambda c: put(pod(c.large)["topologySpreadConstraints"][0], "whenUnsatisfiable", "ScheduleAnyway"),
+        "large-gpu: all of its pods may come to one machine, whose loss PodDisruptionBudget paceline-target is against",
+    ),
+    Fault(
+        "routers on one machine while there is no other",
+        lambda c: pod(c.router)["topologySpreadConstraints"][1].pop("minDomains"),
+        "router: all of its pods may come to one machine, whose loss PodDisruptionBudget paceline-router is against",
+    ),
+    Fault(
+        "head and its state on one machine",
+        lambda c: c.get("StatefulSet", "paceline-redis")["spec"]["template"]["spec"].pop("affinity"),
+        "StatefulSet paceline-redis: may come to the machine of Ray's head, whose state it keeps",
     ),
     Fault(
         "spread over machines that take no router",
