@@ -40,6 +40,10 @@ SECRETS: Mapping[str, ByHand] = {
         "the token of an account that may have the models, if they are gated as Meta's are",
         "generic paceline-huggingface --from-literal=token=TOKEN",
     ),
+    "paceline-registry": ByHand(
+        "the login at the registry of the image",
+        "docker-registry paceline-registry --docker-server=HOST --docker-username=NAME --docker-password=TOKEN",
+    ),
     "paceline-http-tls": ByHand("the certificate of the host name", "tls paceline-http-tls --cert=FILE --key=FILE"),
 }
 CLAIM, MODELS = "PersistentVolumeClaim", "paceline-models"
@@ -121,6 +125,8 @@ def _mentioned(part: object) -> Iterator[tuple[str, str]]:
                 yield "PersistentVolumeClaim", name
             case ("issuerRef", {"name": str(name), "kind": str(kind)}):
                 yield kind, name
+            case ("imagePullSecrets", list(secrets)):
+                yield from (("Secret", secret["name"]) for secret in secrets)
             case ("backendRefs", list(backends)):
                 yield from (("Service", backend["name"]) for backend in backends)
             case ("service", {"name": str(name)}):

@@ -173,6 +173,16 @@ def test_gpus_may_need_a_runtime_class(tmp_path: Path) -> None:
     assert classes == {"router": None, "small-gpu": "nvidia", "large-gpu": "nvidia"}
 
 
+def test_a_registry_may_ask_for_a_login(tmp_path: Path) -> None:
+    assert "paceline-registry" not in secrets_by_hand(rendered("ha"))
+    manifests = with_components(tmp_path, "ha", "components:\n", "components:\n- ../../components/registry\n")
+    assert [str(finding) for finding in findings(manifests)] == []
+    assert "paceline-registry" in secrets_by_hand(manifests)
+    accounts = {pod.spec["serviceAccountName"] for pod in manifests.pods()}
+    pulling = {entry["metadata"]["name"] for entry in manifests.of("ServiceAccount") if entry.get("imagePullSecrets")}
+    assert accounts <= pulling
+
+
 def test_prometheus_of_the_helm_chart_takes_what_we_give_it() -> None:
     manifests = rendered("gpu")
     for kind in ("PodMonitor", "PrometheusRule"):

@@ -456,6 +456,11 @@ FAULTS = [
     # What refers to what
     Fault("missing Secret", lambda c: put(c.ray["authOptions"], "secretName", "token"), "there is no Secret token"),
     Fault(
+        "login that nobody makes",
+        lambda c: put(c.get("ServiceAccount", "paceline"), "imagePullSecrets", [{"name": "registry"}]),
+        "there is no Secret registry",
+    ),
+    Fault(
         "no certificate made",
         lambda c: c.drop("Certificate", "paceline-draft"),
         "there is no Secret paceline-draft-tls",
