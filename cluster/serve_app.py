@@ -20,7 +20,8 @@ _OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 10.0,
     "graceful_shutdown_wait_loop_s": 0.1,
-    "max_constructor_retry_count": 3,
+    # Serve allows each replica three, unless its cluster says more, and that is to decide.
+    "max_constructor_retry_count": 100_000,
     # 5 by default; the router does admission, so this must never bite.
     "max_ongoing_requests": 100_000,
 }

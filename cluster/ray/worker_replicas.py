@@ -22,12 +22,15 @@ from cluster.config.vocabularies import worker_config
 from cluster.discovery import ENDPOINT
 from cluster.placement import need
 from cluster.processes.imports import worker_imports
+from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known
 from cluster.ray.ranks import RayRanks
+from router.telemetry.certificates import collect_certificates
 from speculation.events import Role
 from transport.address import join
 
 if TYPE_CHECKING:
+    from transport.tls import Identity
     from transport.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -38,9 +41,11 @@ class _WorkerReplica:
 
     _worker: Worker
 
-    async def _begin(self, worker: Worker, drain_timeout: float) -> None:
+    async def _begin(self, worker: Worker, drain_timeout: float, certified: Identity | None) -> None:
         self._worker, self._drain_timeout = worker, drain_timeout
         worker.freeze_loaded()
+        self._exporter = RayExporter(lambda: collect_certificates(certified.certificates if certified else ()))
+        self._exporter.start()
         self._watch = asyncio.create_task(self._exit_on_failure())
 
     async def _exit_on_failure(self) -> None:
@@ -67,6 +72,7 @@ class _WorkerReplica:
         """Serve's call at a graceful end: routers are told, and move the sessions elsewhere before it."""
         if hasattr(self, "_worker"):
             self._watch.cancel()
+            await self._exporter.close()
             await self._worker.drain(self._drain_timeout)
 
 
@@ -84,7 +90,7 @@ class TargetWorker(_WorkerReplica):
         worker = await start_target(
             target_settings(own), _listen(config), ranks=ranks, identity=certified, make_drafter=drafter
         )
-        await self._begin(worker, config.drain_timeout)
+        await self._begin(worker, config.drain_timeout, certified)
 
 
 class DraftWorker(_WorkerReplica):
@@ -99,7 +105,7 @@ class DraftWorker(_WorkerReplica):
 
         settings = draft_settings(own)
         worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
-        await self._begin(worker, config.drain_timeout)
+        await self._begin(worker, config.drain_timeout, certified)
 
 
 def _settings(config: Config, deployment: str) -> tuple[Config, Pool]:
