@@ -30,8 +30,9 @@ from router.sessions.record import AcceptanceRecord
 from speculation.events import PeerId, Role
 from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Verification, Welcome
 from speculation.request.drafting import Opening
-from transport.client import Route, WorkerConnection
+from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
+from transport.incoming import Route
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class OpenedThere:
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One worker as the router sees it. Implements :class:`transport.client.Listener`."""
+    """One worker as the router sees it. Implements :class:`transport.incoming.Listener`."""
 
     peer: PeerId
     role: Role

@@ -30,7 +30,7 @@ from speculation.messages import (
 from speculation.request.poison_detector import WELL_PAST
 from speculation.request.session import SessionLimits
 from speculation.request.states import SessionState
-from transport.client import Route
+from transport.incoming import Route
 
 PROMPT = (1, 2, 3)
 HASTY = DispatchLimits(session=SessionLimits(placement_timeout=0.5, backoff=0.004, longest_backoff=0.004))
