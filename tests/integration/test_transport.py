@@ -612,6 +612,47 @@ async def test_a_lying_drafter_is_replaced_and_the_text_does_not_notice():
     assert (totals.malformed, totals.strikes, totals.quarantined, totals.reopened) == (1, 3, 1, 0)
 
 
+class Garbling(Bare):
+    """A drafter whose every proposal has a parent that there is not."""
+
+    def connected(self, link: server.Link) -> Welcome:
+        return replace(super().connected(link), role="draft")
+
+    def received(self, link: server.Link, messages: Sequence[ToWorker]) -> None:
+        super().received(link, messages)
+        for told in messages:
+            if isinstance(told, Open | Verification):
+                where = {"session": told.session, "epoch": told.epoch, "anchor_position": 2}
+                wrong = pb.Proposal(**where, tokens=[5] * 16, parents=[-1] * 15 + [-7])
+                link.put(pb.FromWorker(proposed=wrong).SerializeToString())
+
+
+async def test_a_malformed_proposal_that_was_passed_on_costs_the_text_nothing():
+    target, dispatcher = Counting(), Dispatcher()
+    async with echo_worker(target) as t:
+        drafter = Garbling()
+        listening = await server.serve(drafter, "draft", "127.0.0.1:0")
+        try:
+            dispatcher.pool.set_workers(Role.DRAFT, [listening.address])
+            await asyncio.wait_for(drafter.links.get(), 60)
+            dispatcher.pool.set_workers(Role.TARGET, [t.address])
+            await asyncio.wait_for(dispatcher.ready.wait(), 60)
+            async with asyncio.timeout(60):
+                text = [item async for item in dispatcher.generate(Generation((1, 2), Sampling(), 1))]
+                held = asyncio.create_task(anext(aiter(dispatcher.generate(Generation((1, 2), Sampling(), 2)))))
+                await held
+                while not dispatcher.totals.malformed or len(drafter.frames) < 2:
+                    await asyncio.sleep(0.01)
+                dispatcher.give_up("the test ends")
+                while target.held:
+                    await asyncio.sleep(0.01)
+        finally:
+            await dispatcher.pool.close()
+            await listening.stop(0)
+    assert text[0].tokens == (2,)
+    assert not target.proposals and dispatcher.totals.reopened == 0
+
+
 def test_addresses():
     assert parse("[::1]:80") == ("::1", 80)
     assert is_loopback("127.0.0.9")

@@ -396,3 +396,25 @@ async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_a
     assert [commit.tokens for commit in served.commits] == [(11,)]
     assert served.dispatcher.totals.failed == 1
     assert not served.dispatcher.running
+
+
+async def test_no_worker_keeps_a_session_that_the_router_lost_track_of(monkeypatch):
+    served = Served()
+    served.up("a")
+    served.up("d", role=Role.DRAFT)
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    (run,) = served.dispatcher._runs.values()
+    target, drafter = served.wires["a"], served.wires["d"]
+    opened = [Close(wire.last.session, wire.last.epoch) for wire in (target, drafter)]
+
+    def planted(_allowed: object) -> None:
+        monkeypatch.undo()
+        raise AssertionError("what was to be done is lost")
+
+    monkeypatch.setattr(run.session._life, "end", planted)
+    served.hear("a", Verification(opened[0].session, opened[0].epoch, 99, (1,), 0))  # connects to nothing
+    with pytest.raises(GenerationError, match="lost track"):
+        await serving
+    assert [target.sent[-1], drafter.sent[-1]] == opened
+    assert not any(peer.opened for peer in served.dispatcher.pool.peers.values())
