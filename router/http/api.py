@@ -227,10 +227,10 @@ class _Api:
         longest = seconds_allowed(None, request.headers, admission)
         reading = self._reader.read(kind, body, request.state.request_id)
         parsed, served = await in_time(reading, longest, lease.end(longest))
-        parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
+        seconds = seconds_allowed(parsed.timeout, request.headers, admission)
+        parsed = parsed.within(getattr(request.state, "api_key_scope", ""), admission.target_timeout or seconds)
         if self._recorder is not None and parsed.store:
             self._recorder.take(RecordedPrompt(parsed.model, body, parsed.prompts, served.tokenizer))
-        seconds = seconds_allowed(parsed.timeout, request.headers, admission)
         lease.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -11,8 +12,9 @@ import uvloop
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Ended, Generation, GenerationError
 from router.sessions.pool import Peer
+from router.sessions.run import session_of
 from speculation import digest as digests
-from speculation.events import PeerId, PoisonRequest, Role, Tick
+from speculation.events import Fail, PeerId, Placed, PoisonRequest, Role, Start, Tick
 from speculation.messages import (
     Close,
     FinishReason,
@@ -372,6 +374,15 @@ async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
     await serving
     assert [commit.tokens for commit in served.commits] == [(11,), (12,)]
     await served.dispatcher.pool.close()
+
+
+def test_a_session_waits_for_a_target_as_long_as_its_request_does():
+    within = Generation(PROMPT, Sampling(), 8, timeout=500.0)
+    for generation, waits in ((within, True), (replace(within, timeout=None), False)):
+        session = session_of(SessionId(1), generation, SessionLimits(), "")
+        session.handle(0.0, Start())
+        effects = session.handle(31.0, Placed(Role.TARGET, None))
+        assert any(isinstance(effect, Fail) for effect in effects) is not waits
 
 
 async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_alone(caplog):
