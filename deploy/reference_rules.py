@@ -125,17 +125,11 @@ def _mentioned(part: object) -> Iterator[tuple[str, str]]:
                 yield "PersistentVolumeClaim", name
             case ("issuerRef" | "roleRef", {"name": str(name), "kind": str(kind)}):
                 yield kind, name
-<<<<<<< HEAD
+            case ("imagePullSecrets", list(secrets)):
+                yield from (("Secret", secret["name"]) for secret in secrets)
             case ("backendRefs" | "subjects", list(named)):
                 yield from ((one.get("kind", "Service"), one["name"]) for one in named)
             case ("service" | "endpointPickerRef", {"name": str(name)}):
-=======
-            case ("imagePullSecrets", list(secrets)):
-                yield from (("Secret", secret["name"]) for secret in secrets)
-            case ("backendRefs", list(backends)):
-                yield from (("Service", backend["name"]) for backend in backends)
-            case ("service", {"name": str(name)}):
->>>>>>> wip-deploy
                 yield "Service", name
             case ("redisAddress", str(address)):
                 yield "Service", redis_in(address)
@@ -278,14 +272,11 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
                 if selects(monitor["spec"]["selector"], pod.labels) and endpoint["port"] not in _open(pod):
                     yield ManifestFinding(where(monitor), f"{pod.where} has no port {endpoint['port']}")
-<<<<<<< HEAD
     for pool in manifests.of("InferencePool"):
         for port in pool["spec"]["targetPorts"]:
             if port["number"] != HTTP_PORT:
                 yield ManifestFinding(where(pool), f"HTTP is on port {HTTP_PORT}, got {port['number']}")
-=======
     yield from _entrance(manifests)
->>>>>>> wip-deploy
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:

@@ -197,7 +197,7 @@ class Dispatcher:
             return
         if run.timer is not None:
             run.timer.cancel()
-        self.pool.join(session.session, None, None)
+        self.pool.end_session(session.session)
         run.trace.ended(run.ended)
         self._add_up(run)
         self._durations.add(asyncio.get_running_loop().time() - run.began)

@@ -31,6 +31,8 @@ class Generation:
     min_tokens: int = 0
     """No stop token is drawn before so many were generated."""
     request_options: RequestOptions = RequestOptions()
+    timeout: float | None = None
+    """Seconds that it may wait for a target while there is none; None: as long as the router sees fit."""
     details: bool = False
     """Whether every commit comes with :class:`Details`."""
 

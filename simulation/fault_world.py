@@ -253,7 +253,7 @@ class FaultWorld(SimulatedWorkers):
     # -- what the router hears -----------------------------------------------------------------------------------------
 
     def _hear(self, peer: SimulatedPeer, link: int, message: FromWorker) -> None:
-        """Pass it on, and read it a little later, in its turn: as in :class:`transport.client.Incoming`."""
+        """Pass it on, and read it a little later, in its turn: as in :class:`transport.incoming.Incoming`."""
         if not peer.known or link != peer.link:
             return
         assert not isinstance(message, Load | Welcome)

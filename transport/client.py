@@ -8,30 +8,25 @@ CPU, has not read what came meanwhile.
 
 A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
 
-What one worker says of a session and another waits for is passed on before it is read (:class:`Route`), and reading
-lets the event loop write and hear others in between.
-
-A malformed message is reported to the listener and otherwise skipped. A worker that sends nothing else stays connected:
-what to think of it is not decided here.
+What comes is read by :mod:`transport.incoming`. Where it comes faster than it is read, no more is taken from the
+stream, and the worker has to wait. One that breaks the protocol is let go of, and not asked again for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import grpc
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
-from speculation.messages import FromWorker, Load, Proposal, SessionId, ToWorker, Verification, Welcome
-from transport.codec import MalformedMessage, decode_from_worker, encode_to_worker
-from transport.outbox import MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
-from transport.relayed import heading, relayed
+from speculation.messages import Proposal, SessionId, ToWorker
+from transport.codec import MAX_PROPOSAL_BYTES, encode_to_worker
+from transport.incoming import Incoming, Listener, Route
+from transport.outbox import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
 from transport.round_trip import RoundTrip
 from transport.tls import Identity
 
@@ -42,15 +37,12 @@ LISTENED = 20
 """Times in this that a router has to have listened and heard nothing."""
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 """Pauses between attempts to connect; the last one repeats."""
-READ_AT_ONCE = 4
-"""Messages read in one turn of the event loop, in which nothing is written and nobody else is heard."""
-MAX_UNREAD = 4096
-"""Messages that wait to be read; with more, all are read before any other is taken."""
+BROKEN_SECONDS = (1.0, 5.0, 30.0, 60.0)
+"""Pauses after streams in a row that were ended because the worker broke the protocol; the last one repeats."""
 MAX_REASONS = 8
 """Reasons told why a worker cannot be reached, until it was reached."""
 
 CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Our own retry decides when to try again; gRPC's would double the pauses up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -58,133 +50,10 @@ CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
 ]
 
 
-class Listener(Protocol):
-    """The router's view of a worker's stream. All calls come from the event loop and must not block."""
-
-    def up(self, welcome: Welcome) -> None:
-        """The worker introduced itself; sessions may be opened."""
-        ...
-
-    def received(self, message: FromWorker) -> None:
-        """The worker sent a message (never a Welcome)."""
-        ...
-
-    def malformed(self, error: MalformedMessage) -> None:
-        """The worker, while up, sent a message that breaks the protocol. It is dropped; the stream goes on."""
-        ...
-
-    def down(self, why: str) -> None:
-        """The worker is lost, and with it everything opened there. Connecting goes on in the background."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where to pass on what a worker says of a session under ``epoch``, and under which epoch."""
-
-    epoch: int
-    onto: WorkerConnection
-    there: int
-
-
-class _Unread(NamedTuple):
-    """One entry that came."""
-
-    entry: bytes
-    passed: int = 0
-    """Under which epoch it was passed on; 0: it was not."""
-    held: SessionId | None = None
-    """Whose it is, if it may have to be passed on once it is read."""
-
-
-Later = Callable[[Callable[[], None]], object]
-"""Has something done in the next turn of the event loop."""
-
-
-class Incoming:
-    """Reads what a worker says on one stream, whatever it says."""
-
-    def __init__(
-        self, worker: str, role: str, listener: Listener, routes: Mapping[SessionId, Route], later: Later | None = None
-    ) -> None:
-        """``worker`` is for logs. Without ``later`` nothing is put off."""
-        self.up = False
-        """Whether the worker introduced itself."""
-        self._worker, self._role, self._listener, self._routes, self._later = worker, role, listener, routes, later
-        self._unread: deque[_Unread] = deque()
-        self._held: Counter[SessionId] = Counter()
-        """Of each session, what is unread and was not passed on: nothing may overtake it."""
-        self._counter_names: tuple[str, ...] = ()
-        self._malformed = 0
-
-    def take(self, frame: pb.Frame) -> None:
-        """Pass on what another worker waits for, now; tell the listener what the messages say, in order, soon."""
-        idle = not self._unread
-        for entry in frame.messages:
-            self._unread.append(self._relay(entry) if self.up else _Unread(entry))
-        if self._later is None or not self.up or len(self._unread) > MAX_UNREAD:
-            self.finish()
-        elif idle and self._unread:
-            self._later(self._read_some)
-
-    def finish(self) -> None:
-        """Read all that has come."""
-        while self._unread:
-            self._read()
-
-    def _relay(self, entry: bytes) -> _Unread:
-        head = heading(entry)
-        if head is None or head.role != self._role:
-            return _Unread(entry)
-        route = self._routes.get(head.session)
-        known = route is not None and route.epoch == head.epoch and not self._held[head.session]
-        if route is not None and known and route.onto.put(relayed(entry, head, route.there)):
-            return _Unread(entry, route.there)
-        self._held[head.session] += 1
-        return _Unread(entry, held=head.session)
-
-    def _read_some(self) -> None:
-        assert self._later is not None
-        try:
-            for _ in range(min(READ_AT_ONCE, len(self._unread))):
-                self._read()
-        finally:
-            if self._unread:
-                self._later(self._read_some)
-
-    def _read(self) -> None:
-        entry, passed, held = self._unread.popleft()
-        if held is not None:
-            self._held[held] -= 1
-            if not self._held[held]:
-                del self._held[held]
-        try:
-            message = decode_from_worker(entry, self._counter_names)
-            if passed and isinstance(message, Proposal | Verification):
-                object.__setattr__(message, "passed", passed)  # a value that nobody else has seen yet
-            self._pass_on(message)
-        except MalformedMessage as error:
-            self._report(error)
-
-    def _pass_on(self, message: FromWorker) -> None:
-        match message:
-            case Welcome() if self.up:
-                raise MalformedMessage("a second Welcome")
-            case Welcome():
-                self.up = True
-                self._listener.up(message)
-                return
-            case Load():
-                self._counter_names = tuple(message.counters)
-        if self.up:
-            self._listener.received(message)
-
-    def _report(self, error: MalformedMessage) -> None:
-        self._malformed += 1
-        if self._malformed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a broken worker must not flood the log
-            log.warning("malformed message %d from worker %s: %s", self._malformed, self._worker, error)
-        if self.up:
-            self._listener.malformed(error)
+def pause_after(failures: int, broken: int) -> float:
+    """Seconds until the next attempt, after so many in a row that failed, or that the worker ``broke``."""
+    pauses, number = (BROKEN_SECONDS, broken - 1) if broken else (RETRY_SECONDS, failures)
+    return pauses[min(number, len(pauses) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,35 +125,33 @@ class WorkerConnection:
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
-        self.put(encode_to_worker(message))
+        self.put(encode_to_worker(message), hint=isinstance(message, Proposal))
 
-    def put(self, entry: bytes) -> bool:
-        """Queue an encoded message; whether it was, and not dropped."""
+    def put(self, entry: bytes, *, hint: bool = False) -> bool:
+        """Queue an encoded message, or a ``hint`` that may be dropped; whether it was, and not dropped."""
         stream = self._stream
         if stream is None or not stream.incoming.up:
             return False
         try:
-            stream.outbox.put(entry)
+            return stream.outbox.put(entry, hint=hint)
         except PeerTooSlow as error:
             stream.reset(str(error))
             return False
-        return True
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
-        failures = 0
+        failures = broken = 0
         while True:
-            was_up = await self._attempt()
-            failures = 0 if was_up else failures + 1
-            await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+            incoming = await self._attempt()
+            failures = 0 if incoming.up else failures + 1
+            broken = broken + 1 if incoming.broken else 0
+            await asyncio.sleep(pause_after(failures, broken))
 
-    async def _attempt(self) -> bool:
-        """One stream from start to end; whether it was ever up."""
+    async def _attempt(self) -> Incoming:
+        """One stream from start to end, and what became of it."""
         why = "the stream ended"
         outbox = Outbox(self._delay)
         self._round_trip = RoundTrip()
-        later = asyncio.get_running_loop().call_soon
-        incoming = Incoming(self.address, self._role, self._listener, self.routes, later)
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
             call = stub.Run(self._frames(outbox))
@@ -293,6 +160,9 @@ class WorkerConnection:
                 nonlocal why
                 why = reason
                 call.cancel()
+
+            later = asyncio.get_running_loop().call_soon
+            incoming = Incoming(self.address, self._role, self._listener, self.routes, later, reset)
 
             def hear(frame: pb.Frame) -> None:
                 self._measure(frame, outbox)
@@ -310,6 +180,9 @@ class WorkerConnection:
                 while isinstance(frame := await call.read(), pb.Frame):
                     self.received_bytes += frame.ByteSize()
                     line.put(frame)
+                    while incoming.behind:  # what it says meanwhile is not lost, nor is it silent
+                        silence.broken()
+                        await asyncio.sleep(0)
             except grpc.aio.AioRpcError as error:
                 why = f"{error.code().name}: {error.details()}"
             except asyncio.CancelledError:
@@ -325,12 +198,14 @@ class WorkerConnection:
                 if incoming.up:
                     self._listener.down(why)
         self._note(why, was_up=incoming.up)
-        return incoming.up
+        return incoming
 
     def _channel(self) -> grpc.aio.Channel:
+        longest = MAX_MESSAGE_BYTES if self._role == "target" else MAX_FRAME_BYTES + MAX_PROPOSAL_BYTES
+        options = [*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", longest)]
         if self._identity is None:
-            return grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        return self._identity.channel(self.address, self._role, CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(self.address, options=options)
+        return self._identity.channel(self.address, self._role, options)
 
     def _note(self, why: str, *, was_up: bool) -> None:
         """Log why an attempt failed, unless one since the worker was last up failed for the same reason.

@@ -52,8 +52,12 @@ MAX_CHILDREN = 32
 """Most tokens of one proposal that follow the same place."""
 MAX_SUPPORT = 1024
 """Most tokens in one q."""
+MAX_PROPOSAL_BYTES = 5 << 20
+"""Longest proposal; one with the most tokens and the longest q is shorter."""
 MAX_COUNTERS = 256
 """Most counters a worker reports."""
+MAX_COMMITTED = 1 << 12
+"""Most tokens of one verification."""
 MAX_UINT32 = (1 << 32) - 1
 
 _BYTE = tuple(value / 255 for value in range(256))
@@ -80,6 +84,14 @@ class MalformedMessage(ValueError):
         """``why`` names the field, the value and what would be right. ``opening``: whether it was to open a session."""
         super().__init__(why)
         self.session, self.epoch, self.opening = session, epoch, opening
+
+
+class UnknownKind(MalformedMessage):
+    """A message of a kind that is not known here, as a newer peer may send."""
+
+    def __init__(self) -> None:
+        """It says no more."""
+        super().__init__("a message without a known kind")
 
 
 # -- to a worker -------------------------------------------------------------------------------------------------------
@@ -110,7 +122,7 @@ def decode_to_worker(entry: bytes) -> ToWorker:
             return _checked(message.verified, _read_verification)
         case "close":
             return Close(SessionId(message.close.session), message.close.epoch)
-    raise MalformedMessage("a message without a known kind")
+    raise UnknownKind
 
 
 # -- from a worker -----------------------------------------------------------------------------------------------------
@@ -153,7 +165,7 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
             return _read_load(message.load, counter_names)
         case "welcome":
             return _read_welcome(message.welcome)
-    raise MalformedMessage("a message without a known kind")
+    raise UnknownKind
 
 
 # -- one message each --------------------------------------------------------------------------------------------------
@@ -176,10 +188,13 @@ def _proposal(message: Proposal) -> pb.Proposal:
 
 
 def _read_proposal(message: pb.Proposal) -> Proposal:
-    at_most("tokens", len(message.tokens), MAX_PROPOSED)
-    if message.q:
-        at_most("q", max(len(support.tokens) for support in message.q), MAX_SUPPORT)
-    tokens, parents = tuple(message.tokens), tuple(message.parents)
+    said = message.tokens, message.parents, message.confidence, message.q
+    if max(map(len, said)) > MAX_PROPOSED:
+        for name, values in zip(("tokens", "parents", "confidence", "q"), said, strict=True):
+            at_most(name, len(values), MAX_PROPOSED)
+    if said[3]:
+        at_most("q", max(max(len(support.tokens), len(support.weights)) for support in said[3]), MAX_SUPPORT)
+    tokens, parents = tuple(said[0]), tuple(said[1])
     proposal = Proposal(
         session=SessionId(message.session),
         epoch=message.epoch,
@@ -187,9 +202,9 @@ def _read_proposal(message: pb.Proposal) -> Proposal:
         anchor_digest=message.anchor_digest,
         tokens=tokens,
         parents=parents or tuple(range(ANCHOR, len(tokens) - 1)),
-        confidence=tuple([_BYTE[value] for value in message.confidence]),
+        confidence=tuple([_BYTE[value] for value in said[2]]),
         source=SOURCE.get(message.source, Source.DRAFT),
-        q=tuple([Support(tuple(support.tokens), tuple(support.weights)) for support in message.q]),
+        q=tuple([Support(tuple(support.tokens), tuple(support.weights)) for support in said[3]]),
         took_us=message.took_us,
     )
     if parents:
@@ -244,9 +259,13 @@ def _read_logprobs(message: pb.Logprobs) -> TokenLogprobs:
 
 
 def _read_verification(message: pb.Verification) -> Verification:
-    tokens, accepted, offered = tuple(message.tokens), message.accepted, message.offered
+    said, accepted, offered = message.tokens, message.accepted, message.offered
     logprobs, sources, refused = message.logprobs, message.sources, message.refused
-    at_most("tokens", len(tokens), MAX_TOKENS)
+    prompt_logprobs = message.prompt_logprobs
+    if len(said) > MAX_COMMITTED or offered > MAX_TOKENS:
+        at_most("tokens", len(said), MAX_COMMITTED)
+        at_most("offered", offered, MAX_TOKENS)
+    tokens = tuple(said)
     if not accepted <= min(offered, len(tokens)):
         raise ValueError(
             f"accepted is {accepted}; it must be at most offered ({offered}) and the {len(tokens)} tokens sent"
@@ -274,8 +293,8 @@ def _read_verification(message: pb.Verification) -> Verification:
         sources=sources_of(sources, named),
         refused=sources_of(refused, named),
         recovered=message.recovered,
-        logprobs=tuple(map(_read_logprobs, logprobs)),
-        prompt_logprobs=tuple(map(_read_logprobs, message.prompt_logprobs)),
+        logprobs=tuple(map(_read_logprobs, logprobs)) if logprobs else (),
+        prompt_logprobs=tuple(map(_read_logprobs, prompt_logprobs)) if prompt_logprobs else (),
         took_us=message.took_us,
         waited_us=message.waited_us,
     )
@@ -295,8 +314,10 @@ def _load(message: Load, known: Sequence[str]) -> pb.Load:
 
 
 def _read_load(message: pb.Load, known: Sequence[str]) -> Load:
+    if max(len(message.counters), len(message.counter_names)) > MAX_COUNTERS:
+        raise MalformedMessage(f"counters has {len(message.counters)} entries; at most {MAX_COUNTERS} are allowed")
     names = tuple(message.counter_names or known) if message.counters else ()
-    if len(message.counters) > MAX_COUNTERS or not len(message.counters) == len(names) == len(set(names)):
+    if not len(message.counters) == len(names) == len(set(names)):
         raise MalformedMessage(f"counters has {len(message.counters)} entries for {len(set(names))} names")
     return Load(
         sessions=message.sessions,
@@ -328,7 +349,7 @@ def _welcome(message: Welcome) -> pb.Welcome:
 
 def _read_welcome(message: pb.Welcome) -> Welcome:
     return Welcome(
-        role=message.role,
+        role=message.role[:MAX_TEXT],
         model=message.model[:MAX_TEXT],
         vocabulary=message.vocabulary,
         context=message.context,

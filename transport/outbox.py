@@ -16,8 +16,12 @@ from protos.paceline.v1 import worker_pb2 as pb
 
 MAX_WAITING = 65_536
 """Messages that may wait on one stream. A peer that reads so slowly is as good as lost."""
+MAX_HINTS_WAITING = MAX_WAITING // 4
+"""With so many, drafts are not queued any more: whoever floods a target with them does not cost it its stream."""
 MAX_FRAME_BYTES = 1 << 20
 """A frame is closed once it holds this much; one larger message still goes out alone."""
+MAX_FRAME_ENTRIES = 8192
+"""Most messages in one frame. Who gets one with more breaks off the stream."""
 HEARTBEAT_SECONDS = 0.25
 """Longest silence on a stream."""
 MAX_MESSAGE_BYTES = 16 << 20
@@ -96,11 +100,14 @@ class Outbox:
         self._ready = asyncio.Event()
         self._closed = False
 
-    def put(self, entry: bytes) -> None:
-        """Queue one encoded message; raises :class:`PeerTooSlow`."""
-        if len(self._entries) + len(self._line) >= MAX_WAITING:
+    def put(self, entry: bytes, *, hint: bool = False) -> bool:
+        """Queue one encoded message; raises :class:`PeerTooSlow`. Whether it was: a ``hint`` may be dropped instead."""
+        if len(self._entries) + len(self._line) >= (MAX_HINTS_WAITING if hint else MAX_WAITING):
+            if hint:
+                return False
             raise PeerTooSlow(f"{MAX_WAITING} messages wait to be sent")
         self._line.put(entry)
+        return True
 
     def probe(self, probe: Probe) -> None:
         """Have the next frame carry it, and go out at once. One that still waits is lost."""
@@ -130,7 +137,7 @@ class Outbox:
             return None
         entries: list[bytes] = []
         size = 0
-        while self._entries and size < MAX_FRAME_BYTES:
+        while self._entries and size < MAX_FRAME_BYTES and len(entries) < MAX_FRAME_ENTRIES:
             entries.append(self._entries.popleft())
             size += len(entries[-1])
         probe, self._probe = self._probe or Probe(), None

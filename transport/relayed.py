@@ -15,6 +15,9 @@ from speculation.messages import SessionId
 MAX_RELAYED_BYTES = 1 << 12
 """A longer message is encoded again on its way from worker to worker: fields unknown here are no way to send much."""
 
+MAX_SHIFT = 63
+"""Of the last seven bits of a number of 64."""
+
 _KINDS = {
     bytes((pb.FromWorker.DESCRIPTOR.fields_by_name[said].number << 3 | 2,)): (
         role,
@@ -23,6 +26,8 @@ _KINDS = {
     for role, said, told in (("target", "verified", "verified"), ("draft", "proposed", "propose"))
 }
 """By the first byte of what a worker says: the role that says it, and the first byte of what the other is told."""
+RELAYED = frozenset(told for _, told in _KINDS.values())
+"""First bytes of entries that a router may have passed on unread."""
 _SESSION = bytes((pb.Verification.DESCRIPTOR.fields_by_name["session"].number << 3,))
 _EPOCH = bytes((pb.Verification.DESCRIPTOR.fields_by_name["epoch"].number << 3,))
 for _fields in (pb.Verification.DESCRIPTOR.fields_by_name, pb.Proposal.DESCRIPTOR.fields_by_name):
@@ -79,10 +84,12 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that is written there, and where it ends. Raises IndexError."""
+    """The number that is written there, and where it ends. Raises IndexError, also if it is longer than any is."""
     value = data[at] & 0x7F
     shift = 0
     while data[at] >= 0x80:
+        if shift == MAX_SHIFT:
+            raise IndexError("a number of more than 64 bits")
         at += 1
         shift += 7
         value |= (data[at] & 0x7F) << shift

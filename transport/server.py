@@ -2,8 +2,8 @@
 
 The worker sees a :class:`Link` per stream. A malformed opening is refused for its session alone, and any other
 malformed message is dropped: it may come from another worker, and the router will see what it is. A router that falls
-silent, or reads too slowly, loses its link, and with it its sessions, even while a frame waits to be written. With TLS,
-who is no router gets none.
+silent, reads too slowly, or sends garbage of its own, loses its link, and with it its sessions, even while a frame
+waits to be written. With TLS, who is no router gets none.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
-from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker
-from transport.outbox import MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
+from transport.codec import MalformedMessage, UnknownKind, decode_to_worker, encode_from_worker
+from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
+from transport.relayed import RELAYED
 from transport.tls import Identity, objection_to
 
 log = logging.getLogger(__name__)
 
 ROUTER_SILENCE_SECONDS = 10.0
 """A router that sends nothing for this long, not even a heartbeat, is gone."""
+
+DECODED_AT_ONCE = 64
+"""Messages of one frame decoded in one turn of the event loop."""
+MAX_GARBAGE = 16
+"""Unreadable messages of a router's own that a stream survives."""
 
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # otherwise two workers share a port silently
@@ -47,7 +53,9 @@ class Link:
         self._lost = lost
         self.outbox = Outbox()
         self.malformed = 0
-        """Messages of it that could not be read."""
+        """Messages of it that could not be read ..."""
+        self.garbage = 0
+        """... and were no relayed ones either, nor of a kind not known here."""
         self._counter_names: tuple[str, ...] = ()
 
     def send(self, message: FromWorker) -> None:
@@ -138,7 +146,9 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
                     frame = await anext(iterator)
                 if frame.HasField("ping"):
                     link.outbox.probe(Probe(pong=frame.ping))
-                messages = [message for entry in frame.messages if (message := self._decoded(link, entry)) is not None]
+                if len(frame.messages) > MAX_FRAME_ENTRIES:
+                    self._break(link, f"a frame of {len(frame.messages)} messages")
+                messages = await self._decoded_all(link, frame)
                 if messages and link.alive:
                     self._handler.received(link, messages)
         except StopAsyncIteration:
@@ -151,6 +161,18 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
         finally:
             self._forget(link)
 
+    async def _decoded_all(self, link: Link, frame: pb.Frame) -> list[ToWorker]:
+        """What a frame says. In slices: a long one does not keep the event loop from others."""
+        messages: list[ToWorker] = []
+        for number, entry in enumerate(frame.messages):
+            if number and not number % DECODED_AT_ONCE:
+                await asyncio.sleep(0)
+            if not link.alive:
+                break
+            if (message := self._decoded(link, entry)) is not None:
+                messages.append(message)
+        return messages
+
     def _decoded(self, link: Link, entry: bytes) -> ToWorker | None:
         try:
             return decode_to_worker(entry)
@@ -160,7 +182,17 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
                 log.warning("malformed message %d from router %s: %s", link.malformed, link.peer, error)
             if error.session is not None and error.opening:
                 link.send(Refused(error.session, error.epoch or 0, RefusalCode.INVALID, str(error)))
+            elif entry[:1] not in RELAYED and not isinstance(error, UnknownKind):
+                link.garbage += 1
+                if link.garbage > MAX_GARBAGE:
+                    self._break(link, f"{link.garbage} messages that are none")
             return None
+
+    @staticmethod
+    def _break(link: Link, why: str) -> None:
+        if link.alive:
+            log.warning("router %s breaks the protocol: %s", link.peer, why)
+            link.cut()
 
 
 class WorkerServer:

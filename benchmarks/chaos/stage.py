@@ -255,7 +255,7 @@ async def running(settings: dict[str, Any]) -> AsyncIterator[Stage]:
 
 @dataclass
 class _Ear:
-    """Keeps what is heard. Implements :class:`transport.client.Listener`."""
+    """Keeps what is heard. Implements :class:`transport.incoming.Listener`."""
 
     heard: asyncio.Queue[Load] = field(default_factory=asyncio.Queue)
 

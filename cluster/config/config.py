@@ -160,6 +160,12 @@ class AdmissionConfig:
     max_request_timeout: float = _setting(
         0.0, "seconds that no request goes beyond (0: no limit)", at_least=0, at_most=86400
     )
+    target_timeout: float = _setting(
+        0.0,
+        "seconds that a request waits while its model has no target (0: its own timeout; if none, 30, then 120)",
+        at_least=0,
+        at_most=86400,
+    )
     cors_origins: str = _setting(
         "",
         "web origins whose pages may use the API, separated by commas, or *",

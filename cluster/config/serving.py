@@ -165,6 +165,7 @@ def _admission(chosen: AdmissionConfig) -> AdmissionSettings:
         allowance=Allowance(chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests),
         timeout=chosen.request_timeout,
         max_timeout=chosen.max_request_timeout,
+        target_timeout=chosen.target_timeout,
         cors_origins=tuple(origin.strip() for origin in chosen.cors_origins.split(",") if origin.strip()),
     )
 

@@ -51,6 +51,8 @@ class AdmissionSettings:
     """Seconds of a request that asks for none; 0: as many as it takes."""
     max_timeout: float = 0.0
     """Seconds that no request goes beyond; 0: as many as it asks for."""
+    target_timeout: float = 0.0
+    """Seconds that a request waits while there is no target; 0: as many as it has, or the session's own limits."""
     cors_origins: tuple[str, ...] = ()
     """Pages of these origins may use the API from a browser; ``*``: any. None: CORS is off."""
 

@@ -231,10 +231,12 @@ class _Api:
         return answer
 
     async def _parse(self, request: Request, kind: Kind, body: bytes) -> tuple[ApiRequest, ModelEntry]:
-        lease, longest = request.state.lease, seconds_allowed(None, request.headers, self._settings.admission)
+        lease, admission = request.state.lease, self._settings.admission
+        longest = seconds_allowed(None, request.headers, admission)
         reading = self._reader.read(kind, body, request.state.request_id)
         parsed, served = await in_time(reading, longest, lease.end(longest))
-        parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
+        seconds = seconds_allowed(parsed.timeout, request.headers, admission)
+        parsed = parsed.within(getattr(request.state, "api_key_scope", ""), admission.target_timeout or seconds)
         if self._recorder is not None and parsed.store:
             self._recorder.take(RecordedPrompt(parsed.model, body, parsed.prompts, served.tokenizer))
         return parsed, served

@@ -79,10 +79,11 @@ class ApiRequest:
     store: bool = True
     """Whether its prompts may be kept, where that is done."""
 
-    def within(self, scope: str) -> ApiRequest:
-        """The same, for whom this scope stands."""
+    def within(self, scope: str, timeout: float | None = None) -> ApiRequest:
+        """The same, for whom this scope stands, and who waits so many seconds for a target."""
         generations = (
-            replace(one, request_options=replace(one.request_options, scope=scope)) for one in self.generations
+            replace(one, request_options=replace(one.request_options, scope=scope), timeout=timeout)
+            for one in self.generations
         )
         return replace(self, generations=tuple(generations))
 

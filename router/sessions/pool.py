@@ -16,12 +16,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.generation import ServedModel
-from router.sessions.choice import (
-    WantedWorker,
-    WorkerCandidate,
-    choose_drafter,
-    choose_target,
-)
+from router.sessions.choice import WantedWorker, WorkerCandidate, choose_drafter, choose_target
 from router.sessions.event_log import EventKind, EventLog
 from router.sessions.models import ServedModels, revisions_of, same_tokenizer
 from router.sessions.prefixes import Prefixes
@@ -29,10 +24,22 @@ from router.sessions.recent import Recent
 from router.sessions.record import AcceptanceRecord
 from router.sessions.standby import KnownTarget, StandbyTargets, idle_targets
 from speculation.events import PeerId, Role
-from speculation.messages import FromWorker, Load, Open, Proposal, Refused, SessionId, ToWorker, Verification, Welcome
+from speculation.messages import (
+    Close,
+    FromWorker,
+    Load,
+    Open,
+    Proposal,
+    Refused,
+    SessionId,
+    ToWorker,
+    Verification,
+    Welcome,
+)
 from speculation.request.drafting import Opening
-from transport.client import Route, WorkerConnection
+from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
+from transport.incoming import Route
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
@@ -81,7 +88,7 @@ class OpenedThere:
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """One worker as the router sees it. Implements :class:`transport.client.Listener`."""
+    """One worker as the router sees it. Implements :class:`transport.incoming.Listener`."""
 
     peer: PeerId
     role: Role
@@ -300,6 +307,13 @@ class WorkerPool:
         if known is not None:
             known.opened.pop(session, None)
             self._let_go(known)
+
+    def end_session(self, session: SessionId) -> None:
+        """Pass nothing on any more, and tell whoever still holds it, as where it did not end as it should."""
+        self.join(session, None, None)
+        for peer in [peer for peer in self.peers.values() if session in peer.opened]:
+            self.send(peer.peer, Close(session, peer.opened[session].epoch))
+            self.closed(peer.peer, session)
 
     def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
         """So many drafts were offered in a step of a session at these two, and so many of them kept."""

@@ -53,6 +53,8 @@ class RunningSession:
 def session_of(number: SessionId, generation: Generation, limits: SessionLimits, traceparent: str) -> Session:
     """The session that a generation gets. ``traceparent``: of its trace; empty if it is not traced."""
     prompt = len(generation.prompt)
+    if generation.timeout is not None:
+        limits = replace(limits, unavailable_timeout=generation.timeout)
     return Session(
         number,
         generation.prompt,

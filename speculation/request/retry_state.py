@@ -27,6 +27,8 @@ class SessionLimits:
     """How long a target is looked for ..."""
     begun_timeout: float = 120.0
     """... and how long by a text that has begun: a worker that is started again may have to load its model first."""
+    unavailable_timeout: float = 0.0
+    """How long by either while there is none, full ones apart; 0: as long as that."""
     backoff: float = 0.2
     """First pause before a target is looked for again. It doubles each time, and is cut by up to half, by chance."""
     longest_backoff: float = 2.0
@@ -72,7 +74,7 @@ class RetryState:
         self._bounds = bounds
         self._pauses = Pauses(bounds.backoff, bounds.longest_backoff, seed)
         self._fruitless = self._stalls = 0
-        self._give_up_at: float | None = None
+        self._searching_since: float | None = None
         self._last_progress = 0.0
         self.crowded = False
         """Whether it was a lack of room that last ended an opening."""
@@ -87,16 +89,22 @@ class RetryState:
 
     def end_search(self) -> None:
         """The search for a target is over, or starts for another reason: its deadline is forgotten."""
-        self._give_up_at, self.crowded = None, False
+        self._searching_since, self.crowded = None, False
+
+    def refused(self, *, full: bool) -> None:
+        """The target that was found takes no more, as it is full or about to go."""
+        if full and not self.crowded:
+            self.end_search()  # for there are targets: from now on it waits for room
+        self.crowded = full
 
     def opened(self, now: float) -> None:
         """A target was found; it may still refuse."""
         self._last_progress = now
 
-    def begin_search(self, now: float, *, begun: bool) -> None:
-        """A target is looked for, by a text that has ``begun`` or not."""
-        if self._give_up_at is None:
-            self._restart_search(now, begun=begun)
+    def begin_search(self, now: float) -> None:
+        """A target is looked for."""
+        if self._searching_since is None:
+            self._searching_since = now
 
     def none_found(self, now: float, *, queued: bool, begun: bool) -> Fail | None:
         """There is no target now: why to give up, if so. What was begun waits while targets are full.
@@ -104,12 +112,12 @@ class RetryState:
         ``queued``: there are some, and the session's turn will come.
         """
         if queued:
-            self._restart_search(now, begun=begun)
+            self._searching_since = now
             return None
         if self.crowded and begun and not self.avoid:
             self.end_search()  # whoever was full is gone: that is another wait
-            self.begin_search(now, begun=begun)
-        if self._give_up_at is None or now < self._give_up_at:
+            self.begin_search(now)
+        if self._searching_since is None or now < self._searching_since + self._longest_search(begun=begun):
             return None
         if not self.crowded:
             return Fail(FailureCode.UNAVAILABLE, "no target worker is available")
@@ -151,6 +159,6 @@ class RetryState:
         self.end_search()
         return None
 
-    def _restart_search(self, now: float, *, begun: bool) -> None:
-        """Wait as long as at first, from now."""
-        self._give_up_at = now + (self._bounds.begun_timeout if begun else self._bounds.placement_timeout)
+    def _longest_search(self, *, begun: bool) -> float:
+        longest = self._bounds.begun_timeout if begun else self._bounds.placement_timeout
+        return longest if self.crowded else self._bounds.unavailable_timeout or longest

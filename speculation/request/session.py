@@ -109,7 +109,7 @@ class Session(SessionRecord):
     def _place_target(self, now: float) -> list[Effect]:
         """Ask for a target; the drafter, if any, is opened again with it, since a new target holds no drafts."""
         effects = self._close_all()
-        self._retries.begin_search(now, begun=self._text.begun)
+        self._retries.begin_search(now)
         self._life.state = SessionState.PLACING
         return [*effects, Place(Role.TARGET, self._retries.avoid)]
 
@@ -323,7 +323,7 @@ class Session(SessionRecord):
             case RefusalCode.INTERNAL | RefusalCode.UNKNOWN_SESSION:
                 return self._retry_target(now, peer, refused.message)
             case RefusalCode.OVERLOADED | RefusalCode.DRAINING:
-                self._retries.crowded = refused.code is RefusalCode.OVERLOADED
+                self._retries.refused(full=refused.code is RefusalCode.OVERLOADED)
                 self.moved += 1
                 return self._move_target(now, peer)
             case _:

@@ -154,6 +154,23 @@ async def test_before_the_first_token_the_end_of_its_time_is_a_504(settings, fie
     assert generator.running == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "fields", "seconds"),
+    [
+        (AdmissionSettings(), {}, None),
+        (AdmissionSettings(), {"timeout": 600}, 600),
+        (AdmissionSettings(timeout=300), {}, 300),
+        (AdmissionSettings(max_timeout=60, timeout=300), {}, 60),
+        (AdmissionSettings(timeout=300, target_timeout=45), {}, 45),
+    ],
+)
+async def test_a_request_waits_for_a_target_as_long_as_it_has_or_as_is_set(settings, fields, seconds) -> None:
+    generator = fake()
+    async with in_memory(generator, ApiSettings(admission=settings)) as client:
+        assert (await client.post("/v1/completions", json=ASKED | fields)).status_code == 200
+    assert [generation.timeout for generation in generator.generations] == [seconds]
+
+
 async def test_in_a_stream_the_end_of_its_time_is_an_event() -> None:
     script = commits(shared().encode("hello", special=False), (1,))
     generator = FakeGenerator(lambda _: script, model=model(), hang=True)

@@ -146,9 +146,9 @@ async def test_why_a_worker_cannot_be_reached_is_said_once(ours, caplog):
         # On a busy machine gRPC may have seen no more than the end of a refused handshake when an attempt ends.
         async with asyncio.timeout(60):
             while not any("Hostname Verification Check failed" in line for line in caplog.messages):
-                assert not await connection._attempt()
+                assert not (await connection._attempt()).up
         for _ in range(3):
-            assert not await connection._attempt()
+            assert not (await connection._attempt()).up
     assert len(set(caplog.messages)) == len(caplog.messages)
 
 

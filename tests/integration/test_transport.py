@@ -41,8 +41,9 @@ from speculation.messages import (
 )
 from transport import client, outbox, server
 from transport.address import AddressError, check_free, is_loopback, parse
-from transport.client import Incoming, WorkerConnection
+from transport.client import WorkerConnection
 from transport.codec import MalformedMessage, decode_from_worker, encode_from_worker, encode_to_worker
+from transport.incoming import Incoming
 from transport.outbox import MAX_WAITING, DelayLine, Outbox, PeerTooSlow, no_delay
 from transport.worker import Worker
 
@@ -202,6 +203,85 @@ async def test_a_router_hears_of_malformed_messages_and_goes_on():
     assert [(error.session, error.epoch) for error in errors] == [(None, None), (5, 2), (None, None)]
     assert await heard.next() == good
     assert heard.events.empty()
+
+
+@dataclass
+class Bare:
+    """The worker's end of a stream, without a machine."""
+
+    links: asyncio.Queue[server.Link] = field(default_factory=asyncio.Queue)
+    frames: list[Sequence[ToWorker]] = field(default_factory=list)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def connected(self, link: server.Link) -> Welcome:
+        self.links.put_nowait(link)
+        return WELCOME
+
+    def received(self, link: server.Link, messages: Sequence[ToWorker]) -> None:
+        self.frames.append(messages)
+
+    def disconnected(self, link: server.Link) -> None:
+        self.gone.set()
+
+
+@asynccontextmanager
+async def bare_worker():
+    bare = Bare()
+    listening = await server.serve(bare, "target", "127.0.0.1:0")
+    try:
+        yield bare, listening.address
+    finally:
+        await listening.stop(0)
+
+
+async def test_a_worker_that_sends_garbage_is_let_go_of_and_left_alone_for_a_while(monkeypatch):
+    monkeypatch.setattr(client, "BROKEN_SECONDS", (0.0,))
+    async with bare_worker() as (bare, address), connected(address) as (_, heard):
+        link = await bare.links.get()
+        for _ in range(1000):
+            link.put(b"\xff")
+        said = [await heard.next() for _ in range(18)]
+        assert [type(each) for each in said] == [MalformedMessage] * 17 + [str]
+        assert "messages are malformed" in said[-1]
+        assert await heard.next() == WELCOME
+    monkeypatch.undo()
+    assert client.pause_after(0, broken=1) == 1.0
+    assert client.pause_after(0, broken=9) == 60.0
+    assert client.pause_after(9, broken=0) == 1.0
+
+
+@pytest.mark.parametrize("entries", [[b"\xff"] * 17, [b""] * (outbox.MAX_FRAME_ENTRIES + 1)], ids=["garbage", "long"])
+async def test_a_router_that_breaks_the_protocol_loses_its_link(entries):
+    async with bare_worker() as (bare, address), grpc.aio.insecure_channel(address) as channel:
+        call = rpc.TargetStub(channel).Run()
+        await call.write(pb.Frame(messages=entries))
+        await asyncio.wait_for(bare.gone.wait(), 60)
+        assert not bare.frames
+
+
+async def test_what_drafters_got_wrong_costs_no_router_its_link():
+    async with bare_worker() as (bare, address), grpc.aio.insecure_channel(address) as channel:
+        call = rpc.TargetStub(channel).Run()
+        wrong = pb.ToWorker(propose=pb.Proposal(session=1, epoch=1, tokens=[7], parents=[-7])).SerializeToString()
+        await call.write(pb.Frame(messages=[wrong, b"\x12\x01\xff", b"\xfa\x01\x00"] * 100))
+        await call.write(pb.Frame(messages=[encode_to_worker(OPEN)]))
+        async with asyncio.timeout(60):
+            while not bare.frames:
+                await asyncio.sleep(0.01)
+        assert bare.frames == [[OPEN]] and not bare.gone.is_set()
+
+
+async def test_a_long_frame_is_decoded_while_others_are_heard():
+    servicer = server._Servicer(Bare(), secure=False)
+    link = server.Link("router", lambda: None)
+    close = Close(SessionId(1), 1)
+    frame = pb.Frame(messages=[encode_to_worker(close)] * (3 * server.DECODED_AT_ONCE))
+    decoding = asyncio.create_task(servicer._decoded_all(link, frame))
+    turns = 0
+    while not decoding.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns == 3 and decoding.result() == [close] * len(frame.messages)
 
 
 async def test_a_worker_that_does_not_read_is_lost(monkeypatch):
@@ -530,6 +610,47 @@ async def test_a_lying_drafter_is_replaced_and_the_text_does_not_notice():
     assert (5,) in {proposal.tokens for proposal in target.proposals}
     totals = dispatcher.totals
     assert (totals.malformed, totals.strikes, totals.quarantined, totals.reopened) == (1, 3, 1, 0)
+
+
+class Garbling(Bare):
+    """A drafter whose every proposal has a parent that there is not."""
+
+    def connected(self, link: server.Link) -> Welcome:
+        return replace(super().connected(link), role="draft")
+
+    def received(self, link: server.Link, messages: Sequence[ToWorker]) -> None:
+        super().received(link, messages)
+        for told in messages:
+            if isinstance(told, Open | Verification):
+                where = {"session": told.session, "epoch": told.epoch, "anchor_position": 2}
+                wrong = pb.Proposal(**where, tokens=[5] * 16, parents=[-1] * 15 + [-7])
+                link.put(pb.FromWorker(proposed=wrong).SerializeToString())
+
+
+async def test_a_malformed_proposal_that_was_passed_on_costs_the_text_nothing():
+    target, dispatcher = Counting(), Dispatcher()
+    async with echo_worker(target) as t:
+        drafter = Garbling()
+        listening = await server.serve(drafter, "draft", "127.0.0.1:0")
+        try:
+            dispatcher.pool.set_workers(Role.DRAFT, [listening.address])
+            await asyncio.wait_for(drafter.links.get(), 60)
+            dispatcher.pool.set_workers(Role.TARGET, [t.address])
+            await asyncio.wait_for(dispatcher.ready.wait(), 60)
+            async with asyncio.timeout(60):
+                text = [item async for item in dispatcher.generate(Generation((1, 2), Sampling(), 1))]
+                held = asyncio.create_task(anext(aiter(dispatcher.generate(Generation((1, 2), Sampling(), 2)))))
+                await held
+                while not dispatcher.totals.malformed or len(drafter.frames) < 2:
+                    await asyncio.sleep(0.01)
+                dispatcher.give_up("the test ends")
+                while target.held:
+                    await asyncio.sleep(0.01)
+        finally:
+            await dispatcher.pool.close()
+            await listening.stop(0)
+    assert text[0].tokens == (2,)
+    assert not target.proposals and dispatcher.totals.reopened == 0
 
 
 def test_addresses():

@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation import messages as m
 from transport.codec import (
+    MAX_CHILDREN,
+    MAX_PROPOSAL_BYTES,
+    MAX_PROPOSED,
+    MAX_SUPPORT,
     MalformedMessage,
     decode_from_worker,
     decode_to_worker,
@@ -285,6 +289,11 @@ def test_a_malformed_opening_names_the_field_and_its_session(wire, what):
         (pb.Proposal(session=3, tokens=[1, 2], parents=[-1]), "parents has 1 entries for 2 tokens"),
         (pb.Proposal(session=3, tokens=[1] * 600), "at most 512"),
         (pb.Proposal(session=3, tokens=[1, 2], confidence=b"x"), "confidence has 1 entries for 2 tokens"),
+        (pb.Proposal(session=3, tokens=[1], parents=[-1] * 513), "parents has 513 entries; at most 512"),
+        (pb.Proposal(session=3, tokens=[1], confidence=b"x" * 513), "confidence has 513 entries; at most 512"),
+        (pb.Proposal(session=3, tokens=[1], q=[pb.Support()] * 513), "q has 513 entries; at most 512"),
+        (pb.Proposal(session=3, tokens=[1], q=[pb.Support(weights=[1] * 1025)]), "q has 1025 entries; at most 1024"),
+        (pb.Proposal(session=3, tokens=[1], q=[pb.Support(tokens=[1] * 1025)]), "q has 1025 entries; at most 1024"),
         (pb.Proposal(session=3, tokens=range(129)), "129 tokens deep; at most 128"),
         (pb.Proposal(session=3, tokens=range(33), parents=[-1] * 33), "more than 32 tokens follow the same place"),
     ],
@@ -293,6 +302,16 @@ def test_a_malformed_proposal_names_the_field_and_its_session(wire, what):
     with pytest.raises(MalformedMessage, match=what) as error:
         decode_from_worker(pb.FromWorker(proposed=wire).SerializeToString())
     assert error.value.session == 3
+
+
+def test_the_longest_proposal_is_shorter_than_what_a_router_reads():
+    tokens = tuple(range(2**32 - MAX_SUPPORT, 2**32))
+    q = (m.Support(tokens, (*[1] * (MAX_SUPPORT - 1), m.SUPPORT_TOTAL - MAX_SUPPORT + 1)),) * MAX_PROPOSED
+    parents = tuple(i // MAX_CHILDREN - 1 for i in range(MAX_PROPOSED))
+    fullest = m.Proposal(m.SessionId(2**64 - 1), 1, 1, 1, tokens[-1:] * MAX_PROPOSED, parents, q=q)
+    entry = encode_from_worker(fullest)
+    assert decode_from_worker(entry) == fullest
+    assert len(entry) + 2 * MAX_PROPOSED * MAX_SUPPORT < MAX_PROPOSAL_BYTES  # weights of up to three bytes
 
 
 def test_a_verification_cannot_accept_more_than_it_offered():
@@ -305,6 +324,8 @@ def test_a_verification_cannot_accept_more_than_it_offered():
     ("wire", "what"),
     [
         (pb.Verification(session=3, tokens=[1, 2], logprobs=[pb.Logprobs()]), "logprobs has 1 entries for 2 tokens"),
+        (pb.Verification(session=3, tokens=[1] * 4097), "tokens has 4097 entries; at most 4096"),
+        (pb.Verification(session=3, offered=1 << 30), "offered has 1073741824 entries; at most 1048576"),
         (
             pb.Verification(session=3, tokens=[1], prompt_logprobs=[pb.Logprobs(tokens=[5, 6], logprobs=[-1.0])]),
             "logprobs has 1 entries for 2 tokens",

@@ -1,6 +1,6 @@
 """A drafter may say anything: it is counted, dropped and in the end replaced, and nobody else notices.
 
-From the bytes of a stream through transport.client, the router's pool and the session, without sockets. Hypothesis
+From the bytes of a stream through transport.incoming, the router's pool and the session, without sockets. Hypothesis
 prints the failing input and, with ``print_blob``, how to replay it.
 """
 
@@ -53,8 +53,8 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.request.session import Phase, Session
-from transport.client import Incoming
 from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker, encode_to_worker
+from transport.incoming import Incoming
 
 VOCABULARY = 24
 PROMPT = (1, 2, 3)

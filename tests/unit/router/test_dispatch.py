@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -12,8 +13,9 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Ended, Generation, GenerationError
 from router.sessions.pool import Peer
 from router.sessions.standby import StandbyTargets
+from router.sessions.run import session_of
 from speculation import digest as digests
-from speculation.events import PeerId, PoisonRequest, Role, Tick
+from speculation.events import Fail, PeerId, Placed, PoisonRequest, Role, Start, Tick
 from speculation.messages import (
     Close,
     FinishReason,
@@ -31,7 +33,7 @@ from speculation.messages import (
 from speculation.request.poison_detector import WELL_PAST
 from speculation.request.session import SessionLimits
 from speculation.request.states import SessionState
-from transport.client import Route
+from transport.incoming import Route
 
 PROMPT = (1, 2, 3)
 HASTY = DispatchLimits(session=SessionLimits(placement_timeout=0.5, backoff=0.004, longest_backoff=0.004))
@@ -426,6 +428,15 @@ async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
     await served.dispatcher.pool.close()
 
 
+def test_a_session_waits_for_a_target_as_long_as_its_request_does():
+    within = Generation(PROMPT, Sampling(), 8, timeout=500.0)
+    for generation, waits in ((within, True), (replace(within, timeout=None), False)):
+        session = session_of(SessionId(1), generation, SessionLimits(), "")
+        session.handle(0.0, Start())
+        effects = session.handle(31.0, Placed(Role.TARGET, None))
+        assert any(isinstance(effect, Fail) for effect in effects) is not waits
+
+
 async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_alone(caplog):
     served = Served()
     served.up("first")
@@ -488,3 +499,25 @@ async def test_a_client_that_is_behind_a_text_that_has_ended_reads_it_to_its_end
     await asyncio.sleep(0)
     assert [type(item) for item in [item async for item in texts]] == [Committed, Committed, Ended]
     await served.dispatcher.pool.close()
+
+
+async def test_no_worker_keeps_a_session_that_the_router_lost_track_of(monkeypatch):
+    served = Served()
+    served.up("a")
+    served.up("d", role=Role.DRAFT)
+    serving = asyncio.create_task(served.serve())
+    await asyncio.sleep(0)
+    (run,) = served.dispatcher._runs.values()
+    target, drafter = served.wires["a"], served.wires["d"]
+    opened = [Close(wire.last.session, wire.last.epoch) for wire in (target, drafter)]
+
+    def planted(_allowed: object) -> None:
+        monkeypatch.undo()
+        raise AssertionError("what was to be done is lost")
+
+    monkeypatch.setattr(run.session._life, "end", planted)
+    served.hear("a", Verification(opened[0].session, opened[0].epoch, 99, (1,), 0))  # connects to nothing
+    with pytest.raises(GenerationError, match="lost track"):
+        await serving
+    assert [target.sent[-1], drafter.sent[-1]] == opened
+    assert not any(peer.opened for peer in served.dispatcher.pool.peers.values())

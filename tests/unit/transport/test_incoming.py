@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import FromWorker, Load, Proposal, SessionId, Verification, Welcome
-from transport import client
-from transport.client import READ_AT_ONCE, Incoming, Route
-from transport.codec import MalformedMessage, decode_to_worker, encode_from_worker
+from speculation.messages import (
+    FromWorker,
+    Load,
+    Proposal,
+    SessionId,
+    Verification,
+    Welcome,
+)
+from transport import incoming as module
+from transport import outbox
+from transport.codec import (
+    MalformedMessage,
+    decode_to_worker,
+    encode_from_worker,
+)
+from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route
+from transport.outbox import MAX_FRAME_ENTRIES
+from transport.relayed import heading
 
 ONE, TWO = SessionId(1), SessionId(2)
 HERE, THERE = 5, 7
@@ -29,7 +44,8 @@ class Router:
 
     def __post_init__(self) -> None:
         self.routes: dict[SessionId, Route] = {}
-        self.incoming = Incoming("w", "target", self, self.routes, self.later.append)
+        self.given_up: list[str] = []
+        self.incoming = Incoming("w", "target", self, self.routes, self.later.append, self.given_up.append)
         self.take(Welcome("target", "m", 100, 100))
 
     def take(self, *messages: FromWorker | bytes) -> None:
@@ -45,7 +61,7 @@ class Router:
     def join(self, session: SessionId, epoch: int = HERE) -> None:
         self.routes[session] = Route(epoch, self, THERE)  # type: ignore[arg-type]
 
-    def put(self, entry: bytes) -> bool:
+    def put(self, entry: bytes, *, hint: bool = False) -> bool:
         """As the connection to the other worker."""
         if self.writable:
             self.sent.append(entry)
@@ -158,15 +174,89 @@ def test_garbage_is_passed_on_to_nobody_but_the_session_it_names_and_then_report
     assert last == verified(ONE, 3)
 
 
-def test_a_reader_that_falls_behind_reads_all_before_it_takes_more(monkeypatch):
-    monkeypatch.setattr(client, "MAX_UNREAD", 20)
+def test_a_reader_that_falls_behind_says_so_and_still_reads_little_at_a_time(monkeypatch):
+    monkeypatch.setattr(module, "MAX_UNREAD", 20)
     router = Router()
     router.take(*[verified(ONE, position) for position in range(20)])
-    assert not router.heard
+    assert not router.incoming.behind
     router.take(verified(ONE, 20))
-    assert len(router.heard) == 21
+    assert router.incoming.behind and not router.heard
     router.turn()
-    assert len(router.heard) == 21
+    assert not router.incoming.behind and len(router.heard) == READ_AT_ONCE
+
+
+def test_a_frame_of_more_messages_than_anybody_writes_ends_the_stream_unread():
+    router = Router()
+    router.join(ONE)
+    router.take(*[encode_from_worker(verified(ONE, 3))] * (MAX_FRAME_ENTRIES + 1))
+    assert router.given_up == ["a frame of 8193 messages; at most 8192 are allowed"]
+    router.take(verified(ONE, 3))
+    router.incoming.finish()
+    assert not (router.heard or router.sent or router.later) and router.incoming.broken
+
+
+def test_a_stream_of_garbage_is_given_up_and_not_read_to_its_end():
+    router = Router()
+    router.take(*[b"\xff"] * MAX_FRAME_ENTRIES)
+    while router.later:
+        router.turn()
+    assert len(router.heard) == MAX_MALFORMED + 1
+    (why,) = router.given_up
+    assert why.startswith("17 of 18 messages are malformed, the last one: not a FromWorker message")
+
+
+def test_garbage_among_much_that_is_right_ends_no_stream():
+    router = Router()
+    for _ in range(3):
+        router.take(*[b"\xff"] * MAX_MALFORMED, *[verified(ONE, 3)] * (MAX_MALFORMED * HEARD_PER_MALFORMED))
+        router.incoming.finish()
+    assert not router.given_up
+    router.take(*[b"\xff"] * (MAX_MALFORMED + 2))
+    router.incoming.finish()
+    assert len(router.given_up) == 1
+
+
+def test_messages_of_a_kind_yet_to_come_end_no_stream():
+    router = Router()
+    router.take(*[b"\xfa\x01\x00"] * 100, verified(ONE, 3))
+    router.incoming.finish()
+    assert not router.given_up
+    assert router.heard[-1] == verified(ONE, 3) and len(router.heard) == 101
+
+
+def test_a_number_longer_than_any_is_not_read():
+    """Each of its bytes made the next one slower."""
+    entry = encode_from_worker(verified(ONE, 3))
+    padded = entry[:1] + bytes([len(entry) - 2 + 11]) + entry[2:3] + b"\x81" + b"\x80" * 10 + b"\x00" + entry[4:]
+    assert entry[2:4] == b"\x08\x01" and len(padded) == len(entry) + 11
+    assert heading(entry) is not None and heading(padded) is None
+    largest = encode_from_worker(verified(SessionId((1 << 64) - 1), 3))
+    head = heading(largest)
+    assert head is not None and head.session == (1 << 64) - 1
+
+
+def test_drafts_and_nothing_else_are_dropped_for_a_target_that_falls_behind(monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_HINTS_WAITING", 2)
+
+    async def fill() -> list[bool]:
+        box = outbox.Outbox()
+        return [box.put(b"draft", hint=True) for _ in range(3)] + [box.put(b"text")]
+
+    assert asyncio.run(fill()) == [True, True, False, True]
+
+
+def test_an_outbox_writes_no_frame_that_would_be_refused():
+    async def frames() -> list[int]:
+        box = outbox.Outbox()
+        for _ in range(MAX_FRAME_ENTRIES + 3):
+            box.put(b"x")
+        box.close()
+        sizes = []
+        while (frame := await box.next_frame()) is not None:
+            sizes.append(len(frame.messages))
+        return sizes
+
+    assert asyncio.run(frames()) == [MAX_FRAME_ENTRIES, 3]
 
 
 def test_all_that_came_is_read_when_the_stream_ends():

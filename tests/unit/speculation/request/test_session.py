@@ -56,8 +56,12 @@ PROMPT = (1, 2, 3)
 T0, T1, D0, D1 = PeerId("t0"), PeerId("t1"), PeerId("d0"), PeerId("d1")
 
 
-def new(**speculation) -> Session:
-    return Session(ID, PROMPT, Sampling(), Limits(20), Speculation(**speculation), SessionLimits(stall_timeout=10.0))
+def new(limits: SessionLimits = SessionLimits(stall_timeout=10.0), **speculation) -> Session:
+    return Session(ID, PROMPT, Sampling(), Limits(20), Speculation(**speculation), limits)
+
+
+def failures(effects):
+    return [effect.code for effect in effects if isinstance(effect, Fail)]
 
 
 def sent(effects, kind):
@@ -609,6 +613,31 @@ def test_a_text_that_has_begun_waits_longer_for_a_target_to_be_started_again():
     assert session.handle(123.0, Placed(Role.TARGET, None)) == [
         Fail(FailureCode.UNAVAILABLE, "no target worker is available")
     ]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_where_there_is_no_target_a_request_waits_as_long_as_it_said_and_for_full_ones_as_ever(begun):
+    session = new(SessionLimits(unavailable_timeout=500.0, stall_timeout=10.0))
+    session.handle(0.0, Start())
+    if begun:
+        session.handle(0.0, Placed(Role.TARGET, T0))
+        session.handle(0.0, Received(T0, verified(session, 4)))
+        session.handle(0.0, Lost(T0))
+    for now in (31.0, 121.0, 499.0):
+        assert failures(session.handle(now, Placed(Role.TARGET, None))) == []
+    (opening,) = sent(session.handle(499.0, Placed(Role.TARGET, T1)), Open)
+    session.handle(499.5, Received(T1, Refused(ID, opening.message.epoch, RefusalCode.OVERLOADED)))
+    for now in (499.5, 529.0):  # there are targets now, and their room is what it waits for
+        assert failures(session.handle(now, Placed(Role.TARGET, None))) == []
+    session.handle(529.5, Tick())
+    assert failures(session.handle(531.0, Placed(Role.TARGET, None))) == ([] if begun else [FailureCode.OVERLOADED])
+
+
+def test_a_request_that_said_how_long_is_failed_then_and_not_before():
+    session = new(SessionLimits(unavailable_timeout=2.0))
+    session.handle(0.0, Start())
+    assert failures(session.handle(1.9, Placed(Role.TARGET, None))) == []
+    assert failures(session.handle(2.1, Placed(Role.TARGET, None))) == [FailureCode.UNAVAILABLE]
 
 
 @pytest.mark.parametrize("code", [RefusalCode.OVERLOADED, RefusalCode.DRAINING])
