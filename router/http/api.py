@@ -225,7 +225,8 @@ class _Api:
         """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
         lease, admission = request.state.lease, self._settings.admission
         longest = seconds_allowed(None, request.headers, admission)
-        reading = self._reader.read(kind, body, request.state.request_id)
+        caller = getattr(request.state, "api_key_name", "")
+        reading = self._reader.read(kind, body, request.state.request_id, caller)
         parsed, served = await in_time(reading, longest, lease.end(longest))
         parsed = parsed.within(getattr(request.state, "api_key_scope", ""))
         if self._recorder is not None and parsed.store:
