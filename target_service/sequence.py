@@ -49,7 +49,10 @@ class TargetSequence:
     """When it began to wait for drafts, in seconds, if it does."""
 
     def __post_init__(self) -> None:
-        self.cached = self.cache.sequence(self.session.tokens)
+        self.cached = self._empty()
+
+    def _empty(self) -> CachedSequence:
+        return self.cache.sequence(self.session.tokens, self.session.opened.request_options.cache_scope)
 
     @property
     def rank(self) -> Rank:
@@ -107,7 +110,7 @@ class TargetSequence:
     def preempt(self) -> None:
         """Give all blocks back; what was cached is computed again later."""
         self.cached.free()
-        self.cached = self.cache.sequence(self.session.tokens)
+        self.cached = self._empty()
 
     @property
     def missing_prompt_logprobs(self) -> range:
