@@ -194,9 +194,8 @@ class _Api:
         )
 
     async def exposition(self, request: Request) -> Response:
-        """The metrics of this router, for Prometheus; those of API keys only for who has one."""
-        known = self._settings.api_keys is None or hasattr(request.state, "api_key_name")
-        body, content_type = self._metrics.exposition(request.headers.get("accept", ""), accounts=known)
+        """The metrics of this router, for Prometheus."""
+        body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def description(self, _request: Request) -> Response:
