@@ -27,6 +27,7 @@ from cluster.processes.imports import worker_imports
 from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known, options
 from cluster.ray.ranks import RayRanks
+from cluster.ray.token import check_token
 from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher
@@ -128,7 +129,7 @@ class RouterReplica:
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
         """Read the tokenizers and begin to look for workers."""
         config = known(config)
-        await asyncio.to_thread(_check_http, config)
+        await asyncio.to_thread(_check_doors, config)
         settings = router_settings(config)
         self._settings = settings.api
         self._tokenizers = Tokenizers(config.router.tokenizer)
@@ -212,11 +213,15 @@ def _listen(config: Config) -> str:
     return join(host, 0)
 
 
-def _check_http(config: Config) -> None:
-    """Whether HTTP may be served where Serve does so, which in a RayService is not said in our configuration."""
-    if config.ray.address == "local":
-        return
+def _check_doors(config: Config) -> None:
+    """Whether HTTP may be served where Serve does so, and this Ray cluster be served from.
+
+    ``paceline up`` asks both before it deploys. A RayService is deployed by nobody who asks, says where HTTP is served
+    beside our configuration, and need not say in there that there is a cluster.
+    """
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
     check_http_exposure(config, client.http_config.host or "localhost")
+    hosts = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    check_token(config, ray.get_runtime_context().gcs_address, hosts)
