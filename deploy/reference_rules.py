@@ -56,6 +56,8 @@ HTTP_PORT = 8000
 READY = "/ready"
 """What a router says of itself."""
 HOST = "kubernetes.io/hostname"
+OPERATORS_PATHS = ("/metrics", "/cluster")
+"""What routers tell of themselves."""
 OF_A_CLUSTER = "ray.io/cluster"
 """Label by which KubeRay tells the pods of the cluster that serves from those of the one that is to replace it."""
 
@@ -282,6 +284,18 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
             for backend in rule["backendRefs"]:
                 if backend.get("port", HTTP_PORT) != HTTP_PORT:
                     yield ManifestFinding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+            for let_in in [path for path in OPERATORS_PATHS if _lets_in(rule, path)]:
+                yield ManifestFinding(where(route), f"{let_in} is for operators, and comes through here")
+
+
+def _lets_in(rule: Object, path: str) -> bool:
+    """Whether a rule of a route matches a path; one without matches does any."""
+    for match in rule.get("matches", [{}]):
+        wanted = match.get("path", {"type": "PathPrefix", "value": "/"})
+        prefix = wanted["value"].rstrip("/")
+        if path == wanted["value"] or (wanted["type"] == "PathPrefix" and f"{path}/".startswith(f"{prefix}/")):
+            return True
+    return False
 
 
 def _entrance(manifests: Manifests) -> Iterator[ManifestFinding]:

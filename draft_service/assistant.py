@@ -111,7 +111,9 @@ class Assistant:
 
     def _reading(self, sequence: DraftSequence) -> _Read | None:
         if sequence not in self._read:
-            self._read[sequence] = _Read(self._engine.cache.sequence(sequence.session.tokens))
+            session = sequence.session
+            scope = session.opened.request_options.cache_scope
+            self._read[sequence] = _Read(self._engine.cache.sequence(session.tokens, scope))
         return self._read[sequence]
 
     def _may_go_on(self, ask: Ask) -> bool:

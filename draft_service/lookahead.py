@@ -169,7 +169,7 @@ class Lookahead:
         session.outcomes = [] if self._recorder else None
         session_log = SessionLog(log, opened.session, opened.request_options.request)
         session_log.info("opened with %d tokens, epoch %d", len(opened.tokens), opened.epoch)
-        cached = self._engine.cache.sequence(text.tokens)
+        cached = self._engine.cache.sequence(text.tokens, opened.request_options.cache_scope)
         shaping = Shaping.of(opened, session.tokens, self._welcome.vocabulary)
         sequence = DraftSequence(link, session, text, cached, session_log, SequenceTimings(at), shaping)
         self._sequences[link, opened.session] = sequence

@@ -103,7 +103,7 @@ class StatefulCache(KVCache):
     def __init__(self, capacity: int, *, block: int = 16, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__(0, capacity, block=block, dtype=dtype, device=device)
 
-    def sequence(self, tokens: Sequence[int] | None = None) -> StatefulSequence:  # noqa: ARG002 - nothing is shared
+    def sequence(self, tokens: Sequence[int] | None = None, scope: str = "") -> StatefulSequence:  # noqa: ARG002 - nothing is shared
         """A new, empty sequence. Whoever asked for it must free it."""
         sequence = StatefulSequence(self)
         self.sequences.add(sequence)

@@ -150,7 +150,7 @@ class Dispatcher:
         tally = self.metrics.tally.session(model.name if model else "", len(generation.prompt))
         session_log = SessionLog(log, number, generation.request_id)
         notes = SessionNotes(self.pool.event_log, session, generation.request_id)
-        blocks = blocks_of(generation.prompt)
+        blocks = blocks_of(generation.prompt, generation.request_options.cache_scope)
         began = asyncio.get_running_loop().time()
         run = self._runs[number] = RunningSession(session, tally, session_log, notes, trace, model, blocks, began)
         if generation.details:

@@ -65,7 +65,7 @@ class Bucket:
         """What can be taken."""
         return min(self._level + (now - self._at) * self.limit / 60, self.limit)
 
-    def take(self, amount: int, now: float) -> None:
+    def take(self, amount: float, now: float) -> None:
         """Take so much, whether it is there or not."""
         self._level, self._at = self.level(now) - amount, now
 

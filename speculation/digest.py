@@ -32,10 +32,15 @@ def of(tokens: Iterable[int]) -> int:
     return digest
 
 
+def empty_of(scope: str) -> int:
+    """Digest, by blocks, of the empty prefix of a scope's own; :data:`EMPTY` for that of nobody in particular."""
+    return int.from_bytes(blake2b(scope.encode(), digest_size=8).digest(), "little") if scope else EMPTY
+
+
 def extend_block(digest: int, tokens: Sequence[int]) -> int:
     """Digest, by blocks, of the prefix that ``digest`` names, followed by a block of ``tokens`` (each below 2^32).
 
-    The prefix must consist of whole blocks; that of none is :data:`EMPTY`. The same on every machine.
+    The prefix must consist of whole blocks; that of none is :func:`empty_of` a scope. The same on every machine.
     """
     packed = struct.pack(f"<Q{len(tokens)}I", digest, *tokens)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")

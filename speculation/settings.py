@@ -174,9 +174,16 @@ class RequestOptions:
     request: str = ""
     """The request's id, for logs."""
     scope: str = ""
-    """Whose request it is: sessions of one scope may draft from each other's text. Empty: nobody's in particular."""
+    """Whose request it is. Empty: nobody's in particular."""
+    cache_salt: str = ""
+    """The caller's own division of what it sends: sessions of other salts find nothing of this one. Empty: none."""
     trace: str = ""
     """The W3C ``traceparent`` its spans belong to; empty: not traced."""
+
+    @property
+    def cache_scope(self) -> str:
+        """Sessions of one such scope may take over what was computed of each other's text, and draft from it."""
+        return f"{self.scope}\0{self.cache_salt}" if self.scope or self.cache_salt else ""
 
 
 MAX_PRIORITY = 100

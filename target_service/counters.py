@@ -32,6 +32,8 @@ class TargetCounters:
     offered: int = 0
     accepted: int = 0
     preempted: int = 0
+    grammar_waits: int = 0
+    """Steps that sessions sat out since their callers' grammars had taken too long."""
     refused: int = 0
     proposals: dict[InsertResult, int] = field(default_factory=lambda: dict.fromkeys(InsertResult, 0))
     source_faults: int = 0

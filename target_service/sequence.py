@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from engine.cache.kv_cache import CachedSequence, KVCache
-from engine.shaping.grammar import GrammarConstraint
+from engine.shaping.grammar import GrammarConstraint, MaskBudget
 from engine.shaping.logprobs import token_logprobs
 from engine.shaping.shaping import Shaping
 from speculation.drafting.medusa import MedusaDrafts
@@ -49,7 +49,10 @@ class TargetSequence:
     """When it began to wait for drafts, in seconds, if it does."""
 
     def __post_init__(self) -> None:
-        self.cached = self.cache.sequence(self.session.tokens)
+        self.cached = self._empty()
+
+    def _empty(self) -> CachedSequence:
+        return self.cache.sequence(self.session.tokens, self.session.opened.request_options.cache_scope)
 
     @property
     def rank(self) -> Rank:
@@ -65,6 +68,11 @@ class TargetSequence:
     def num_uncomputed_tokens(self) -> int:
         """Committed tokens that the cache does not hold: always at least the last one."""
         return len(self.session.tokens) - self.cached.length
+
+    @property
+    def caller(self) -> Hashable:
+        """Who pays for what its grammar takes: the API key it came with; without one it is by itself."""
+        return self.session.opened.request_options.scope or self
 
     def blocks_needed(self, count: int) -> int:
         """Blocks to be taken from the cache before ``count`` more tokens fit."""
@@ -83,6 +91,14 @@ class TargetSequence:
         self.shaping.follow()
         return self.constraint.error
 
+    def charge(self, budget: MaskBudget, now: float) -> bool:
+        """Have its caller pay for what its grammar took since it last did; whether it has a grammar."""
+        if self.constraint is None:
+            return False
+        budget.charge(self.caller, self.constraint.excess_seconds, now)
+        self.constraint.excess_seconds = 0.0
+        return True
+
     def reuse(self) -> None:
         """Take over from the cache what others have computed of it, as long as it does not decode.
 
@@ -94,7 +110,7 @@ class TargetSequence:
     def preempt(self) -> None:
         """Give all blocks back; what was cached is computed again later."""
         self.cached.free()
-        self.cached = self.cache.sequence(self.session.tokens)
+        self.cached = self._empty()
 
     @property
     def missing_prompt_logprobs(self) -> range:

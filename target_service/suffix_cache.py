@@ -26,7 +26,7 @@ class SuffixScope(StrEnum):
     """Whose earlier outputs a session drafts from."""
 
     KEY = "key"
-    """Those of the same API key; requests without a key share theirs."""
+    """Those of the same API key and ``cache_salt``; requests with neither share theirs."""
     ALL = "all"
     """Everybody's."""
     OFF = "off"
@@ -74,4 +74,4 @@ class SuffixCache:
             self.store.work(max_tokens)
 
     def _scope_of(self, opened: Open) -> str:
-        return opened.request_options.scope if self._scope is SuffixScope.KEY else ""
+        return opened.request_options.cache_scope if self._scope is SuffixScope.KEY else ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from engine.interface import FATAL, StepEngine
 from engine.recorder import Recorder
 from engine.shaping.compiling import Compiling
-from engine.shaping.grammar import GrammarConstraint, Grammars
+from engine.shaping.grammar import GrammarConstraint, Grammars, MaskBudget
 from engine.shaping.shaping import Shaping
 from speculation.acceptance import AcceptanceResult
 from speculation.demand import TargetDemand
@@ -92,6 +92,7 @@ class VerifyLoop:
             limits.running, budget, free=lambda: engine.cache.ledger.free
         )
         self._compiling: Compiling[TargetSequence] = Compiling(lambda: Grammars(engine.model))
+        self._mask_budget = MaskBudget()
         self._numbers = itertools.count()
         self.counters = TargetCounters()
         self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
@@ -229,6 +230,7 @@ class VerifyLoop:
             sequence.log.warning("draft source %s failed and was left out: %s", source, fault)
         if self._tracing is not None:
             self._tracing.session("target", sequence.session.opened, sequence.timings, why)
+        sequence.charge(self._mask_budget, time.perf_counter())
         sequence.cached.free()
         if self._draft_model is not None:
             self._draft_model.drop(sequence)
@@ -277,7 +279,7 @@ class VerifyLoop:
     def _plan(self, now: float) -> list[BatchEntry]:
         """Divide the step and settle what each session verifies; those that wait for drafts sit it out."""
         step = self._scheduler.step(self._prefill_budget)
-        entries = [BatchEntry.of(sequence, share) for sequence, share in step.parts]
+        entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in step.parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
         self._draft(entries, drawing)
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
@@ -289,6 +291,17 @@ class VerifyLoop:
                 entry.sequence.waits_since = now
         self._due = plan.wake
         return [entry for entry in entries if entry.drafts is None or entry.tree is not None]
+
+    def _within_budget(self, entries: list[BatchEntry], now: float) -> list[BatchEntry]:
+        """Without the sessions whose grammars have taken too long lately, unless there are no others.
+
+        No text depends on which steps a session takes part in.
+        """
+        constrained = {entry.sequence.caller for entry in entries if entry.sequence.charge(self._mask_budget, now)}
+        spent = {caller for caller in constrained if self._mask_budget.is_spent(caller, now)}
+        within = [entry for entry in entries if entry.sequence.constraint is None or entry.sequence.caller not in spent]
+        self.counters.grammar_waits += len(entries) - len(within) if within else 0
+        return within or entries
 
     def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
         """Let what drafts in this process propose for those of ``drawing`` that have room for drafts."""

@@ -68,6 +68,7 @@ def encode_open(message: Open) -> pb.Open:
         request=request_options.request[:MAX_TEXT],
         trace=request_options.trace[:MAX_TEXT],
         scope=request_options.scope[:MAX_TEXT],
+        cache_salt=request_options.cache_salt[:MAX_TEXT],
         not_remembered=not speculation.remember,
     )
 
@@ -169,4 +170,5 @@ def _read_request_options(message: pb.Open) -> RequestOptions:
         request=message.request[:MAX_TEXT],
         trace=message.trace[:MAX_TEXT],
         scope=message.scope[:MAX_TEXT],
+        cache_salt=message.cache_salt[:MAX_TEXT],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import serve
 
 from cluster.autoscaling.serve_policy import figures
@@ -14,6 +15,7 @@ from cluster.config.serving import router_settings
 from cluster.discovery import Handles, serve_directory
 from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known
+from cluster.ray.token import check_token
 from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher
@@ -32,7 +34,7 @@ class RouterReplica:
     async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
         """Read the tokenizers and begin to look for workers."""
         config = known(config)
-        await asyncio.to_thread(_check_http, config)
+        await asyncio.to_thread(_check_doors, config)
         settings = router_settings(config)
         self._settings = settings.api
         self._tokenizers = Tokenizers(config.router.tokenizer)
@@ -70,11 +72,15 @@ class RouterReplica:
                 await asyncio.to_thread(self._tracing.close)
 
 
-def _check_http(config: Config) -> None:
-    """Whether HTTP may be served where Serve does so, which in a RayService is not said in our configuration."""
-    if config.ray.address == "local":
-        return
+def _check_doors(config: Config) -> None:
+    """Whether HTTP may be served where Serve does so, and this Ray cluster be served from.
+
+    ``paceline up`` asks both before it deploys. A RayService is deployed by nobody who asks, says where HTTP is served
+    beside our configuration, and need not say in there that there is a cluster.
+    """
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
     check_http_exposure(config, client.http_config.host or "localhost")
+    hosts = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    check_token(config, ray.get_runtime_context().gcs_address, hosts)

@@ -85,7 +85,8 @@ class BlockLedger:
         empties = sum(self._empty)
         assert self._empties == empties, f"{self._empties} empty blocks are counted, there are {empties}"
         for known in self.known:
-            assert known.above is self.known.root or (known.above and self.known.holds(known.above))
+            above = known.above
+            assert above and (self.known.holds(above) or above is self.known.root(above.scope)), "a block hangs nowhere"
 
     def _clear(self, block: int) -> None:
         self._empty[block] = 1

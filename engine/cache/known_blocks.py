@@ -2,8 +2,8 @@
 
 Known blocks form a tree: a block is known by its tokens and by all blocks before it, and named by a digest chained over
 them, the same in every process. A digest only finds a block; what is found is compared token by token, so that two
-texts with the same digest are never mixed up. Decides what is found; knows nothing about who holds a block, or when one
-has to give way.
+texts with the same digest are never mixed up. Every scope has a tree of its own, and finds nothing of another's.
+Decides what is found; knows nothing about who holds a block, or when one has to give way.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class KnownBlock:
     """The block before it; None: this is the tree's root, which is no block."""
     below: list[KnownBlock] = field(default_factory=list)
     """The blocks that may follow, in the order of their tokens."""
+    scope: str = ""
+    """Of a root: whose tree it is."""
 
 
 def _tokens(known: KnownBlock) -> tuple[int, ...]:
@@ -34,10 +36,11 @@ def _tokens(known: KnownBlock) -> tuple[int, ...]:
 
 
 class KnownBlocks:
-    """The tree of known blocks."""
+    """The trees of known blocks."""
 
     def __init__(self) -> None:
-        self.root = KnownBlock(-1, (), digests.EMPTY, None)
+        self._roots: dict[str, KnownBlock] = {}
+        """By scope, where any block is known."""
         self._by_digest: dict[int, KnownBlock] = {}
         self._by_block: dict[int, KnownBlock] = {}
 
@@ -48,6 +51,10 @@ class KnownBlocks:
     def __iter__(self) -> Iterator[KnownBlock]:
         """All known blocks, each after the one above it."""
         return iter(self._by_block.values())
+
+    def root(self, scope: str = "") -> KnownBlock:
+        """What a scope's first blocks hang from; good until blocks are forgotten."""
+        return self._roots.get(scope) or KnownBlock(-1, (), digests.empty_of(scope), None, scope=scope)
 
     def holds(self, known: KnownBlock) -> bool:
         """Whether it was not forgotten since it was found or added."""
@@ -74,6 +81,8 @@ class KnownBlocks:
         if digest in self._by_digest:
             return None
         known = KnownBlock(block, tokens, digest, above)
+        if above.above is None:
+            self._roots[above.scope] = above
         insort(above.below, known, key=_tokens)
         self._by_digest[digest] = self._by_block[block] = known
         return known
@@ -84,6 +93,8 @@ class KnownBlocks:
         assert known.above is not None
         siblings = known.above.below
         del siblings[bisect_left(siblings, known.tokens, key=_tokens)]
+        if known.above.above is None and not siblings:
+            del self._roots[known.above.scope]
         forgotten: list[int] = []
         stack = [known]
         while stack:

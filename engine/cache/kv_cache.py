@@ -4,7 +4,7 @@ Decides which slot a token gets, which blocks sequences share, and when a block 
 a *home* that follows from its position and the sequence's block table; pending nodes lie in the homes of later
 positions, the lowest first, so that the first path of a tree usually is at home already. A node that is committed from
 elsewhere is moved home. Blocks full of committed tokens become known by their tokens, and other sequences with the same
-prefix take them over. What is shared or known is never written again.
+prefix and scope take them over. What is shared or known is never written again.
 
 Knows nothing about masks, tensors or models.
 """
@@ -61,13 +61,13 @@ class KVCache:
         """Tokens that fit into blocks nobody holds; a sequence also has the spare slots of its own blocks."""
         return self.ledger.free * self.block
 
-    def sequence(self, tokens: Sequence[int] | None = None) -> CachedSequence:
+    def sequence(self, tokens: Sequence[int] | None = None, scope: str = "") -> CachedSequence:
         """A new, empty sequence. Whoever asked for it must :meth:`~CachedSequence.free` it.
 
         ``tokens``: the committed tokens that it will hold, prompt included, as a list that grows while the sequence is
-        in use; None: it shares nothing.
+        in use; None: it shares nothing. ``scope``: it shares with sequences of the same one only.
         """
-        sequence = CachedSequence(self, tokens)
+        sequence = CachedSequence(self, tokens, scope)
         self.sequences.add(sequence)
         return sequence
 
@@ -94,10 +94,10 @@ class CachedSequence(SequenceState):
     among_others = True
     """Whether others may read across its slots, giving them no weight."""
 
-    def __init__(self, cache: KVCache, tokens: Sequence[int] | None) -> None:
+    def __init__(self, cache: KVCache, tokens: Sequence[int] | None, scope: str = "") -> None:
         super().__init__(cache.block)
         self._cache = cache
-        self._tokens = tokens
+        self._tokens, self._scope = tokens, scope
         self._places: list[int] = []  # of the pending nodes
         # of the leading full blocks; not always our own: another may have been first
         self._known: list[KnownBlock] = []
@@ -222,7 +222,7 @@ class CachedSequence(SequenceState):
         before, max_reused, known = self.length, len(self._tokens) - 1, self._cache.ledger.known
         if len(self._known) < self.length // self.block:  # the last full block could not be made known
             return 0
-        above = self._known[-1] if self._known else known.root
+        above = self._known[-1] if self._known else known.root(self._scope)
         while (end := (len(self._known) + 1) * self.block) <= max_reused:
             found = known.find(above, tuple(self._tokens[end - self.block : end]))
             if found is None:
@@ -363,7 +363,7 @@ class CachedSequence(SequenceState):
         while self._known and not known.holds(self._known[-1]):
             self._known.pop()
         for index in range(len(self._known), self.length // self.block):
-            above = self._known[-1] if self._known else known.root
+            above = self._known[-1] if self._known else known.root(self._scope)
             tokens = tuple(self._tokens[index * self.block : (index + 1) * self.block])
             found = known.find(above, tokens) or known.add(above, tokens, self.blocks[index])
             if found is None:

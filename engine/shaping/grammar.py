@@ -3,7 +3,7 @@
 Grammars are those of llguidance: a Lark grammar, or JSON that holds grammars. :class:`Grammars` compiles them for the
 tokenizer of one model, in a thread of its own, so that whoever computes steps does not wait; a
 :class:`GrammarConstraint` follows one session's text, and looks ahead along drafts by taking tokens in and giving them
-back.
+back. What that takes is counted, and :class:`MaskBudget` says who has taken more than others should wait for.
 
 A text is over as soon as its grammar lets nothing follow; no stop token is needed then. Where the grammar could end but
 need not, the session's stop tokens are open too. Nothing here decides what is drawn.
@@ -17,11 +17,14 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import copy
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -49,6 +52,12 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """What a grammar may cost to compile, and to go one token further."""
+FREE_SECONDS = 0.0005
+"""Of the processor's time, that every question to a grammar may take: some ten times what an ordinary one does."""
+MASK_SHARE = 0.1
+"""Part of the time that one caller's grammars may take beyond that, while others are served ..."""
+MASK_BURST = 0.5
+"""... once they have taken so many seconds of it."""
 
 
 Jobs = queue.SimpleQueue["tuple[str, Future[Compiled]] | None"]
@@ -186,6 +195,45 @@ class Compiled:
         return self._start.deep_copy()
 
 
+class MaskBudget:
+    """Which callers' grammars have taken so long that others go first. Seconds on any clock."""
+
+    def __init__(self) -> None:
+        """Nobody has taken anything."""
+        self._paid: dict[Hashable, float] = {}
+        """When a caller will have paid for all that was taken, by :data:`MASK_SHARE` of the time; who has is left out.
+        """
+
+    def charge(self, caller: Hashable, seconds: float, now: float) -> None:
+        """A caller's grammars have taken so much beyond what is free."""
+        if seconds <= 0.0:
+            return
+        self._paid = {known: paid for known, paid in self._paid.items() if paid > now}
+        self._paid[caller] = max(self._paid.get(caller, now), now) + seconds / MASK_SHARE
+
+    def is_spent(self, caller: Hashable, now: float) -> bool:
+        """Whether others go first."""
+        return self._paid.get(caller, now) - now > MASK_BURST / MASK_SHARE
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _counted(ask: Callable[Concatenate[GrammarConstraint, P], T], /) -> Callable[Concatenate[GrammarConstraint, P], T]:
+    """The same question, with what it takes beyond :data:`FREE_SECONDS` noted."""
+
+    @wraps(ask)
+    def counted(self: GrammarConstraint, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        began = time.thread_time()
+        try:
+            return ask(self, *args, **kwargs)
+        finally:
+            self.excess_seconds += max(time.thread_time() - began - FREE_SECONDS, 0.0)
+
+    return counted
+
+
 class GrammarConstraint:
     """The grammar of one session, and how far its text has come.
 
@@ -198,6 +246,8 @@ class GrammarConstraint:
         """No token has been told. ``stop_tokens``: what ends the session's text, where the grammar lets it end."""
         self.error = ""
         """Why the text cannot go on, if it cannot: it broke the grammar, or the grammar got too complex."""
+        self.excess_seconds = 0.0
+        """What questions took of the processor's time beyond what is free. Whoever charges for it sets it to zero."""
         self._compiled, self._vocabulary = compiled, compiled.vocabulary
         self._stop_tokens = stop_tokens
         self._stop_W = self._vocabulary.bits(token for token in stop_tokens if token < self._vocabulary.size)
@@ -206,6 +256,7 @@ class GrammarConstraint:
         self._ahead: list[Token] = []
         """What the matcher has taken in beyond what it was told."""
 
+    @_counted
     def advance(self, tokens: Sequence[Token]) -> None:
         """``tokens`` were committed. If they break the grammar, ``error`` says so, and anything may follow."""
         if self.error:
@@ -216,6 +267,7 @@ class GrammarConstraint:
         else:
             self.error = "the text so far is none of the grammar's"
 
+    @_counted
     def bits(self, path: Sequence[Token]) -> Tensor | None:
         """What may follow once ``path`` was committed too, see :class:`engine.shaping.shaping.Mask`."""
         if self.error or not self._descend(path):
@@ -230,6 +282,7 @@ class GrammarConstraint:
             open_W |= self._stop_W
         return open_W
 
+    @_counted
     def forced(self, path: Sequence[Token]) -> Sequence[Token]:
         """Tokens of the only text that may follow ``path``, tokenised as usual; none where there is a choice."""
         if self.error or not self._descend(path):
@@ -239,6 +292,7 @@ class GrammarConstraint:
             self._restart()
         return tuple(itertools.takewhile(lambda token: token < self._vocabulary.size, forced))
 
+    @_counted
     def ending(self, tokens: Sequence[Token]) -> int | None:
         """After how many of ``tokens``, to be committed next, the text is over; None: it can go on after them."""
         for count in range(1, len(tokens) + 1):

@@ -202,9 +202,8 @@ class _Api:
         )
 
     async def exposition(self, request: Request) -> Response:
-        """The metrics of this router, for Prometheus; those of API keys only for who has one."""
-        known = self._settings.api_keys is None or hasattr(request.state, "api_key_name")
-        body, content_type = self._metrics.exposition(request.headers.get("accept", ""), accounts=known)
+        """The metrics of this router, for Prometheus."""
+        body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def description(self, _request: Request) -> Response:
@@ -233,7 +232,8 @@ class _Api:
     async def _parse(self, request: Request, kind: Kind, body: bytes) -> tuple[ApiRequest, ModelEntry]:
         lease, admission = request.state.lease, self._settings.admission
         longest = seconds_allowed(None, request.headers, admission)
-        reading = self._reader.read(kind, body, request.state.request_id)
+        caller = getattr(request.state, "api_key_name", "")
+        reading = self._reader.read(kind, body, request.state.request_id, caller)
         parsed, served = await in_time(reading, longest, lease.end(longest))
         seconds = seconds_allowed(parsed.timeout, request.headers, admission)
         parsed = parsed.within(getattr(request.state, "api_key_scope", ""), admission.target_timeout or seconds)

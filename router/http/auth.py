@@ -4,6 +4,9 @@ The file has one key a line, bare or as ``NAME: KEY``, and behind it the key's o
 ``alice: KEY requests_per_minute=60 tokens_per_minute=0`` (0: none); empty lines and lines that begin with ``#`` say
 nothing. Logs, metrics and limits know a key by its name, or the number of its line; the key itself is never shown, and
 only its hash is kept. Keys of one name share their limits, so that one can replace the other.
+
+What the router tells of itself (:data:`OPERATORS_PATHS`) names all callers and how much they use. It wants a key; once
+the file marks some as an operator's, with ``operator=1`` among its limits, only theirs.
 """
 
 from __future__ import annotations
@@ -30,14 +33,19 @@ from transport.files import stamp
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"}) | page.PATHS
-"""Answered without a key: for probes, scrapers and browsers; they say nothing of any request or holder."""
+OPEN_PATHS = frozenset({"/health", "/ready"}) | page.PATHS
+"""Answered without a key: for probes, and for browsers, which then ask for it; they say nothing of any request or
+holder."""
+OPERATORS_PATHS = frozenset({"/metrics", "/cluster"})
+"""Not for every key, where there are operators'."""
+OPERATOR = "operator"
 LOOK_SECONDS = 1.0
 """How often the file is looked at, at most; only when a request comes."""
 FILE_BYTES = 1 << 20
 MAX_KEYS = 1000
 """Every one is compared with what a request brings."""
 REFUSAL = CODES["invalid_api_key"]
+NOT_OPERATOR = CODES["permission_denied"]
 SCOPE_CHARACTERS = 32
 SHORTEST_KEY = 16
 """Characters; less can be guessed."""
@@ -62,6 +70,8 @@ class Holder:
     scope: str = ""
     """What stands for it at workers: a digest of the name. Without one the key is digested, with a secret of this
     process, since the number of a line may come to mean another key."""
+    operator: bool = False
+    """Whether it may see what others do."""
 
 
 class ApiKeys:
@@ -73,6 +83,10 @@ class ApiKeys:
         self._seen = stamp(path)
         self._keys = _digests(path)
         self._looked = clock()
+
+    def may_operate(self, holder: Holder) -> bool:
+        """Whether it is for this holder what the router tells of itself."""
+        return holder.operator or not any(known.operator for known in self._keys.values())
 
     def name_of(self, key: str) -> str | None:
         """The name of a key's holder; None if there is none."""
@@ -127,6 +141,11 @@ class RequireKey:
             self._refused(REFUSAL)
             await _refusal(given=bool(given))(scope, receive, send)
             return
+        if scope["path"] in OPERATORS_PATHS and not self._keys.may_operate(holder):
+            self._refused(NOT_OPERATOR)
+            body = responses.error_body(NOT_OPERATOR, f"{scope['path']} is for operators' keys; this is another one")
+            await _answer(NOT_OPERATOR, body, {})(scope, receive, send)
+            return
         scope.setdefault("state", {}).update(
             api_key_name=holder.name, api_key_limits=holder.limits, api_key_scope=holder.scope
         )
@@ -135,14 +154,14 @@ class RequireKey:
 
 def _refusal(*, given: bool) -> Response:
     message = "this API key is not known here" if given else "give an API key in a header: 'Authorization: Bearer KEY'"
-    headers = {
-        "www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer",
-        "x-should-retry": "false",
-        # The body was not read, so nothing else can come over this connection.
-        "connection": "close",
-    }
-    body = responses.encode(responses.error_body(REFUSAL, message))
-    return Response(body, REFUSAL.status, headers, media_type="application/json")
+    challenge = {"www-authenticate": 'Bearer error="invalid_token"' if given else "Bearer"}
+    return _answer(REFUSAL, responses.error_body(REFUSAL, message), challenge)
+
+
+def _answer(code: ErrorCode, body: responses.Json, headers: Mapping[str, str]) -> Response:
+    # The body was not read, so nothing else can come over this connection.
+    headers = {**headers, "x-should-retry": "false", "connection": "close"}
+    return Response(responses.encode(body), code.status, headers, media_type="application/json")
 
 
 def read_keys(path: Path) -> dict[str, str]:
@@ -187,9 +206,10 @@ def _parsed(path: Path, text: str) -> dict[str, Holder]:
         if key in lines:
             raise KeyFileError(f"{path}: line {number} has the same key as line {lines[key]}")
         limits = _limits(f"{path}: line {number}", match["limits"])
-        holder = Holder(match["name"] or f"line {number}", limits, _scope(match["name"], key))
+        operator = bool(limits.pop(OPERATOR, 0))
+        holder = Holder(match["name"] or f"line {number}", limits, _scope(match["name"], key), operator)
         first, twin = named.setdefault(holder.name, (number, holder))
-        if twin.limits != holder.limits:
+        if (twin.limits, twin.operator) != (holder.limits, holder.operator):
             raise KeyFileError(f"{path}: line {number} gives {holder.name} other limits than line {first}")
         lines[key] = number
         keys[key] = holder
@@ -200,9 +220,9 @@ def _limits(where: str, text: str) -> dict[str, int]:
     limits: dict[str, int] = {}
     for entry in text.split():
         name, _, value = entry.partition("=")
-        if name not in LIMIT_NAMES:
+        if name not in (*LIMIT_NAMES, OPERATOR):
             # Not shown: it may be part of a key that was put there by mistake.
-            raise KeyFileError(f"{where} has an unknown limit; there are {', '.join(LIMIT_NAMES)}")
+            raise KeyFileError(f"{where} has an unknown limit; there are {', '.join((*LIMIT_NAMES, OPERATOR))}")
         if name in limits:
             raise KeyFileError(f"{where} says {name} twice")
         if not value.isdecimal() or int(value[:20]) > MAX_LIMIT:

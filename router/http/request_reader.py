@@ -1,7 +1,8 @@
 """From a body to a request that can run, while other requests go on.
 
-Decides which tokenizer is read for it, and what is done in a thread: grammars are tried in threads of their own, so
-that hostile ones make only each other wait. What a body says is :mod:`router.schema.requests`' business.
+Decides which tokenizer is read for it, and what is done in a thread: grammars are tried in threads of their own, in
+turns (:mod:`router.http.grammar_queue`), so that hostile ones make only each other wait. What a body says is
+:mod:`router.schema.requests`' business.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from router.errors import ApiError
 from router.generation import GenerationError, Generator, ServedModel
-from router.schema.request_schema import Body, Kind
+from router.http.grammar_queue import GrammarQueue
+from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry, model_asked, read_body, request_of
 from router.schema.structured import demands_structure
 from router.text.tokenizer import Tokenizer, TokenizerError
@@ -43,8 +43,7 @@ class RequestReader:
         """``offered`` adds the bounds of this server to a model. ``model_name``: its public one, if there is one."""
         self._generator, self._tokenizers, self._offered = generator, tokenizers, offered
         self._model_name = model_name
-        self._threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
-        self._waiting = 0
+        self._grammars = GrammarQueue(GRAMMAR_THREADS, MAX_WAITING)
 
     def models(self) -> Mapping[str, ServedModel]:
         """What is served now, by public name."""
@@ -58,8 +57,11 @@ class RequestReader:
         if not self._generator.models:
             raise GenerationError("unavailable", "no target worker is connected; try again soon")
 
-    async def read(self, kind: Kind, body: bytes, request_id: str) -> tuple[ApiRequest, ModelEntry]:
-        """The request, and what it is for. Raises :class:`ApiError`, :class:`GenerationError`."""
+    async def read(self, kind: Kind, body: bytes, request_id: str, caller: str) -> tuple[ApiRequest, ModelEntry]:
+        """The request, and what it is for. ``caller``: the name of the API key, if there is one.
+
+        Raises :class:`router.errors.ApiError`, :class:`GenerationError`.
+        """
         self.check_served()
         small = len(body) <= PARSED_INLINE_BYTES
         read = read_body(body, kind) if small else await asyncio.to_thread(read_body, body, kind)
@@ -68,19 +70,8 @@ class RequestReader:
         model_entry = await self._model_entry(name, models[name])
         arguments = (read, model_entry, request_id)
         if demands_structure(read):
-            return await self._in_turn(*arguments), model_entry
+            return await self._grammars.run(caller, partial(request_of, *arguments)), model_entry
         return request_of(*arguments) if small else await asyncio.to_thread(request_of, *arguments), model_entry
-
-    async def _in_turn(self, body: Body, model_entry: ModelEntry, request_id: str) -> ApiRequest:
-        """Where its grammar can be tried. One that is given up while it waits is never tried."""
-        if self._waiting >= MAX_WAITING:
-            raise ApiError("overloaded", f"{MAX_WAITING} requests wait for their grammars to be tried; try again later")
-        self._waiting += 1
-        try:
-            trying = partial(request_of, body, model_entry, request_id)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, trying)
-        finally:
-            self._waiting -= 1
 
     async def _model_entry(self, name: str, model: ServedModel) -> ModelEntry:
         try:

@@ -84,7 +84,8 @@ export class ClusterView {
 
   #failed(error) {
     if (!(error instanceof ApiError)) throw error;
-    pulse("bad", error.status === 401 ? "API key wanted" : "no connection");
+    const why = { 401: "API key wanted", 403: "another key wanted", 404: "not shown here" };
+    pulse("bad", why[error.status] ?? "no connection");
     byId("cluster-summary").textContent = error.message;
   }
 }

@@ -165,6 +165,9 @@ class Body(Fields):
     skip_special_tokens: bool = Field(True, examples=[False])
     """False: special tokens show in the text."""
 
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(None, examples=["tenant 7"])
+    """Only requests with the same salt, and of the same API key where there are keys, find what was computed of this
+    prompt and its text. It never changes a text."""
     prediction: Prediction | None = Field(None, examples=[{"type": "content", "content": "there was a little girl"}])
     """What the text will probably be: drafts that need no draft model."""
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, examples=[-3])
@@ -200,7 +203,6 @@ class Body(Fields):
         "use_beam_search": RefusedField("tokens are drawn, or the likeliest taken; use n for several texts", (False,)),
         "logits_processors": RefusedField("callers' code is not run; use logit_bias, bad_words or a grammar", ([],)),
         "spaces_between_special_tokens": RefusedField("decoding follows the model's tokenizer", (True,)),
-        "cache_salt": RefusedField("prefix caches are shared by all callers of a server; run one for each group"),
         "request_id": RefusedField("send it as the header X-Request-Id"),
         "kv_transfer_params": RefusedField("caches do not move between workers"),
         "vllm_xargs": RefusedField("there are no arguments for plugins", ({},)),

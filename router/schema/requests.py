@@ -199,6 +199,7 @@ def _request(
         prediction=prediction_of(body, model_entry.tokenizer, model_entry.model),
         logprobs=form.logprobs,
         prompt_logprobs=form.of_prompt,
+        cache_salt=body.cache_salt or "",
     )
     details = wants_details(body)
     return ApiRequest(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from speculation.digest import EMPTY, extend_block
+from speculation.digest import empty_of, extend_block
 from speculation.messages import Token
 
 BLOCK = 64
@@ -20,9 +20,9 @@ REMEMBERED_BLOCKS = 16_384
 """Blocks remembered of one target; the least recently used go first."""
 
 
-def blocks_of(tokens: Sequence[Token]) -> tuple[int, ...]:
-    """Digests of the first block, the first two, and so on."""
-    digest, found = EMPTY, []
+def blocks_of(tokens: Sequence[Token], scope: str = "") -> tuple[int, ...]:
+    """Digests of the first block, the first two, and so on, as sessions of one cache scope share them."""
+    digest, found = empty_of(scope), list[int]()
     for end in range(BLOCK, min(len(tokens), BLOCK * MAX_BLOCKS) + 1, BLOCK):
         digest = extend_block(digest, tokens[end - BLOCK : end])
         found.append(digest)

@@ -42,11 +42,9 @@ class RouterMetrics:
         """Files of the TLS certificates in use, whose end is told."""
         self.accounts: Mapping[str, Account] = {}
         """By the name of the API key; one without a name where there are no keys."""
-        self._registry, self._open = CollectorRegistry(), CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._open.register(_Families(self.open_families))
-        for registry in (self._registry, self._open):
-            registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
+        self._registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
     @property
     def unready(self) -> str | None:
@@ -58,16 +56,13 @@ class RouterMetrics:
         """See :attr:`router.sessions.snapshot.Snapshot.exact`."""
         return self.snapshot().exact
 
-    def exposition(self, accept: str = "", *, accounts: bool = True) -> tuple[bytes, str]:
-        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers.
-
-        Without ``accounts`` nothing is told of who holds API keys.
-        """
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers."""
         try:
             encode, content_type = choose_encoder(accept)
         except (TypeError, ValueError):  # of a header that is malformed
             encode, content_type = choose_encoder("")
-        return encode(self._registry if accounts else self._open), content_type
+        return encode(self._registry), content_type
 
     def describe(self) -> Iterator[Metric]:
         """Nothing to be known in advance; keeps the registry from collecting when this is registered."""
@@ -75,11 +70,6 @@ class RouterMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now, but for those whose names are not ours."""
-        yield from self.open_families()
-        yield from _of_accounts(self.accounts)
-
-    def open_families(self) -> Iterator[Metric]:
-        """Those that are anybody's to read."""
         snapshot = self.snapshot()
         for worker in snapshot.workers:
             if worker.role is Role.TARGET and worker.model:
@@ -91,6 +81,7 @@ class RouterMetrics:
         yield from _of_sessions(snapshot)
         yield from collect_workers(snapshot)
         yield from collect_certificates(self.certificates)
+        yield from _of_accounts(self.accounts)
 
     def _of_models(self) -> Iterator[Metric]:
         models = self.tally.models

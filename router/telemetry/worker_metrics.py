@@ -48,6 +48,12 @@ COUNTERS = (
     Counted("worker_committed_tokens", "Tokens committed.", ("committed",), role=Role.TARGET),
     Counted("worker_sessions_refused", "Sessions refused or given up.", ("refused",), role=Role.TARGET),
     Counted("num_preemptions", "Sessions set back for want of cache.", ("preempted",), role=Role.TARGET),
+    Counted(
+        "grammar_waits",
+        "Steps that sessions sat out since their callers' grammars had taken too long.",
+        ("grammar_waits",),
+        role=Role.TARGET,
+    ),
     Counted("draft_waits", "Steps put off because drafts were expected.", ("waits",), role=Role.TARGET),
     Counted("draft_wait_seconds", "Time steps were put off so.", ("wait_microseconds",), MICROSECONDS, Role.TARGET),
     Counted(

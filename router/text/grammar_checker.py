@@ -12,8 +12,10 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 CHECK_SECONDS = 20.0
@@ -24,6 +26,9 @@ REMEMBERED = 256
 """Answers kept."""
 READY = '["json", true, {}, []]'
 """A question whose answer shows that the process is up."""
+
+trial_seconds: ContextVar[list[float]] = ContextVar("trial_seconds")
+"""How long the process was busy for whoever asks, one entry a trial. Who wants to know sets a list."""
 
 
 class GrammarRefused(Exception):
@@ -63,7 +68,11 @@ class GrammarChecker:
         with self._lock:
             answer = self._answers.get(question)
             if answer is None:
-                answer = self._answers[question] = self._ask(question)
+                began = time.monotonic()
+                try:
+                    answer = self._answers[question] = self._ask(question)
+                finally:
+                    trial_seconds.get([]).append(time.monotonic() - began)
                 if len(self._answers) > REMEMBERED:
                     self._answers.popitem(last=False)
         return answer

@@ -19,9 +19,10 @@ from cluster.config.config import Override, from_mapping, load
 from cluster.config.security import SecurityError
 from cluster.config.serving import router_settings
 from cluster.config.vocabularies import target_of
+from cluster.console import CommandError
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
-from cluster.ray import router_replica, worker_replicas
+from cluster.ray import router_replica, token, worker_replicas
 from cluster.ray.cluster import reason_in
 from cluster.ray.declaration import declaration
 from cluster.ray.parts import SETTINGS, known, options, outline
@@ -434,9 +435,14 @@ async def test_streams_go_on_while_a_subscription_is_made_again(subscriptions):
             await asyncio.sleep(0.001)
 
 
-def http_at(monkeypatch, host):
+def http_at(monkeypatch, host, hosts=("127.0.0.1",), answers_anyone=False):
+    """Serve's HTTP there, in a Ray cluster of these hosts."""
     client = SimpleNamespace(http_config=HTTPOptions(host=host, port=8000))
     monkeypatch.setattr(context, "_get_global_client", lambda: client)
+    nodes = [{"NodeManagerAddress": host, "Alive": True} for host in hosts]
+    monkeypatch.setattr("ray.nodes", lambda: [*nodes, {"NodeManagerAddress": "192.0.2.9", "Alive": False}])
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="192.0.2.1:6379"))
+    monkeypatch.setattr(token, "answers_anyone", {"192.0.2.1:6379": answers_anyone}.__getitem__)
 
 
 @pytest.mark.parametrize(
@@ -445,7 +451,8 @@ def http_at(monkeypatch, host):
         ("0.0.0.0", {}, True),
         ("0.0.0.0", {"router": {"allow_remote": True}}, False),
         ("0.0.0.0", {"security": {"api_keys": "/keys"}}, False),
-        ("0.0.0.0", {"ray": {"address": "local"}}, False),
+        ("0.0.0.0", {"ray": {"address": "local"}}, True),
+        ("127.0.0.1", {"ray": {"address": "local"}}, False),
         ("127.0.0.1", {}, False),
         (None, {}, False),
     ],
@@ -456,9 +463,30 @@ def test_a_router_looks_where_serve_listens(monkeypatch, host, args, open_to_all
     config = from_mapping({"ray": {"address": "auto"}} | args, "args")
     if open_to_all:
         with pytest.raises(SecurityError, match=r"^0\.0\.0\.0 can be reached .*--api-keys"):
-            router_replica._check_http(config)
+            router_replica._check_doors(config)
     else:
-        router_replica._check_http(config)
+        router_replica._check_doors(config)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "answers_anyone", "args", "refused"),
+    [
+        (["192.0.2.1", "192.0.2.2"], True, {}, True),
+        (["192.0.2.1", "192.0.2.2"], True, {"security": {"api_keys": "/keys"}}, True),
+        (["192.0.2.1", "192.0.2.2"], False, {}, False),
+        (["192.0.2.1"], True, {"router": {"allow_remote": True}}, False),
+        (["127.0.0.1"], True, {}, False),
+    ],
+)
+def test_a_router_serves_in_no_ray_cluster_that_is_open_to_all(monkeypatch, hosts, answers_anyone, args, refused):
+    """As `paceline up` does not: whoever could run code on it would pass every other guard."""
+    http_at(monkeypatch, "127.0.0.1", hosts, answers_anyone)
+    config = from_mapping(args, "args")
+    if refused:
+        with pytest.raises(CommandError, match=r"asks for no token: .* RAY_AUTH_MODE=token"):
+            router_replica._check_doors(config)
+    else:
+        router_replica._check_doors(config)
 
 
 async def test_a_router_that_anyone_could_use_does_not_start(monkeypatch):

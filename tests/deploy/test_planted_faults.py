@@ -489,6 +489,23 @@ FAULTS = [
         lambda c: put(c.get("HTTPRoute", "paceline")["spec"]["rules"][0]["backendRefs"][0], "name", "paceline-svc"),
         "there is no Service paceline-svc",
     ),
+    *(
+        Fault(
+            f"route for operators, {why}",
+            lambda c, matches=matches: put(c.get("HTTPRoute", "paceline")["spec"]["rules"][0], "matches", matches),
+            "is for operators, and comes through here",
+            places,
+        )
+        for why, matches, places in (
+            ("by everything", [{"path": {"type": "PathPrefix", "value": "/"}}], 2),
+            (
+                "by name",
+                [{"path": {"type": "PathPrefix", "value": "/v1"}}, {"path": {"type": "Exact", "value": "/metrics"}}],
+                1,
+            ),
+            ("by no path", [{}], 2),
+        )
+    ),
     Fault(
         "route into GPU pods",
         lambda c: put(

@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from deploy import reference_rules
 from router.http import auth
 from router.http.api import ApiSettings, build_app
-from router.http.auth import OPEN_PATHS, ApiKeys
+from router.http.auth import OPEN_PATHS, OPERATORS_PATHS, ApiKeys
 from tests.fakes import FakeTokenizers
 from tests.http_server import serve
 from tests.integration.test_http_api import TEXT, fake, in_memory, shared
@@ -34,7 +35,7 @@ async def test_every_path_but_those_of_probes_needs_a_key(path):
     generator = fake()
     app = build_app(generator, FakeTokenizers(shared()), guarded(path))
     paths = {route.path for route in app.routes if isinstance(route, Route)} | {"/", "/nowhere", "/v1/nowhere"}
-    assert {"/v1/completions", "/v1/models", "/v1/models/{name:path}"} <= paths - OPEN_PATHS
+    assert {"/v1/completions", "/v1/models", "/v1/models/{name:path}", "/metrics", "/cluster"} <= paths - OPEN_PATHS
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://paceline") as client:
         for known in sorted(paths - OPEN_PATHS):
             for method in ("GET", "POST", "OPTIONS"):
@@ -99,9 +100,32 @@ def test_keys_come_and_go_under_openais_client(path, monkeypatch):
             assert bob.models.list().data
 
 
+async def test_what_names_all_callers_is_for_operators_where_there_are_some(path):
+    """Any key sees it while none is an operator's; one that is has the API as well."""
+
+    async def seen(client: httpx.AsyncClient, key: str) -> list[int]:
+        paths = ("/metrics", "/cluster", "/v1/models", "/")
+        return [(await client.get(at, headers={"authorization": f"Bearer {key}"})).status_code for at in paths]
+
+    assert set(reference_rules.OPERATORS_PATHS) == OPERATORS_PATHS
+    path.write_text(f"alice: {KEY}\nops: {OTHER} operator=0\n")
+    async with in_memory(fake(), guarded(path)) as client:
+        assert await seen(client, KEY) == await seen(client, OTHER) == [200] * 4
+    path.write_text(f"alice: {KEY} requests_per_minute=9\nops: {OTHER} operator=1\n")
+    async with in_memory(fake(), guarded(path)) as client:
+        assert await seen(client, OTHER) == [200] * 4
+        assert await seen(client, KEY) == [403, 403, 200, 200]
+        assert await seen(client, KEY[:-1]) == [401, 401, 401, 200]
+        refused = await client.get("/metrics", headers={"authorization": f"Bearer {KEY}"})
+        told = (await client.get("/metrics", headers={"authorization": f"Bearer {OTHER}"})).text
+    assert refused.json()["error"]["code"] == "permission_denied"
+    assert "paceline_" not in refused.text and "alice" not in refused.text
+    assert 'code="permission_denied"} 3.0' in told
+
+
 async def test_refusals_are_counted(path):
     async with in_memory(fake(), guarded(path)) as client:
         for _ in range(2):
             assert (await client.get("/v1/models")).status_code == 401
-        told = (await client.get("/metrics")).text
+        told = (await client.get("/metrics", headers={"authorization": f"Bearer {KEY}"})).text
     assert 'code="invalid_api_key"} 2.0' in told

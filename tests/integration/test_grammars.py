@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -261,6 +262,70 @@ def test_a_bad_grammar_is_refused_and_bothers_nobody(bench):
         assert refused.code is RefusalCode.INVALID
         assert "grammar" in refused.message
         assert "\n" not in refused.message
+
+
+def test_masks_that_take_long_hold_up_nobody_else(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which every question to a grammar takes hours, a session with one meets others without.
+
+    Those are served as if they were alone; then the first goes on, and says what it would have said anyway.
+    """
+    slow = opened(regex("[ab]{30,40}"), 1, speculation=PLAIN)
+    others = opened("", 2, speculation=PLAIN), opened("", 3, speculation=PLAIN)
+    bench.run(slow, *others)
+    texts = bench.texts
+    clock = itertools.count(0, 10_000)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    welcome = Welcome("target", "tiny", bench.engine.model.vocabulary, bench.engine.model.context)
+    target, said = VerifyLoop(bench.engine, welcome), dict[int, list[int]]()
+
+    def step() -> None:
+        for _, message in target.step() or []:
+            assert isinstance(message, Verification)
+            said.setdefault(message.session, []).extend(message.tokens)
+
+    target.receive(LINK, slow)
+    deadline = time.monotonic() + 60
+    while not said:
+        assert time.monotonic() < deadline
+        step()
+    begun = list(said[1])
+    for other in others:
+        target.receive(LINK, other)
+    while {session: said.get(session) for session in (2, 3)} != {2: texts[2], 3: texts[3]}:
+        assert time.monotonic() < deadline
+        step()
+        assert said[1] == begun
+    assert target.counters.grammar_waits == max(len(texts[2]), len(texts[3]))
+    while target.load().sessions:
+        step()
+    assert said == texts
+
+
+@pytest.mark.parametrize(("scope", "later"), [("alice", False), ("", True)])
+def test_one_key_has_one_budget_for_masks(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, scope: str, later: bool
+) -> None:
+    """What a session's grammar took, the next one of its key pays for; without a key it is another caller's."""
+    clock = itertools.count(0, 10_000)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    grammar = RequestOptions(grammar=regex("[ab]{3}"), scope=scope)
+    first, second = (opened("", number, speculation=PLAIN, request_options=grammar) for number in (1, 2))
+    welcome = Welcome("target", "tiny", bench.engine.model.vocabulary, bench.engine.model.context)
+    target, said = VerifyLoop(bench.engine, welcome), list[int]()
+
+    def serve(*opens: Open) -> None:
+        for one in opens:
+            target.receive(LINK, one)
+        deadline = time.monotonic() + 60
+        while target.load().sessions or target.load().waiting:
+            assert time.monotonic() < deadline
+            said.extend(message.session for _, message in target.step() or [] if isinstance(message, Verification))
+
+    serve(first)
+    said.clear()
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    serve(second, opened("", 3, new=200, speculation=PLAIN))
+    assert (said.index(2) < len(said) - 1 - said[::-1].index(3)) is later
 
 
 def test_a_session_may_go_while_its_grammar_is_compiled(bench):

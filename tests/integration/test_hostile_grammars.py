@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from router.http import request_reader
 from router.http.api import ApiSettings, build_app
+from router.http.auth import ApiKeys
 from router.schema import structured
 from router.text.grammar_checker import GrammarChecker
 from tests.fakes import FakeTokenizers
@@ -96,10 +98,31 @@ async def test_what_a_client_asked_that_has_gone_is_not_tried(slow: Slow, monkey
             body = json.dumps({"prompt": "hi", "guided_regex": "a2"}).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
             writer.write(head + body)
-            while reader._waiting < 2:
+            while len(reader._grammars) < 2:
                 await asyncio.sleep(0.001)
-        while reader._waiting > 1:
+        while len(reader._grammars) > 1:
             await asyncio.sleep(0.001)
         slow.gate.set()
         assert await first == (200, None)
     assert slow.tried == ["a1"]
+
+
+async def test_a_key_that_floods_keeps_no_other_key_out(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its own requests beyond its part are refused; another key's grammar, known already, passes it."""
+    monkeypatch.setattr(request_reader, "MAX_WAITING", 16)
+    keys = {"alice": "a" * 16, "bob": "b" * 16}
+    (tmp_path / "keys").write_text("".join(f"{name}: {key}\n" for name, key in keys.items()))
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in keys.values())
+    settings = ApiSettings(api_keys=ApiKeys(tmp_path / "keys"))
+    async with in_memory(fake(), settings) as client, asyncio.timeout(PATIENCE):
+        slow.gate.set()
+        assert await ask(client, 0, **bob) == (200, None)
+        slow.gate.clear()
+        slow.tried.clear()
+        flood = [asyncio.create_task(ask(client, number, **alice)) for number in range(1, 17)]
+        await until_tried(slow)
+        assert await ask(client, 0, **bob) == (200, None)
+        slow.gate.set()
+        assert sorted(await asyncio.gather(*flood)) == [(200, None)] * 4 + [(429, "overloaded")] * 12

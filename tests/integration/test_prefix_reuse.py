@@ -6,7 +6,17 @@ import pytest
 
 from draft_service.lookahead import Lookahead
 from engine.build import build, welcome
-from speculation.messages import Close, Limits, Open, Refused, Sampling, SessionId, Speculation, Verification
+from speculation.messages import (
+    Close,
+    Limits,
+    Open,
+    Refused,
+    RequestOptions,
+    Sampling,
+    SessionId,
+    Speculation,
+    Verification,
+)
 from target_service import scheduler
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
@@ -105,6 +115,43 @@ def test_drafts_are_kept_as_before_after_a_prefix_was_taken_over(dtype: str):
     plain, _ = run(loop_over(target), opening(1))
     assert texts == [plain, plain]
     assert min(accepted) > 0
+
+
+def test_scopes_find_nothing_of_each_other_at_target_and_drafter():
+    """Neither of another key's nor of another salt's; and the text is the same whatever was found."""
+    target, draft = (build(settings(name, 2048)) for name in ("target", "draft"))
+    texts = []
+    of = RequestOptions
+    for who, expected in [
+        (of(scope="alice"), 0),
+        (of(scope="alice"), 47),
+        (of(scope="bob"), 0),
+        (of(), 0),
+        (of(), 47),
+        (of(cache_salt="mine"), 0),
+        (of(scope="alice", cache_salt="mine"), 0),
+        (of(scope="alice", cache_salt="mine"), 47),
+        (of(scope="bob"), 47),
+    ]:
+        loop, drafter = loop_over(target), Lookahead(draft, welcome(settings("draft"), draft.model, "draft"))
+        asked = replace(opening(1, new=9, speculation=Speculation()), request_options=who)
+        said, cached = run(loop, asked, drafter=drafter)
+        texts.append(said[1])
+        assert cached == {1: expected}, who
+        assert loop.counters.reused == expected, who
+        assert (drafter.counters.reused >= 47) is bool(expected), who
+    assert texts == [texts[0]] * len(texts)
+
+
+def test_a_preempted_session_finds_what_is_left_of_it_in_its_scope(engine, monkeypatch):
+    monkeypatch.setattr(scheduler, "HEADROOM", 0)
+    forget_prefixes(engine.cache)
+    loop = loop_over(engine)
+    openings = (replace(opening(n, prompt=n), request_options=RequestOptions(scope=f"key {n}")) for n in (1, 2))
+    run(loop, *openings)
+    assert loop.counters.preempted == 1
+    assert loop.counters.reused >= 32
+    engine.cache.validate()
 
 
 def test_requests_that_come_together_share_their_prompt(engine):

@@ -231,6 +231,30 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
+async def test_what_was_computed_is_found_within_a_key_and_a_salt_only(keys: Path) -> None:
+    alice, bob = KEYS.values()
+    async with serving(keys) as client:
+
+        async def asked(key: str, **fields: Any) -> tuple[bool, str]:
+            body = {"prompt": "def add(a, b):\n" * 8, "max_tokens": 4, "temperature": 0, **fields}
+            answer = await client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200, answer.text
+            usage = answer.json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"] > 0, answer.json()["choices"][0]["text"]
+
+        answers = [
+            await asked(alice),
+            await asked(bob),
+            await asked(alice),
+            await asked(alice, cache_salt="tenant 7"),
+            await asked(bob, cache_salt="tenant 7"),
+            await asked(alice, cache_salt="tenant 7"),
+            await asked(alice, cache_salt="tenant 8"),
+        ]
+    assert [found for found, _ in answers] == [False, False, True, False, False, True, False]
+    assert len({text for _, text in answers}) == 1
+
+
 async def test_two_keys_never_draft_from_each_others_text(keys: Path) -> None:
     alice, bob = KEYS.values()
     async with serving(keys) as client:

@@ -53,6 +53,8 @@ request_options = st.builds(
     prompt_logprobs=st.none() | st.integers(0, 128),
     request=st.text(max_size=20),
     trace=st.text(max_size=20),
+    scope=st.text(max_size=20),
+    cache_salt=st.text(max_size=20),
 )
 
 

@@ -1,7 +1,8 @@
 """Random lives of sequences against a model of what every slot holds: nothing is lost, doubled or mixed up.
 
-The model names a token by all tokens up to it, as attention would know it. Moves and writes happen as in a step of the
-engine: first everything is appended, then the moves are made at once, then the new tokens are written.
+The model names a token by its scope and all tokens up to it, so that what scopes share would be noticed. Moves and
+writes happen as in a step of the engine: first everything is appended, then the moves are made at once, then the new
+tokens are written.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ALPHABET = 3
 """Different tokens: few, so that texts meet and part again all the time."""
 BROKEN = -9
 """What a slot holds that is no number."""
+SCOPES = {"": 0, "alice": -1, "alice\0salt": -2}
+"""And the names of their empty prefixes."""
 
 
 class Names:
@@ -34,9 +37,9 @@ class Names:
     def extend(self, prefix: int, token: int) -> int:
         return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
 
-    def of(self, tokens: Sequence[int]) -> list[int]:
-        """The name of every prefix of ``tokens``."""
-        names, last = [], 0
+    def of(self, tokens: Sequence[int], empty: int) -> list[int]:
+        """The name of every prefix of ``tokens``, and ``empty`` that of none."""
+        names, last = [], empty
         for token in tokens:
             last = self.extend(last, token)
             names.append(last)
@@ -51,6 +54,7 @@ class Life:
     tokens: list[int]
     """Committed ones, also those that are not cached."""
     shares: bool
+    scope: str
     nodes: list[tuple[int, int]] = field(default_factory=list)
     """Token and parent of the pending nodes."""
     fed: int = 0
@@ -69,10 +73,11 @@ class Life:
 
     def names(self, names: Names) -> list[int]:
         """What the slots of the committed tokens, then of the pending nodes must hold."""
-        committed = names.of(self.tokens[: self.sequence.length])
+        empty = SCOPES[self.scope]
+        committed = names.of(self.tokens[: self.sequence.length], empty)
         pending: list[int] = []
         for token, parent in self.nodes:
-            above = pending[parent] if parent >= 0 else committed[-1] if committed else 0
+            above = pending[parent] if parent >= 0 else committed[-1] if committed else empty
             pending.append(names.extend(above, token))
         return committed + pending
 
@@ -84,6 +89,7 @@ class Machine:
         """``predicts``: it also says how much can be taken over."""
         self.rng = rng
         self.predicts = predicts
+        self.scopes = random.Random(capacity)
         self.cache = KVCache(0, capacity, block=block, dtype=torch.float32, device="cpu")
         self.names = Names()
         self.content: dict[int, int] = {}
@@ -114,7 +120,8 @@ class Machine:
         known = self.rng.choice(self.texts)
         tokens = known[: self.rng.randint(0, len(known))] + self.some_tokens(self.rng.choice([1, 1, 4, 30]))
         shares = self.rng.random() < 0.9
-        life = Life(self.cache.sequence(tokens if shares else None), tokens, shares)
+        scope = self.scopes.choices([*SCOPES], [8, 1, 1])[0]
+        life = Life(self.cache.sequence(tokens if shares else None, scope), tokens, shares, scope)
         self.lives.append(life)
         if self.rng.random() < 0.8:
             self.reuse(life)
@@ -212,10 +219,11 @@ class Machine:
         texts: set[tuple[int, ...]] = {tuple(life.tokens[:end]) for end in range(0, length + 1, block)}
         for each in known:
             above, text = each, ()
-            while above is not known.root:
-                assert above.above is not None
+            while above.above is not None:
                 text, above = above.tokens + text, above.above
-            texts.add(text)
+            assert above is known.root(above.scope)
+            if above.scope == life.scope:
+                texts.add(text)
         max_reused = len(life.tokens) - 1
         if not life.shares or length > max_reused:
             return length
@@ -265,7 +273,7 @@ class Machine:
         """Everything that a forward could read is what it should be. No moves may be outstanding."""
         for life in self.lives:
             assert [self.content[slot] for slot in life.sequence.slots().tolist()] == life.names(self.names)
-        below: dict[int, int] = {id(self.cache.ledger.known.root): 0}
+        below = {id(self.cache.ledger.known.root(scope)): empty for scope, empty in SCOPES.items()}
         for known in self.cache.ledger.known:
             name = below[id(known.above)]
             for offset, token in enumerate(known.tokens):

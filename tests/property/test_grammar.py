@@ -19,10 +19,13 @@ from engine.shaping.compiling import Compiling
 from engine.shaping.grammar import (
     COMPILE_SECONDS,
     KEPT,
+    MASK_BURST,
+    MASK_SHARE,
     Compiled,
     GrammarConstraint,
     GrammarError,
     Grammars,
+    MaskBudget,
     Vocabulary,
 )
 from speculation.constraint import MAX_GRAMMAR_BYTES
@@ -283,3 +286,24 @@ def test_a_grammar_that_was_given_up_gets_another_try(model, monkeypatch, stuck)
     monkeypatch.setattr(engine.shaping.grammar, "Compiled", Compiled)
     worker.add("again", stuck, 20.0)
     assert isinstance(worker.outcomes(20.0)["again"], GrammarConstraint)
+
+
+def test_a_caller_pays_for_its_masks_by_a_part_of_the_time():
+    budget = MaskBudget()
+    budget.charge("alice", 0.0, 0.0)
+    budget.charge("alice", MASK_BURST, 0.0)
+    assert not budget.is_spent("alice", 0.0)
+    budget.charge("alice", 0.3, 0.0)
+    assert budget.is_spent("alice", 0.0) and not budget.is_spent("bob", 0.0)
+    assert not budget.is_spent("alice", 0.3 / MASK_SHARE + 1e-6), "nothing is owed for ever"
+    rng, now, taken = Random(1), 100.0, 0.0
+    while now < 1100.0:  # a step of 30 ms that a mask of 20 ms is added to whenever that is let
+        now += 0.03
+        if not budget.is_spent("alice", now):
+            budget.charge("alice", 0.02, now)
+            taken += 0.02
+            now += 0.02
+        if rng.random() < 0.1:
+            budget.charge(f"other {now}", 0.01, now)
+    assert taken < MASK_BURST + 0.02 + MASK_SHARE * 1000.0
+    assert len(budget._paid) < 20, "who has paid is forgotten"

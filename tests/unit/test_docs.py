@@ -58,6 +58,21 @@ def commands(page: Path) -> list[str]:
     return found
 
 
+def test_every_row_about_threats_names_tests_that_are_there():
+    page = text_of(DOCS / "security.md")
+    rows = [
+        line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| door |", "| it tries"))
+    ]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for path, test in named:
+            assert re.search(rf"^(async )?def {test}\(", text_of(CHECKOUT / path), re.MULTILINE), (
+                f"{path} has no {test}"
+            )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 def test_every_link_leads_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text_of(page))):

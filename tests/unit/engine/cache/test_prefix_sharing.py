@@ -14,9 +14,9 @@ def make(blocks: int = 16, block: int = 4) -> KVCache:
     return KVCache(0, blocks * block, block=block, dtype=torch.float32, device="cpu")
 
 
-def cached(cache: KVCache, tokens: list[int], count: int | None = None) -> CachedSequence:
+def cached(cache: KVCache, tokens: list[int], count: int | None = None, scope: str = "") -> CachedSequence:
     """A sequence that takes over what it can and computes the rest of its first ``count`` tokens (all but the last)."""
-    sequence = cache.sequence(tokens)
+    sequence = cache.sequence(tokens, scope)
     sequence.reuse()
     compute(sequence, (len(tokens) - 1 if count is None else count) - sequence.length)
     return sequence
@@ -42,6 +42,29 @@ def test_whole_blocks_are_shared_in_place() -> None:
     two.free()
     assert cache.ledger.free == 16
     cache.validate()
+
+
+def test_scopes_find_nothing_of_each_other() -> None:
+    cache = make()
+    held = [cached(cache, TEXT[:11], scope=scope) for scope in ("", "alice", "bob", "alice")]
+    assert [sequence.length for sequence in held] == [10] * 4
+    assert held[1].blocks[:2] == held[3].blocks[:2]
+    assert len({block for sequence in held for block in sequence.blocks[:2]}) == 6
+    for scope, expected in (("", 8), ("alice", 8), ("bob", 8), ("carol", 0), ("alice\0salt", 0)):
+        assert cache.sequence([*TEXT[:8], 1, 2, 3], scope).reuse() == expected, scope
+        assert cache.sequence([*TEXT[:6], 1, 2, 3], scope).reuse() == expected * 6 // 8, "of parts of blocks neither"
+    cache.validate()
+
+
+def test_a_scope_of_which_nothing_is_known_leaves_nothing() -> None:
+    cache = make(blocks=4)
+    for number in range(100):
+        cached(cache, TEXT[:17], scope=f"salt {number}").free()
+        assert len(cache.ledger.known._roots) == 1
+    cache.validate()
+    assert cache.ledger.free == 4
+    assert cache.sequence(TEXT[:17], "salt 99").reuse() == 16
+    assert cache.sequence(TEXT[:17], "salt 98").reuse() == 0
 
 
 def test_the_last_token_is_never_taken_over() -> None:

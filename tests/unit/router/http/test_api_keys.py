@@ -56,6 +56,21 @@ def test_a_file_that_cannot_be_used_is_refused_without_its_keys(path, content, w
     assert not any(secret in message for secret in (ALICE, "short-secret", "two words"))
 
 
+def test_a_holder_is_an_operator_in_every_line(path):
+    path.write_text(f"ops: {ALICE} operator=1\nops: {BOB}\n")
+    with pytest.raises(KeyFileError, match="line 2 gives ops other limits than line 1"):
+        ApiKeys(path)
+    path.write_text(f"ops: {ALICE} operator=1\n{BOB}\nops: {CAROL} operator=1\n")
+    keys = ApiKeys(path)
+    holders = [keys.holder_of(key) for key in (ALICE, BOB, CAROL)]
+    assert [holder and (holder.operator, keys.may_operate(holder)) for holder in holders] == [
+        (True, True),
+        (False, False),
+        (True, True),
+    ]
+    assert not any(holder.limits for holder in holders if holder)
+
+
 def test_a_file_that_is_not_there_is_refused(path):
     with pytest.raises(KeyFileError, match="cannot be read: No such file or directory"):
         ApiKeys(path)

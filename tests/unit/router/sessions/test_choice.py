@@ -136,6 +136,9 @@ def test_prompts_that_begin_alike_share_their_first_blocks():
     assert known.known_tokens(blocks_of(prompt)) == 3 * BLOCK
     assert known.known_tokens(blocks_of((*prompt[: BLOCK + 5], 9999, *prompt))) == BLOCK
     assert known.known_tokens(blocks_of((1, *prompt))) == known.known_tokens(()) == 0
+    assert known.known_tokens(blocks_of(prompt, "alice")) == 0, "a target shares nothing between scopes either"
+    known.note(blocks_of(prompt, "alice"))
+    assert known.known_tokens(blocks_of(prompt, "alice")) == 3 * BLOCK
     known.clear()
     assert known.known_tokens(blocks_of(prompt)) == 0
 
