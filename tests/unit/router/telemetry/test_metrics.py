@@ -173,8 +173,8 @@ def test_everything_that_workers_count_has_a_metric(role: Role, counted: dict[st
 # Endpoint pickers
 
 
-def for_pickers(snapshot: Snapshot, *, accounts: bool = True) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    told = RouterMetrics(RouterCounters(), lambda: snapshot).exposition(accounts=accounts)[0].decode()
+def for_pickers(snapshot: Snapshot) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    told = RouterMetrics(RouterCounters(), lambda: snapshot).exposition()[0].decode()
     families = [family for family in text_string_to_metric_families(told) if family.name.startswith("vllm:")]
     assert {family.type for family in families} == {"gauge"}
     return {
@@ -182,13 +182,12 @@ def for_pickers(snapshot: Snapshot, *, accounts: bool = True) -> dict[str, dict[
     }
 
 
-@pytest.mark.parametrize("accounts", [True, False])
-def test_endpoint_pickers_find_one_number_for_all_targets(accounts: bool) -> None:
+def test_endpoint_pickers_find_one_number_for_all_targets() -> None:
     """Drafters, and targets that take nothing, do not count; what others have in the same targets does."""
     full = replace(worker(Role.TARGET), load=Load(sessions=9, waiting=4, free_tokens=0, capacity_tokens=300))
     others = (worker(Role.DRAFT), worker(Role.TARGET, WorkerState.DRAINING), worker(Role.TARGET, WorkerState.DOWN))
     snapshot = Snapshot(workers=(worker(Role.TARGET), full, *others), placing=1, running=7)
-    assert for_pickers(snapshot, accounts=accounts) == {
+    assert for_pickers(snapshot) == {
         "vllm:num_requests_waiting": {(): 1 + 2 + 4},
         "vllm:num_requests_running": {(): 7},
         "vllm:kv_cache_usage_perc": {(): pytest.approx(1 - 25 / 400)},

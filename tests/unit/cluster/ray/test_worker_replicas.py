@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import Metric
 
-from cluster import serve_app
+from cluster.ray import worker_replicas
 from router.telemetry.certificates import UNREADABLE
 
 
@@ -47,12 +47,12 @@ class FakeWorker:
 @pytest.mark.parametrize("files", [None, ("/nowhere/tls.crt", "/nowhere/ca.crt")])
 async def test_a_worker_tells_when_its_certificates_end(monkeypatch, files: tuple[str, str] | None) -> None:
     FakeExporter.made = []
-    monkeypatch.setattr(serve_app, "RayExporter", FakeExporter)
+    monkeypatch.setattr(worker_replicas, "RayExporter", FakeExporter)
     worker = FakeWorker()
     replica = SimpleNamespace(_exit_on_failure=worker.wait)  # one of the class has a destructor that must be awaited
     certified = SimpleNamespace(certificates=tuple(map(Path, files))) if files else None
-    await serve_app._WorkerReplica._begin(replica, worker, 1.0, certified)
+    await worker_replicas._WorkerReplica._begin(replica, worker, 1.0, certified)
     (exporter,) = FakeExporter.made
     assert exporter.told == dict.fromkeys(files or (), UNREADABLE)
-    await serve_app._WorkerReplica.__del__(replica)
+    await worker_replicas._WorkerReplica.__del__(replica)
     assert exporter.closed
