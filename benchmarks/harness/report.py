@@ -234,7 +234,7 @@ def against(goals: Sequence[Goal[Measured]], measured: Measured) -> dict[str, An
 
 
 def goals_table(goals: Sequence[Goal[Measured]], measured: Measured) -> Table:
-    """What must be reached, beside what was, and beside what transformers comes to, where it has such a figure."""
+    """What must be reached, beside what was, and beside what transformers comes to, where it has such figures."""
     lines = []
     for goal in goals:
         figure = goal.ours(measured)
@@ -248,7 +248,9 @@ def goals_table(goals: Sequence[Goal[Measured]], measured: Measured) -> Table:
                 "" if theirs is None else f"{theirs:.2f}",
             )
         )
-    return Table("Must reach", ("figure", "wanted", "measured", "reached", "transformers"), lines)
+    columns = ("figure", "wanted", "measured", "reached", "transformers")
+    shown = 5 if any(goal.transformers for goal in goals) else 4
+    return Table("Must reach", columns[:shown], [line[:shown] for line in lines])
 
 
 def describe_machine() -> dict[str, Any]:

@@ -6,7 +6,7 @@ lowest and the highest. Which figures must be reached, and how far, is decided h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, median
@@ -14,6 +14,7 @@ from statistics import fmean, median
 from benchmarks.harness import contenders
 from benchmarks.harness.measure import Run
 from benchmarks.harness.pair import Pair
+from benchmarks.harness.report import Goal
 from benchmarks.speculation.records import (
     Depth,
     Profile,
@@ -170,45 +171,38 @@ def ratio(row: Row, baseline: Row) -> RateRatio:
     return RateRatio(median(ratios), min(ratios), max(ratios))
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedupGoal:
-    """A figure that must be reached."""
-
-    key: str
-    what: str
-    least: float
-    setting: ComparisonSetting
-    baseline: str = ""
-    """What ours is compared with; empty: the figure is our pipeline efficiency."""
+def _over(baseline: str, setting: ComparisonSetting) -> Callable[[Sequence[Row]], float]:
+    """Ours over a baseline."""
+    return lambda rows: ratio(_must(rows, setting, OURS), _must(rows, setting, baseline)).median
 
 
-GOALS = (
-    SpeedupGoal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, NEAR),
-    SpeedupGoal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, FAR),
-    SpeedupGoal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, NEAR, SEQUENTIAL),
-    SpeedupGoal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, FAR, SEQUENTIAL),
-    SpeedupGoal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, NEAR, PLAIN),
-    SpeedupGoal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, FAR, PLAIN),
-    SpeedupGoal("over_transformers_assisted", "over transformers' assisted generation", 2.0, TRANSFORMERS, ASSISTED),
-    SpeedupGoal("dead_drafter_over_plain", "over plain, drafter dead", 0.97, DEAD, PLAIN),
-    SpeedupGoal("wrong_drafter_over_plain", "over plain, drafter always wrong", 0.97, WRONG, PLAIN),
-    SpeedupGoal("batch16_over_plain", "over plain, 16 requests at once", 1.0, BATCH_16, PLAIN),
-)
+def _efficiency(setting: ComparisonSetting) -> Callable[[Sequence[Row]], float]:
+    """Our pipeline efficiency."""
+    return lambda rows: _must(rows, setting, OURS).median_efficiency
 
 
-def summary(rows: Sequence[Row], pair: str) -> dict[str, float]:
-    """The figure of every goal, on the main pair."""
-    return {goal.key: _figure(rows, pair, goal) for goal in GOALS}
-
-
-def _figure(rows: Sequence[Row], pair: str, goal: SpeedupGoal) -> float:
-    ours = _must(rows, pair, goal.setting, OURS)
-    if not goal.baseline:
-        return ours.median_efficiency
-    return ratio(ours, _must(rows, pair, goal.setting, goal.baseline)).median
-
-
-def _must(rows: Sequence[Row], pair: str, setting: ComparisonSetting, contender: str) -> Row:
-    row = find(rows, pair, setting.name, contender)
+def _must(rows: Sequence[Row], setting: ComparisonSetting, contender: str) -> Row:
+    row = find(rows, rows[0].pair, setting.name, contender)
     assert row is not None, f"{contender} was not measured in {setting.name}"
     return row
+
+
+GOALS: tuple[Goal[Sequence[Row]], ...] = (
+    Goal("pipeline_efficiency_0ms", "pipeline efficiency, round trip 0 ms", 0.92, False, _efficiency(NEAR)),
+    Goal("pipeline_efficiency_20ms", "pipeline efficiency, 20 ms", 0.85, False, _efficiency(FAR)),
+    Goal("over_sequential_0ms", "over the best sequential, 0 ms", 1.25, False, _over(SEQUENTIAL, NEAR)),
+    Goal("over_sequential_20ms", "over the best sequential, 20 ms", 1.6, False, _over(SEQUENTIAL, FAR)),
+    Goal("over_plain_0ms", "over plain decoding, 0 ms", 2.2, False, _over(PLAIN, NEAR)),
+    Goal("over_plain_20ms", "over plain decoding, 20 ms", 2.0, False, _over(PLAIN, FAR)),
+    Goal(
+        "over_transformers_assisted",
+        "over transformers' assisted generation",
+        2.0,
+        False,
+        _over(ASSISTED, TRANSFORMERS),
+    ),
+    Goal("dead_drafter_over_plain", "over plain, drafter dead", 0.97, False, _over(PLAIN, DEAD)),
+    Goal("wrong_drafter_over_plain", "over plain, drafter always wrong", 0.97, False, _over(PLAIN, WRONG)),
+    Goal("batch16_over_plain", "over plain, 16 requests at once", 1.0, False, _over(PLAIN, BATCH_16)),
+)
+"""Of the rows of the main pair, which comes first."""

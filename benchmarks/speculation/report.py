@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.report import DPI, Plot, PlotLine, PlotPanel, Result, Table, canvas, cell, draw, table_of
+from benchmarks.harness.report import (
+    DPI,
+    Plot,
+    PlotLine,
+    PlotPanel,
+    Result,
+    Table,
+    against,
+    canvas,
+    cell,
+    draw,
+    goals_table,
+    table_of,
+)
 from benchmarks.speculation.figures import (
     GOALS,
     OURS,
@@ -21,7 +34,6 @@ from benchmarks.speculation.figures import (
     Timeline,
     find,
     ratio,
-    summary,
 )
 from benchmarks.speculation.settings import EXTRAS, FAR, NEAR, ROUND_TRIPS, SpeculationOptions
 
@@ -35,19 +47,18 @@ TRIED = 10
 
 
 def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about: Any) -> Result:
-    """All that is shown; the main pair's outcome comes first. ``summary`` has exactly the keys of the goals."""
+    """All that is shown; the main pair's outcome comes first."""
     rows = list(chain.from_iterable(outcome.rows for outcome in outcomes))
-    measured = summary(rows, outcomes[0].pair.name)
     given = {name: value for name, value in asdict(options).items() if name not in ("json", "out")}
     pairs = [outcome.pair for outcome in outcomes]
     found = Result(
         "speculation",
         "Speculative decoding",
         options,
-        (settings(rows), step_times(rows), goals(measured)),
+        (settings(rows), step_times(rows), goals_table(GOALS, rows)),
         [f"{pair.name}: {pair.about}" for pair in pairs],
         {
-            "summary": measured,
+            **against(GOALS, rows),
             "options": given,
             "pairs": [{"name": pair.name, "parameters": pair.parameters, "about": pair.about} for pair in pairs],
             "rows": [asdict(row) for row in rows],
@@ -65,20 +76,6 @@ def result(options: SpeculationOptions, outcomes: Sequence[PairResult], **about:
         "over the prompts. The round trip is injected between router and drafter."
     )
     return replace(found, notes=[about_all, *found.notes, *NOTES], figures={**found.figures, "machine": machine})
-
-
-def goals(measured: Mapping[str, float]) -> Table:
-    """What must be reached, beside what was."""
-    lines = [
-        (
-            goal.what,
-            f"{goal.least:.2f}",
-            f"{measured[goal.key]:.2f}",
-            "yes" if measured[goal.key] >= goal.least else "NO",
-        )
-        for goal in GOALS
-    ]
-    return Table("Must reach", ("ours", "at least", "measured", "reached"), lines)
 
 
 def settings(rows: Sequence[Row]) -> Table:

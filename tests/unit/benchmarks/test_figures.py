@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.measure import Decoded, Run, TimedCommit
 from benchmarks.harness.pair import Pair
-from benchmarks.harness.report import Result
+from benchmarks.harness.report import Result, against
 from benchmarks.speculation import report
 from benchmarks.speculation.figures import (
     ASSISTED,
@@ -24,7 +24,6 @@ from benchmarks.speculation.figures import (
     Timeline,
     ratio,
     rows,
-    summary,
 )
 from benchmarks.speculation.records import Depth, Profile, SessionStep, Span, TargetStep, WorkerLog
 from benchmarks.speculation.settings import (
@@ -44,6 +43,10 @@ from router.sessions.pool import Traffic
 
 PAIR = Pair("stretched 0.8", Path("target"), Path("draft"), 1_000_000, "A pair made by hand.")
 OPTIONS = SpeculationOptions(prompts=3, bursts=2, layers=32)
+
+
+def summary(rows: list[Row]) -> dict[str, float]:
+    return against(GOALS, rows)["summary"]
 
 
 def row(setting: ComparisonSetting, contender: str, *rates: float, **rest: object) -> Row:
@@ -96,7 +99,7 @@ def test_no_ratio_across_settings():
 
 
 def test_the_summary_has_exactly_the_keys_of_the_goals():
-    assert summary(measured_rows(), PAIR.name) == pytest.approx(
+    assert summary(measured_rows()) == pytest.approx(
         {
             "pipeline_efficiency_0ms": 0.9,
             "pipeline_efficiency_20ms": 0.9,
@@ -112,15 +115,15 @@ def test_the_summary_has_exactly_the_keys_of_the_goals():
     )
 
 
-def test_the_summary_is_of_the_main_pair():
+def test_the_summary_is_of_the_main_pair_which_comes_first():
     others = [replace(one, pair="another", rates=(1.0, 1.0, 1.0)) for one in measured_rows()]
-    assert summary([*others, *measured_rows()], PAIR.name) == summary(measured_rows(), PAIR.name)
+    assert summary([*measured_rows(), *others]) == summary(measured_rows())
 
 
 @pytest.mark.parametrize("plans", [QUICK, FULL])
 def test_every_goal_is_measured_on_the_first_pair(plans):
     planned = {*plans[0].settings, *((TRANSFORMERS, DEAD, WRONG) if plans[0].extras else ())}
-    assert {goal.setting for goal in GOALS} <= planned
+    assert summary([one for one in measured_rows() if one.setting in planned]) == summary(measured_rows())
 
 
 @pytest.mark.parametrize("plans", [QUICK, FULL])
@@ -186,8 +189,8 @@ def test_no_efficiency_of_a_batch():
 def test_the_document_says_what_was_measured_and_on_what(result):
     document = json.loads(json.dumps(result.document()))
     about = {"date", "machine", "hardware", "command", "notes"}
-    assert set(document) == {"summary", "options", "pairs", "rows", "tried"} | about
-    assert document["summary"] == pytest.approx(summary(measured_rows(), PAIR.name))
+    assert set(document) == {"summary", "wanted", "options", "pairs", "rows", "tried"} | about
+    assert document["summary"] == pytest.approx(summary(measured_rows()))
     assert document["pairs"] == [{"name": PAIR.name, "parameters": 1_000_000, "about": PAIR.about}]
     assert len(document["rows"]) == len(measured_rows())
     assert document["rows"][0]["setting"]["rtt_ms"] == 0.0
@@ -196,8 +199,8 @@ def test_the_document_says_what_was_measured_and_on_what(result):
 
 def test_goals_tell_what_was_not_reached(result):
     lines = {line[0]: line[1:] for line in result.tables[-1].lines}
-    assert lines["over plain decoding, 0 ms"] == ("2.20", "4.00", "yes")
-    assert lines["over plain, 16 requests at once"] == ("1.00", "0.99", "NO")
+    assert lines["over plain decoding, 0 ms"] == ("at least 2.2", "4.00", "yes")
+    assert lines["over plain, 16 requests at once"] == ("at least 1", "0.99", "NO")
 
 
 def test_the_folder_holds_figures_plots_and_a_page_that_shows_them(result, tmp_path):
