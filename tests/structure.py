@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "structure.md"
 NO_ROOMS = ("docs", "tests")
-CODE = frozenset({".py", ".cpp", ".js", ".css", ".html", ".proto"})
+CODE = frozenset({".py", ".cpp", ".h", ".js", ".css", ".html", ".proto"})
 NOT_OURS = ("_pb2.py", "_pb2_grpc.py")
 ENVIRONMENT = "cluster/config/environment.py"
 """The module that reads the environment."""

@@ -1,11 +1,11 @@
 """How many threads ``paceline up`` gives its workers, and where the draft model works, where either is ``auto``.
 
 On a GPU, with several workers of a kind or ranks of a worker, on other machines, with a single core, or where a number
-is given for one of the two, ``threads: auto`` is 1 and ``draft.placement: auto`` is a draft worker. One target and one
-draft model that compute on the cores of this machine are measured, once, and get the division that
-:mod:`cluster.local.cores` predicts to be the fastest of those that the placement leaves open; such a target may use all
-cores for steps of many tokens. When they cannot be measured, the drafter gets one core and the target the others: that
-is never an error, and it is not tried again for a day.
+is given for one of the two, ``threads: auto`` is 1 and ``draft.placement: auto`` is a draft worker. One target that
+nobody drafts for has all cores of this machine. One target and one draft model that compute on them are measured, once,
+and get the division that :mod:`cluster.local.cores` predicts to be the fastest of those that the placement leaves open;
+such a target may use all cores for steps of many tokens. When they cannot be measured, the drafter gets one core and
+the target the others: that is never an error, and it is not tried again for a day.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class Unmeasured(Exception):
 def settled(config: Config) -> Config:
     """The same configuration, with numbers of threads and a placement; says which after a measurement."""
     cores = usable_cores()
-    if _computes_here(config) and config.target.max_threads == AUTO:
-        config = replace(config, target=replace(config.target, max_threads=cores))
+    if _computes_here(config):
+        threads = config.target.threads if config.drafts or _drafts_in_turn(config) else cores
+        most = cores if config.target.max_threads == AUTO else config.target.max_threads
+        config = replace(config, target=replace(config.target, threads=threads, max_threads=most))
     if not divisible(config, cores):
         return config
     cache, key, failure = default_cache(), key_of(config, cores), ""

@@ -10,7 +10,7 @@ import contextlib
 import re
 import time
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.config.config import Config
 from cluster.config.flags import FAILED
@@ -19,11 +19,9 @@ from cluster.console import CommandError, Stages, complain
 from cluster.placement import APPLICATION, ClusterNode, lacking, needs
 from cluster.ray.connection import end_own_processes, first_line, is_broken, join, prepare_environment
 from cluster.ray.declaration import declaration
+from cluster.ray.status import ApplicationStatus, applications
 from cluster.ray.token import check_token
 from transport.address import join as join_address
-
-if TYPE_CHECKING:
-    from ray.serve.schema import ApplicationStatusOverview
 
 POLL_SECONDS = 0.25
 WATCH_SECONDS = 2.0
@@ -71,7 +69,6 @@ class RayCluster:
     def watch(self) -> None:
         """Serve heals the application; this only notices when all of Ray is gone. Returns never."""
         import ray
-        from ray import serve
 
         told = ""
         while True:
@@ -79,7 +76,7 @@ class RayCluster:
             if self._local and is_broken():
                 raise CommandError("Ray is gone: one of its processes has ended", FAILED)
             try:
-                status = serve.status().applications[APPLICATION]
+                status = applications()[APPLICATION]
             except (ray.exceptions.RayError, KeyError) as error:
                 raise CommandError(f"Ray is gone: {type(error).__name__}", FAILED) from error
             said = self._unhealthy(status)
@@ -121,9 +118,7 @@ class RayCluster:
 
     def _check_alone(self) -> None:
         """Two that both believe they own the application would take it from each other."""
-        from ray import serve
-
-        self._found = not self._local and APPLICATION in serve.status().applications
+        self._found = not self._local and APPLICATION in applications()
         if self._found and not self._detach:
             address = self._config.ray.address
             raise CommandError(
@@ -173,11 +168,9 @@ class RayCluster:
 
     def _await(self, report: Stages) -> None:
         """Poll until all replicas run, one fails, or a deadline passes."""
-        from ray import serve
-
         deadline = time.monotonic() + self._config.start_timeout
         while True:
-            status = serve.status().applications.get(APPLICATION)
+            status = applications().get(APPLICATION)
             if status is not None:
                 if status.status == "RUNNING":
                     return
@@ -189,7 +182,7 @@ class RayCluster:
                 raise CommandError(f"not ready within {self._config.start_timeout:.0f} s (start_timeout)", FAILED)
             time.sleep(POLL_SECONDS)
 
-    def _raise_if_hopeless(self, status: ApplicationStatusOverview) -> None:
+    def _raise_if_hopeless(self, status: ApplicationStatus) -> None:
         for name, deployment in status.deployments.items():
             if "failed to start" in deployment.message:
                 raise CommandError(f"{self._called(name)} cannot start: {reason_in(deployment.message)}", FAILED)
@@ -202,28 +195,26 @@ class RayCluster:
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise CommandError(f"cannot start: {reason_in(status.message)}", FAILED)
 
-    def _show(self, status: ApplicationStatusOverview, report: Stages) -> None:
+    def _show(self, status: ApplicationStatus, report: Stages) -> None:
         for name, need in self._needs.items():
             deployment = status.deployments.get(name)
-            states = deployment.replica_states if deployment else {}
-            running = sum(count for state, count in states.items() if state == "RUNNING")
+            running = deployment.replica_states["RUNNING"] if deployment else 0
             report(f"{running} of {need.replicas} ready", need.name)
 
     def _called(self, deployment: str) -> str:
         """A deployment in our words."""
         return self._needs[deployment].name if deployment in self._needs else deployment
 
-    def _unhealthy(self, status: ApplicationStatusOverview) -> str:
-        waiting = [f"{self._called(name)}: {entry.status.value}" for name, entry in status.deployments.items()]
+    def _unhealthy(self, status: ApplicationStatus) -> str:
+        waiting = [f"{self._called(name)}: {entry.status}" for name, entry in status.deployments.items()]
         return "" if status.status == "RUNNING" else f"some replicas are down ({', '.join(waiting)}); Ray replaces them"
 
 
-def _leaving(status: ApplicationStatusOverview) -> bool:
+def _leaving(status: ApplicationStatus) -> bool:
     """Whether replicas of an earlier configuration still hold the room that its successors wait for."""
     from ray.util import list_named_actors
 
-    states = [entry for deployment in status.deployments.values() for entry in deployment.replica_states.items()]
-    if any(count and state == "STOPPING" for state, count in states):
+    if any(deployment.replica_states["STOPPING"] for deployment in status.deployments.values()):
         return True
     # Serve's status no longer tells of a deployment that it is deleting, but its replicas keep their names.
     names = [entry["name"].split("#") for entry in list_named_actors(all_namespaces=True)]
@@ -273,10 +264,8 @@ def _drain_seconds() -> float:
 
 def _await_gone(seconds: float = GONE_SECONDS) -> bool:
     """Until Serve has ended the application, but no longer than so many seconds. Whether it has."""
-    from ray import serve
-
     deadline = time.monotonic() + seconds
-    while APPLICATION in serve.status().applications:
+    while APPLICATION in applications():
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_SECONDS)
@@ -293,7 +282,7 @@ def remove(config: Config, report: Stages) -> None:
     from ray import serve
 
     try:
-        if APPLICATION not in serve.status().applications:
+        if APPLICATION not in applications():
             raise CommandError(f"no Paceline is deployed at {config.ray.address}", FAILED)
         drain = _drain_seconds()
         _apply([])
@@ -303,7 +292,7 @@ def remove(config: Config, report: Stages) -> None:
             raise CommandError(
                 f"Paceline has not ended at {where} within {seconds:.0f} s; Serve goes on ending it", FAILED
             )
-        if not serve.status().applications:
+        if not applications():
             serve.shutdown()  # type: ignore[no-untyped-call]
     finally:
         ray.shutdown()

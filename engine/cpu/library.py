@@ -50,7 +50,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
 class CLayer(Structure):
-    """``Layer`` in ``kernels.cpp``."""
+    """``Layer`` in ``attention.h``."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
@@ -63,7 +63,7 @@ class CLayer(Structure):
 
 
 class CStack(Structure):
-    """``Stack`` in ``kernels.cpp``."""
+    """``Stack`` in ``attention.h``."""
 
     _fields_ = (
         ("layers", POINTER(CLayer)),
@@ -75,7 +75,7 @@ class CStack(Structure):
 
 
 class CRows(Structure):
-    """``Rows`` in ``kernels.cpp``."""
+    """``Rows`` in ``attention.h``."""
 
     _fields_ = (
         ("count", c_int),
@@ -167,7 +167,8 @@ def build(level: str) -> Path:
 
     Raises :class:`Unbuildable`, OSError or SubprocessError.
     """
-    digest = hashlib.blake2b(SOURCE.read_bytes() + repr(FLAGS).encode(), digest_size=8).hexdigest()
+    sources = b"".join(path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    digest = hashlib.blake2b(sources + repr(FLAGS).encode(), digest_size=8).hexdigest()
     folders = (SOURCE.parent / "built", Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}")
     paths = [folder / f"kernels-{level}-{digest}.so" for folder in folders]
     if found := next(filter(_ours, paths), None):

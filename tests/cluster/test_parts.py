@@ -14,7 +14,6 @@ from ray.serve import context
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
-from cluster import serve_app
 from cluster.config.checks import CheckError, check_ranks
 from cluster.config.config import Override, from_mapping, load
 from cluster.config.security import SecurityError
@@ -22,7 +21,7 @@ from cluster.config.vocabularies import target_of
 from cluster.console import CommandError
 from cluster.discovery import ServeDirectory, StaticDirectory
 from cluster.placement import GPU_CLASS, ClusterNode, Need, lacking, needs
-from cluster.ray import token
+from cluster.ray import router_replica, token, worker_replicas
 from cluster.ray.cluster import reason_in
 from cluster.ray.declaration import declaration
 from cluster.ray.parts import SETTINGS, known, options, outline
@@ -449,9 +448,9 @@ def test_a_router_looks_where_serve_listens(monkeypatch, host, args, open_to_all
     config = from_mapping({"ray": {"address": "auto"}} | args, "args")
     if open_to_all:
         with pytest.raises(SecurityError, match=r"^0\.0\.0\.0 can be reached .*--api-keys"):
-            serve_app._check_doors(config)
+            router_replica._check_doors(config)
     else:
-        serve_app._check_doors(config)
+        router_replica._check_doors(config)
 
 
 @pytest.mark.parametrize(
@@ -470,14 +469,14 @@ def test_a_router_serves_in_no_ray_cluster_that_is_open_to_all(monkeypatch, host
     config = from_mapping(args, "args")
     if refused:
         with pytest.raises(CommandError, match=r"asks for no token: .* RAY_AUTH_MODE=token"):
-            serve_app._check_doors(config)
+            router_replica._check_doors(config)
     else:
-        serve_app._check_doors(config)
+        router_replica._check_doors(config)
 
 
 async def test_a_router_that_anyone_could_use_does_not_start(monkeypatch):
     http_at(monkeypatch, "0.0.0.0")
-    kind = serve_app.RouterReplica
+    kind = router_replica.RouterReplica
     monkeypatch.setattr(kind, "__del__", lambda self: None)
     with pytest.raises(SecurityError):
         await kind.__init__(kind.__new__(kind), from_mapping({"ray": {"address": "auto"}}, "args"), [])
@@ -486,4 +485,4 @@ async def test_a_router_that_anyone_could_use_does_not_start(monkeypatch):
 def test_a_worker_on_a_node_of_ipv6_has_an_address(monkeypatch):
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "2001:db8::7")
     config = from_mapping({"ray": {"address": "auto"}, "router": {"allow_remote": True}}, "args")
-    assert serve_app._listen(config) == "[2001:db8::7]:0"
+    assert worker_replicas._listen(config) == "[2001:db8::7]:0"

@@ -88,6 +88,13 @@ def test_one_target_may_use_all_cores_for_large_steps():
     assert chosen_max_threads(settled(configured(target_max_threads="5")).target) == 5
 
 
+def test_a_target_that_nobody_drafts_for_has_all_cores():
+    for alone in ({"speculation_enabled": "false"}, {"draft_replicas": "0"}):
+        assert chosen_threads(settled(configured(**alone)).target) == 2
+        assert chosen_threads(settled(configured(**alone, target_threads="1")).target) == 1
+        assert chosen_threads(settled(configured(**alone, target_replicas="2")).target) == 1
+
+
 def test_what_is_not_measured_has_the_threads_it_was_given_else_one():
     config = settled(configured(target_replicas="2", target_threads="3"))
     assert (chosen_threads(config.target), chosen_threads(config.draft)) == (3, 1)

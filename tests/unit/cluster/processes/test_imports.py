@@ -16,8 +16,9 @@ from speculation.events import Role
 
 FRESH = """
 import sys
-from cluster.processes.imports import do_without
+from cluster.processes.imports import do_without, list_models_once
 do_without()
+list_models_once()
 import draft_service.service, target_service.service
 from engine.loading.loader import load
 load("models/draft")
@@ -29,6 +30,17 @@ assert compiled(torch.ones(2)).tolist() == [2, 2]
 assert sys.modules["torch._dynamo.symbolic_convert"], "it was not compiled"
 """
 """What a fresh process of a worker with a plain model imports; that something can be compiled in it all the same."""
+
+LISTED = """
+from cluster.processes.imports import list_models_once
+list_models_once()
+import transformers.models as given
+from transformers.utils.import_utils import _LazyModule, define_import_structure
+listed = _LazyModule("transformers.models", given.__file__, define_import_structure(given.__file__))
+assert len(given._class_to_module) > 1000
+assert (given._class_to_module, given._modules) == (listed._class_to_module, listed._modules)
+"""
+"""What transformers lists of its models by itself is what it is given."""
 
 LIGHT = """
 import sys
@@ -73,7 +85,7 @@ def test_who_has_switched_it_off_is_left_alone():
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("script", [FRESH, LIGHT], ids=["worker", "command and router"])
+@pytest.mark.parametrize("script", [FRESH, LIGHT, LISTED], ids=["worker", "command and router", "models"])
 def test_what_has_no_use_is_not_imported(script):
     subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, check=True)
 

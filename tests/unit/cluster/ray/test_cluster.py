@@ -7,11 +7,12 @@ import pytest
 from ray import serve
 from ray.serve import context
 from ray.serve.config import HTTPOptions
+from ray.serve.schema import ServeInstanceDetails
 
 from cluster.config.config import from_mapping
 from cluster.console import CommandError
 from cluster.ray import cluster as ray_cluster
-from cluster.ray import connection
+from cluster.ray import connection, status
 
 CONFIG = from_mapping({"router": {"port": 8001}, "ray": {"address": "10.0.0.5:6379"}}, "test")
 
@@ -69,13 +70,10 @@ def removed(monkeypatch):
     }
     details = {"applications": {"paceline": {"deployments": deployments}}}
 
-    def status():
-        return SimpleNamespace(applications=["paceline"] if found.now < found.ending else [])
-
     monkeypatch.setattr(ray_cluster, "join", lambda config: None)
     monkeypatch.setattr(ray_cluster, "_apply", lambda ours: None)
     monkeypatch.setattr(context, "_get_global_client", lambda: SimpleNamespace(get_serve_details=lambda: details))
-    monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(ray_cluster, "applications", lambda: ["paceline"] if found.now < found.ending else [])
     monkeypatch.setattr(serve, "shutdown", lambda: setattr(found, "shut_down", True))
     clock = SimpleNamespace(
         monotonic=lambda: found.now, sleep=lambda seconds: setattr(found, "now", found.now + seconds)
@@ -103,3 +101,45 @@ def test_what_no_longer_listens_is_about_to_end():
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert not connection._refuses(address)
     assert connection._refuses(address)
+
+
+def test_what_serve_says_is_read_as_its_own_status_has_it(monkeypatch):
+    replica = {"node_id": "1", "node_ip": "127.0.0.1", "replica_id": "r", "pid": 1, "start_time_s": 1.0}
+    deployment = {
+        "name": "TargetWorker",
+        "status": "UPDATING",
+        "status_trigger": "CONFIG_UPDATE_STARTED",
+        "message": "has 1 replica that takes long",
+        "deployment_config": {"name": "TargetWorker"},
+        "target_num_replicas": 2,
+        "required_resources": {},
+        "replicas": [replica | {"state": state} for state in ("RUNNING", "STARTING", "RUNNING")],
+    }
+    application = {
+        "name": "paceline",
+        "route_prefix": "/",
+        "docs_path": None,
+        "status": "DEPLOYING",
+        "message": "soon",
+        "last_deployed_time_s": 1.0,
+        "source": "declarative",
+        "external_scaler_enabled": False,
+        "deployments": {"TargetWorker": deployment},
+    }
+    details = ServeInstanceDetails(
+        controller_info={"node_id": "1"},
+        proxy_location="HeadOnly",
+        proxies={},
+        applications={"paceline": application},
+        target_capacity=None,
+    )
+    sent = details._get_user_facing_json_serializable_dict(exclude_unset=True)
+    client = SimpleNamespace(get_serve_details=lambda: sent)
+    monkeypatch.setattr(context, "_get_global_client", lambda raise_if_no_controller_running: client)
+    ours, its_own = status.applications()["paceline"], details._get_status().applications["paceline"]
+    assert (ours.status, ours.message) == (its_own.status, its_own.message)
+    ((name, found),), ((its_name, its),) = ours.deployments.items(), its_own.deployments.items()
+    assert (name, found.status, found.message) == (its_name, its.status, its.message)
+    assert dict(found.replica_states) == its.replica_states == {"RUNNING": 2, "STARTING": 1}
+    monkeypatch.setattr(context, "_get_global_client", lambda raise_if_no_controller_running: None)
+    assert status.applications() == {}

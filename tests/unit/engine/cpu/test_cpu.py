@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -239,13 +240,19 @@ def test_other_models_stay_as_they_are(family: str, changes: dict[str, Any], rea
     assert model.attention is None and any(reason in line for line in told), told
 
 
+def copy_of_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is compiled from now on; the file that includes the others."""
+    for file in (built.SOURCE, *built.SOURCE.parent.glob("*.h")):
+        shutil.copy(file, folder)
+    monkeypatch.setattr(built, "SOURCE", folder / built.SOURCE.name)
+    return folder / built.SOURCE.name
+
+
 @pytest.mark.parametrize(("compiler", "why"), [("", "there is no C\\+\\+ compiler"), ("false", "cannot compile")])
 def test_without_a_compiler(
     compiler: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = tmp_path / "kernels.cpp"
-    source.write_text(built.SOURCE.read_text() + "// another")
-    monkeypatch.setattr(built, "SOURCE", source)
+    copy_of_sources(tmp_path, monkeypatch).write_text("// another")
     monkeypatch.setattr(built, "COMPILERS", (compiler,))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(built.Unbuildable, match=why):
@@ -274,16 +281,17 @@ def test_the_processor_decides_what_is_built(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("level", built.LEVELS)
 def test_every_level_is_built_once_and_kept(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "kernels.cpp"
-    source.write_text(built.SOURCE.read_text())
-    monkeypatch.setattr(built, "SOURCE", source)
+    source = copy_of_sources(tmp_path, monkeypatch)
     path = built.build(level)
     assert level in path.name and path.parent == tmp_path / "built"
     monkeypatch.setattr(built, "COMPILERS", ("false",))
     assert built.build(level) == path
-    source.write_text(source.read_text() + "// changed")
-    with pytest.raises(built.Unbuildable, match="cannot compile"):
-        built.build(level)
+    for changed in (source, source.with_name("vectors.h")):
+        before = changed.read_text()
+        changed.write_text(before + "// changed")
+        with pytest.raises(built.Unbuildable, match="cannot compile"):
+            built.build(level)
+        changed.write_text(before)
 
 
 def test_where_the_checkout_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""A router as a replica of Ray Serve, which carries HTTP to it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from cluster.autoscaling.serve_policy import figures
+from cluster.config.config import Config
+from cluster.config.security import check_http_exposure
+from cluster.config.serving import router_settings
+from cluster.discovery import Handles, serve_directory
+from cluster.ray.metrics import RayExporter
+from cluster.ray.parts import known
+from cluster.ray.token import check_token
+from router.http.api import build_app
+from router.http.prompt_recorder import PromptRecorder
+from router.service import dispatcher
+from router.text.tokenizers import Tokenizers
+from speculation.events import Role
+from transport.tracing import Tracing
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+
+@serve.ingress()
+class RouterReplica:
+    """A router behind Serve's HTTP proxy."""
+
+    async def __init__(self, config: Config, workers: Handles) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Read the tokenizers and begin to look for workers."""
+        config = known(config)
+        await asyncio.to_thread(_check_doors, config)
+        settings = router_settings(config)
+        self._settings = settings.api
+        self._tokenizers = Tokenizers(config.router.tokenizer)
+        for source in {config.router.tokenizer or p.settings.model for p in config.pools() if p.role is Role.TARGET}:
+            await self._tokenizers.read(source)
+        self._tracing = Tracing.to(settings.trace, "router") if settings.trace else None
+        self._recorder = PromptRecorder(settings.record) if settings.record else None
+        self._dispatcher = dispatcher(settings.limits, settings.identity, self._tracing)
+        self._models = tuple(dict.fromkeys(pool.model for pool in config.pools()))
+        self._directory = serve_directory(workers)
+        self._directory.start(self._dispatcher.pool.set_workers)
+        self._exporter = RayExporter(self._dispatcher.metrics.collect)
+        self._exporter.start()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller learns of its streams; see :mod:`cluster.autoscaling.serve_policy`."""
+        reports = [figures(self._dispatcher.demand(model), model) for model in self._models]
+        return {name: value for report in reports for name, value in report.items()}
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """The OpenAI-compatible API."""
+        serving = self._dispatcher
+        return build_app(serving, self._tokenizers, self._settings, serving.metrics, self._tracing, self._recorder)
+
+    async def __del__(self) -> None:
+        """Serve's call at a graceful end, after running requests have ended."""
+        if hasattr(self, "_directory"):
+            self._dispatcher.draining = True
+            self._directory.close()
+            await self._exporter.close()
+            await self._dispatcher.pool.close()
+            if self._recorder is not None:
+                await asyncio.to_thread(self._recorder.close)
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
+
+
+def _check_doors(config: Config) -> None:
+    """Whether HTTP may be served where Serve does so, and this Ray cluster be served from.
+
+    ``paceline up`` asks both before it deploys. A RayService is deployed by nobody who asks, says where HTTP is served
+    beside our configuration, and need not say in there that there is a cluster.
+    """
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    check_http_exposure(config, client.http_config.host or "localhost")
+    hosts = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    check_token(config, ray.get_runtime_context().gcs_address, hosts)

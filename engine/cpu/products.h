@@ -1,0 +1,186 @@
+// Rows times packed weights: each output is one sum over its inputs from the first to the last, however many rows there
+// are. engine/cpu/library.py says how weights are packed.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "team.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int PANEL = 2 * WIDTH;  // outputs that are computed together
+constexpr int ROWS = WIDTH == 16 ? 12 : 6;
+constexpr int ROW_BLOCK = 16 * ROWS;
+constexpr int AHEAD = 2048;  // bytes
+constexpr int DEPTH = 256;  // inputs at a time where there are several tiles of rows
+
+// Two vectors of a panel: of one input, the weights of its first and second WIDTH outputs. In bfloat16 these lie side
+// by side, each pair in one word.
+inline void weights_at(const float* panel, int k, Vec& first, Vec& second) {
+  first = load(panel + (size_t)k * PANEL);
+  second = load(panel + (size_t)k * PANEL + WIDTH);
+}
+inline void weights_at(const uint16_t* panel, int k, Vec& first, Vec& second) {
+  first = low_halves(panel + (size_t)k * PANEL);
+  second = high_halves(panel + (size_t)k * PANEL);
+}
+
+// M rows times P panels over inputs [0, depth): sums are taken up from and left in `sums` [P][M][PANEL].
+template <typename W, int M, int P>
+inline void tile(const float* x, int stride, const W* panels, size_t panel_size, int depth, float* sums, bool fresh,
+                 const char* ahead, int ahead_step) {
+  Vec acc[P][M][2];
+  for (int p = 0; p < P; ++p)
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < 2; ++v) acc[p][m][v] = fresh ? zero() : load(sums + ((p * M + m) * 2 + v) * WIDTH);
+#pragma GCC unroll 4
+  for (int k = 0; k < depth; ++k) {
+    if (P > 1 && M > 1 && (sizeof(W) == 4 || !(k & 1)))  // sums of one row leave time for what the processor fetches
+      for (int p = 0; p < P; ++p)
+        _mm_prefetch(reinterpret_cast<const char*>(panels + p * panel_size + (size_t)k * PANEL) + AHEAD / 2,
+                     _MM_HINT_T0);
+    if (ahead_step && !(k & 1)) {
+      const char* line = ahead + (size_t)(k >> 1) * ahead_step;
+      _mm_prefetch(line, _MM_HINT_T0);
+      if (ahead_step > 64) _mm_prefetch(line + 64, _MM_HINT_T0);
+    }
+    Vec w[P][2];
+    for (int p = 0; p < P; ++p) weights_at(panels + p * panel_size, k, w[p][0], w[p][1]);
+    for (int m = 0; m < M; ++m) {
+      const Vec input = all(x[(size_t)m * stride + k]);
+      for (int p = 0; p < P; ++p) {
+        acc[p][m][0] = fma(input, w[p][0], acc[p][m][0]);
+        acc[p][m][1] = fma(input, w[p][1], acc[p][m][1]);
+      }
+    }
+  }
+  for (int p = 0; p < P; ++p)
+    for (int m = 0; m < M; ++m)
+      for (int v = 0; v < 2; ++v) store(sums + ((p * M + m) * 2 + v) * WIDTH, acc[p][m][v]);
+}
+
+template <typename W, int P>
+void tile_of(int rows, const float* x, int stride, const W* panels, size_t panel_size, int depth, float* sums,
+             bool fresh, const char* ahead, int ahead_step) {
+  switch (rows) {
+#define CASE(M)                                                                                   \
+  case M:                                                                                         \
+    if constexpr (M <= ROWS && M * P <= 2 * ROWS)                                                 \
+      tile<W, M, P>(x, stride, panels, panel_size, depth, sums, fresh, ahead, ahead_step);        \
+    break;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+  }
+}
+
+enum class Then { STORE, ADD, SILU, GELU };  // what becomes of a sum
+
+struct Product {
+  const void* weights;  // [panels][K][PANEL], see engine/cpu/library.py
+  const float* bias;    // [O] or none
+  int inputs, outputs;
+};
+
+// One row of a panel's sums to where it belongs. `out` has `stride` columns a row.
+inline void finish(const Product& product, Then then, const float* sums, int panel, float* out) {
+  const int first = panel * PANEL;
+  const float* bias = product.bias ? product.bias + first : nullptr;
+  if (then == Then::SILU || then == Then::GELU) {
+    Vec gate = load(sums), up = load(sums + WIDTH);
+    if (bias) gate = gate + load(bias), up = up + load(bias + WIDTH);
+    Vec inner = gate;
+    if (then == Then::GELU)  // gelu by tanh: gate * sigmoid(2 * inner)
+      inner = all(1.5957691216f) * fma(all(0.044715f) * gate * gate, gate, gate);
+    store(out + panel * WIDTH, gate / (all(1.0f) + exponential(zero() - inner)) * up);
+    return;
+  }
+  const int count = std::min(PANEL, product.outputs - first);
+  out += first;
+  if (count == PANEL) {
+    for (int v = 0; v < PANEL; v += WIDTH) {
+      Vec value = load(sums + v);
+      if (bias) value = value + load(bias + v);
+      if (then == Then::ADD) value = load(out + v) + value;
+      store(out + v, value);
+    }
+    return;
+  }
+  for (int i = 0; i < count; ++i) {
+    const float value = bias ? sums[i] + bias[i] : sums[i];
+    out[i] = then == Then::ADD ? out[i] + value : value;
+  }
+}
+
+// A few rows: each panel is read once, several at a time so that one sum need not wait for another.
+template <typename W, int P>
+void few_rows(const Product& product, Then then, const float* x, int rows, float* out, int stride, int from, int to) {
+  const size_t panel_size = (size_t)product.inputs * PANEL;
+  const W* weights = static_cast<const W*>(product.weights);
+  float sums[2 * ROWS * PANEL];
+  int panel = from;
+  for (; panel + P <= to; panel += P) {
+    const W* first = weights + panel * panel_size;
+    tile_of<W, P>(rows, x, product.inputs, first, panel_size, product.inputs, sums, true,
+                  reinterpret_cast<const char*>(first) + AHEAD, P == 1 ? 2 * PANEL * sizeof(W) : 0);
+    for (int p = 0; p < P; ++p)
+      for (int m = 0; m < rows; ++m)
+        finish(product, then, sums + (p * rows + m) * PANEL, panel + p, out + (size_t)m * stride);
+  }
+  if constexpr (P > 1)
+    if (panel < to) few_rows<W, 1>(product, then, x, rows, out, stride, panel, to);
+}
+
+// Many rows: a piece of a panel is used by all tiles while it is in the cache, and the next one is fetched meanwhile.
+template <typename W>
+void many_rows(const Product& product, Then then, const float* x, int rows, float* out, int stride, int from, int to) {
+  const size_t panel_size = (size_t)product.inputs * PANEL;
+  const W* weights = static_cast<const W*>(product.weights);
+  const int tiles = (rows + ROWS - 1) / ROWS;
+  static thread_local float sums[ROW_BLOCK * PANEL];
+  for (int panel = from; panel < to; ++panel) {
+    for (int k = 0; k < product.inputs; k += DEPTH) {
+      const int depth = std::min(DEPTH, product.inputs - k);
+      const W* piece = weights + panel * panel_size + (size_t)k * PANEL;
+      const char* next = reinterpret_cast<const char*>(piece + (size_t)depth * PANEL);
+      // Every other input a line is fetched: so many bytes for each tile, one after the other.
+      const int share = tiles <= 4 ? (int)(2 * PANEL * sizeof(W)) / tiles : 0;
+      for (int t = 0, row = 0; t < tiles; ++t) {
+        const int count = rows * (t + 1) / tiles - row;
+        tile_of<W, 1>(count, x + (size_t)row * product.inputs + k, product.inputs, piece, panel_size, depth,
+                      sums + row * PANEL, k == 0, next + (size_t)t * share * (depth / 2), share);
+        row += count;
+      }
+    }
+    for (int m = 0; m < rows; ++m) finish(product, then, sums + m * PANEL, panel, out + (size_t)m * stride);
+  }
+}
+
+template <typename W>
+void panels(const Product& product, Then then, const float* x, int rows, float* out, int stride, int from, int to) {
+  if (rows == 1) return few_rows<W, 4>(product, then, x, rows, out, stride, from, to);
+  if (rows == 2 || (rows == 3 && sizeof(W) == 4)) return few_rows<W, 2>(product, then, x, rows, out, stride, from, to);
+  if (rows <= ROWS) return few_rows<W, 1>(product, then, x, rows, out, stride, from, to);
+  for (int row = 0; row < rows; row += ROW_BLOCK)
+    many_rows<W>(product, then, x + (size_t)row * product.inputs, std::min(ROW_BLOCK, rows - row),
+                 out + (size_t)row * stride, stride, from, to);
+}
+
+// This thread's part of x [T, K] times the weights, to out [T, stride].
+void multiply(const Product& product, bool half, Then then, const float* x, int rows, float* out, int stride,
+              Counters& counters, int phase, int threads) {
+  const int total = (product.outputs + PANEL - 1) / PANEL;
+  const int block = std::max(1, std::min(total / (threads * 4), 16) / 4 * 4);
+  for (int from; (from = counters.take(phase, block)) < total;) {
+    const int to = std::min(from + block, total);
+    if (half)
+      panels<uint16_t>(product, then, x, rows, out, stride, from, to);
+    else
+      panels<float>(product, then, x, rows, out, stride, from, to);
+  }
+}
+
+}  // namespace

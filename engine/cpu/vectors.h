@@ -1,0 +1,99 @@
+// Vectors of float32 as wide as the processor's, and how bfloat16 becomes them.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int WIDTH = 16;
+using Vec = __m512;
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec all(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, 0); }
+inline Vec power_of_two(Vec n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+inline Vec low_halves(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
+}
+inline Vec high_halves(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xffff0000)));
+}
+inline Vec widened(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+#else
+constexpr int WIDTH = 8;
+using Vec = __m256;
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec all(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec smaller(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec nearest(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec power_of_two(Vec n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Vec low_halves(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
+}
+inline Vec high_halves(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi32(0xffff0000)));
+}
+inline Vec widened(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+#endif
+
+inline float sum(Vec v) {
+  float lanes[WIDTH];
+  store(lanes, v);
+  for (int half = WIDTH / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+inline float maximum(Vec v) {
+  float lanes[WIDTH];
+  store(lanes, v);
+  return *std::max_element(lanes, lanes + WIDTH);
+}
+
+// e^x to about one unit in the last place (Cephes' expf), from -87.3 to 88. NaN stays NaN: of the two operands of a
+// comparison with one, the processor takes the second.
+inline Vec exponential(Vec x) {
+  x = larger(all(-87.3f), smaller(all(88.0f), x));
+  Vec n = nearest(x * all(1.44269504f));
+  Vec r = fma(n, all(-0.693359375f), x);
+  r = fma(n, all(2.12194440e-4f), r);
+  Vec y = all(1.9875691500e-4f);
+  y = fma(y, r, all(1.3981999507e-3f));
+  y = fma(y, r, all(8.3334519073e-3f));
+  y = fma(y, r, all(4.1665795894e-2f));
+  y = fma(y, r, all(1.6666665459e-1f));
+  y = fma(y, r, all(5.0000001201e-1f));
+  y = fma(y, r * r, r) + all(1.0f);
+  return y * power_of_two(n);
+}
+
+inline uint16_t rounded(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;  // NaN stays one
+  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+}  // namespace
