@@ -94,6 +94,8 @@ class Look:
             raise Unreachable(f"{self.url} does not answer: {error or type(error).__name__}") from error
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise CommandError(f"{self.url} wants an API key it knows: see --api-key-file", BAD_INPUT)
+        if answer.status_code == httpx.codes.FORBIDDEN:
+            raise CommandError(f"{self.url} wants an operator's API key for this: see --api-key-file", BAD_INPUT)
         if answer.is_server_error:
             raise Unreachable(f"{self.url} answers with status {answer.status_code}")
         try:

@@ -136,6 +136,7 @@ def test_it_says_that_the_router_is_away_and_goes_on_when_it_is_back() -> None:
     [
         (httpx.ConnectError("refused"), "does not answer: refused", 1),
         (httpx.Response(401, json={}), "--api-key-file", 2),
+        (httpx.Response(403, json={}), "an operator's API key", 2),
         (httpx.Response(404, text="no"), "is no Paceline server: status 404", 1),
         (httpx.Response(200, text="<html>"), "is no Paceline server", 1),
         ([], "is no Paceline server", 1),
