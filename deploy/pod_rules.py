@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from deploy.manifests import ManifestFinding, Manifests, Object, Pod, mount_of, where
 
 GPU = "nvidia.com/gpu"
+PROBE = "engine.host.live_gpus"
 
 
 def pod_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
@@ -38,6 +39,8 @@ def _of_pod(pod: Pod) -> Iterator[str]:
         if pod.spec.get(key):
             yield f"{key} must not be set"
     on_gpu = GPU in pod.spec["containers"][0].get("resources", {}).get("requests", {})
+    if on_gpu and PROBE not in str(pod.spec["containers"][0].get("livenessProbe", {}).get("exec")):
+        yield f"its livenessProbe must run {PROBE}, or a GPU that is gone leaves a pod that serves nothing"
     if on_gpu and not (pod.spec.get("nodeSelector") or _asks_for_machines(pod)):
         yield "takes any machine with a GPU, small or large; choose some by their label"
     for volume in pod.spec.get("volumes", []):

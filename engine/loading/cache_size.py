@@ -7,16 +7,26 @@ what part of it they have: what is free says nothing of what others are about to
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from engine.host.memory import GIB, available_bytes, gpu_memory
+from engine.host.memory import GIB, GpuMemory, available_bytes, gpu_memory
 from engine.model import Model, ModelError
+
+log = logging.getLogger(__name__)
 
 CUDA_SHARE, CPU_SHARE = 0.9, 0.25
 """What the cache may have: of a GPU's memory together with the weights, the rest being for activations; of what is free
 on a CPU."""
+
+CONTEXTS = 4 * GIB
+"""Of a GPU that is nobody else's: what the driver and CUDA hold beside torch, for this process and small ones."""
+RELEASE_SECONDS, POLL_SECONDS = 30.0, 0.5
+"""How long the memory of a process that has just died is waited for."""
 
 MAX_CONTEXTS = 64
 """More of the longest sequences than that are never needed at once: a worker computes so many sessions in a step."""
@@ -47,13 +57,29 @@ def fitting_tokens(model: Model, parts: int = 1, *, gpu_share: float = 1.0) -> i
     return min(fitting, MAX_CONTEXTS * model.context)
 
 
-def allowed_bytes(device: torch.device, gpu_share: float) -> int:
+def allowed_bytes(device: torch.device, gpu_share: float, sleep: Callable[[float], None] = time.sleep) -> int:
     """What a cache may take, in bytes."""
     if device.type != "cuda":
         return int(CPU_SHARE * available_bytes())
-    gpu = gpu_memory(device)
+    gpu = _released(device, gpu_share, sleep)
     # What is free counts too: there may be others who know nothing of shares.
     return max(0, int(min(CUDA_SHARE * gpu_share * gpu.total - gpu.own, CUDA_SHARE * gpu.free)))
+
+
+def _released(device: torch.device, gpu_share: float, sleep: Callable[[float], None]) -> GpuMemory:
+    """The memory of a GPU once others hold no more than is theirs: a process that died may hold it for seconds."""
+    gpu = gpu_memory(device)
+    theirs = (1 - gpu_share) * gpu.total + CONTEXTS
+    for _ in range(round(RELEASE_SECONDS / POLL_SECONDS)):
+        if gpu.total - gpu.free - gpu.own <= theirs:
+            return gpu
+        sleep(POLL_SECONDS)
+        gpu = gpu_memory(device)
+    held = (gpu.total - gpu.free - gpu.own) / GIB
+    log.warning(
+        "others hold %.1f GiB of the GPU and keep it; the cache gets what is left. Say by gpus that it is shared", held
+    )
+    return gpu
 
 
 def token_bytes(model: Model) -> int:

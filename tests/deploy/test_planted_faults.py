@@ -430,6 +430,11 @@ FAULTS = [
         lambda c: put(container(c.large)["securityContext"], "privileged", True),
         "privileged must not be set",
     ),
+    Fault(
+        "GPU that may be gone unnoticed",
+        lambda c: container(c.large).pop("livenessProbe"),
+        "large-gpu: its livenessProbe must run engine.host.live_gpus",
+    ),
     Fault("any GPU", lambda c: pod(c.small).pop("affinity"), "small-gpu: takes any machine with a GPU, small or large"),
     Fault("root", lambda c: put(pod(c.head)["securityContext"], "runAsUser", 0), "runAsUser to a number above 0"),
     Fault(

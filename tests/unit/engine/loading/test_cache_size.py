@@ -74,6 +74,27 @@ def test_a_share_of_a_gpu_includes_what_is_loaded_and_not_what_others_hold(monke
     assert allowed_bytes(cuda, 0.1) == 0
 
 
+def test_memory_of_a_process_that_has_just_died_is_waited_for(monkeypatch) -> None:
+    cuda, polls = torch.device("cuda"), []
+    dying = GpuMemory(total=80 * GIB, free=20 * GIB, own=16 * GIB)
+    gone = GpuMemory(total=80 * GIB, free=63 * GIB, own=16 * GIB)
+    monkeypatch.setattr(cache_size, "gpu_memory", lambda device: gone if len(polls) > 3 else dying)
+    assert allowed_bytes(cuda, 1.0, polls.append) == 56 * GIB
+    assert len(polls) == 4
+    polls.clear()
+    assert allowed_bytes(cuda, 0.4, polls.append) == int(12.8 * GIB)  # others may hold what is theirs
+    assert polls == []
+
+
+def test_who_keeps_the_memory_of_a_gpu_is_waited_for_no_longer_than_half_a_minute(monkeypatch, caplog) -> None:
+    polls = []
+    held = GpuMemory(total=80 * GIB, free=20 * GIB, own=16 * GIB)
+    monkeypatch.setattr(cache_size, "gpu_memory", lambda device: held)
+    assert allowed_bytes(torch.device("cuda"), 1.0, polls.append) == 18 * GIB
+    assert sum(polls) == 30
+    assert "others hold 44.0 GiB of the GPU" in caplog.text
+
+
 def test_memory_that_torch_only_keeps_counts_as_free(monkeypatch) -> None:
     kept = [30]
     monkeypatch.setattr("torch.cuda.empty_cache", kept.clear)
