@@ -1,4 +1,4 @@
-"""How much one caller may ask for: requests and tokens a minute, and requests at once.
+"""How much one caller may ask for: requests and tokens a minute, requests and sessions at once.
 
 Pure accounts over a clock that is passed in. Who the callers are, and what they are told, :mod:`router.http.admission`
 decides. Rates are buckets: full at first, refilled evenly, so a minute's worth may come at once, and never twice.
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrent"
+REQUESTS, TOKENS, CONCURRENT, SESSIONS = "requests", "tokens", "concurrent", "sessions"
 """What there are limits on."""
 MIN_WAIT, MAX_WAIT = 1.0, 60.0
 """Seconds that a refused client is told to wait, where they are estimated."""
@@ -29,6 +29,8 @@ class Allowance:
     tokens_per_minute: int = 0
     """Of prompts and of what is generated."""
     concurrent_requests: int = 0
+    concurrent_sessions: int = 0
+    """Choices of all its requests: what takes a place of the router each."""
 
     def but(self, own: Mapping[str, int]) -> Allowance:
         """The same where ``own``, by the names of these fields, does not say otherwise."""
@@ -102,10 +104,14 @@ class Account:
 
     allowance: Allowance = Allowance()
     running: int = 0
+    sessions: int = 0
+    """Under way."""
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    refused: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys((REQUESTS, TOKENS, CONCURRENT), 0)))
+    refused: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys((REQUESTS, TOKENS, CONCURRENT, SESSIONS), 0))
+    )
     """By the limit."""
     buckets: dict[str, Bucket] = field(default_factory=dict)
     """By what they limit; none where there is no limit."""
@@ -137,6 +143,14 @@ class Account:
         self.running += 1
         self.requests += 1
 
+    def take_sessions(self, sessions: int) -> None:
+        """A request that has entered brings so many; one alone may bring any number. Raises :class:`LimitReached`."""
+        allowed = self.allowance.concurrent_sessions
+        if allowed and self.sessions and self.sessions + sessions > allowed:
+            why = f"{allowed} choices at once are allowed, {self.sessions} under way, {sessions} needed"
+            self._refuse(SESSIONS, why, self._durations.wait(self.running))
+        self.sessions += sessions
+
     def take_prompt(self, tokens: int, now: float) -> None:
         """A request that has entered brings so many tokens. Raises :class:`LimitReached`."""
         if TOKENS in self.buckets:
@@ -149,9 +163,10 @@ class Account:
         self.completion_tokens += tokens
         self._take(tokens, now)
 
-    def leave(self, seconds: float) -> None:
-        """A request has ended, after so long."""
+    def leave(self, seconds: float, sessions: int = 0) -> None:
+        """A request has ended, after so long, and with it so many sessions."""
         self.running -= 1
+        self.sessions -= sessions
         self._durations.add(seconds)
 
     def _take(self, tokens: int, now: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -28,7 +28,7 @@ from cluster.config.pools import (
     node_labels,
 )
 from cluster.config.reading import DEFAULT_POOL, MODELS, ConfigReader, Override, Values, document_in
-from cluster.config.settings import ConfigError, SettingSpec, rule_in, settings_of
+from cluster.config.settings import AUTO, ConfigError, SettingSpec, rule_in, settings_of
 from cluster.config.settings import setting as _setting
 from speculation.events import Role
 from speculation.messages import Rule as AcceptanceRule
@@ -154,6 +154,13 @@ class AdmissionConfig:
         0, "tokens a minute, of prompts and generated, per router (0: no limit)", at_least=0
     )
     concurrent_requests: int = _setting(0, "requests under way at once per router (0: no limit)", at_least=0)
+    concurrent_sessions: int | Literal["auto"] = _setting(
+        AUTO,
+        "choices of requests under way at once per router (0: no limit; auto: with API keys half of "
+        "router.max_sessions, so that one key never takes all, else no limit)",
+        at_least=0,
+        auto=True,
+    )
     request_timeout: float = _setting(
         0.0, "seconds that a request has if it asks for none (0: as many as it takes)", at_least=0, at_most=86400
     )

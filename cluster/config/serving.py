@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config.config import AdmissionConfig, Config, RouterConfig
+from cluster.config.config import Config, RouterConfig
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig, chosen_max_threads, chosen_threads
 from cluster.config.security import api_keys, identity
 from cluster.config.settings import AUTO
@@ -121,7 +121,7 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
             model_name=config.router.model_name or None,
             speculation=speculation(config),
             api_keys=api_keys(config),
-            admission=_admission(config.admission),
+            admission=_admission(config),
         ),
         limits=DispatchLimits(sessions=config.router.max_sessions, standby=_standby(config)),
         identity=identity(config, "router"),
@@ -157,12 +157,24 @@ def trace_settings(config: Config) -> TraceSettings | None:
     return TraceSettings(chosen.otlp_endpoint, chosen.sample) if on else None
 
 
-def _admission(chosen: AdmissionConfig) -> AdmissionSettings:
+def _concurrent_sessions(config: Config) -> int:
+    """Of one API key, or of all callers where there are no keys; 0: no limit."""
+    chosen = config.admission.concurrent_sessions
+    if isinstance(chosen, int):
+        return chosen
+    return max(config.router.max_sessions // 2, 1) if config.security.api_keys else 0
+
+
+def _admission(config: Config) -> AdmissionSettings:
     from router.http.admission import AdmissionSettings
     from router.limits import Allowance
 
+    chosen = config.admission
+    allowance = Allowance(
+        chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests, _concurrent_sessions(config)
+    )
     return AdmissionSettings(
-        allowance=Allowance(chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests),
+        allowance=allowance,
         timeout=chosen.request_timeout,
         max_timeout=chosen.max_request_timeout,
         target_timeout=chosen.target_timeout,

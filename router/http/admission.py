@@ -63,6 +63,15 @@ class QuotaLease:
     def __init__(self, account: Account, arrived: float, clock: Callable[[], float]) -> None:
         """Has entered."""
         self._account, self._arrived, self._clock = account, arrived, clock
+        self._sessions = 0
+
+    def take_sessions(self, sessions: int) -> None:
+        """Take places for all choices. Raises :class:`ApiError`."""
+        try:
+            self._account.take_sessions(sessions)
+        except LimitReached as error:
+            raise ApiError(LIMIT_REACHED.name, error.message, retry_after=error.wait) from None
+        self._sessions = sessions
 
     def take_prompt(self, tokens: int) -> None:
         """Pay for all prompts. Raises :class:`ApiError`."""
@@ -77,7 +86,7 @@ class QuotaLease:
 
     def leave(self) -> None:
         """The answer has ended."""
-        self._account.leave(self._clock() - self._arrived)
+        self._account.leave(self._clock() - self._arrived, self._sessions)
 
     def end(self, seconds: float | None) -> float | None:
         """When so many seconds since it came are over, on the event loop's clock; None: never."""

@@ -252,6 +252,7 @@ class _Api:
         """The answer, or one that has begun if it is streamed; ``unless_answered`` ends it."""
         lease = request.state.lease
         seconds = seconds_allowed(parsed.timeout, request.headers, self._settings.admission)
+        lease.take_sessions(len(parsed.generations))
         lease.take_prompt(parsed.prompt_tokens)
         prefix = "chatcmpl" if parsed.kind == "chat" else "cmpl"
         envelope = Envelope(

@@ -127,6 +127,32 @@ async def test_places_are_free_again_however_a_request_ends(stream: bool) -> Non
     assert generator.running == 0
 
 
+async def test_choices_at_once_are_counted_over_all_requests_of_a_caller() -> None:
+    generator = FakeGenerator(lambda _: (), model=model(), hang=True)
+
+    async def under_way(generations: int, **fields: object) -> asyncio.Task[httpx.Response]:
+        asking = asyncio.create_task(ask(client, **fields))
+        while len(generator.generations) < generations:
+            assert not asking.done()
+            await asyncio.sleep(0)
+        return asking
+
+    async with in_memory(generator, limited(concurrent_sessions=3)) as client:
+        first = await under_way(2, n=2)
+        refused = await ask(client, prompt=["a", "b"])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "3 choices at once are allowed, 2 under way, 2 needed" in refused.json()["error"]["message"]
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        alone = await under_way(6, n=4)
+        assert (await ask(client)).status_code == 429
+        alone.cancel()
+        await asyncio.gather(alone, return_exceptions=True)
+        last = await under_way(7)
+        last.cancel()
+        await asyncio.gather(last, return_exceptions=True)
+
+
 # Deadlines
 
 

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from cluster.config.config import from_mapping
+from cluster.config.serving import router_settings
 from router.http.auth import ApiKeys, KeyFileError
 from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, LimitReached
 
@@ -136,6 +138,39 @@ def test_a_line_may_give_its_key_limits(tmp_path) -> None:
 def test_two_keys_of_one_name_share_their_limits(tmp_path) -> None:
     alice, other = holders(tmp_path, f"a: {ALICE} tokens_per_minute=5\na: {BOB} tokens_per_minute=5\n")
     assert alice == other
+
+
+def test_choices_at_once_have_a_limit_but_one_request_alone() -> None:
+    one = account(concurrent_sessions=8)
+    for _ in range(3):
+        one.enter(0.0)
+    one.take_sessions(16)
+    assert refused(one.take_sessions, 1).limit == "sessions"
+    one.leave(2.0, 16)
+    one.take_sessions(5)
+    assert refused(one.take_sessions, 4).wait == 1.0  # two requests, of 2 s each, are under way
+    one.take_sessions(3)
+    one.leave(2.0, 5)
+    one.leave(2.0, 3)
+    assert (one.running, one.sessions, one.refused["sessions"]) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({}, 0),
+        ({"security": {"api_keys": "KEYS"}}, 32),
+        ({"security": {"api_keys": "KEYS"}, "admission": {"concurrent_sessions": 0}}, 0),
+        ({"admission": {"concurrent_sessions": 7}}, 7),
+    ],
+)
+def test_one_key_never_takes_all_places_unless_it_is_let(tmp_path, settings: dict, allowed: int) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{ALICE}\n")
+    if "security" in settings:
+        settings = {**settings, "security": {"api_keys": str(keys)}}
+    made = router_settings(from_mapping({"router": {"max_sessions": 64}, **settings}, "test"))
+    assert made.api.admission.allowance.concurrent_sessions == allowed
 
 
 @pytest.mark.parametrize(
