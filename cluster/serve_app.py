@@ -30,6 +30,7 @@ from cluster.ray.ranks import RayRanks
 from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher
+from router.telemetry.certificates import collect_certificates
 from router.text.tokenizers import Tokenizers
 from speculation.events import Role
 from transport.address import join
@@ -38,6 +39,7 @@ from transport.tracing import Tracing
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from transport.tls import Identity
     from transport.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ _OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 10.0,
     "graceful_shutdown_wait_loop_s": 0.1,
-    "max_constructor_retry_count": 3,
+    # Serve allows each replica three, unless its cluster says more, and that is to decide.
+    "max_constructor_retry_count": 100_000,
     # 5 by default; the router does admission, so this must never bite.
     "max_ongoing_requests": 100_000,
 }
@@ -57,9 +60,11 @@ class _WorkerReplica:
 
     _worker: Worker
 
-    async def _begin(self, worker: Worker, drain_timeout: float) -> None:
+    async def _begin(self, worker: Worker, drain_timeout: float, certified: Identity | None) -> None:
         self._worker, self._drain_timeout = worker, drain_timeout
         worker.freeze_loaded()
+        self._exporter = RayExporter(lambda: collect_certificates(certified.certificates if certified else ()))
+        self._exporter.start()
         self._watch = asyncio.create_task(self._exit_on_failure())
 
     async def _exit_on_failure(self) -> None:
@@ -86,6 +91,7 @@ class _WorkerReplica:
         """Serve's call at a graceful end: routers are told, and move the sessions elsewhere before it."""
         if hasattr(self, "_worker"):
             self._watch.cancel()
+            await self._exporter.close()
             await self._worker.drain(self._drain_timeout)
 
 
@@ -103,7 +109,7 @@ class TargetWorker(_WorkerReplica):
         worker = await start_target(
             target_settings(own), _listen(config), ranks=ranks, identity=certified, make_drafter=drafter
         )
-        await self._begin(worker, config.drain_timeout)
+        await self._begin(worker, config.drain_timeout, certified)
 
 
 class DraftWorker(_WorkerReplica):
@@ -118,7 +124,7 @@ class DraftWorker(_WorkerReplica):
 
         settings = draft_settings(own)
         worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
-        await self._begin(worker, config.drain_timeout)
+        await self._begin(worker, config.drain_timeout, certified)
 
 
 @serve.ingress()

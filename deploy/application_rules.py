@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from urllib.parse import urlsplit
 
 from cluster.checkout import BUNDLED
 from cluster.config.config import Config, from_mapping
@@ -12,16 +13,14 @@ from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs
-from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container
+from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, selects
+from deploy.model_rules import LIST, fetched_by
 from deploy.pod_rules import GPU
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
 from deploy.scaling_rules import scaling_faults
 from speculation.events import Role
 
 ROUTER = "router"
-FETCHED = "MODELS"
-"""Environment variable of the Job that fetches models: FOLDER=HUB-ID, separated by spaces."""
-
 START_SECONDS = 120.0
 """Of Ray's drain, for a replacement to start. Serve stops a replica on a node that drains as soon as the time that is
 left is what the replica may take to end, whether another has started or not."""
@@ -39,6 +38,7 @@ def application_faults(application: Object, service: Object, manifests: Manifest
         return
     yield from _of_config(config)
     yield from _of_proxies(config, service)
+    yield from _of_tracing(config, manifests)
     yield from scaling_faults(config, application)
     wanted, faults = _wanted(config, application)
     why = lacking(wanted, _nodes(service))
@@ -46,6 +46,9 @@ def application_faults(application: Object, service: Object, manifests: Manifest
     yield from faults
     if faults:
         return
+    head, *_ = groups(service)
+    for what in [*_of_files(config, ROUTER, head, manifests)][:1]:
+        yield f"{group_name(head)}: {what}; from there the doctor meets workers as a router does"
     for need in wanted:
         for group in _fitting(need, service):
             for what in _of_equipment(config, _role(need, config), group, manifests):
@@ -95,18 +98,40 @@ def _of_proxies(config: Config, service: Object) -> Iterator[str]:
             )
 
 
+def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
+    """Everything is denied but what policies let out."""
+    endpoint = config.tracing.otlp_endpoint
+    port = urlsplit(endpoint).port or (443 if endpoint.startswith("https") else 80)
+    pods = [pod for pod in manifests.pods() if pod.where.startswith("RayService")][1:]
+    for pod in pods if endpoint else []:
+        ways = [
+            rule
+            for policy in manifests.of("NetworkPolicy")
+            if selects(policy["spec"]["podSelector"], pod.labels)
+            for rule in policy["spec"].get("egress", [])
+        ]
+        if not any(port in [entry["port"] for entry in way.get("ports", [])] for way in ways):
+            yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out to port {port}"
+
+
 def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
     """What the pods of a group need that may run this role: files, the certificate of the role, and time to end."""
-    security, container = config.security, ray_container(group)
-    files = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
-    if role == ROUTER:
-        files["api_keys"] = security.api_keys
+    container, keys = ray_container(group), config.security.api_keys
     name, drain = _drain(role, config)
     if drain + START_SECONDS > drain_seconds(container):
         yield (
             f"{name} is {drain:g}, but Ray drains for {drain_seconds(container):g}; without {START_SECONDS:g} more the "
             "replica ends before another has started"
         )
+    if role == ROUTER and keys and mount_of(container, keys) is None:
+        yield f"security.api_keys is {keys}, but nothing is mounted there"
+    yield from _of_files(config, role, group, manifests)
+
+
+def _of_files(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:
+    """What the pods of a group need to be known to the others by this role."""
+    security, container = config.security, ray_container(group)
+    files = {"certificate": security.certificate, "key": security.key, "authority": security.authority}
     for name, path in files.items():
         if path and mount_of(container, path) is None:
             yield f"security.{name} is {path}, but nothing is mounted there"
@@ -146,9 +171,7 @@ def _fetched(manifests: Manifests) -> set[str]:
     """The folders that Jobs fill."""
     found = set()
     for job in manifests.of("Job"):
-        for container in job["spec"]["template"]["spec"]["containers"]:
-            listed = next((entry["value"] for entry in container.get("env", []) if entry["name"] == FETCHED), "")
-            found |= {f"/models/{entry.partition('=')[0]}" for entry in listed.split()}
+        found |= {f"/models/{entry.partition('=')[0]}" for entry in fetched_by(job).get(LIST, "").split()}
     return found
 
 

@@ -37,9 +37,17 @@ def _of_pod(pod: Pod) -> Iterator[str]:
     for key in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.spec.get(key):
             yield f"{key} must not be set"
+    on_gpu = GPU in pod.spec["containers"][0].get("resources", {}).get("requests", {})
+    if on_gpu and not (pod.spec.get("nodeSelector") or _asks_for_machines(pod)):
+        yield "takes any machine with a GPU, small or large; choose some by their label"
     for volume in pod.spec.get("volumes", []):
         if "hostPath" in volume:
             yield f"volume {volume['name']} is a hostPath; use a volume of the cluster"
+
+
+def _asks_for_machines(pod: Pod) -> bool:
+    affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
+    return bool(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"))
 
 
 def _of_container(container: Object) -> Iterator[str]:

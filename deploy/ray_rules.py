@@ -14,6 +14,11 @@ DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 DEFAULT_DRAIN_SECONDS = 30.0
 HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
 DEFAULT_HARD_STOP_SECONDS = 120.0
+RETRIES = "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"
+DEFAULT_RETRIES = 3.0
+MIN_RETRIES = 100
+"""Failed constructions of a replica after which Serve may give a deployment up for good. One takes seconds at least;
+machines, volumes and drivers may need hours to be put right."""
 DEFAULT_GRACE_SECONDS = 30
 MAX_SLACK_SECONDS = 60
 """More grace than this after Ray's drain only keeps a hung pod."""
@@ -36,15 +41,15 @@ def ray_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
 
 def drain_seconds(container: Object) -> float:
     """How long Ray lets its node empty itself after SIGTERM; nan where that is no number."""
-    return _seconds(container, DRAIN, DEFAULT_DRAIN_SECONDS)
+    return _number(container, DRAIN, DEFAULT_DRAIN_SECONDS)
 
 
 def hard_stop_seconds(container: Object) -> float:
     """How long an HAProxy that was replaced keeps its streams; nan where that is no number."""
-    return _seconds(container, HARD_STOP, DEFAULT_HARD_STOP_SECONDS)
+    return _number(container, HARD_STOP, DEFAULT_HARD_STOP_SECONDS)
 
 
-def _seconds(container: Object, variable: str, default: float) -> float:
+def _number(container: Object, variable: str, default: float) -> float:
     environment = {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
     try:
         return float(environment.get(variable, default))
@@ -77,12 +82,18 @@ def _of_service(service: Object) -> Iterator[str]:
             yield "an incremental upgrade needs clusterUpgradeOptions"
         elif options.get("stepSizePercent", 0) > options.get("maxSurgePercent", 100):
             yield "clusterUpgradeOptions.stepSizePercent is above maxSurgePercent"
-    head = ray_container(cluster["headGroupSpec"])
-    if "serve" not in {port.get("name") for port in head.get("ports", [])}:
-        yield "the head's container needs a port named serve, or KubeRay makes no service for HTTP"
+    yield from _of_head(ray_container(cluster["headGroupSpec"]))
     names = [group_name(group) for group in groups(service)]
     if len(names) != len(set(names)):
         yield f"worker groups share a name: {', '.join(sorted(names))}"
+
+
+def _of_head(head: Object) -> Iterator[str]:
+    if "serve" not in {port.get("name") for port in head.get("ports", [])}:
+        yield "the head's container needs a port named serve, or KubeRay makes no service for HTTP"
+    retries = _number(head, RETRIES, DEFAULT_RETRIES)
+    if not retries >= MIN_RETRIES:
+        yield f"{RETRIES} of the head is {retries:g}; below {MIN_RETRIES} Serve soon gives workers up for good"
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:

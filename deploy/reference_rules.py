@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.manifests import ManifestFinding, Manifests, Object, Pod, selects, where
+from deploy.manifests import ManifestFinding, Manifests, Object, Pod, group_pod, groups, selects, where
+from deploy.pod_rules import GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ SECRETS: Mapping[str, ByHand] = {
         "the token of an account that may have the models, if they are gated as Meta's are",
         "generic paceline-huggingface --from-literal=token=TOKEN",
     ),
+    "paceline-registry": ByHand(
+        "the login at the registry of the image",
+        "docker-registry paceline-registry --docker-server=HOST --docker-username=NAME --docker-password=TOKEN",
+    ),
     "paceline-http-tls": ByHand("the certificate of the host name", "tls paceline-http-tls --cert=FILE --key=FILE"),
 }
 CLAIM, MODELS = "PersistentVolumeClaim", "paceline-models"
@@ -48,6 +53,9 @@ GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 SERVE_SERVICE = "-serve-svc"
 """KubeRay makes a service for HTTP, named after the RayService."""
 HTTP_PORT = 8000
+READY = "/ready"
+"""What a router says of itself."""
+HOST = "kubernetes.io/hostname"
 OF_A_CLUSTER = "ray.io/cluster"
 """Label by which KubeRay tells the pods of the cluster that serves from those of the one that is to replace it."""
 
@@ -70,6 +78,7 @@ def reference_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     yield from _selectors(manifests)
     yield from _authorities(manifests)
     yield from _budgets(manifests)
+    yield from _apart(manifests)
     yield from _ports(manifests)
 
 
@@ -118,10 +127,12 @@ def _mentioned(part: object) -> Iterator[tuple[str, str]]:
                 yield kind, name
             case ("backendRefs" | "subjects", list(named)):
                 yield from ((one.get("kind", "Service"), one["name"]) for one in named)
+            case ("imagePullSecrets", list(secrets)):
+                yield from (("Secret", secret["name"]) for secret in secrets)
             case ("service" | "endpointPickerRef", {"name": str(name)}):
                 yield "Service", name
             case ("redisAddress", str(address)):
-                yield "Service", address.removeprefix("redis://").partition(":")[0]
+                yield "Service", redis_in(address)
         yield from _mentioned(value)
 
 
@@ -208,6 +219,50 @@ def _budgets(manifests: Manifests) -> Iterator[ManifestFinding]:
             )
 
 
+def _apart(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """Whether one machine could take all pods of a kind that is to outlive a machine, or the head and its state."""
+    pods = manifests.pods()
+    for budget in manifests.of("PodDisruptionBudget"):
+        for pod in pods:
+            if selects(budget["spec"].get("selector", {}), pod.labels) and not _on_two_machines(pod):
+                said = f"whose loss {where(budget)} is against"
+                yield ManifestFinding(pod.where, f"all of its pods may come to one machine, {said}")
+    for service in manifests.of("RayService"):
+        head, state = group_pod(service, groups(service)[0]), redis_of(service)
+        for entry in manifests.of("Service") if state else []:
+            chosen = {"matchLabels": entry["spec"].get("selector", {})}
+            for pod in pods if entry["metadata"]["name"] == state else []:
+                if selects(chosen, pod.labels) and not _shuns(pod, head):
+                    yield ManifestFinding(pod.where, "may come to the machine of Ray's head, whose state it keeps")
+
+
+def redis_of(service: Object) -> str:
+    """The Service of the Redis that keeps the head's state; empty for none."""
+    return redis_in(service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions", {}).get("redisAddress", ""))
+
+
+def redis_in(address: str) -> str:
+    """The host that an address such as ``redis://HOST:PORT`` names."""
+    return address.removeprefix("redis://").partition(":")[0]
+
+
+def _on_two_machines(pod: Pod) -> bool:
+    return any(
+        spread["topologyKey"] == HOST
+        and spread["whenUnsatisfiable"] == "DoNotSchedule"
+        and spread.get("minDomains", 1) > 1
+        for spread in pod.spec.get("topologySpreadConstraints", [])
+    )
+
+
+def _shuns(pod: Pod, other: Pod) -> bool:
+    terms = pod.spec.get("affinity", {}).get("podAntiAffinity", {})
+    return any(
+        term["topologyKey"] == HOST and selects(term.get("labelSelector", {}), other.labels)
+        for term in terms.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    )
+
+
 def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
     """Policies, monitors and routes name ports that the pods have."""
     pods = manifests.pods()
@@ -221,11 +276,34 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
         for port in pool["spec"]["targetPorts"]:
             if port["number"] != HTTP_PORT:
                 yield ManifestFinding(where(pool), f"HTTP is on port {HTTP_PORT}, got {port['number']}")
+    yield from _entrance(manifests)
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:
                 if backend.get("port", HTTP_PORT) != HTTP_PORT:
                     yield ManifestFinding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
+
+
+def _entrance(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """HTTP enters by pods that compute nothing, once they can serve: what enters by a pod ends with it."""
+    theirs = {f"{name}{SERVE_SERVICE}" for name in manifests.names("RayService")}
+    for route in manifests.of("HTTPRoute", "Ingress"):
+        for name in sorted({name for kind, name in _mentioned(route) if kind == "Service"} & theirs):
+            yield ManifestFinding(
+                where(route), f"{name} leads clients into every pod; lead them to a Service of routers"
+            )
+    for service in manifests.of("Service"):
+        for pod in manifests.pods():
+            leads = any(port.get("targetPort") in ("serve", HTTP_PORT) for port in service["spec"]["ports"])
+            if not leads or not selects({"matchLabels": service["spec"].get("selector", {})}, pod.labels):
+                continue
+            main = pod.spec["containers"][0]
+            if GPU in main.get("resources", {}).get("requests", {}):
+                yield ManifestFinding(where(service), f"leads clients into {pod.where}, which computes")
+            elif main.get("readinessProbe", {}).get("httpGet", {}).get("path") != READY:
+                yield ManifestFinding(
+                    pod.where, f"must be ready by {READY}: {service['metadata']['name']} leads clients in"
+                )
 
 
 def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[ManifestFinding]:

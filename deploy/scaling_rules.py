@@ -6,6 +6,7 @@ There the numbers of replicas stand beside ``args``: in ``deployments``, and for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ from deploy.manifests import Object
 
 POLICY = "autoscaling_policy"
 KWARGS = f"{POLICY}.policy_kwargs"
+MIN_DOWN_SECONDS = 60.0
+"""That routers must be too many before there are fewer. With each change Serve replaces the HAProxy of every node, and
+what was replaced keeps its streams, and its memory, for up to the hard stop."""
 WIDTH = 1 << 16
 """Wide enough for a line of YAML that is not to be broken."""
 
@@ -26,6 +30,7 @@ WIDTH = 1 << 16
 def scaling_faults(config: Config, application: Object) -> Iterator[str]:
     """Of the policy of an entry of ``applications``, and of what ``args`` says of numbers that follow the load."""
     yield from _unheard(config)
+    yield from _hasty(application)
     policy = application.get(POLICY)
     if policy is None:
         return
@@ -53,6 +58,23 @@ def _unheard(config: Config) -> Iterator[str]:
             yield f"{path}.max_replicas has no effect here; give {deployment} an autoscaling_config in `deployments`"
     if config.autoscaling != AutoscalingConfig():
         yield f"autoscaling has no effect here; say it in {KWARGS}.settings"
+
+
+def _hasty(application: Object) -> Iterator[str]:
+    """Routers that come and go with every lull."""
+    scaled = {entry["name"]: entry.get("autoscaling_config") for entry in application.get("deployments", [])}
+    own = scaled.get(ROUTER)
+    if not own:
+        return
+    if POLICY in application:
+        kwargs = application[POLICY].get("policy_kwargs")
+        settings = kwargs.get("settings") if isinstance(kwargs, dict) else None
+        said = settings.get("down_s", AutoscalingConfig().down_s) if isinstance(settings, dict) else None
+        name = f"{KWARGS}.settings.down_s"
+    else:
+        name, said = f"{ROUTER}: downscale_delay_s", own.get("downscale_delay_s", math.inf)
+    if isinstance(said, int | float) and said < MIN_DOWN_SECONDS:
+        yield f"{name} is {said:g}; below {MIN_DOWN_SECONDS:g}, HAProxy is replaced on every node with every lull"
 
 
 def _unknown(where: str, given: Object, known: Iterable[str]) -> Iterator[str]:

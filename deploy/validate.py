@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cluster.console import complain, say
 from deploy.manifests import ManifestFinding, Manifests, RenderError, render
+from deploy.model_rules import model_findings
 from deploy.pod_rules import pod_findings
 from deploy.ray_rules import ray_findings
 from deploy.reference_rules import CLAIM, MODELS, models_by_hand, reference_findings, secrets_by_hand
@@ -25,6 +26,7 @@ from deploy.serve_rules import serve_findings
 RULES: tuple[Callable[[Manifests], Iterable[ManifestFinding]], ...] = (
     ray_findings,
     serve_findings,
+    model_findings,
     pod_findings,
     reference_findings,
 )

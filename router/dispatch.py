@@ -108,7 +108,7 @@ class Dispatcher:
         self.totals = Totals()
         self.metrics = RouterMetrics(RouterCounters(), self.snapshot)
         if identity is not None:
-            self.metrics.certificates = (identity.certificate,)
+            self.metrics.certificates = identity.certificates
         self.draining = False
         """Set by the owner before it stops: no new generation begins here."""
         self.ready = asyncio.Event()

@@ -116,9 +116,9 @@ class Identity:
         self._told = ""
 
     @property
-    def certificate(self) -> Path:
-        """The file of its own certificate."""
-        return self._files.certificate
+    def certificates(self) -> tuple[Path, Path]:
+        """The files of its own certificate and of those that it trusts."""
+        return self._files.certificate, self._files.authority
 
     def current(self) -> Credentials:
         """What the files say now or, while they cannot be used, what they said before."""

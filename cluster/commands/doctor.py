@@ -112,13 +112,15 @@ def _checks(args: argparse.Namespace, config: Config, listed: dict[Role, list[st
     """What there is to check, in order; ``listed`` gets the workers that Ray knows."""
     from cluster.doctor import devices, endpoint, machine, models, ray_nodes
 
-    yield "models", lambda: models.check(config)
+    elsewhere = _on_ray(config) and not models.are_here(config)
+    if not elsewhere:
+        yield "models", lambda: models.check(config)
     yield "certificates", lambda: _certificates(config)
     if not (_on_ray(config) or any(listed.values()) or args.url):
         yield "devices", lambda: devices.check(config)
         yield "this machine", lambda: machine.check(config)
     if _on_ray(config):
-        yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed)
+        yield f"Ray at {config.ray.address}", lambda: ray_nodes.check(config, listed, models=elsewhere)
     yield "workers", lambda: _workers(args, config, listed)
     if args.url:
         yield args.url, lambda: endpoint.check(args.url, _api_key(args, config))

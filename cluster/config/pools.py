@@ -102,7 +102,10 @@ def _sources() -> Any:
 
 
 def _gpus() -> Any:
-    about = "GPUs of a rank of a worker: what Ray reserves, and below 1 what part of a GPU's memory it may fill"
+    about = (
+        "GPUs of a rank of a worker: what Ray reserves, and below 1 what part of a GPU's memory it may fill; above 0, "
+        "device auto is cuda"
+    )
     return _setting(0.0, about, at_least=0, at_most=64)
 
 

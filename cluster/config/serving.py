@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cluster.config.config import AdmissionConfig, Config, RouterConfig
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig, chosen_max_threads, chosen_threads
 from cluster.config.security import api_keys, identity
+from cluster.config.settings import AUTO
 from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
 from speculation.sources.local_sources import LookupBounds
@@ -65,10 +66,11 @@ def shared_drafter(config: Config) -> MakeDrafter | None:
     from draft_service.service import build_in_turn
 
     # One process has one number of threads.
-    of_gpu = config.draft.gpus or SHARED_GPU * (config.target.gpus if 0 < config.target.gpus < 1 else 1.0)
+    of_gpu = config.draft.gpus or SHARED_GPU * _gpu_share(config.target)
     threads, max_threads = chosen_threads(config.target), chosen_max_threads(config.target)
-    draft = replace(config.draft, threads=threads, max_threads=max_threads, gpus=of_gpu)
+    draft = replace(config.draft, threads=threads, max_threads=max_threads)
     settings = draft_settings(replace(config, draft=draft))
+    settings = replace(settings, engine=replace(settings.engine, gpu_share=min(of_gpu, 1.0)))
     return lambda progress: build_in_turn(settings, progress)
 
 
@@ -171,20 +173,25 @@ def speculation(config: Config) -> Speculation:
 
 
 def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
+    """Where GPUs are reserved for it, a worker that may choose its device must have one: a CPU would be too slow."""
     from engine.settings import EngineSettings
 
     return EngineSettings(
         model=worker.model,
         dtype=worker.dtype,
-        device=worker.device,
+        device="cuda" if worker.device == AUTO and worker.gpus else worker.device,
         quantization=worker.quantization,
         plain_cuda=worker.plain_cuda,
         threads=chosen_threads(worker),
         max_threads=chosen_max_threads(worker),
         cache_tokens=worker.cache_tokens,
-        gpu_share=worker.gpus if 0 < worker.gpus < 1 else 1.0,
+        gpu_share=_gpu_share(worker),
         medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
         tensor_parallel_size=worker.tensor_parallel_size,
         join_timeout=worker.join_timeout,
         name=worker.name,
     )
+
+
+def _gpu_share(worker: TargetConfig | DraftConfig) -> float:
+    return worker.gpus if 0 < worker.gpus < 1 else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from cluster.config.checks import CheckError, check_model, check_tokenizer
@@ -28,6 +29,12 @@ def check(config: Config) -> Iterator[Finding]:
             yield from check_pair(f"vocabulary of {pool}", targets[pool.model], pool.settings.model)
         elif draft := config.shared_draft(pool):
             yield from check_folder(f"draft model of {pool}", draft)
+
+
+def are_here(config: Config) -> bool:
+    """Whether all models that are given as folders can be looked at on this machine."""
+    folders = [Path(pool.settings.model) for pool in config.pools()]
+    return all(folder.is_dir() for folder in folders if folder.is_absolute())
 
 
 def check_folder(subject: str, pool: TargetConfig | DraftConfig) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from cluster.console import CommandError
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.versions import TELLING, installed_version
 from cluster.placement import APPLICATION, GPU_CLASS, ClusterNode, lacking, may_hold, need, needs, router_need
+from cluster.ray.cluster import reason_in
 from cluster.ray.parts import all_settings
 from speculation.events import Role
 
@@ -22,6 +23,9 @@ ANSWER_SECONDS = 60.0
 """How long nodes may take to say what they run; the first task on a node starts a process."""
 WORKER_SECONDS = 10.0
 """How long workers may take to say where they listen."""
+
+
+LOGS = "see its message in `serve status`, and Ray's logs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +114,11 @@ def deployed(config: Config) -> Mapping[str, Any] | None:
         ray.shutdown()
 
 
-def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
-    """All of the above for the cluster at ``ray.address``; fills in the workers that serve there."""
+def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = False) -> Iterator[Finding]:
+    """All of the above for the cluster at ``ray.address``; fills in the workers that serve there.
+
+    ``models``: they are not here, so a router's node is to look at them.
+    """
     from cluster.ray.connection import join
 
     try:
@@ -123,6 +130,9 @@ def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]
     import ray
 
     try:
+        if models:
+            rooms = {node["NodeID"]: _room(node) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+            yield from check_models(config, rooms, _on_node)
         nodes = list(_nodes(config))
         yield from check_room(config, nodes)
         yield from check_nodes(nodes, versions())
@@ -131,13 +141,42 @@ def check(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]
         ray.shutdown()
 
 
+def check_models(
+    config: Config, rooms: Mapping[str, ClusterNode], ask: Callable[[str, Config], Iterable[Finding]]
+) -> Iterator[Finding]:
+    """What a node that may hold a router says of the models; ``ask`` has that node, by its name, look at them."""
+    place = next((name for name, room in rooms.items() if may_hold(room, router_need(config))), None)
+    if place is None:
+        text = "are not here, and no node for routers runs that could look at them"
+        yield problem("models", text, "wait for one, or run the doctor where the models are")
+        return
+    yield from ask(place, config)
+
+
+def models_there(config: Config) -> list[Finding]:
+    """Runs on a node: what is to be said of the models as they are there."""
+    from cluster.doctor import models
+
+    return list(models.check(config))
+
+
+def _on_node(name: str, config: Config) -> list[Finding]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    place = NodeAffinitySchedulingStrategy(name, soft=False)
+    asked = ray.remote(num_cpus=0, max_retries=0)(models_there).options(scheduling_strategy=place).remote(config)
+    found: list[Finding] = ray.get(asked, timeout=ANSWER_SECONDS)
+    return found
+
+
 def models_on(config: Config, node: ClusterNode) -> list[str]:
     """Folders of the models that may be read there: by the workers that may come there, or by a router."""
     pools = config.pools()
     read = {pool.settings.model for pool in pools if may_hold(node, need(pool, config))}
     if may_hold(node, router_need(config)):
         read |= {pool.settings.model for pool in pools if pool.role is Role.TARGET}
-    return sorted(folder for folder in read if os.path.isdir(folder))
+    return sorted(folder for folder in read if os.path.isdir(folder) or os.path.isabs(folder))
 
 
 def _nodes(config: Config) -> Iterator[Seen]:
@@ -199,7 +238,14 @@ def check_application(config: Config, addresses: dict[Role, list[str]]) -> Itera
         if any(count and state == "RUNNING" for state, count in deployment.replica_states.items()):
             yield from _listening(name, addresses.setdefault(role, []))
         elif role is Role.TARGET:
-            yield problem(f"target {name}", "none runs", "see its message in `serve status`, and Ray's logs")
+            yield problem(f"target {name}", f"none runs{_why(deployment)}", LOGS)
+        elif why := _why(deployment):
+            yield problem(f"draft {name}", f"none runs{why}", LOGS)
+
+
+def _why(deployment: Any) -> str:
+    """What Serve says of replicas that do not start."""
+    return f": {reason_in(deployment.message)}" if deployment.message.strip() else ""
 
 
 def _listening(deployment: str, addresses: list[str]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""A router replica's metrics, told through Ray: every sample of :mod:`router.telemetry.metrics`, every other second.
+"""A replica's metrics, told through Ray: every sample, of routers :mod:`router.telemetry.metrics`, every other second.
 
 Behind Serve's proxy ``/metrics`` is that of any one router, so in a cluster Prometheus reads them from Ray's endpoint
 on each node, under ``ray_<name>``, with the labels ``deployment``, ``replica`` and ``application`` that Serve adds.

@@ -6,6 +6,7 @@ the place. What becomes of the model is :mod:`engine.loading.loader`'s part.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import warnings
@@ -58,13 +59,29 @@ def is_folder(path: str) -> bool:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device of this name; auto: a GPU where there is one. Raises ModelError."""
+    """The device of this name; auto: a GPU where there is one. Raises ModelError, with the reason."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device!r} cannot be used here: {first_line(error)}") from error
+        why = [first_line(error), *(no_cuda_hint() if device.startswith("cuda") else [])]
+        raise ModelError(f"device {device!r} cannot be used here: {'; '.join(why)}") from error
+
+
+def no_cuda_hint(devices: Path = Path("/dev")) -> list[str]:
+    """What keeps torch from a GPU on this machine, beyond its own words; nothing where those must do."""
+    if torch.version.hip is not None:
+        return []
+    if torch.version.cuda is None:
+        return ["this build of torch is for the CPU: take the image, or the wheel, for CUDA"]
+    if not any((devices / name).exists() for name in ("nvidiactl", "dxg")):
+        return ["there is no /dev/nvidiactl: request nvidia.com/gpu, or set the runtime class nvidia"]
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ["libcuda.so.1 is not found: add where the driver's libraries lie to LD_LIBRARY_PATH"]
+    return []  # a driver that is too old, for instance, which torch says
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cryptography import x509
+from prometheus_client import Metric
+
+from router.telemetry.families import gauge
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +24,16 @@ def expiry(path: Path) -> float:
     """
     certificates = x509.load_pem_x509_certificates(path.read_bytes())
     return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
+
+
+def collect_certificates(paths: Iterable[Path]) -> Iterator[Metric]:
+    """The family of metrics that says so."""
+    yield gauge(
+        "certificate_expiry_timestamp_seconds",
+        "When a TLS certificate in use ends, in seconds since 1970; 0: its file cannot be read.",
+        ("file",),
+        {(file,): at for file, at in expiries(paths).items()},
+    )
 
 
 def expiries(paths: Iterable[Path]) -> dict[str, float]:

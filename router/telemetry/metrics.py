@@ -24,7 +24,7 @@ from prometheus_client.exposition import choose_encoder
 from router.limits import Account
 from router.sessions.snapshot import Snapshot
 from router.sessions.tally import Buckets, ModelCounts, RouterCounters
-from router.telemetry.certificates import expiries
+from router.telemetry.certificates import collect_certificates
 from router.telemetry.families import counter, gauge, histogram
 from router.telemetry.worker_metrics import collect_for_pickers, collect_workers
 from speculation.events import Role
@@ -90,12 +90,7 @@ class RouterMetrics:
         yield from self._of_acceptance(snapshot)
         yield from _of_sessions(snapshot)
         yield from collect_workers(snapshot)
-        yield gauge(
-            "certificate_expiry_timestamp_seconds",
-            "When a TLS certificate in use ends, in seconds since 1970; 0: its file cannot be read.",
-            ("file",),
-            {(file,): at for file, at in expiries(self.certificates).items()},
-        )
+        yield from collect_certificates(self.certificates)
 
     def _of_models(self) -> Iterator[Metric]:
         models = self.tally.models

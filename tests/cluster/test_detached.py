@@ -14,8 +14,8 @@ from tests.ranks import needs_no_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_no_gpu]
 SETTINGS = """\
-target: {gpus: 1, gpu_class: large, dtype: fp32}
-draft: {gpus: 1, gpu_class: small, dtype: fp32}
+target: {gpus: 1, device: cpu, gpu_class: large, dtype: fp32}
+draft: {gpus: 1, device: cpu, gpu_class: small, dtype: fp32}
 ray: {placement_timeout: 120}
 """
 

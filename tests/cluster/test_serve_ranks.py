@@ -23,7 +23,7 @@ from tests.stack import MODELS, decode, dispatcher, held_out_prompts, target_wor
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_no_gpu]
 TOKENS = 250
 SETTINGS = """\
-target: {tensor_parallel_size: 2, gpus: 1, gpu_class: large, dtype: fp32}
+target: {tensor_parallel_size: 2, gpus: 1, device: cpu, gpu_class: large, dtype: fp32}
 draft: {tensor_parallel_size: 2, gpu_class: small, dtype: fp32}
 ray: {placement_timeout: 120}
 """
@@ -148,7 +148,7 @@ async def test_a_rank_killed_while_nothing_is_computed_ends_its_replica(nodes, u
 
 
 MODELS_SETTINGS = """\
-target: {gpus: 1, gpu_class: large, dtype: fp32}
+target: {gpus: 1, device: cpu, gpu_class: large, dtype: fp32}
 draft: {gpu_class: small, dtype: fp32}
 models:
   org/one:

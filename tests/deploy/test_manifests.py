@@ -1,8 +1,10 @@
 """The manifests that we ship, as kubectl renders them."""
 
 import importlib
+import inspect
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -37,7 +39,8 @@ def test_every_placeholder_is_replaced_and_the_values_stay_home(overlay: str) ->
 
 def test_overlays_are_what_they_say() -> None:
     dev, gpu, ha = (rendered(overlay) for overlay in OVERLAYS)
-    assert {entry["kind"] for entry in dev.objects} == {"Namespace", "ServiceAccount", "NetworkPolicy", "RayService"}
+    kinds = {"Namespace", "ServiceAccount", "NetworkPolicy", "RayService", "Service"}
+    assert {entry["kind"] for entry in dev.objects} == kinds
     assert {"Certificate", "HTTPRoute", "PodMonitor", "PrometheusRule", "Job"} <= {
         entry["kind"] for entry in gpu.objects
     }
@@ -59,11 +62,39 @@ def test_ray_reads_the_variables_that_the_rules_are_about() -> None:
     defaults = {ray_rules.DRAIN: ray_rules.DEFAULT_DRAIN_SECONDS}
     assert {name: getattr(ray_constants, name) for name in defaults} == defaults
     assert getattr(serve_constants, ray_rules.HARD_STOP) == ray_rules.DEFAULT_HARD_STOP_SECONDS
+    assert serve_constants.MAX_PER_REPLICA_RETRY_COUNT == ray_rules.DEFAULT_RETRIES
+    assert f'get_env_int("{ray_rules.RETRIES}", 3)' in inspect.getsource(serve_constants)
+
+
+def test_traces_reach_a_collector_beside_prometheus() -> None:
+    manifests = rendered("gpu")
+    service = one(manifests, "RayService", "paceline")
+    document = yaml.safe_load(service["spec"]["serveConfigV2"])
+    document["applications"][0]["args"]["tracing"] = {"otlp_endpoint": "http://collector.monitoring:4317"}
+    service["spec"]["serveConfigV2"] = yaml.safe_dump(document)
+    assert [str(finding) for finding in findings(manifests)] == []
 
 
 def test_secrets_to_make_by_hand() -> None:
     assert secrets_by_hand(rendered("dev-cpu")) == {}
     assert {"paceline-ray-auth", "paceline-api-keys", "paceline-redis"} <= secrets_by_hand(rendered("ha")).keys()
+
+
+def machines_of(group: Any) -> Any:
+    """The label by which a group chooses its machines."""
+    affinity = group["template"]["spec"]["affinity"]["nodeAffinity"]
+    (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    (expression,) = term["matchExpressions"]
+    return expression
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "ha"])
+def test_drafters_fit_the_smallest_machines_with_their_gpu(overlay: str) -> None:
+    """Those of the clouds with an L4 have 4 CPUs and 16 GiB, of which Kubernetes leaves some 3.9 and 13."""
+    group = one(rendered(overlay), "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
+    assert machines_of(group)["values"] == ["NVIDIA-L4"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["requests"] == {"cpu": "3", "memory": "12Gi", "nvidia.com/gpu": "1"}
 
 
 def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> None:
@@ -72,6 +103,7 @@ def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> 
     text = values.read_text()
     for old, new in {
         "NVIDIA-L4": "NVIDIA-A10",
+        "gpu-label: nvidia.com/gpu.product": "gpu-label: gpu",
         "NVIDIA-H100-80GB-HBM3": "NVIDIA-H200",
         'large-gpus: "2"': 'large-gpus: "8"',
         "tensor_parallel_size: 2": "tensor_parallel_size: 8",
@@ -89,7 +121,7 @@ def test_one_edited_file_is_enough_for_other_gpus_and_models(tmp_path: Path) -> 
     assert [str(finding) for finding in findings(manifests)] == []
     large = one(manifests, "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"][2]
     pod = large["template"]["spec"]
-    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    assert machines_of(large) == {"key": "gpu", "operator": "In", "values": ["NVIDIA-H200"]}
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert (large["replicas"], large["minReplicas"]) == (3, 3)
     assert pod["terminationGracePeriodSeconds"] == 1530
@@ -141,6 +173,16 @@ def test_gpus_may_need_a_runtime_class(tmp_path: Path) -> None:
     groups = one(manifests, "RayService", "paceline")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     classes = {group["groupName"]: group["template"]["spec"].get("runtimeClassName") for group in groups}
     assert classes == {"router": None, "small-gpu": "nvidia", "large-gpu": "nvidia"}
+
+
+def test_a_registry_may_ask_for_a_login(tmp_path: Path) -> None:
+    assert "paceline-registry" not in secrets_by_hand(rendered("ha"))
+    manifests = with_components(tmp_path, "ha", "components:\n", "components:\n- ../../components/registry\n")
+    assert [str(finding) for finding in findings(manifests)] == []
+    assert "paceline-registry" in secrets_by_hand(manifests)
+    accounts = {pod.spec["serviceAccountName"] for pod in manifests.pods()}
+    pulling = {entry["metadata"]["name"] for entry in manifests.of("ServiceAccount") if entry.get("imagePullSecrets")}
+    assert accounts <= pulling
 
 
 def test_prometheus_of_the_helm_chart_takes_what_we_give_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deploy.manifests import Manifests
-from deploy.ray_rules import HARD_STOP
+from deploy.ray_rules import HARD_STOP, RETRIES
 from deploy.validate import findings
 from tests.deploy.overlays import needs_kubectl, one, rendered
 
@@ -62,6 +62,11 @@ def container(group: Any) -> Any:
 
 def put(part: Any, key: str | int, value: object) -> None:
     part[key] = value
+
+
+def job(cluster: Cluster) -> Any:
+    """What fetches models."""
+    return cluster.get("Job", "paceline-models")["spec"]["template"]["spec"]["containers"][0]
 
 
 def named(entries: Any, name: str) -> Any:
@@ -130,6 +135,11 @@ FAULTS = [
         "given up for good",
         lambda c: put(c.service["metadata"], "annotations", {"ray.io/initializing-timeout": "30m"}),
         "ray.io/initializing-timeout is final",
+    ),
+    Fault(
+        "given up after three starts",
+        lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], RETRIES)),
+        "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT of the head is 3; below 100 Serve soon gives workers up for good",
     ),
     Fault("no token", lambda c: put(c.ray["authOptions"], "mode", "disabled"), "authOptions.mode must be token"),
     Fault(
@@ -244,6 +254,12 @@ FAULTS = [
         lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], HARD_STOP)),
         "head: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S is 120",
     ),
+    Fault(
+        "collector on a port that no policy opens",
+        lambda c: c.args(lambda a: put(a, "tracing", {"otlp_endpoint": "http://collector.monitoring:4319"})),
+        "no NetworkPolicy lets RayService paceline",
+        places=3,
+    ),
     Fault("own Ray", lambda c: c.args(lambda a: put(a["ray"], "address", "local")), "ray.address must be auto"),
     Fault(
         "no certificates",
@@ -266,7 +282,12 @@ FAULTS = [
         "certificate elsewhere",
         lambda c: c.args(lambda a: put(a["security"], "authority", "/etc/ssl/ca.crt")),
         "security.authority is /etc/ssl/ca.crt, but nothing is mounted there",
-        places=3,
+        places=4,
+    ),
+    Fault(
+        "head from which the doctor meets nobody",
+        lambda c: container(c.head)["volumeMounts"].pop(),
+        "head: security.certificate is /etc/paceline/tls/tls.crt, but nothing is mounted there; from there the doctor",
     ),
     Fault(
         "hub id",
@@ -282,6 +303,32 @@ FAULTS = [
         "model not mounted",
         lambda c: c.args(lambda a: put(a["models"][MODEL]["target"], "model", "/weights/llama-8b")),
         "target.model is /weights/llama-8b, but large-gpu and router mount nothing there",
+    ),
+    # Fetching models
+    Fault(
+        "volume smaller than the models",
+        lambda c: put(job(c)["env"][0], "value", "llama-8b=m/Llama-3.3-70B llama-1b=m/Llama-3.2-1B"),
+        "by their names the models take 132 GiB, storage-size is 100Gi",
+    ),
+    Fault(
+        "size of another volume",
+        lambda c: put(job(c)["env"][1], "value", "500Gi"),
+        "STORAGE is '500Gi', but the volume has 100Gi",
+    ),
+    Fault(
+        "everything fetched",
+        lambda c: put(job(c), "command", ["hf", "download"]),
+        "must run cluster.fetch, which checks that models fit, leaves copies out",
+    ),
+    Fault(
+        "routers that wait for weights",
+        lambda c: put(pod(c.router), "initContainers", pod(c.large)["initContainers"]),
+        "router: must wait until each model has .tokenizer",
+    ),
+    Fault(
+        "targets that do not wait",
+        lambda c: pod(c.large).pop("initContainers"),
+        "large-gpu: must wait until each model has .complete",
     ),
     # Sizes
     Fault(
@@ -307,6 +354,16 @@ FAULTS = [
         "setting of the policy that cannot be",
         lambda c: c.kwargs(lambda k: put(k["settings"], "load", 2)),
         "policy_kwargs.settings: autoscaling.load must be a number from 0.01 to 1, got 2",
+    ),
+    Fault(
+        "routers that come and go",
+        lambda c: c.kwargs(lambda k: put(k["settings"], "down_s", 5)),
+        "policy_kwargs.settings.down_s is 5; below 60, HAProxy is replaced on every node with every lull",
+    ),
+    Fault(
+        "routers that come and go by Serve's own policy",
+        lambda c: c.serve(lambda d: d["applications"][0].pop("autoscaling_policy")),
+        "Router: downscale_delay_s is 0; below 60, HAProxy is replaced on every node with every lull",
     ),
     Fault(
         "argument that the policy does not take",
@@ -373,6 +430,7 @@ FAULTS = [
         lambda c: put(container(c.large)["securityContext"], "privileged", True),
         "privileged must not be set",
     ),
+    Fault("any GPU", lambda c: pod(c.small).pop("affinity"), "small-gpu: takes any machine with a GPU, small or large"),
     Fault("root", lambda c: put(pod(c.head)["securityContext"], "runAsUser", 0), "runAsUser to a number above 0"),
     Fault(
         "writable root",
@@ -388,7 +446,7 @@ FAULTS = [
     Fault("host network", lambda c: put(pod(c.large), "hostNetwork", True), "hostNetwork must not be set"),
     Fault("token in workers", lambda c: put(pod(c.small), "automountServiceAccountToken", True), "must be false"),
     Fault("latest", lambda c: put(container(c.router), "image", "paceline:latest"), "needs a version or a digest"),
-    Fault("no room for files", lambda c: container(c.head)["volumeMounts"].clear(), "mount an emptyDir there"),
+    Fault("no room for files", lambda c: container(c.head)["volumeMounts"].pop(0), "mount an emptyDir there"),
     Fault(
         "memory unlimited",
         lambda c: container(c.small)["resources"]["limits"].pop("memory"),
@@ -397,6 +455,11 @@ FAULTS = [
     Fault("careless autoscaler", lambda c: c.ray["autoscalerOptions"].pop("resources"), "must name cpu and memory"),
     # What refers to what
     Fault("missing Secret", lambda c: put(c.ray["authOptions"], "secretName", "token"), "there is no Secret token"),
+    Fault(
+        "login that nobody makes",
+        lambda c: put(c.get("ServiceAccount", "paceline"), "imagePullSecrets", [{"name": "registry"}]),
+        "there is no Secret registry",
+    ),
     Fault(
         "no certificate made",
         lambda c: c.drop("Certificate", "paceline-draft"),
@@ -425,6 +488,23 @@ FAULTS = [
         "route to nowhere",
         lambda c: put(c.get("HTTPRoute", "paceline")["spec"]["rules"][0]["backendRefs"][0], "name", "paceline-svc"),
         "there is no Service paceline-svc",
+    ),
+    Fault(
+        "route into GPU pods",
+        lambda c: put(
+            c.get("HTTPRoute", "paceline")["spec"]["rules"][0]["backendRefs"][0], "name", "paceline-serve-svc"
+        ),
+        "paceline-serve-svc leads clients into every pod; lead them to a Service of routers",
+    ),
+    Fault(
+        "Service of targets",
+        lambda c: put(c.get("Service", "paceline-router")["spec"]["selector"], "app.kubernetes.io/component", "target"),
+        "Service paceline-router: leads clients into RayService paceline large-gpu, which computes",
+    ),
+    Fault(
+        "clients before a router can serve",
+        lambda c: container(c.router).pop("readinessProbe"),
+        "router: must be ready by /ready: paceline-router leads clients in",
     ),
     Fault(
         "policy for nobody",
@@ -459,6 +539,21 @@ FAULTS = [
         "spread of others",
         lambda c: put(pod(c.small)["topologySpreadConstraints"][0]["labelSelector"], "matchLabels", {"app": "x"}),
         "does not select the pod itself",
+    ),
+    Fault(
+        "targets on one machine",
+        lambda c: put(pod(c.large)["topologySpreadConstraints"][0], "whenUnsatisfiable", "ScheduleAnyway"),
+        "large-gpu: all of its pods may come to one machine, whose loss PodDisruptionBudget paceline-target is against",
+    ),
+    Fault(
+        "routers on one machine while there is no other",
+        lambda c: pod(c.router)["topologySpreadConstraints"][1].pop("minDomains"),
+        "router: all of its pods may come to one machine, whose loss PodDisruptionBudget paceline-router is against",
+    ),
+    Fault(
+        "head and its state on one machine",
+        lambda c: c.get("StatefulSet", "paceline-redis")["spec"]["template"]["spec"].pop("affinity"),
+        "StatefulSet paceline-redis: may come to the machine of Ray's head, whose state it keeps",
     ),
     Fault(
         "spread over machines that take no router",

@@ -203,4 +203,5 @@ async def test_files_that_cannot_be_used_leave_the_earlier_ones_in_use(tmp_path,
 
 def test_a_router_tells_when_its_certificate_ends(ours):
     told, _ = Dispatcher(identity=ours.identity("router")).metrics.exposition()
-    assert b"paceline_certificate_expiry_timestamp_seconds{" in told
+    for file in ours.identity("router").certificates:
+        assert f'paceline_certificate_expiry_timestamp_seconds{{file="{file}"}}'.encode() in told

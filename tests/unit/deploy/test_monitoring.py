@@ -20,6 +20,10 @@ EXPECTED = {
     "PacelineDraftersAway",
     "PacelineCachePressure",
     "PacelineCertificateExpires",
+    "PacelineGpuFaulty",
+    "PacelineGpuLost",
+    "PacelineHeadAway",
+    "PacelineRedisAway",
 }
 
 
@@ -72,6 +76,13 @@ HEALTHY = {
     'paceline_kv_cache_usage_perc{model="m",role="target",worker="t"}': "0.99x200",
     'paceline_num_preemptions_total{model="m",role="target",worker="t"}': "5x200",
     'paceline_certificate_expiry_timestamp_seconds{file="tls.crt"}': "2000000x200",
+    'DCGM_FI_DEV_XID_ERRORS{Hostname="n",gpu="0",UUID="a"}': "43x200",  # of a program, not of the GPU
+    'DCGM_FI_DEV_ROW_REMAP_FAILURE{Hostname="n",gpu="0",UUID="a"}': "0x200",
+    'DCGM_FI_DEV_GPU_TEMP{Hostname="n",gpu="0",UUID="a"}': "60x200",
+    'DCGM_FI_DEV_GPU_TEMP{Hostname="n",gpu="1",UUID="b"}': "60x200",
+    'DCGM_FI_DEV_GPU_TEMP{Hostname="gone",gpu="0",UUID="c"}': "60x30 stale",  # with its machine
+    'kube_pod_status_ready{namespace="p",pod="paceline-x1-head-ab",condition="true"}': "1x200",
+    'kube_statefulset_status_replicas_ready{namespace="p",statefulset="paceline-redis"}': "1x200",
 }
 """One value a minute."""
 
@@ -106,6 +117,21 @@ HEALTHY = {
         ),
         ("PacelineCertificateExpires", {'paceline_certificate_expiry_timestamp_seconds{file="tls.crt"}': "500000x200"}),
         ("PacelineCertificateExpires", {'paceline_certificate_expiry_timestamp_seconds{file="tls.crt"}': "0x200"}),
+        (
+            "PacelineCertificateExpires",
+            {'paceline_certificate_expiry_timestamp_seconds{file="tls.crt",pod="target"}': "500000x200"},
+        ),
+        ("PacelineGpuFaulty", {'DCGM_FI_DEV_XID_ERRORS{Hostname="n",gpu="0",UUID="a"}': "43x60 79x140"}),
+        ("PacelineGpuFaulty", {'DCGM_FI_DEV_ROW_REMAP_FAILURE{Hostname="n",gpu="0",UUID="a"}': "1x200"}),
+        ("PacelineGpuLost", {'DCGM_FI_DEV_GPU_TEMP{Hostname="n",gpu="1",UUID="b"}': "60x60 stale"}),
+        (
+            "PacelineHeadAway",
+            {'kube_pod_status_ready{namespace="p",pod="paceline-x1-head-ab",condition="true"}': "1x60 0x140"},
+        ),
+        (
+            "PacelineRedisAway",
+            {'kube_statefulset_status_replicas_ready{namespace="p",statefulset="paceline-redis"}': "1x60 0x140"},
+        ),
     ],
 )
 def test_an_alert_comes_when_it_should_and_alone(tmp_path, alert: str | None, changed: dict[str, str]) -> None:

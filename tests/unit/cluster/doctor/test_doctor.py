@@ -445,6 +445,28 @@ def test_models_are_looked_for_where_they_may_be_read():
     assert found == [[], [TARGET], [DRAFT, TARGET], [TARGET]]
 
 
+def test_models_that_are_not_here_are_looked_at_by_a_router_node():
+    config = Config(target=TargetConfig(model="/nowhere", gpus=1), draft=DraftConfig(replicas=0))
+    rooms = {"head": ClusterNode(0.0, 0.0, {}), "router": ClusterNode(4.0, 0.0, {})}
+    asked = []
+    list(ray_nodes.check_models(config, rooms, lambda name, config: asked.append(name) or []))
+    assert asked == ["router"]
+    assert "no node for routers runs" in only(ray_nodes.check_models(config, {"head": rooms["head"]}, None))
+    assert "no such folder" in only(ray_nodes.models_there(config))
+    assert "/nowhere" in ray_nodes.models_on(config, rooms["router"])
+
+
+def test_the_doctor_leaves_models_to_the_cluster_only_where_they_are_not_here(monkeypatch, capsys):
+    for model, elsewhere in ((TARGET, False), ("/nowhere", True)):
+        args = {"target": {"model": model}, "draft": {"replicas": 0}, "ray": {"address": "auto"}}
+        seen = []
+        monkeypatch.setattr(ray_nodes, "deployed", lambda config, args=args: args)
+        monkeypatch.setattr(ray_nodes, "check", lambda config, listed, models, seen=seen: seen.append(models) or [])
+        assert main(["doctor", "--address", "10.0.0.5:6379"]) == 0
+        assert seen == [elsewhere]
+        assert ("model of target" in capsys.readouterr().out) != elsewhere
+
+
 LLAMA = Config(models={"llama-8b": ModelConfig(TargetConfig(), {"small": DraftConfig()})})
 
 
@@ -477,6 +499,23 @@ def test_pools_without_replicas(monkeypatch):
     ]
 
 
+def test_why_replicas_do_not_start_is_told(monkeypatch):
+    said = "A replica failed to start with exception. Retrying 997 more time(s). Error:\n{}\n  File x\n{}\n"
+    messages = {
+        "TargetWorker": said.format(
+            "Traceback", "engine.model.ModelError: device 'cuda' cannot be used here: old driver"
+        ),
+        "DraftWorker": said.format("Traceback", "OSError: gone"),
+    }
+    nobody = {"TargetWorker": [], "DraftWorker": [], "Router": []}
+    lines = list(map(str, deployed(monkeypatch, nobody, Config(), {}, **messages)))
+    end = "see its message in `serve status`, and Ray's logs"
+    assert lines[1:] == [
+        f"problem  target TargetWorker: none runs: device 'cuda' cannot be used here: old driver; {end}",
+        f"problem  draft DraftWorker: none runs: OSError: gone; {end}",
+    ]
+
+
 def test_a_worker_that_does_not_answer(monkeypatch):
     replicas = {"TargetWorker": ["10.0.0.1:7001"], "DraftWorker": TimeoutError(), "Router": []}
     found = {}
@@ -495,7 +534,7 @@ def test_an_application_that_does_not_do_well(monkeypatch):
     assert "not deployed yet" in only(ray_nodes.check_application(Config(), {}))
 
 
-def deployed(monkeypatch, replicas, config, found):
+def deployed(monkeypatch, replicas, config, found, **messages):
     """What is found where Serve runs these replicas. No handle is left open."""
     closed = []
 
@@ -509,7 +548,8 @@ def deployed(monkeypatch, replicas, config, found):
         return SimpleNamespace(broadcast=lambda method: asked, shutdown=lambda: closed.append(name))
 
     states = {
-        name: SimpleNamespace(replica_states={"RUNNING": 1} if answers else {}) for name, answers in replicas.items()
+        name: SimpleNamespace(replica_states={"RUNNING": 1} if answers else {}, message=messages.get(name, ""))
+        for name, answers in replicas.items()
     }
     running = SimpleNamespace(status="RUNNING", deployments=states)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": running}))
@@ -533,7 +573,7 @@ def test_the_doctor_takes_what_is_deployed_where_no_file_is_given(monkeypatch, t
     args = {"models": {"llama-8b": {"target": {"model": TARGET}}}, "ray": {"address": "auto"}}
     seen = []
     monkeypatch.setattr(ray_nodes, "deployed", lambda config: args)
-    monkeypatch.setattr(ray_nodes, "check", lambda config, listed: seen.append(config) or [])
+    monkeypatch.setattr(ray_nodes, "check", lambda config, listed, models: seen.append(config) or [])
     assert main(["doctor", "--address", "10.0.0.5:6379", "--set", "router.port=8001"]) == 0
     assert "ok       configuration: as deployed at 10.0.0.5:6379, and flags\n" in capsys.readouterr().out
     file = tmp_path / "paceline.yaml"

@@ -7,9 +7,11 @@ import math
 import pytest
 
 from cluster.config.config import Config, Override, from_mapping, load
-from cluster.config.serving import draft_settings, target_settings
+from cluster.config.serving import SHARED_GPU, draft_settings, shared_drafter, target_settings
 from cluster.local import gpus
 from cluster.local.gpus import Turns, divided, placed
+from draft_service.service import DraftSettings
+from engine.settings import EngineSettings
 
 
 def configured(**settings: object) -> Config:
@@ -102,6 +104,35 @@ def test_workers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert turns.environment(pair.draft) == {gpus.VISIBLE: "GPU-a"}
     assert turns.environment(configured(draft_device="cuda:1").draft) == {}
     assert Turns(0).environment(pair.target) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "draft"),
+    [
+        ({}, "auto", "auto"),
+        ({"target_gpus": 1}, "cuda", "auto"),
+        ({"target_gpus": 1, "draft_gpus": 0.5}, "cuda", "cuda"),
+        ({"target_gpus": 1, "target_device": "cpu", "draft_gpus": 1, "draft_device": "cuda:1"}, "cpu", "cuda:1"),
+    ],
+)
+def test_who_reserves_a_gpu_must_have_one(settings: dict[str, object], target: str, draft: str) -> None:
+    config = configured(**settings)
+    assert target_settings(config).engine.device == target
+    assert draft_settings(config).engine.device == draft
+
+
+def test_a_drafter_in_its_targets_process_demands_no_gpu_that_nobody_reserved(monkeypatch) -> None:
+    built: list[EngineSettings] = []
+
+    def note(settings: DraftSettings, progress: object) -> None:
+        built.append(settings.engine)
+
+    monkeypatch.setattr("draft_service.service.build_in_turn", note)
+    for settings in ({"draft_placement": "shared"}, {"draft_placement": "shared", "draft_gpus": 0.25}):
+        make = shared_drafter(configured(**settings))
+        assert make is not None
+        make(lambda line: None)
+    assert [(one.device, one.gpu_share) for one in built] == [("auto", SHARED_GPU), ("cuda", 0.25)]
 
 
 def test_workers_are_told_their_share() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import re
@@ -23,7 +24,7 @@ from cluster.config.checks import CheckError, check_model
 from engine.attention import attention
 from engine.attention.key_batch import KeyBatch
 from engine.layers.linear import PackedLinear, can_pack
-from engine.loading import loader
+from engine.loading import checkpoint, loader
 from engine.loading.loader import ModelError, load
 from tests.unit.engine.engine_models import save_model
 
@@ -105,6 +106,36 @@ def test_auto_dtype_follows_the_gpu(has_bfloat16: bool, expected: torch.dtype, m
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert loader.choose_dtype("auto", torch.device("cuda:1")) == expected
     assert loader.choose_dtype("fp16", torch.device("cuda:1")) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("built_for", "devices", "library", "hint"),
+    [
+        (None, [], False, "for the CPU: take the image, or the wheel, for CUDA"),
+        ("13.0", [], True, "there is no /dev/nvidiactl: request nvidia.com/gpu, or set the runtime class nvidia"),
+        ("13.0", ["nvidiactl"], False, "libcuda.so.1 is not found: add where the driver's libraries lie to LD_LIBRARY"),
+        ("13.0", ["nvidiactl"], True, ""),  # torch says that the driver is too old
+    ],
+)
+def test_why_a_gpu_cannot_be_used_is_said(
+    built_for: str | None, devices: list[str], library: bool, hint: str, tmp_path: Path, monkeypatch
+) -> None:
+    def found(name: str) -> None:
+        if not library:
+            raise OSError(name)
+
+    for name in devices:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(ctypes, "CDLL", found)
+    hints = checkpoint.no_cuda_hint(tmp_path)
+    assert [hint in line for line in hints] == [True] * bool(hint)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_asked_for_and_cannot_be_used_is_an_error(llama: Path) -> None:
+    with pytest.raises(loader.ModelError, match=r"device 'cuda' cannot be used here: .*; .* for CUDA|nvidiactl|LD_LIB"):
+        load(str(llama), device="cuda")
 
 
 def test_stop_tokens_come_from_both_configurations(tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""Fetches models onto the volume that the nodes of a cluster share, as its Job on Kubernetes does.
+
+    python -m cluster.fetch /models 100Gi "llama-8b=meta-llama/Llama-3.1-8B-Instruct llama-1b=..."
+
+Decides what of a repository is fetched, in which order, and whether all of it fits before the first byte comes. What
+routers read comes first, of all models, so that they need not wait for weights. A file in each folder says how far it
+is, which the pods wait for.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Protocol
+
+from cluster.console import complain, say
+
+READABLE, COMPLETE = ".tokenizer", ".complete"
+"""In a model's folder once what routers read is there, and once all is."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
+COPIES = ("original/*", "consolidated*")
+"""The same weights once more, in the formats of those who trained them."""
+UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+"""Of a quantity as Kubernetes writes it."""
+
+
+class FetchError(Exception):
+    """Models that cannot be fetched. One line."""
+
+
+class Hub(Protocol):
+    """Where models come from."""
+
+    def files(self, model: str) -> Mapping[str, int]:
+        """Bytes of each file, by its path in the repository. Raises :class:`FetchError`."""
+        ...
+
+    def fetch(self, model: str, files: Sequence[str], folder: Path) -> None:
+        """Bring these files into the folder; what is there already stays. Raises :class:`FetchError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One model: where it shall lie, and what is fetched."""
+
+    folder: Path
+    model: str
+    files: Mapping[str, int]
+
+    def some(self, *, weights: bool) -> list[str]:
+        """The weights, or all the rest."""
+        return [name for name in self.files if _fits(name, WEIGHTS) == weights]
+
+
+def fetch_all(
+    volume: Path, capacity: int, models: Mapping[str, str], hub: Hub, progress: Callable[[str], None]
+) -> None:
+    """Fetch what is not complete yet; raises :class:`FetchError`, before anything is fetched if not all fits.
+
+    ``capacity``: bytes that the volume was asked to have. ``models``: hub ids by folder.
+    """
+    missing = {name: model for name, model in models.items() if not (volume / name / COMPLETE).exists()}
+    wanted = [Wanted(volume / name, model, _needed(hub.files(model))) for name, model in missing.items()]
+    _check_room(volume, capacity, wanted, [name for name in models if name not in missing])
+    for weights, mark in ((False, READABLE), (True, COMPLETE)):
+        for one in wanted:
+            files = one.some(weights=weights)
+            progress(f"{one.folder.name}: {len(files)} files of {one.model}")
+            hub.fetch(one.model, files, one.folder)
+            (one.folder / mark).touch()
+
+
+def models_in(text: str) -> dict[str, str]:
+    """Hub ids by folder, from FOLDER=HUB-ID separated by spaces. Raises :class:`FetchError`."""
+    found = {}
+    for entry in text.split():
+        folder, _, model = entry.partition("=")
+        if not folder or not model or "/" in folder or folder.startswith("."):
+            raise FetchError(f"{entry!r} is not FOLDER=HUB-ID")
+        found[folder] = model
+    return found
+
+
+def bytes_in(quantity: str) -> int:
+    """Of a size as Kubernetes writes it, such as 100Gi. Raises :class:`FetchError`."""
+    unit = next((unit for unit in UNITS if quantity.endswith(unit)), "")
+    try:
+        return int(float(quantity.removesuffix(unit)) * UNITS.get(unit, 1))
+    except ValueError as error:
+        raise FetchError(f"{quantity!r} is no size such as 100Gi") from error
+
+
+def _needed(files: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in files.items() if not _fits(name, COPIES)}
+
+
+def _check_room(volume: Path, capacity: int, wanted: Iterable[Wanted], complete: Iterable[str]) -> None:
+    sizes = {one.folder.name: sum(one.files.values()) for one in wanted}
+    sizes |= {name: _bytes_below(volume / name) for name in complete}
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+    if sum(sizes.values()) > capacity:
+        raise FetchError(f"the models take {_gib(sum(sizes.values()))} ({listed}), storage-size is {_gib(capacity)}")
+    missing = sum(sizes[one.folder.name] - _bytes_below(one.folder) for one in wanted)
+    free = shutil.disk_usage(volume).free
+    if missing > free:
+        raise FetchError(f"{_gib(missing)} are still to be fetched ({listed}), {volume} has {_gib(free)} left")
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+class HuggingFace:
+    """The hub of that name, with the token in the environment that its library reads."""
+
+    def files(self, model: str) -> Mapping[str, int]:
+        """See :class:`Hub`."""
+        from huggingface_hub import HfApi
+
+        try:
+            siblings = HfApi().model_info(model, files_metadata=True).siblings or []
+        except Exception as error:  # of the hub, of what it speaks HTTP by, of the volume
+            raise FetchError(f"{model}: {_first_line(error)}") from error
+        return {entry.rfilename: entry.size or 0 for entry in siblings}
+
+    def fetch(self, model: str, files: Sequence[str], folder: Path) -> None:
+        """See :class:`Hub`."""
+        from huggingface_hub import snapshot_download
+
+        try:
+            snapshot_download(model, local_dir=folder, allow_patterns=list(files))
+        except Exception as error:  # the same
+            raise FetchError(f"{model}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command."""
+    try:
+        volume, capacity, models = arguments
+        fetch_all(Path(volume), bytes_in(capacity), models_in(models), HuggingFace(), say)
+    except FetchError as error:
+        complain(f"cluster.fetch: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Whether the models that a Job fetches fit on their volume, come in parts, and are waited for by who reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from cluster.fetch import COMPLETE, READABLE, FetchError, bytes_in, models_in
+from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, where
+from deploy.pod_rules import GPU
+
+LIST, STORAGE = "MODELS", "STORAGE"
+"""Variables of the Job: FOLDER=HUB-ID, separated by spaces; and how large the volume was asked to be."""
+FETCHING = "cluster.fetch"
+CLAIM = "paceline-models"
+SMALL = {"fp8": 1.0, "int8": 1.0, "w8a8": 1.0, "8bit": 1.0, "awq": 0.55, "gptq": 0.55, "int4": 0.55, "4bit": 0.55}
+"""Bytes of a weight of models whose names say so; two of all others."""
+
+
+def model_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """Of every Job that fetches models, and of the pods that read these."""
+    for job in manifests.of("Job"):
+        told = fetched_by(job)
+        if LIST in told:
+            for what in _of_job(job, told, manifests):
+                yield ManifestFinding(where(job), what)
+            for service in manifests.of("RayService"):
+                yield from _of_waiting(service)
+
+
+def fetched_by(job: Object) -> Mapping[str, str]:
+    """The environment of a Job's container."""
+    (container, *_) = job["spec"]["template"]["spec"]["containers"]
+    return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
+
+
+def _of_job(job: Object, told: Mapping[str, str], manifests: Manifests) -> Iterator[str]:
+    (container, *_) = job["spec"]["template"]["spec"]["containers"]
+    if FETCHING not in container.get("command", []):
+        yield f"must run {FETCHING}, which checks that models fit, leaves copies out, and brings tokenizers first"
+    sizes = {
+        str(claim["metadata"]["name"]): str(claim["spec"]["resources"]["requests"]["storage"])
+        for claim in manifests.of("PersistentVolumeClaim")
+    }
+    if CLAIM in sizes and told.get(STORAGE) != sizes[CLAIM]:
+        yield f"{STORAGE} is {told.get(STORAGE)!r}, but the volume has {sizes[CLAIM]}"
+    try:
+        models, capacity = models_in(told[LIST]), bytes_in(told.get(STORAGE, ""))
+    except FetchError as error:
+        yield str(error)
+        return
+    least = sum(map(least_bytes, models.values()))
+    if least > capacity:
+        yield f"by their names the models take {least / (1 << 30):.0f} GiB, storage-size is {told[STORAGE]}"
+
+
+def least_bytes(model: str) -> int:
+    """Of a model's weights, as far as its name tells how many there are: ``Llama-3.3-70B`` has 70 billion."""
+    counts = re.findall(r"(?<![\w.])(?:(\d+)x)?(\d+(?:\.\d+)?)B(?![a-z])", model)
+    size = next((small for word, small in SMALL.items() if word in model.lower()), 2.0)
+    return int(max((float(count) for _, count in counts), default=0.0) * size * 1e9)
+
+
+def _of_waiting(service: Object) -> Iterator[ManifestFinding]:
+    """Routers read tokenizers, workers weights; each waits for no more and no less."""
+    for group in groups(service)[1:]:
+        spec = group["template"]["spec"]
+        claims = {volume.get("persistentVolumeClaim", {}).get("claimName") for volume in spec.get("volumes", [])}
+        if CLAIM not in claims:
+            continue
+        gpus = spec["containers"][0].get("resources", {}).get("requests", {}).get(GPU)
+        mark = COMPLETE if gpus else READABLE
+        waits = " ".join(" ".join(entry.get("args", [])) for entry in spec.get("initContainers", []))
+        if f"/{mark}" not in waits:
+            yield ManifestFinding(
+                where(service, group_name(group)), f"must wait until each model has {mark}, in an init container"
+            )

@@ -1,0 +1,58 @@
+"""What a worker's replica on Ray tells of its certificates."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import Metric
+
+from cluster import serve_app
+from router.telemetry.certificates import UNREADABLE
+
+
+class FakeExporter:
+    """Notes what it would tell Ray, and when it was closed."""
+
+    made: list["FakeExporter"]
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self.collect, self.closed = collect, False
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.told = {sample.labels["file"]: sample.value for family in self.collect() for sample in family.samples}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class FakeWorker:
+    """Runs until it is drained."""
+
+    def __init__(self) -> None:
+        self.drained = asyncio.Event()
+
+    def freeze_loaded(self) -> None:
+        """Nothing is loaded."""
+
+    async def wait(self) -> None:
+        await self.drained.wait()
+
+    async def drain(self, seconds: float) -> None:
+        self.drained.set()
+
+
+@pytest.mark.parametrize("files", [None, ("/nowhere/tls.crt", "/nowhere/ca.crt")])
+async def test_a_worker_tells_when_its_certificates_end(monkeypatch, files: tuple[str, str] | None) -> None:
+    FakeExporter.made = []
+    monkeypatch.setattr(serve_app, "RayExporter", FakeExporter)
+    worker = FakeWorker()
+    replica = SimpleNamespace(_exit_on_failure=worker.wait)  # one of the class has a destructor that must be awaited
+    certified = SimpleNamespace(certificates=tuple(map(Path, files))) if files else None
+    await serve_app._WorkerReplica._begin(replica, worker, 1.0, certified)
+    (exporter,) = FakeExporter.made
+    assert exporter.told == dict.fromkeys(files or (), UNREADABLE)
+    await serve_app._WorkerReplica.__del__(replica)
+    assert exporter.closed
