@@ -29,7 +29,7 @@ CHART = DEPLOY / "helm" / "paceline"
 OVERLAYS = ("dev-cpu", "gpu", "ha")
 COMPONENTS = {
     name: f"../../components/{name}"
-    for name in ("certificates", "gateway", "inference-pool", "ingress", "models", "nvidia-runtime")
+    for name in ("certificates", "gateway", "inference-pool", "ingress", "models", "nvidia-runtime", "registry")
 } | {"monitoring": "../../../monitoring"}
 """Parts that a release has or not: where an overlay names them."""
 WITH_COMPONENTS = ("gpu", "ha")

@@ -82,15 +82,18 @@ def _of_service(service: Object) -> Iterator[str]:
             yield "an incremental upgrade needs clusterUpgradeOptions"
         elif options.get("stepSizePercent", 0) > options.get("maxSurgePercent", 100):
             yield "clusterUpgradeOptions.stepSizePercent is above maxSurgePercent"
-    head = ray_container(cluster["headGroupSpec"])
+    yield from _of_head(ray_container(cluster["headGroupSpec"]))
+    names = [group_name(group) for group in groups(service)]
+    if len(names) != len(set(names)):
+        yield f"worker groups share a name: {', '.join(sorted(names))}"
+
+
+def _of_head(head: Object) -> Iterator[str]:
     if "serve" not in {port.get("name") for port in head.get("ports", [])}:
         yield "the head's container needs a port named serve, or KubeRay makes no service for HTTP"
     retries = _number(head, RETRIES, DEFAULT_RETRIES)
     if not retries >= MIN_RETRIES:
         yield f"{RETRIES} of the head is {retries:g}; below {MIN_RETRIES} Serve soon gives workers up for good"
-    names = [group_name(group) for group in groups(service)]
-    if len(names) != len(set(names)):
-        yield f"worker groups share a name: {', '.join(sorted(names))}"
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:
