@@ -131,8 +131,8 @@ class RouterReplica:
         await asyncio.to_thread(_check_http, config)
         settings = router_settings(config)
         self._settings = settings.api
-        self._tokenizers = Tokenizers(config.router.tokenizer)
-        for source in {config.router.tokenizer or p.settings.model for p in config.pools() if p.role is Role.TARGET}:
+        self._tokenizers = Tokenizers(settings.tokenizer, settings.models)
+        for source in {settings.tokenizer or model for model in settings.models or ()}:
             await self._tokenizers.read(source)
         self._tracing = Tracing.to(settings.trace, "router") if settings.trace else None
         self._recorder = PromptRecorder(settings.record) if settings.record else None
