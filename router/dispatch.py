@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
-from router.limits import Durations
+from router.limits import RetryTurns
 from router.sessions.event_log import SessionNotes
 from router.sessions.null_tracer import NullTracer
 from router.sessions.pool import PoolEvents, WorkerPool, outside_vocabulary
@@ -107,7 +107,7 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._poison_detector = PoisonDetector(limits.poison)
         self._asked_again = False
-        self._durations = Durations()
+        self._turns = RetryTurns()
         events = PoolEvents(self._available, self._lost, self._draining, self._stays, self._received, self._malformed)
         self.pool = WorkerPool(events, identity=identity, standby=limits.standby)
         self.totals = Totals()
@@ -183,12 +183,9 @@ class Dispatcher:
 
     def _until_free(self) -> float:
         """Seconds until one more session can be expected to find a place."""
-        placing = self._placing()
-        return self._durations.wait(len(self._runs) - placing, ahead=placing)
-
-    def _placing(self) -> int:
-        """Sessions that wait for a target."""
-        return sum(run.session.phase is Phase.PLACING for run in self._runs.values())
+        now, oldest = asyncio.get_running_loop().time(), next(iter(self._runs.values()), None)
+        placing = sum(run.session.phase is Phase.PLACING for run in self._runs.values())
+        return self._turns.take(now, len(self._runs) - placing, placing, now - oldest.began if oldest else 0.0)
 
     def _over(self, run: RunningSession) -> None:
         """A session has ended: it takes no place any more, whenever its client has read what there is."""
@@ -200,7 +197,7 @@ class Dispatcher:
         self.pool.end_session(session.session)
         run.trace.ended(run.ended)
         self._add_up(run)
-        self._durations.add(asyncio.get_running_loop().time() - run.began)
+        self._turns.ended(asyncio.get_running_loop().time() - run.began)
         self._poison_detector.ended(session.session, finished=isinstance(run.ended, FinishReason))
         self._ask_again_soon()
 

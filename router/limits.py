@@ -86,16 +86,44 @@ class Durations:
 
     def __init__(self) -> None:
         """Nothing has ended yet."""
-        self._mean: float | None = None
+        self.mean: float | None = None
 
     def add(self, seconds: float) -> None:
         """One has ended."""
-        self._mean = seconds if self._mean is None else self._mean + REMEMBERED * (seconds - self._mean)
+        self.mean = seconds if self.mean is None else self.mean + REMEMBERED * (seconds - self.mean)
 
-    def wait(self, places: int, ahead: int = 0) -> float:
-        """Seconds until one of so many places, all taken, is free for whom ``ahead`` others wait before."""
-        mean = MIN_WAIT if self._mean is None else self._mean * (ahead + 1) / max(places, 1)
+    def wait(self, places: int) -> float:
+        """Seconds until one of so many places, all taken, is free."""
+        mean = MIN_WAIT if self.mean is None else self.mean / max(places, 1)
         return min(max(mean, MIN_WAIT), MAX_WAIT)
+
+
+class RetryTurns:
+    """When those for whom there is no place are to come back.
+
+    Places become free one by one, as fast as requests have lately ended; whoever waits inside gets them first. Of those
+    who are sent away each is told the turn after the one before, so that they do not all come back for the same place.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has come yet."""
+        self._durations = Durations()
+        self._next = 0.0
+
+    def ended(self, seconds: float) -> None:
+        """A request has ended, after so long."""
+        self._durations.add(seconds)
+
+    def take(self, now: float, places: int, waiting: int, oldest: float) -> float:
+        """Seconds until the next turn, which is taken with it.
+
+        ``places`` are all taken, and ``waiting`` others wait inside; ``oldest``: how long the oldest of all has been
+        here, which is what is known of how long they take while none has ended.
+        """
+        mean = oldest if self._durations.mean is None else self._durations.mean
+        pause = mean / max(places, 1)
+        self._next = min(max(self._next, now + waiting * pause) + pause, now + MAX_WAIT)
+        return max(self._next - now, MIN_WAIT)
 
 
 @dataclass(slots=True)

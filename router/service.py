@@ -50,6 +50,8 @@ class RouterSettings:
     """0: any free port."""
     tokenizer: str = ""
     """Folder or hub id to read tokenizers from where it is that of a model; else where its targets read the model."""
+    models: Sequence[str] | None = None
+    """Folders and hub ids that may be read besides; None: any that a target names."""
     ready_timeout: float = 30.0
     """Seconds to wait for a first target worker before HTTP is served without."""
     drain_timeout: float = 30.0
@@ -108,7 +110,7 @@ class Router:
         self.settings = settings
         self.tracing = Tracing.to(settings.trace, "router") if settings.trace else None
         self.dispatcher = dispatcher(settings.limits, settings.identity, self.tracing)
-        self.tokenizers = Tokenizers(settings.tokenizer)
+        self.tokenizers = Tokenizers(settings.tokenizer, settings.models)
         self._recorder: PromptRecorder | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None

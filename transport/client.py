@@ -1,10 +1,10 @@
 """The router's end of the wire: one stream to one worker, watched.
 
-A connection is up from the worker's ``Welcome`` until the stream ends or nothing, not even a heartbeat, was heard for
-:data:`WORKER_SILENCE_SECONDS`. A worker that does not introduce itself in that time, whatever else it sends, is given
-up, and tried again. gRPC's own keepalive would not do: pings are answered by a thread that runs on when the worker's
-own loop is stuck. Only time in which the router itself listened counts: one that was stopped for a while, or had no
-CPU, has not read what came meanwhile.
+A connection is up from the worker's ``Welcome`` until the stream ends or the worker is given up, because for
+:data:`WORKER_SILENCE_SECONDS` nothing, not even a heartbeat, was heard, or a ping was not answered
+(:mod:`transport.liveness`). A worker that does not introduce itself in that time, whatever else it sends, is given up,
+and tried again. gRPC's own keepalive would not do: its pings are answered by a thread that runs on when the worker's
+own loop is stuck.
 
 A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
 
@@ -26,15 +26,13 @@ from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import Proposal, SessionId, ToWorker
 from transport.codec import MAX_PROPOSAL_BYTES, encode_to_worker
 from transport.incoming import Incoming, Listener, Route
+from transport.liveness import MAX_PATIENCE, TICKS, Liveness, Patience, RoundTrip
 from transport.outbox import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
-from transport.round_trip import RoundTrip
 from transport.tls import Identity
 
 log = logging.getLogger(__name__)
 
 WORKER_SILENCE_SECONDS = 2.0
-LISTENED = 20
-"""Times in this that a router has to have listened and heard nothing."""
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0)
 """Pauses between attempts to connect; the last one repeats."""
 BROKEN_SECONDS = (1.0, 5.0, 30.0, 60.0)
@@ -65,31 +63,6 @@ class _Stream:
     reset: Callable[[str], None]
 
 
-class _Silence:
-    """Notices that nothing is heard. It counts how often it could have heard something, not time."""
-
-    def __init__(self, seconds: float, silent: Callable[[], None]) -> None:
-        """From now on; ``silent`` is called once, after ``seconds`` or more."""
-        self._pause = WORKER_SILENCE_SECONDS / LISTENED
-        self._left = seconds / self._pause
-        self._silent = silent
-        self._task = asyncio.create_task(self._count())
-
-    def broken(self) -> None:
-        """Something was heard: begin again."""
-        self._left = LISTENED
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._task.cancel()
-
-    async def _count(self) -> None:
-        while self._left > 0:
-            await asyncio.sleep(self._pause)
-            self._left -= 1
-        self._silent()
-
-
 class WorkerConnection:
     """Keeps a stream to one worker, for as long as ``run`` runs."""
 
@@ -117,6 +90,7 @@ class WorkerConnection:
         """Of the sessions of which others wait for what this worker says."""
         self._stream: _Stream | None = None
         self._round_trip = RoundTrip()
+        self._patience = Patience(MAX_PATIENCE if role == "draft" else 1.0)
 
     @property
     def round_trip(self) -> float | None:
@@ -149,48 +123,48 @@ class WorkerConnection:
 
     async def _attempt(self) -> Incoming:
         """One stream from start to end, and what became of it."""
-        why = "the stream ended"
+        why = ""
         outbox = Outbox(self._delay)
         self._round_trip = RoundTrip()
         async with self._channel() as channel:
             stub = (rpc.TargetStub if self._role == "target" else rpc.DraftStub)(channel)
-            call = stub.Run(self._frames(outbox))
+            slack = self._delay() * TICKS / WORKER_SILENCE_SECONDS
+            liveness = Liveness(WORKER_SILENCE_SECONDS, self._patience, slack)
+            call = stub.Run(self._frames(outbox, liveness))
 
             def reset(reason: str) -> None:
                 nonlocal why
                 why = reason
                 call.cancel()
 
+            def lost(reason: str) -> None:
+                if incoming.up:
+                    self._patience.given_up(incoming.instance)
+                reset(reason)
+
             later = asyncio.get_running_loop().call_soon
             incoming = Incoming(self.address, self._role, self._listener, self.routes, later, reset)
 
             def hear(frame: pb.Frame) -> None:
-                self._measure(frame, outbox)
+                was_up = incoming.up
+                if frame.HasField("pong"):
+                    self._round_trip.answered(frame.pong, asyncio.get_running_loop().time())
+                    liveness.answered()
                 incoming.take(frame)
                 if incoming.up:
-                    silence.broken()
+                    liveness.heard()
+                    if not was_up:
+                        self._patience.came(incoming.instance)
 
             line = DelayLine(hear, self._delay)
-            silence = _Silence(
-                WORKER_SILENCE_SECONDS + self._delay(),
-                lambda: reset(f"nothing heard for {WORKER_SILENCE_SECONDS:.0f} s"),
-            )
+            watching = asyncio.create_task(self._watch(liveness, incoming, outbox, lost))
             self._stream = _Stream(incoming, outbox, reset)
             try:
-                while isinstance(frame := await call.read(), pb.Frame):
-                    self.received_bytes += frame.ByteSize()
-                    line.put(frame)
-                    while incoming.behind:  # what it says meanwhile is not lost, nor is it silent
-                        silence.broken()
-                        await asyncio.sleep(0)
-            except grpc.aio.AioRpcError as error:
-                why = f"{error.code().name}: {error.details()}"
-            except asyncio.CancelledError:
-                if not call.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                    raise
+                ended = await self._read(call, line, incoming, liveness)
+                why = why or ended
             finally:
                 self._stream = None
-                silence.close()
+                watching.cancel()
                 line.close()
                 incoming.finish()
                 outbox.close()
@@ -199,6 +173,31 @@ class WorkerConnection:
                     self._listener.down(why)
         self._note(why, was_up=incoming.up)
         return incoming
+
+    async def _read(
+        self,
+        call: grpc.aio.StreamStreamCall[pb.Frame, pb.Frame],
+        line: DelayLine[pb.Frame],
+        incoming: Incoming,
+        liveness: Liveness,
+    ) -> str:
+        """All that comes, and why no more does."""
+        ended = "the stream ended"
+        try:
+            while isinstance(frame := await call.read(), pb.Frame):
+                self.received_bytes += frame.ByteSize()
+                line.put(frame)
+                while incoming.behind:  # what it says meanwhile is not lost, nor is it silent
+                    liveness.held_back()
+                    await asyncio.sleep(0)
+        except grpc.aio.AioRpcError as error:
+            ended = f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            if not call.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+        while incoming.unread:
+            await asyncio.sleep(0)
+        return ended
 
     def _channel(self) -> grpc.aio.Channel:
         longest = MAX_MESSAGE_BYTES if self._role == "target" else MAX_FRAME_BYTES + MAX_PROPOSAL_BYTES
@@ -218,16 +217,23 @@ class WorkerConnection:
             self._said.add(why)
             log.warning("cannot reach %s worker %s: %s", self._role, self.address, why)
 
-    def _measure(self, frame: pb.Frame, outbox: Outbox) -> None:
-        """Take the answer to a ping, and send the next when it is due: frames come in at least every heartbeat."""
-        now = asyncio.get_running_loop().time()
-        if frame.HasField("pong"):
-            self._round_trip.answered(frame.pong, now)
-        number = self._round_trip.due(now)
-        if number is not None:
-            outbox.probe(Probe(ping=number))
+    async def _watch(self, liveness: Liveness, incoming: Incoming, outbox: Outbox, lost: Callable[[str], None]) -> None:
+        """Ping it now and then, and see whether it is there."""
+        clock, pause = asyncio.get_running_loop().time, WORKER_SILENCE_SECONDS / TICKS
+        while True:
+            if incoming.up and (number := self._round_trip.due(clock())) is not None:
+                outbox.probe(Probe(ping=number))
+                liveness.pinged()
+            slept_at = clock()
+            await asyncio.sleep(pause)
+            late = clock() - slept_at > 2 * pause
+            if why := liveness.tick(late=late, slack=2 * self._delay() / pause):
+                lost(why)
+                return
 
-    async def _frames(self, outbox: Outbox) -> AsyncIterator[pb.Frame]:
+    async def _frames(self, outbox: Outbox, liveness: Liveness) -> AsyncIterator[pb.Frame]:
         while (frame := await outbox.next_frame()) is not None:
             self.sent_bytes += frame.ByteSize()
+            if frame.HasField("ping"):
+                liveness.written()
             yield frame

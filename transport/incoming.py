@@ -103,6 +103,8 @@ class Incoming:
         """
         self.up = False
         """Whether the worker introduced itself."""
+        self.instance = ""
+        """Which start of the worker it is, as far as it says so."""
         self.broken = False
         """Whether the stream was given up: nothing that comes on it is heard any more."""
         self._worker, self._role, self._listener, self._routes, self._later = worker, role, listener, routes, later
@@ -113,6 +115,11 @@ class Incoming:
         """Of each session, what is unread and was not passed on: nothing may overtake it."""
         self._counter_names: tuple[str, ...] = ()
         self._heard = self._reported = self._malformed = 0
+
+    @property
+    def unread(self) -> int:
+        """Messages that wait to be read."""
+        return len(self._unread)
 
     @property
     def behind(self) -> bool:
@@ -182,7 +189,7 @@ class Incoming:
             case Welcome() if self.up:
                 raise MalformedMessage("a second Welcome")
             case Welcome():
-                self.up = True
+                self.up, self.instance = True, message.instance
                 self._listener.up(message)
                 return
             case Load():

@@ -10,6 +10,7 @@ from cluster.config.config import Config, RouterConfig
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig, chosen_max_threads, chosen_threads
 from cluster.config.security import api_keys, identity
 from cluster.config.settings import AUTO
+from speculation.events import Role
 from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
 from speculation.sources.local_sources import LookupBounds
@@ -115,6 +116,7 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
         host=config.router.host,
         port=config.router.port,
         tokenizer=config.router.tokenizer,
+        models=sorted({pool.settings.model for pool in config.pools() if pool.role is Role.TARGET}),
         ready_timeout=READY_SECONDS,
         drain_timeout=config.router.drain_timeout,
         api=ApiSettings(

@@ -20,7 +20,6 @@ from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher
 from router.text.tokenizers import Tokenizers
-from speculation.events import Role
 from transport.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -37,8 +36,8 @@ class RouterReplica:
         await asyncio.to_thread(_check_doors, config)
         settings = router_settings(config)
         self._settings = settings.api
-        self._tokenizers = Tokenizers(config.router.tokenizer)
-        for source in {config.router.tokenizer or p.settings.model for p in config.pools() if p.role is Role.TARGET}:
+        self._tokenizers = Tokenizers(settings.tokenizer, settings.models)
+        for source in {settings.tokenizer or model for model in settings.models or ()}:
             await self._tokenizers.read(source)
         self._tracing = Tracing.to(settings.trace, "router") if settings.trace else None
         self._recorder = PromptRecorder(settings.record) if settings.record else None

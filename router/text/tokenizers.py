@@ -1,12 +1,14 @@
 """The tokenizer of each served model: read when it is first needed, and once.
 
 Models come and go while a router runs, and a model may be replaced by one with another tokenizer, even in the same
-folder; what its targets say of the tokenizer decides whether the one that was read is right.
+folder; what its targets say of the tokenizer decides whether the one that was read is right. Where it is read they do
+not decide: a folder or hub id that nobody configured is not opened on the word of a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from router.generation import ServedModel
 from router.text.tokenizer import Tokenizer, TokenizerError
@@ -18,9 +20,12 @@ RETRY_SECONDS = 10.0
 class Tokenizers:
     """Of one router. Used from one event loop."""
 
-    def __init__(self, preferred: str = "") -> None:
-        """``preferred``: folder or hub id to read from where that is a model's tokenizer; else where the model is."""
-        self._preferred = preferred
+    def __init__(self, preferred: str = "", configured: Collection[str] | None = None) -> None:
+        """``preferred``: folder or hub id to read from where that is a model's tokenizer; else where the model is.
+
+        ``configured``: all others that may be read; None: whatever targets say.
+        """
+        self._preferred, self._configured = preferred, configured
         self._read: dict[str, Tokenizer] = {}
         self._reading: dict[str, asyncio.Task[Tokenizer]] = {}
         self._again: dict[str, float] = {}
@@ -46,7 +51,7 @@ class Tokenizers:
             raise
 
     async def _find(self, model: ServedModel) -> Tokenizer:
-        sources = [source for source in (self._preferred, model.source) if source]
+        sources = [source for source in dict.fromkeys((self._preferred, *self._sources_of(model))) if source]
         for source in sources:
             stale = source in self._read
             tokenizer = await self.read(source)
@@ -56,6 +61,12 @@ class Tokenizers:
                 return tokenizer
         listed = " or ".join(repr(source) for source in sources) or "no folder"
         raise TokenizerError(f"the tokenizer in {listed} is not that of the served model {model.name}")
+
+    def _sources_of(self, model: ServedModel) -> Collection[str]:
+        """Where it may be read: where its targets say, if somebody configured that, else wherever it is found."""
+        if self._configured is None or model.source in self._configured:
+            return (model.source,)
+        return self._configured if model.tokenizer else ()
 
     async def read(self, source: str) -> Tokenizer:
         """The one in a folder or of a hub id. Raises :class:`router.text.tokenizer.TokenizerError`."""

@@ -384,6 +384,38 @@ async def test_a_worker_that_falls_silent_is_lost(monkeypatch):
         await hanging.stop(0)
 
 
+class Deaf(rpc.TargetServicer):
+    """Hears one ping and nothing after it, but goes on with its heartbeats: as if one direction were cut."""
+
+    async def Run(self, request_iterator, context):
+        yield pb.Frame(messages=[pb.FromWorker(welcome=pb.Welcome(role="target", model="fake")).SerializeToString()])
+        async for frame in request_iterator:
+            if frame.HasField("ping"):
+                yield pb.Frame(pong=frame.ping)
+                break
+        while True:
+            yield pb.Frame()
+            await asyncio.sleep(0.02)
+
+
+async def test_a_worker_that_talks_and_does_not_hear_is_lost(monkeypatch):
+    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 0.3)
+    deaf = grpc.aio.server()
+    rpc.add_TargetServicer_to_server(Deaf(), deaf)
+    port = deaf.add_insecure_port("127.0.0.1:0")
+    await deaf.start()
+    heard = Heard()
+    task = asyncio.create_task(WorkerConnection(f"127.0.0.1:{port}", "target", heard).run())
+    try:
+        assert isinstance(await heard.next(), Welcome)
+        assert await heard.next() == "it talks, but has not answered for 0 s"
+        assert isinstance(await heard.next(), Welcome)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await deaf.stop(0)
+
+
 async def test_a_router_that_falls_silent_is_forgotten(monkeypatch):
     monkeypatch.setattr(server, "ROUTER_SILENCE_SECONDS", 3.0)
     machine = Echo()

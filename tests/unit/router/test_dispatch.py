@@ -428,6 +428,23 @@ async def test_a_session_goes_on_elsewhere_after_all_that_its_worker_said():
     await served.dispatcher.pool.close()
 
 
+async def test_a_full_router_tells_each_whom_it_sends_away_a_later_turn():
+    dispatcher = Dispatcher(DispatchLimits(sessions=1))
+    dispatcher._turns.ended(10.0)
+    waiting = asyncio.create_task(anext(aiter(dispatcher.generate(Generation(PROMPT, Sampling(), 8)))))
+    await asyncio.sleep(0)
+    told = []
+    for _ in range(3):
+        with pytest.raises(GenerationError) as caught:
+            await anext(aiter(dispatcher.generate(Generation(PROMPT, Sampling(), 8))))
+        assert caught.value.code == "overloaded"
+        told.append(caught.value.retry_after)
+    assert 10.0 < told[0] <= 20.0 and told[0] < told[1] < told[2] <= 40.0
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await dispatcher.pool.close()
+
+
 def test_a_session_waits_for_a_target_as_long_as_its_request_does():
     within = Generation(PROMPT, Sampling(), 8, timeout=500.0)
     for generation, waits in ((within, True), (replace(within, timeout=None), False)):

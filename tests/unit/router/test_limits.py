@@ -9,7 +9,7 @@ import pytest
 from cluster.config.config import from_mapping
 from cluster.config.serving import router_settings
 from router.http.auth import ApiKeys, KeyFileError
-from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, LimitReached
+from router.limits import MAX_WAIT, Account, Allowance, Bucket, Durations, LimitReached, RetryTurns
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 
@@ -112,8 +112,26 @@ def test_the_wait_for_a_place_follows_how_long_requests_take() -> None:
     for _ in range(100):
         durations.add(40.0)
     assert durations.wait(8) == pytest.approx(5.0)
-    assert durations.wait(8, ahead=3) == pytest.approx(20.0)
-    assert durations.wait(0, ahead=100) == MAX_WAIT
+    assert durations.wait(1) == pytest.approx(40.0)
+
+
+def test_everybody_who_is_sent_away_is_told_a_turn_of_his_own():
+    turns = RetryTurns()
+    turns.ended(40.0)
+    assert turns.take(100.0, 8, 3, 0.0) == pytest.approx(20.0), "after the three who wait inside"
+    assert [turns.take(100.0, 8, 3, 0.0) for _ in range(3)] == pytest.approx([25.0, 30.0, 35.0])
+    assert turns.take(110.0, 8, 0, 0.0) == pytest.approx(30.0), "who comes later waits for those before him"
+    assert turns.take(500.0, 8, 0, 0.0) == pytest.approx(5.0), "and not once their turns have passed"
+    assert max(turns.take(500.0, 8, 0, 0.0) for _ in range(99)) == MAX_WAIT
+    assert turns.take(500.0, 8, 0, 0.0) == MAX_WAIT
+    assert turns.take(510.0, 0, 100, 0.0) == MAX_WAIT
+    assert turns.take(600.0, 4096, 0, 0.0) == 1.0
+
+
+def test_while_none_has_ended_a_turn_is_as_long_as_they_have_been_here():
+    turns = RetryTurns()
+    assert turns.take(50.0, 2, 0, 30.0) == pytest.approx(15.0)
+    assert RetryTurns().take(50.0, 2, 0, 0.0) == 1.0
 
 
 # The file

@@ -5,7 +5,7 @@ import yaml
 
 from cluster.config.config import SECTIONS, Config, Override, default_of, load, rule_of
 from cluster.config.flags import Parser, add_file, add_repeated, add_section, add_tracing, configuration
-from cluster.config.pools import chosen_threads
+from cluster.config.pools import DraftConfig, ModelConfig, TargetConfig, chosen_threads
 from cluster.config.serving import draft_settings, router_settings, shared_drafter, target_settings, trace_settings
 from cluster.config.settings import ConfigError
 from speculation.events import Role
@@ -322,3 +322,12 @@ def test_tracing_is_off_unless_asked_for():
     assert trace_settings(there) == TraceSettings("http://localhost:4317")
     with pytest.raises(ConfigError, match=r"tracing\.otlp_endpoint must be an address such as http"):
         load(None, [Override("tracing.otlp_endpoint", "localhost:4317", "--otlp-endpoint")])
+
+
+def test_a_router_may_read_the_tokenizers_of_its_targets_and_no_others():
+    assert router_settings(Config()).models == [Config().target.model]
+    pools = {
+        "large": ModelConfig(TargetConfig(model="./large"), {"": DraftConfig(model="./draft")}),
+        "small": ModelConfig(TargetConfig(model="Org/Small")),
+    }
+    assert router_settings(Config(models=pools)).models == ["./large", "Org/Small"]

@@ -12,7 +12,7 @@ from router.sessions.prefixes import BLOCK, REMEMBERED_BLOCKS, Prefixes, blocks_
 from router.sessions.record import PRIOR, AcceptanceRecord
 from speculation.events import PeerId
 from speculation.messages import Load, Welcome
-from transport.round_trip import LOST_SECONDS, PING_SECONDS, RoundTrip
+from transport.liveness import LOST_SECONDS, PING_SECONDS, RoundTrip
 
 RNG = Random(1)
 BASE = WantedWorker("m", tokenizer=5, tokens=100)

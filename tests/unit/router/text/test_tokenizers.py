@@ -110,3 +110,24 @@ async def test_a_tokenizer_that_cannot_be_read_is_the_trouble_of_its_own_model(d
         assert await waiting == (503, "unavailable")
         assert await ask(client, "model-none") == (404, "model_not_found")
     assert disk.reads == {"a": 1, "gone": 1}
+
+
+async def test_nothing_is_opened_on_the_word_of_a_worker_that_nobody_configured(disk: Disk) -> None:
+    disk.kept["/etc"] = tiny_tokenizer(tags=["<secret>"])
+    tokenizers = Tokenizers("", ["a", "b"])
+    for digest in (disk.kept["/etc"].digest, 0):
+        with pytest.raises(TokenizerError, match="is not that of the served model m"):
+            await tokenizers.of(ServedModel("m", 400, 64, digest, "/etc"))
+    assert "/etc" not in disk.reads
+    moved = ServedModel("m", 400, 64, disk.kept["b"].digest, "/elsewhere/b")
+    assert await tokenizers.of(moved) is disk.kept["b"], "it is one that was configured, wherever its target read it"
+    assert await tokenizers.of(disk.model("a")) is disk.kept["a"]
+    assert set(disk.reads) == {"a", "b"}
+
+
+async def test_a_preferred_tokenizer_needs_no_other_leave(disk: Disk) -> None:
+    tokenizers = Tokenizers("a", [])
+    assert await tokenizers.of(ServedModel("m", 400, 64, disk.kept["a"].digest, "/etc")) is disk.kept["a"]
+    assert await tokenizers.of(ServedModel("m", 400, 64, 0, "/etc")) is disk.kept["a"]
+    with pytest.raises(TokenizerError, match="the tokenizer in 'a' is not that of"):
+        await tokenizers.of(disk.model("b"))
