@@ -56,6 +56,10 @@ def _asks_for_machines(pod: Pod) -> bool:
 def _of_container(container: Object) -> Iterator[str]:
     yield from _of_security(container.get("securityContext", {}))
     yield from _of_resources(container)
+    for variable in container.get("env", []):
+        shown = f"$({variable['name']})" in " ".join([*container.get("command", []), *container.get("args", [])])
+        if shown and "secretKeyRef" in variable.get("valueFrom", {}):
+            yield f"{variable['name']} is a secret, and arguments are seen by every process; read it from a file"
     image = container["image"]
     if not re.search(r":[\w.-]+$|@sha256:[0-9a-f]{64}$", image) or image.endswith(":latest"):
         yield f"the image {image!r} needs a version or a digest, and not latest"

@@ -53,6 +53,8 @@ GIVEN = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
 SERVE_SERVICE = "-serve-svc"
 """KubeRay makes a service for HTTP, named after the RayService."""
 HTTP_PORT = 8000
+CLOSED = {8404: "HAProxy's statistics", 9101: "HAProxy's metrics"}
+"""Ports of pods that serve HTTP, on which Serve's proxy asks nobody who they are."""
 READY = "/ready"
 """What a router says of itself."""
 HOST = "kubernetes.io/hostname"
@@ -323,10 +325,18 @@ def _entrance(manifests: Manifests) -> Iterator[ManifestFinding]:
 def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[ManifestFinding]:
     for policy in policies:
         selected = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
+        opened = {number for pod in selected for number in _open(pod).values()}
         for rule in policy["spec"].get("ingress", []):
             for port in rule.get("ports", []):
-                if not any(port["port"] in _open(pod).values() for pod in selected):
+                if "endPort" not in port and port["port"] not in opened:
                     yield ManifestFinding(where(policy), f"no pod that it selects has port {port['port']}")
+            for number, what in CLOSED.items() if HTTP_PORT in opened else ():
+                if any(_covers(port, number) for port in rule.get("ports", [{"port": number}])):
+                    yield ManifestFinding(where(policy), f"lets others see {what}, on port {number}")
+
+
+def _covers(port: Object, number: int) -> bool:
+    return bool(port["port"] <= number <= port.get("endPort", port["port"]))
 
 
 def _open(pod: Pod) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from deploy import ray_rules
 from deploy.crd import strict_schema
 from deploy.manifests import Manifests, RenderError, render, selects
 from deploy.monitoring import prometheus_rule
-from deploy.reference_rules import models_by_hand, secrets_by_hand
+from deploy.reference_rules import CLOSED, models_by_hand, secrets_by_hand
 from deploy.validate import findings, main
 from router.sessions.snapshot import Snapshot
 from router.telemetry.worker_metrics import collect_for_pickers
@@ -73,6 +75,25 @@ def test_traces_reach_a_collector_beside_prometheus() -> None:
     document["applications"][0]["args"]["tracing"] = {"otlp_endpoint": "http://collector.monitoring:4317"}
     service["spec"]["serveConfigV2"] = yaml.safe_dump(document)
     assert [str(finding) for finding in findings(manifests)] == []
+
+
+def test_ports_that_stay_closed_are_those_of_haproxy() -> None:
+    ports = {serve_constants.RAY_SERVE_HAPROXY_STATS_PORT, serve_constants.RAY_SERVE_HAPROXY_METRICS_PORT}
+    assert CLOSED.keys() == ports
+
+
+def test_redis_reads_its_password_from_the_file(tmp_path: Path) -> None:
+    """Neither in its arguments nor in its environment; the shell gives its place to Redis, which gets the signals."""
+    (container,) = one(rendered("ha"), "StatefulSet", "paceline-redis")["spec"]["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    assert "env" not in container
+    (tmp_path / "password").write_text("0badf00d")
+    (tmp_path / "redis-server").write_text('#!/bin/sh\necho $PPID "$@"\ncat\n')
+    (tmp_path / "redis-server").chmod(0o755)
+    script = script.replace("/etc/paceline/redis", str(tmp_path))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([*container["command"], script], env=environment, capture_output=True, text=True)
+    assert done.stdout == f'{os.getpid()} - --appendonly yes --dir /data\nrequirepass "0badf00d"\n'
 
 
 def test_secrets_to_make_by_hand() -> None:

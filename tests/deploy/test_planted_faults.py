@@ -451,6 +451,27 @@ FAULTS = [
     Fault("host network", lambda c: put(pod(c.large), "hostNetwork", True), "hostNetwork must not be set"),
     Fault("token in workers", lambda c: put(pod(c.small), "automountServiceAccountToken", True), "must be false"),
     Fault("latest", lambda c: put(container(c.router), "image", "paceline:latest"), "needs a version or a digest"),
+    Fault(
+        "password in arguments",
+        lambda c: (
+            container(c.head).update(args=["--password=$(PASSWORD)"]),
+            container(c.head)["env"].append(
+                {"name": "PASSWORD", "valueFrom": {"secretKeyRef": {"name": "paceline-redis", "key": "password"}}}
+            ),
+        ),
+        "PASSWORD is a secret",
+    ),
+    Fault(
+        "HAProxy's ports open to our pods",
+        lambda c: c.get("NetworkPolicy", "between-our-pods")["spec"]["ingress"][0].pop("ports"),
+        "lets others see HAProxy's",
+        places=2,
+    ),
+    Fault(
+        "HAProxy's metrics in a range",
+        lambda c: put(c.get("NetworkPolicy", "between-our-pods")["spec"]["ingress"][0]["ports"][1], "endPort", 9101),
+        "lets others see HAProxy's metrics, on port 9101",
+    ),
     Fault("no room for files", lambda c: container(c.head)["volumeMounts"].pop(0), "mount an emptyDir there"),
     Fault(
         "memory unlimited",
