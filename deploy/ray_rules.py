@@ -32,7 +32,7 @@ def ray_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     if len(services) != 1:
         yield ManifestFinding("manifests", f"there must be one RayService, not {len(services)}")
     for service in services:
-        for what in [*_of_service(service), *_of_autoscaler(service)]:
+        for what in [*_of_service(service), *_of_retries(service), *_of_autoscaler(service)]:
             yield ManifestFinding(where(service), what)
         for group in groups(service):
             for what in [*_of_group(group, service), *_of_shutdown(group)]:
@@ -85,12 +85,16 @@ def _of_service(service: Object) -> Iterator[str]:
     head = ray_container(cluster["headGroupSpec"])
     if "serve" not in {port.get("name") for port in head.get("ports", [])}:
         yield "the head's container needs a port named serve, or KubeRay makes no service for HTTP"
-    retries = _number(head, RETRIES, DEFAULT_RETRIES)
-    if not retries >= MIN_RETRIES:
-        yield f"{RETRIES} of the head is {retries:g}; below {MIN_RETRIES} Serve soon gives workers up for good"
     names = [group_name(group) for group in groups(service)]
     if len(names) != len(set(names)):
         yield f"worker groups share a name: {', '.join(sorted(names))}"
+
+
+def _of_retries(service: Object) -> Iterator[str]:
+    """Serve's controller runs on the head."""
+    retries = _number(ray_container(service["spec"]["rayClusterConfig"]["headGroupSpec"]), RETRIES, DEFAULT_RETRIES)
+    if not retries >= MIN_RETRIES:
+        yield f"{RETRIES} of the head is {retries:g}; below {MIN_RETRIES} Serve soon gives workers up for good"
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:
