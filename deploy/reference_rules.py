@@ -286,18 +286,19 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
             for backend in rule["backendRefs"]:
                 if backend.get("port", HTTP_PORT) != HTTP_PORT:
                     yield ManifestFinding(where(route), f"HTTP is on port {HTTP_PORT}, got {backend['port']}")
-            for let_in in [path for path in OPERATORS_PATHS if _lets_in(rule, path)]:
-                yield ManifestFinding(where(route), f"{let_in} is for operators, and comes through here")
+            wanted = [match.get("path", {}) for match in rule.get("matches", [{}])]
+            paths = [(path.get("type", "PathPrefix"), path.get("value", "/")) for path in wanted]
+            yield from _for_operators(route, paths)
+    for ingress in manifests.of("Ingress"):
+        for rule in ingress["spec"]["rules"]:
+            yield from _for_operators(ingress, [(path["pathType"], path["path"]) for path in rule["http"]["paths"]])
 
 
-def _lets_in(rule: Object, path: str) -> bool:
-    """Whether a rule of a route matches a path; one without matches does any."""
-    for match in rule.get("matches", [{}]):
-        wanted = match.get("path", {"type": "PathPrefix", "value": "/"})
-        prefix = wanted["value"].rstrip("/")
-        if path == wanted["value"] or (wanted["type"] == "PathPrefix" and f"{path}/".startswith(f"{prefix}/")):
-            return True
-    return False
+def _for_operators(route: Object, paths: Sequence[tuple[str, str]]) -> Iterator[ManifestFinding]:
+    """What routers tell of themselves must not be among what comes through, by how a path is to match and the path."""
+    for own in OPERATORS_PATHS:
+        if any(own == path or (how != "Exact" and f"{own}/".startswith(f"{path.rstrip('/')}/")) for how, path in paths):
+            yield ManifestFinding(where(route), f"{own} is for operators, and comes through here")
 
 
 def _entrance(manifests: Manifests) -> Iterator[ManifestFinding]:

@@ -32,7 +32,6 @@ from cluster.processes.logs import add_flags, set_up
 from cluster.processes.notify import READY, STOPPING, notify
 from cluster.processes.parent import exit_with
 from cluster.worker_list import FileDirectory, WorkerListError
-from router.http.exhaustion import raise_limit
 from speculation.events import Role
 from transport.address import check_free, join, parse
 
@@ -72,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if args.exit_with is not None:
         exit_with(args.exit_with)
     set_up(args)
+    from router.http.exhaustion import raise_limit
+
     raise_limit()
     config = configuration(args)
     check_http_exposure(config)

@@ -215,8 +215,12 @@ def test_prometheus_of_the_helm_chart_takes_what_we_give_it() -> None:
 def test_ingress_may_replace_the_gateway(tmp_path: Path) -> None:
     manifests = with_components(tmp_path, "gpu", "components/gateway", "components/ingress")
     assert [str(finding) for finding in findings(manifests)] == []
-    annotations = one(manifests, "Ingress", "paceline")["metadata"]["annotations"]
-    assert annotations["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    ingress = one(manifests, "Ingress", "paceline")
+    assert ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    ingress["spec"]["rules"][0]["http"]["paths"][-1]["pathType"] = "Prefix"
+    assert [str(finding) for finding in findings(manifests)] == [
+        f"Ingress paceline: {path} is for operators, and comes through here" for path in ("/metrics", "/cluster")
+    ]
 
 
 def test_inference_pool_may_replace_the_gateway(tmp_path: Path) -> None:
