@@ -80,7 +80,8 @@ class ApiKeys:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads the file; raises :class:`KeyFileError`."""
         self._path, self._clock = path, clock
-        self._seen = stamp(path)
+        self._seen = self._told = stamp(path)
+        """Of the file that was last read, and of the one that was last told of as of no use."""
         self._keys = _digests(path)
         self._looked = clock()
 
@@ -103,7 +104,7 @@ class ApiKeys:
         return found
 
     def _look(self) -> None:
-        """Read the file again if it changed; what cannot be used is reported once, and changes nothing."""
+        """Read the file again if it changed; what cannot be used is told once, changes nothing, and is tried again."""
         now = self._clock()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -111,12 +112,13 @@ class ApiKeys:
         seen = stamp(self._path)
         if seen == self._seen:
             return
-        self._seen = seen
         try:
-            self._keys = _digests(self._path)
+            self._keys, self._seen = _digests(self._path), seen
             log.info("read %d API keys from %s", len(self._keys), self._path)
         except KeyFileError as error:
-            log.error("API keys %s; the earlier keys stay valid", error)
+            if seen != self._told:
+                log.error("API keys %s; the earlier keys stay valid", error)
+            self._told = seen
 
 
 class RequireKey:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +100,26 @@ def test_a_file_that_is_replaced_with_one_alike_is_noticed(path, tmp_path):
     clock.now = LOOK_SECONDS
     assert keys.name_of(ALICE[::-1]) == "line 1"
     assert keys.name_of(ALICE) is None
+
+
+def test_a_revoked_key_is_refused_also_if_the_file_could_not_be_read_at_first(path, monkeypatch, caplog):
+    """As where a router has no file descriptors left for a while."""
+    path.write_text(ALICE)
+    clock = Clock()
+    keys = ApiKeys(path, clock)
+    path.write_text(f"{BOB}\n# instead\n")
+
+    def exhausted(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", exhausted)
+        for _ in range(3):
+            clock.now += LOOK_SECONDS
+            assert keys.name_of(ALICE) == "line 1"
+    assert len(caplog.messages) == 1
+    clock.now += LOOK_SECONDS
+    assert (keys.name_of(ALICE), keys.name_of(BOB)) == (None, "line 1")
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("# none\n"), lambda path: path.unlink()])
