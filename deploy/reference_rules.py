@@ -281,6 +281,11 @@ def _ports(manifests: Manifests) -> Iterator[ManifestFinding]:
             if port["number"] != HTTP_PORT:
                 yield ManifestFinding(where(pool), f"HTTP is on port {HTTP_PORT}, got {port['number']}")
     yield from _entrance(manifests)
+    yield from _paths(manifests)
+
+
+def _paths(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """Where clients are led, and what of it they may reach."""
     for route in manifests.of("HTTPRoute"):
         for rule in route["spec"]["rules"]:
             for backend in rule["backendRefs"]:

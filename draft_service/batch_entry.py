@@ -155,3 +155,8 @@ def candidates_of(entries: Sequence[DraftBatchEntry], logits_RV: Tensor) -> list
         for row, draft in zip(drawn_from_q, drafts, strict=True):
             found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
     return found
+
+
+def withdrawn(entries: Sequence[DraftBatchEntry]) -> bool:
+    """Have no entry compute more than it has to; whether any was about to."""
+    return sum(entry.withdraw() for entry in entries) > 0

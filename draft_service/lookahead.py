@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from draft_service.batch_entry import DraftBatchEntry, candidates_of, rows_drawn_at
+from draft_service.batch_entry import DraftBatchEntry, candidates_of, rows_drawn_at, withdrawn
 from draft_service.counters import DraftCounters
 from draft_service.draft_account import DraftAccount
 from draft_service.levels import DraftLevels, first_level, grow
@@ -266,8 +266,7 @@ class Lookahead:
         took = time.perf_counter() - started
         for entry in entries:
             entry.sequence.drafting_seconds += took if entry.expands else 0.0
-        forward, guessing = self._engine.forward_seconds, self._staged.seconds
-        self._account.observe(entries, started, time.perf_counter(), forward, guessing)
+        self._account.observe(entries, started, time.perf_counter(), self._engine.forward_seconds, self._staged.seconds)
         return outgoing
 
     def _plan(self) -> list[DraftBatchEntry]:
@@ -306,14 +305,14 @@ class Lookahead:
         try:
             found = self._run(entries)
         except CacheFull:
-            if _withdrawn(entries):
+            if withdrawn(entries):
                 return self._compute(entries)
             refused = self._give_back(entries[-1].sequence, RefusalCode.OVERLOADED, "no room in the draft cache")
             return refused + (self._compute(entries[:-1]) if len(entries) > 1 else [])
         except FATAL:
             raise
         except Exception as error:  # whatever a model may raise; the culprit is found below
-            if not _withdrawn(entries) and len(entries) == 1:
+            if not withdrawn(entries) and len(entries) == 1:
                 entries[0].sequence.log.exception("a step failed")
                 return self._give_back(entries[0].sequence, RefusalCode.INTERNAL, f"{type(error).__name__}: {error}")
             return [message for entry in entries for message in self._compute([entry])]
@@ -393,11 +392,6 @@ class Lookahead:
         self.counters.guessed += len(entry.guesses.nodes)
         self.counters.followed += len(followed)
         self.counters.proposed += len(session.trie) - before
-
-
-def _withdrawn(entries: Sequence[DraftBatchEntry]) -> bool:
-    """Have no entry compute more than it has to; whether any was about to."""
-    return sum(entry.withdraw() for entry in entries) > 0
 
 
 def _refused(

@@ -16,8 +16,9 @@ from typing import assert_never
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import RetryTurns
 from router.sessions.event_log import SessionNotes
+from router.sessions.models import outside_vocabulary, why_unavailable
 from router.sessions.null_tracer import NullTracer
-from router.sessions.pool import PoolEvents, WorkerPool, outside_vocabulary
+from router.sessions.pool import PoolEvents, WorkerPool
 from router.sessions.prefixes import blocks_of
 from router.sessions.run import RunningSession, session_of
 from router.sessions.snapshot import Snapshot, Totals
@@ -312,19 +313,12 @@ class Dispatcher:
                 self.pool.relay(peer, message, epoch)
                 if run.speculation_trace is not None and isinstance(message, Proposal):
                     run.speculation_trace.proposed(now, message)
-            case Emit(tokens=tokens, accepted=accepted, offered=offered, cached=cached, metadata=metadata):
-                of_drafter = from_draft_models(accepted, offered, metadata)
+            case Emit():
                 assert workers.target is not None
+                of_drafter = from_draft_models(effect.accepted, effect.offered, effect.metadata)
                 self._learn(run, workers.target, workers.draft, *of_drafter)
-                self.totals.committed += len(tokens)
-                self.totals.accepted += accepted
-                self.totals.offered += offered
-                run.tally.committed(now, len(tokens), accepted, offered, cached, of_drafter)
-                run.trace.committed(len(tokens), accepted, offered)
-                details = None
-                if run.speculation_trace is not None:
-                    details = run.speculation_trace.committed(now, workers.target, workers.draft, run.session.reopened)
-                run.items.put_nowait(Committed(tokens, accepted, offered, cached, metadata, details))
+                self.totals.commit(effect)
+                run.committed(now, effect, of_drafter, workers)
                 if run.items.qsize() == self._limits.unread:
                     why = f"the client is {self._limits.unread} commits behind; read faster, or ask for less"
                     asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
@@ -394,13 +388,7 @@ class Dispatcher:
         """The reason of a failure, with what the session itself cannot know."""
         if code is not FailureCode.UNAVAILABLE or run.model is None:
             return message
-        if run.revision is not None and self.pool.revisions(run.model.name) - {run.revision}:
-            return (
-                f"model {run.model.name} was replaced by another revision (weights, number format or ranks) and no "
-                "target worker of the one that began this text is left; it would not go on with the same text, so ask "
-                "again"
-            )
-        return f"{message} for model {run.model.name}"
+        return why_unavailable(run.model.name, run.revision, self.pool.revisions(run.model.name), message)
 
     def _set_timer(self, run: RunningSession, at: float) -> None:
         def fire() -> None:

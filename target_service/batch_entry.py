@@ -99,6 +99,12 @@ class BatchEntry:
             self.sequence.cached, [*scheduled, *self.tree.tokens], parents, rows, self.draws() if draws else ()
         )
 
+    def verifies(self, tree: VerificationTree | None, now: float) -> None:
+        """These drafts; None: it waits for some, and sits this step out."""
+        self.tree = tree
+        if tree is None and self.sequence.waits_since is None:
+            self.sequence.waits_since = now
+
     def withdraw(self) -> bool:
         """Verify no drafts after all; whether there were any."""
         if self.tree is None or not self.tree.nodes:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from engine.cache.kv_cache import KVCache
 from engine.recorder import Recorder
+from speculation.demand import TargetDemand
 from speculation.verifying.planner import Planner
 from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
 from target_service.draft_model import DraftModel
+from target_service.sequence import TargetSequence
 from target_service.step_time import LongestStep, StepTime
 
 
@@ -37,6 +40,30 @@ class StepAccount:
         """What the forward under way may take before it must be stuck; None: unknown. May be asked from any thread."""
         return self._longest.max_seconds(tokens) if (tokens := self._computing) else None
 
+    def demand(
+        self,
+        running: Sequence[TargetSequence],
+        waiting: Sequence[TargetSequence],
+        cache: KVCache,
+        places: int,
+        max_tokens: int,
+    ) -> TargetDemand:
+        """What waits and runs, against what a worker can compute that has places for so many sessions.
+
+        ``max_tokens``: of one step.
+        """
+        seconds = self.time(max_tokens)
+        return TargetDemand(
+            queued_tokens=sum(sequence.num_uncomputed_tokens - 1 for sequence in running)
+            + sum(len(sequence.session.tokens) for sequence in waiting),
+            running_tokens=cache.capacity - cache.free_tokens,
+            capacity_tokens=cache.capacity,
+            sessions=len(running) + len(waiting),
+            places=places,
+            speed=max_tokens / seconds if seconds else 0.0,
+            computed=self._counters.prefilled + self._counters.committed,
+        )
+
     def pause(self, now: float, *, waits: bool) -> None:
         """There is nothing to compute. ``waits``: since all sessions wait for drafts; else none is open."""
         if not waits:
@@ -49,6 +76,8 @@ class StepAccount:
     def resume(self, now: float, entries: Sequence[BatchEntry]) -> None:
         """A step begins, of these."""
         self._computing = sum(entry.tokens for entry in entries)
+        for entry in entries:
+            entry.sequence.timings.begins(now)
         if self._waiting_since is None:
             return
         self._counters.waits += 1

@@ -73,5 +73,10 @@ class SuffixCache:
         if self.store is not None:
             self.store.work(max_tokens)
 
+    def validate(self) -> None:
+        """See :meth:`transport.worker.Machine.validate`."""
+        if self.store is not None:
+            self.store.validate()
+
     def _scope_of(self, opened: Open) -> str:
         return opened.request_options.cache_scope if self._scope is SuffixScope.KEY else ""

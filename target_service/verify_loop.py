@@ -42,6 +42,7 @@ from target_service.counters import TargetCounters
 from target_service.draft_model import Drafter, DraftModel
 from target_service.logprobs import apart, of_committed
 from target_service.medusa import HeadDrafter
+from target_service.own_drafters import OwnDrafters
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import TargetSequence
 from target_service.step_account import StepAccount
@@ -97,9 +98,10 @@ class VerifyLoop:
         self.counters = TargetCounters()
         self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
         self._suffix_cache = SuffixCache(limits.suffix)
-        self._medusa = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
-        self._draft_model = None if drafter is None else DraftModel(drafter, self._planner, self.counters)
-        self._account = StepAccount(self.counters, self._planner, self._draft_model, recorder)
+        heads = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
+        model = None if drafter is None else DraftModel(drafter, self._planner, self.counters)
+        self._drafters = OwnDrafters(heads, model)
+        self._account = StepAccount(self.counters, self._planner, model, recorder)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
         self._last_committed = 0
@@ -125,18 +127,8 @@ class VerifyLoop:
     def demand(self) -> TargetDemand:
         """What waits and runs, against what it can compute."""
         running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
-        cache, max_tokens = self._engine.cache, self._limits.budget.tokens
-        seconds = self._account.time(max_tokens)
-        return TargetDemand(
-            queued_tokens=sum(sequence.num_uncomputed_tokens - 1 for sequence in running)
-            + sum(len(sequence.session.tokens) for sequence in waiting),
-            running_tokens=cache.capacity - cache.free_tokens,
-            capacity_tokens=cache.capacity,
-            sessions=len(running) + len(waiting),
-            places=self._limits.running,
-            speed=max_tokens / seconds if seconds else 0.0,
-            computed=self.counters.prefilled + self.counters.committed,
-        )
+        places, max_tokens = self._limits.running, self._limits.budget.tokens
+        return self._account.demand(running, waiting, self._engine.cache, places, max_tokens)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +165,7 @@ class VerifyLoop:
             return [(link, refusal)]
         if not self._engine.speculates:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
-        medusa = None if self._medusa is None else self._medusa.drafts_for(opened)
+        medusa = self._drafters.drafts_for(opened)
         sources = [*self._suffix_cache.sources(opened), *([medusa] if medusa else [])]
         session = self._planner.session(opened, self._welcome.vocabulary, sources)
         # A session that is opened again keeps its place.
@@ -222,18 +214,16 @@ class VerifyLoop:
             self._drop(sequence, "the router went")
 
     def _drop(self, sequence: TargetSequence, why: str) -> None:
-        sequence.log.info(
-            "ended (%s) after %d tokens in %d steps", why, sequence.timings.committed, sequence.timings.steps
-        )
+        timings = sequence.timings
+        sequence.log.info("ended (%s) after %d tokens in %d steps", why, timings.committed, timings.steps)
         for source, fault in sequence.session.faults.items():
             self.counters.source_faults += 1
             sequence.log.warning("draft source %s failed and was left out: %s", source, fault)
         if self._tracing is not None:
-            self._tracing.session("target", sequence.session.opened, sequence.timings, why)
+            self._tracing.session("target", sequence.session.opened, timings, why)
         sequence.charge(self._mask_budget, time.perf_counter())
         sequence.cached.free()
-        if self._draft_model is not None:
-            self._draft_model.drop(sequence)
+        self._drafters.drop(sequence)
         del self._sequences[sequence.link, sequence.session.opened.session]
         if not self._compiling.remove(sequence):
             self._scheduler.remove(sequence)
@@ -248,10 +238,8 @@ class VerifyLoop:
             waits = sequence in self._compiling
             assert waits is not (sequence in scheduled), f"session {sequence.session.opened.session} is lost or doubled"
         assert scheduled <= set(self._sequences.values()), "a session is scheduled that is not open"
-        if self._suffix_cache.store is not None:
-            self._suffix_cache.store.validate()
-        if self._draft_model is not None:
-            self._draft_model.validate()
+        self._suffix_cache.validate()
+        self._drafters.validate()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -267,13 +255,10 @@ class VerifyLoop:
             self._account.pause(started, waits=self._due is not None)
             return outgoing or None
         self._account.resume(started, entries)
-        for entry in entries:
-            entry.sequence.timings.begins(started)
         committed = self.counters.committed
         outgoing += self._compute(entries, started)
         self._last_committed = self.counters.committed - committed
-        forward = self._engine.forward_seconds
-        self._account.observe(entries, started, time.perf_counter(), forward, self._last_committed)
+        self._account.observe(entries, started, time.perf_counter(), self._engine.forward_seconds, self._last_committed)
         return outgoing
 
     def _plan(self, now: float) -> list[BatchEntry]:
@@ -281,14 +266,12 @@ class VerifyLoop:
         step = self._scheduler.step(self._prefill_budget)
         entries = self._within_budget([BatchEntry.of(sequence, share) for sequence, share in step.parts], now)
         drawing = [entry for entry in entries if entry.drafts is not None]
-        self._draft(entries, drawing)
+        self._drafters.draft(self._scheduler.running, entries, drawing)
         asked = [Asked(entry.sequence.session, entry.drafts or 0) for entry in drawing]
         prefilled = sum(entry.num_scheduled_tokens for entry in entries) - len(drawing)
         plan = self._planner.plan(asked, now, prefilled, step.drafts)
         for entry, tree in zip(drawing, plan.trees, strict=True):
-            entry.tree = tree
-            if tree is None and entry.sequence.waits_since is None:
-                entry.sequence.waits_since = now
+            entry.verifies(tree, now)
         self._due = plan.wake
         return [entry for entry in entries if entry.drafts is None or entry.tree is not None]
 
@@ -303,24 +286,12 @@ class VerifyLoop:
         self.counters.grammar_waits += len(entries) - len(within) if within else 0
         return within or entries
 
-    def _draft(self, entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]) -> None:
-        """Let what drafts in this process propose for those of ``drawing`` that have room for drafts."""
-        if self._medusa is None and self._draft_model is None:
-            return
-        wanting = [entry.sequence for entry in drawing if entry.drafts]
-        if self._medusa is not None:
-            self._medusa.draft(wanting)
-        if self._draft_model is not None:
-            part = [entry.sequence for entry in entries]
-            if not self._draft_model.draft(self._scheduler.running, part, wanting):
-                for entry in drawing:
-                    entry.drafts = 0
-
     def _prefill_budget(self, decoding: int) -> int:
         """How many prompt tokens a step may compute beside so many sessions that decode."""
         budget = self._limits.budget
-        slowdown, seconds = budget.slowdown, budget.seconds
-        return self._account.time.prefill_budget(decoding, budget.tokens, slowdown=slowdown, seconds=seconds)
+        return self._account.time.prefill_budget(
+            decoding, budget.tokens, slowdown=budget.slowdown, seconds=budget.seconds
+        )
 
     def _tidy(self, max_tokens: int) -> None:
         """Get on with earlier outputs, by at most so many tokens."""
@@ -372,8 +343,7 @@ class VerifyLoop:
         for entry, prompt_PV, verdict in zip(entries, prompts, decided, strict=True):
             if not not_finite(verdict):
                 entry.sequence.note_prompt(prompt_PV)
-        if self._medusa is not None:
-            self._medusa.note(self._engine.hidden, chunks, entries, decided)
+        self._drafters.note(self._engine.hidden, chunks, entries, decided)
         return decided, of_committed(logits_RV, entries, decided)
 
     def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:
@@ -415,10 +385,7 @@ class VerifyLoop:
         sequence.cached.commit([*range(scheduled), *(scheduled + i for i in commit.kept)])
         self.counters.count(entry.tree, commit)
         self.counters.prefilled += scheduled - 1
-        if self._medusa is not None:
-            self._medusa.settled(sequence, entry.tree)
-        if self._draft_model is not None:
-            self._draft_model.verified(sequence, verification)
+        self._drafters.verified(sequence, entry.tree, verification)
         sequence.timings.draws(ended)
         sequence.timings.counts(verification)
         if self._recorder:

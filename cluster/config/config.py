@@ -130,10 +130,8 @@ class AutoscalingConfig:
     margin: float = _setting(
         0.2, "share of what remains that must be to spare before a pool shrinks", at_least=0, at_most=0.9
     )
-    up_s: float = _setting(3.0, "seconds that a pool must be too small before it grows", at_least=0, at_most=86400)
-    down_s: float = _setting(
-        120.0, "seconds that a pool must be too large before it shrinks", at_least=0, at_most=86400
-    )
+    up_s: float = _setting(3.0, "seconds a pool must be too small before it grows", at_least=0, at_most=86400)
+    down_s: float = _setting(120.0, "seconds a pool must be too large before it shrinks", at_least=0, at_most=86400)
     pause_s: float = _setting(15.0, "seconds between two growths of a pool", at_least=0, at_most=86400)
     rest_s: float = _setting(
         120.0,
@@ -164,9 +162,7 @@ class AdmissionConfig:
     request_timeout: float = _setting(
         0.0, "seconds that a request has if it asks for none (0: as many as it takes)", at_least=0, at_most=86400
     )
-    max_request_timeout: float = _setting(
-        0.0, "seconds that no request goes beyond (0: no limit)", at_least=0, at_most=86400
-    )
+    max_request_timeout: float = _setting(0.0, "seconds that none goes beyond (0: no limit)", at_least=0, at_most=86400)
     target_timeout: float = _setting(
         0.0,
         "seconds that a request waits while its model has no target (0: its own timeout; if none, 30, then 120)",

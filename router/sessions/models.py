@@ -6,10 +6,12 @@ target may come back, and until then its requests wait instead of being refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from router.generation import ServedModel
-from speculation.messages import Welcome
+from speculation.messages import FromWorker, Proposal, Welcome
+from transport.codec import MalformedMessage
 
 FORGET_SECONDS = 300.0
 """How long a model is served on whose last target has left the list of workers: it may come back."""
@@ -34,6 +36,30 @@ def revision_ages(welcomes: Iterable[Welcome]) -> dict[int, float]:
     for welcome in welcomes:
         since[welcome.revision] = min(welcome.started, since.get(welcome.revision, welcome.started))
     return since
+
+
+def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:
+    """What is wrong with a proposal of tokens that the model of its session does not have."""
+    if not isinstance(message, Proposal):
+        return None
+    worst = max(itertools.chain(message.tokens, *(support.tokens for support in message.q)), default=-1)
+    if worst < vocabulary:
+        return None
+    why = f"token {worst} is outside the vocabulary of {vocabulary}"
+    return MalformedMessage(why, message.session, message.epoch)
+
+
+def why_unavailable(model: str, began_with: int | None, present: set[int], why: str) -> str:
+    """``why`` a text of this model finds no target, with what its session cannot know.
+
+    ``began_with``: the revision that said its first tokens; ``present``: those that have a target now.
+    """
+    if began_with is not None and present - {began_with}:
+        return (
+            f"model {model} was replaced by another revision (weights, number format or ranks) and no target worker of "
+            "the one that began this text is left; it would not go on with the same text, so ask again"
+        )
+    return f"{why} for model {model}"
 
 
 class ServedModels:

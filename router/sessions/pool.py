@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -152,17 +151,6 @@ class Peer:
     def down(self, why: str) -> None:
         """The worker is lost."""
         self.pool.worker_down(self, why)
-
-
-def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:
-    """What is wrong with a proposal of tokens that the model of its session does not have."""
-    if not isinstance(message, Proposal):
-        return None
-    worst = max(itertools.chain(message.tokens, *(support.tokens for support in message.q)), default=-1)
-    if worst < vocabulary:
-        return None
-    why = f"token {worst} is outside the vocabulary of {vocabulary}"
-    return MalformedMessage(why, message.session, message.epoch)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from router.generation import ServedModel
 from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, Traffic, WorkerPool
-from speculation.events import PeerId, Role
+from speculation.events import Emit, PeerId, Role
 from speculation.messages import Load, Welcome
 from speculation.request.session import Phase, Session
 
@@ -97,6 +97,12 @@ class Totals:
     """Malformed messages held against a drafter by its session."""
     quarantined: int = 0
     """Drafters that a session was done with; each counts once for every such session."""
+
+    def commit(self, emit: Emit) -> None:
+        """Add what a session commits."""
+        self.committed += len(emit.tokens)
+        self.accepted += emit.accepted
+        self.offered += emit.offered
 
     def take(self, session: Session) -> None:
         """Add what a session counts itself."""
