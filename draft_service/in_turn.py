@@ -67,7 +67,7 @@ class _Place:
 class InTurn(Lookahead):
     """The sessions of a target that a draft model in its process drafts for.
 
-    Implements :class:`target_service.draft_model.Drafter`; never steps by itself.
+    Implements :class:`target_service.drafting.draft_model.Drafter`; never steps by itself.
     """
 
     _idle_turns = 0

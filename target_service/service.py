@@ -14,8 +14,8 @@ from engine.leader import Ranks
 from engine.model import ModelError
 from engine.recorder import Recorder
 from engine.settings import EngineSettings
-from target_service.draft_model import Drafter, MakeDrafter, check_drafter
-from target_service.named_sources import load_sources
+from target_service.drafting.draft_model import Drafter, MakeDrafter, check_drafter
+from target_service.drafting.named_sources import load_sources
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
@@ -37,7 +37,7 @@ class TargetSettings:
     trace: TraceSettings | None = None
     """Where spans go; None: tracing is off."""
     sources: tuple[str, ...] = ()
-    """Draft sources to draft with besides the built-in ones; see :mod:`target_service.named_sources`."""
+    """Draft sources to draft with besides the built-in ones; see :mod:`target_service.drafting.named_sources`."""
     validate: bool = False
     """Whether to check its own books whenever it is idle."""
 

@@ -16,7 +16,7 @@ from speculation.demand import TargetDemand
 from speculation.verifying.planner import Planner
 from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
-from target_service.draft_model import DraftModel
+from target_service.drafting.draft_model import DraftModel
 from target_service.sequence import TargetSequence
 from target_service.step_time import LongestStep, StepTime
 

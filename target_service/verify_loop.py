@@ -39,14 +39,14 @@ from speculation.sources.registry import registered
 from speculation.verifying.planner import Asked, Planner
 from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
-from target_service.draft_model import Drafter, DraftModel
+from target_service.drafting.draft_model import Drafter, DraftModel
+from target_service.drafting.medusa import HeadDrafter
+from target_service.drafting.own_drafters import OwnDrafters
+from target_service.drafting.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSettings
 from target_service.logprobs import apart, of_committed
-from target_service.medusa import HeadDrafter
-from target_service.own_drafters import OwnDrafters
 from target_service.scheduler import Budget, Scheduler
 from target_service.sequence import TargetSequence
 from target_service.step_account import StepAccount
-from target_service.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSettings
 from target_service.validation import reason_to_refuse
 from target_service.verdicts import Fault, Verdict, not_finite, verdicts
 from transport.session_log import SessionLog

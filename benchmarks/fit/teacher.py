@@ -8,7 +8,7 @@ drafted stays as it is, and where the text leaves its drafts the end is cut anew
 (:mod:`draft_service.translation.own_text`). Its first choice is taken to have been read ahead, as by a worker that is
 not late.
 
-Heads are those of a target worker (:mod:`target_service.medusa`), in model, guesses and noise.
+Heads are those of a target worker (:mod:`target_service.drafting.medusa`), in model, guesses and noise.
 
 Tensor legend: R places, D hidden size, H heads, V vocabulary.
 """
@@ -39,7 +39,7 @@ from simulation.agreement import AgreementPassage
 from speculation.drafting.draft_session import Candidate, DraftLimits
 from speculation.drafting.medusa import HeadGuesses
 from speculation.messages import Sampling, Token
-from target_service.medusa import WIDTH
+from target_service.drafting.medusa import WIDTH
 
 FED = 512
 """Tokens of one forward."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they bring torch
     from router.http.prompt_recorder import RecordSettings
     from router.service import RouterSettings
     from router.sessions.standby import StandbyTargets
-    from target_service.draft_model import MakeDrafter
+    from target_service.drafting.draft_model import MakeDrafter
     from target_service.service import TargetSettings
     from transport.tracing import TraceSettings
 
@@ -35,9 +35,9 @@ READY_SECONDS = 25.0
 
 def target_settings(config: Config) -> TargetSettings:
     """A target worker."""
+    from target_service.drafting.suffix_cache import SuffixScope, SuffixSettings
     from target_service.scheduler import Budget
     from target_service.service import TargetSettings
-    from target_service.suffix_cache import SuffixScope, SuffixSettings
     from target_service.verify_loop import TargetLimits
 
     budget = Budget(

@@ -3,7 +3,6 @@
 // Copes with servers and chunks that leave out the optional parts: without `speculation` a chunk is text alone, without
 // `step` a commit has no times, without `proposals` its tree is empty.
 
-import { sharedPart } from "./intervals.js";
 import { sourceOf } from "./sources.js";
 import { Trie } from "./trie.js";
 
@@ -110,4 +109,31 @@ export class Run {
   get overlap() {
     return sharedPart(this.timed, this.drafts);
   }
+}
+
+/** Stretches of time, each {start, end} in seconds: the same time, in order, without overlaps. */
+function union(stretches) {
+  const merged = [];
+  for (const { start, end } of [...stretches].sort((a, b) => a.start - b.start)) {
+    const last = merged.at(-1);
+    if (last && start <= last.end) last.end = Math.max(last.end, end);
+    else if (end > start) merged.push({ start, end });
+  }
+  return merged;
+}
+
+function length(stretches) {
+  return union(stretches).reduce((sum, { start, end }) => sum + end - start, 0);
+}
+
+/** Which share of `stretches` lies within `others`; NaN where they have no length. */
+function sharedPart(stretches, others) {
+  const [ours, theirs] = [union(stretches), union(others)];
+  let shared = 0;
+  for (let i = 0, j = 0; i < ours.length && j < theirs.length; ) {
+    shared += Math.max(0, Math.min(ours[i].end, theirs[j].end) - Math.max(ours[i].start, theirs[j].start));
+    if (ours[i].end < theirs[j].end) i++;
+    else j++;
+  }
+  return shared / length(ours);
 }

@@ -34,7 +34,7 @@ from speculation.messages import (
     Verification,
 )
 from target_service import draft_model, scheduler
-from target_service.draft_model import check_drafter
+from target_service.drafting.draft_model import check_drafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.by_rows import by_rows
 from tests.grammars import CORPUS, STOP, regex, tiny_engine

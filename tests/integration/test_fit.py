@@ -27,7 +27,7 @@ from speculation import digest as digests
 from speculation.drafting.medusa import MedusaDrafts
 from speculation.events import Role
 from speculation.messages import Limits, Open, SessionId, Source, Verification
-from target_service.suffix_cache import SuffixSettings
+from target_service.drafting.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
 from tests.stack import settings

@@ -31,7 +31,7 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from target_service.suffix_cache import SuffixScope, SuffixSettings
+from target_service.drafting.suffix_cache import SuffixScope, SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import forget_prefixes, held_out_prompts, settings, target_worker
 

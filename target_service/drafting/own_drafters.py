@@ -11,8 +11,8 @@ from speculation.drafting.medusa import MedusaDrafts
 from speculation.messages import Open, Verification
 from speculation.trie import VerificationTree
 from target_service.batch_entry import BatchEntry
-from target_service.draft_model import DraftModel
-from target_service.medusa import HeadDrafter
+from target_service.drafting.draft_model import DraftModel
+from target_service.drafting.medusa import HeadDrafter
 from target_service.sequence import TargetSequence
 from target_service.verdicts import Verdict
 
