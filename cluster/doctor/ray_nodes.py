@@ -117,13 +117,15 @@ def deployed(config: Config) -> Mapping[str, Any] | None:
 def check(config: Config, addresses: dict[Role, list[str]], *, models: bool = False) -> Iterator[Finding]:
     """All of the above for the cluster at ``ray.address``; fills in the workers that serve there.
 
-    ``models``: they are not here, so a router's node is to look at them.
+    ``models``: they are not here, so a router's node is to look at them, if there is one to ask.
     """
     from cluster.ray.connection import join
 
     try:
         join(config)
     except CommandError as error:
+        if models:
+            yield from models_there(config)
         fix = "check ray.address; with token authentication set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN(_PATH)"
         yield problem("ray", str(error), fix)
         return

@@ -40,6 +40,7 @@ def test_ray_tells_what_the_router_tells() -> None:
     assert done.returncode == 0, done.stderr
     told, scraped, later = (samples(text) for text in done.stdout.split("---\n"))
     ours = {(name, labels): value for (name, labels), value in scraped.items() if name.startswith("paceline_")}
+    told = {(name, labels): value for (name, labels), value in told.items() if name.startswith("paceline_")}
     keys = {key for _, labels in told for key, _ in labels}
     assert {
         (name, frozenset(pair for pair in labels if pair[0] in keys)): v for (name, labels), v in ours.items()
