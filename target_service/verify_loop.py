@@ -343,7 +343,7 @@ class VerifyLoop:
         for entry, prompt_PV, verdict in zip(entries, prompts, decided, strict=True):
             if not not_finite(verdict):
                 entry.sequence.note_prompt(prompt_PV)
-        self._drafters.note(self._engine.hidden, chunks, entries, decided)
+        self._drafters.note(self._engine, chunks, entries, decided)
         return decided, of_committed(logits_RV, entries, decided)
 
     def _give_up(self, sequence: TargetSequence, why: str, code: RefusalCode = RefusalCode.INTERNAL) -> Outgoing:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from engine.interface import Chunk
+from engine.interface import Chunk, StepEngine
 from speculation.drafting.medusa import MedusaDrafts
 from speculation.messages import Open, Verification
 from speculation.trie import VerificationTree
@@ -41,14 +39,14 @@ class OwnDrafters:
 
     def note(
         self,
-        hidden_RD: Tensor | None,
+        engine: StepEngine,
         chunks: Sequence[Chunk],
         entries: Sequence[BatchEntry],
         decided: Sequence[Verdict],
     ) -> None:
-        """A step was computed: keep the hidden states that the heads read next."""
+        """The engine has computed a step: keep the hidden states that the heads read next."""
         if self._heads is not None:
-            self._heads.note(hidden_RD, chunks, entries, decided)
+            self._heads.note(engine.hidden, chunks, entries, decided)
 
     def verified(self, sequence: TargetSequence, tree: VerificationTree, verification: Verification) -> None:
         """A step of a session is over, in which the tree was verified."""

@@ -33,7 +33,8 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from target_service import draft_model, scheduler
+from target_service import scheduler
+from target_service.drafting import draft_model
 from target_service.drafting.draft_model import check_drafter
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.by_rows import by_rows
