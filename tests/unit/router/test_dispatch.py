@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from dataclasses import replace
 
@@ -156,6 +157,7 @@ async def test_a_text_that_begins_while_its_target_is_replaced_stays_with_its_re
 
 
 async def test_targets_that_compute_differently_are_told_of_and_take_over_no_text(caplog):
+    caplog.set_level(logging.WARNING, "router.sessions.pool")  # which benchmarks in this process may have silenced
     served = Served()
     served.up("a")
     served.up("like a")
