@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 
@@ -45,8 +46,13 @@ def applications() -> dict[str, ApplicationStatus]:
 def _application(details: dict[str, Any]) -> ApplicationStatus:
     deployments = {
         name: DeploymentStatus(
-            entry["status"], entry["message"], Counter(replica["state"] for replica in entry["replicas"])
+            _name(entry["status"]), entry["message"], Counter(_name(replica["state"]) for replica in entry["replicas"])
         )
         for name, entry in details["deployments"].items()
     }
-    return ApplicationStatus(details["status"], details["message"], deployments)
+    return ApplicationStatus(_name(details["status"]), details["message"], deployments)
+
+
+def _name(state: str) -> str:
+    """Of a state, which may come as a member of an enumeration."""
+    return str(state.value) if isinstance(state, Enum) else state

@@ -140,6 +140,7 @@ def test_what_serve_says_is_read_as_its_own_status_has_it(monkeypatch):
     assert (ours.status, ours.message) == (its_own.status, its_own.message)
     ((name, found),), ((its_name, its),) = ours.deployments.items(), its_own.deployments.items()
     assert (name, found.status, found.message) == (its_name, its.status, its.message)
+    assert (f"{ours.status}", f"{found.status}") == ("DEPLOYING", "UPDATING")
     assert dict(found.replica_states) == its.replica_states == {"RUNNING": 2, "STARTING": 1}
     monkeypatch.setattr(context, "_get_global_client", lambda raise_if_no_controller_running: None)
     assert status.applications() == {}
