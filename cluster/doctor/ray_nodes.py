@@ -98,15 +98,13 @@ def check_pools(config: Config, deployed: Iterable[str]) -> Iterator[Finding]:
 def deployed(config: Config) -> Mapping[str, Any] | None:
     """The settings of the application at ``ray.address``, if it was given all; None also where nobody can say."""
     import ray
-    from ray.serve.context import _get_global_client
 
     from cluster.ray.connection import join
+    from cluster.ray.status import application_details
 
     try:
         join(config)
-        client: Any = _get_global_client(raise_if_no_controller_running=False)
-        known = client.get_serve_details()["applications"] if client else {}
-        entry = known.get(APPLICATION, {}).get("deployed_app_config")
+        entry = application_details().get(APPLICATION, {}).get("deployed_app_config")
         return all_settings(entry) if entry else None
     except Exception:  # :func:`check` says why
         return None
@@ -220,24 +218,22 @@ def _answered(node: Seen, answer: Any) -> Seen:
 
 def check_application(config: Config, addresses: dict[Role, list[str]]) -> Iterator[Finding]:
     """How what is deployed there does, whatever it is called; fills in where its workers listen."""
-    from ray import serve
+    from cluster.ray.status import applications
 
-    status = serve.status().applications.get(APPLICATION)
+    status = applications().get(APPLICATION)
     if status is None:
         yield ok("application", "not deployed yet; `paceline up --address` deploys it")
         return
     if status.status == "RUNNING":
         yield ok("application", "running")
     else:
-        yield problem(
-            "application", f"{status.status.value}: {' '.join(status.message.split())[:300]}", "see Ray's logs"
-        )
+        yield problem("application", f"{status.status}: {' '.join(status.message.split())[:300]}", "see Ray's logs")
     yield from check_pools(config, status.deployments)
     for name, deployment in status.deployments.items():
         role = role_of(name)
         if role is None:
             continue
-        if any(count and state == "RUNNING" for state, count in deployment.replica_states.items()):
+        if deployment.replica_states["RUNNING"]:
             yield from _listening(name, addresses.setdefault(role, []))
         elif role is Role.TARGET:
             yield problem(f"target {name}", f"none runs{_why(deployment)}", LOGS)

@@ -19,7 +19,7 @@ from cluster.console import CommandError, Stages, complain
 from cluster.placement import APPLICATION, ClusterNode, lacking, needs
 from cluster.ray.connection import end_own_processes, first_line, is_broken, join, prepare_environment
 from cluster.ray.declaration import declaration
-from cluster.ray.status import ApplicationStatus, applications
+from cluster.ray.status import ApplicationStatus, application_details, applications
 from cluster.ray.token import check_token
 from transport.address import join as join_address
 
@@ -228,8 +228,8 @@ def _apply(ours: list[dict[str, Any]]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     client: Any = _get_global_client()
-    known = client.get_serve_details()["applications"]
-    others = [entry["deployed_app_config"] for name, entry in known.items() if name != APPLICATION]
+    known = application_details().items()
+    others = [entry["deployed_app_config"] for name, entry in known if name != APPLICATION]
     wanted = [*filter(None, others), *ours]
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": wanted}))
 
@@ -255,10 +255,7 @@ def check_http(config: Config) -> None:
 
 def _drain_seconds() -> float:
     """How long the replicas of the application may take to end."""
-    from ray.serve.context import _get_global_client
-
-    client: Any = _get_global_client()
-    deployments = client.get_serve_details()["applications"][APPLICATION]["deployments"].values()
+    deployments = application_details()[APPLICATION]["deployments"].values()
     return max((entry["deployment_config"]["graceful_shutdown_timeout_s"] for entry in deployments), default=0.0)
 
 

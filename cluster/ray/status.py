@@ -34,13 +34,16 @@ class ApplicationStatus:
 
 
 def applications() -> dict[str, ApplicationStatus]:
-    """All of them by name; none where Serve does not run. Raises :class:`ray.exceptions.RayError`."""
+    """How all of them do, by name; none where Serve does not run. Raises :class:`ray.exceptions.RayError`."""
+    return {name: _application(details) for name, details in application_details().items()}
+
+
+def application_details() -> dict[str, Any]:
+    """All that is said of them, by name; none where Serve does not run. Raises :class:`ray.exceptions.RayError`."""
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client(raise_if_no_controller_running=False)
-    if client is None:
-        return {}
-    return {name: _application(details) for name, details in client.get_serve_details()["applications"].items()}
+    return client.get_serve_details()["applications"] if client else {}
 
 
 def _application(details: dict[str, Any]) -> ApplicationStatus:

@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 import struct
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from cluster.doctor import certificates, devices, distance, endpoint, machine, m
 from cluster.doctor.finding import Level
 from cluster.doctor.weights import WeightsError, read_weights
 from cluster.placement import GPU_CLASS, ClusterNode
+from cluster.ray import status
 from cluster.ray.declaration import declaration
 from cluster.ray.parts import all_settings
+from cluster.ray.status import ApplicationStatus, DeploymentStatus
 from engine.host.memory import GIB
 from speculation.events import Role
 from speculation.messages import Welcome
@@ -525,12 +528,12 @@ def test_a_worker_that_does_not_answer(monkeypatch):
 
 
 def test_an_application_that_does_not_do_well(monkeypatch):
-    failed = SimpleNamespace(status=SimpleNamespace(value="DEPLOY_FAILED"), message="no\nluck", deployments={})
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": failed}))
+    failed = ApplicationStatus("DEPLOY_FAILED", "no\nluck", {})
+    monkeypatch.setattr(status, "applications", lambda: {"paceline": failed})
     first, second = ray_nodes.check_application(Config(), {})
     assert str(first) == "problem  application: DEPLOY_FAILED: no luck; see Ray's logs"
     assert "has no workers, and none that this configuration describes" in str(second)
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr(status, "applications", dict)
     assert "not deployed yet" in only(ray_nodes.check_application(Config(), {}))
 
 
@@ -548,11 +551,10 @@ def deployed(monkeypatch, replicas, config, found, **messages):
         return SimpleNamespace(broadcast=lambda method: asked, shutdown=lambda: closed.append(name))
 
     states = {
-        name: SimpleNamespace(replica_states={"RUNNING": 1} if answers else {}, message=messages.get(name, ""))
+        name: DeploymentStatus("", messages.get(name, ""), Counter({"RUNNING": 1} if answers else {}))
         for name, answers in replicas.items()
     }
-    running = SimpleNamespace(status="RUNNING", deployments=states)
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"paceline": running}))
+    monkeypatch.setattr(status, "applications", lambda: {"paceline": ApplicationStatus("RUNNING", "", states)})
     monkeypatch.setattr(serve, "get_deployment_handle", handle)
     findings = list(ray_nodes.check_application(config, found))
     assert closed == [name for name, answers in replicas.items() if answers]

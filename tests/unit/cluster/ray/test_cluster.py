@@ -72,7 +72,7 @@ def removed(monkeypatch):
 
     monkeypatch.setattr(ray_cluster, "join", lambda config: None)
     monkeypatch.setattr(ray_cluster, "_apply", lambda ours: None)
-    monkeypatch.setattr(context, "_get_global_client", lambda: SimpleNamespace(get_serve_details=lambda: details))
+    monkeypatch.setattr(context, "_get_global_client", lambda **_: SimpleNamespace(get_serve_details=lambda: details))
     monkeypatch.setattr(ray_cluster, "applications", lambda: ["paceline"] if found.now < found.ending else [])
     monkeypatch.setattr(serve, "shutdown", lambda: setattr(found, "shut_down", True))
     clock = SimpleNamespace(
