@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -367,21 +367,28 @@ class Silent(rpc.TargetServicer):
         await asyncio.Event().wait()
 
 
-async def test_a_worker_that_falls_silent_is_lost(monkeypatch):
-    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 0.3)
-    hanging = grpc.aio.server()
-    rpc.add_TargetServicer_to_server(Silent(), hanging)
-    port = hanging.add_insecure_port("127.0.0.1:0")
-    await hanging.start()
+@asynccontextmanager
+async def connected_to(servicer: rpc.TargetServicer) -> AsyncIterator[Heard]:
+    """What a router hears of this target."""
+    target = grpc.aio.server()
+    rpc.add_TargetServicer_to_server(servicer, target)
+    port = target.add_insecure_port("127.0.0.1:0")
+    await target.start()
     heard = Heard()
     task = asyncio.create_task(WorkerConnection(f"127.0.0.1:{port}", "target", heard).run())
     try:
-        assert isinstance(await heard.next(), Welcome)
-        assert "nothing heard" in str(await heard.next())
+        yield heard
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await hanging.stop(0)
+        await target.stop(0)
+
+
+async def test_a_worker_that_falls_silent_is_lost(monkeypatch):
+    monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 0.3)
+    async with connected_to(Silent()) as heard:
+        assert isinstance(await heard.next(), Welcome)
+        assert "nothing heard" in str(await heard.next())
 
 
 class Deaf(rpc.TargetServicer):
@@ -400,20 +407,10 @@ class Deaf(rpc.TargetServicer):
 
 async def test_a_worker_that_talks_and_does_not_hear_is_lost(monkeypatch):
     monkeypatch.setattr(client, "WORKER_SILENCE_SECONDS", 0.3)
-    deaf = grpc.aio.server()
-    rpc.add_TargetServicer_to_server(Deaf(), deaf)
-    port = deaf.add_insecure_port("127.0.0.1:0")
-    await deaf.start()
-    heard = Heard()
-    task = asyncio.create_task(WorkerConnection(f"127.0.0.1:{port}", "target", heard).run())
-    try:
+    async with connected_to(Deaf()) as heard:
         assert isinstance(await heard.next(), Welcome)
         assert await heard.next() == "it talks, but has not answered for 0 s"
         assert isinstance(await heard.next(), Welcome)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await deaf.stop(0)
 
 
 async def test_a_router_that_falls_silent_is_forgotten(monkeypatch):

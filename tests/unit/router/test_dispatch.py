@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import pytest
@@ -480,14 +481,20 @@ async def test_a_session_that_contradicts_itself_ends_with_a_clear_failure_and_a
     assert not served.dispatcher.running
 
 
-async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
-    served = Served(DispatchLimits(unread=3))
+async def begun(unread: int) -> tuple[Served, AsyncGenerator[Committed | Ended]]:
+    """A text whose client has read its first token, and may be so many commits behind."""
+    served = Served(DispatchLimits(unread=unread))
     served.up("a")
     texts = served.dispatcher.generate(Generation(PROMPT, Sampling(), 100, model=served.dispatcher.models["m"]))
     waiting = asyncio.ensure_future(anext(texts))
     await asyncio.sleep(0)
     served.verify("a", 11)
     served.commits.append(await waiting)
+    return served, texts
+
+
+async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
+    served, texts = await begun(unread=3)
     for token in (12, 13):  # so far behind it may be
         served.verify("a", token)
         served.commits.append(Committed((token,), 0, 0))
@@ -505,13 +512,7 @@ async def test_a_client_that_is_too_far_behind_is_cut_off_with_what_there_was():
 
 
 async def test_a_client_that_is_behind_a_text_that_has_ended_reads_it_to_its_end():
-    served = Served(DispatchLimits(unread=2))
-    served.up("a")
-    texts = served.dispatcher.generate(Generation(PROMPT, Sampling(), 100, model=served.dispatcher.models["m"]))
-    waiting = asyncio.ensure_future(anext(texts))
-    await asyncio.sleep(0)
-    served.verify("a", 11)
-    served.commits.append(await waiting)
+    served, texts = await begun(unread=2)
     served.verify("a", 12)
     served.commits.append(Committed((12,), 0, 0))
     served.verify("a", 13, finish=FinishReason.STOP)
