@@ -3,7 +3,8 @@
 // Every output is one sum that is added up in one order: products over their inputs from the first to the last, scores
 // and weighted values over keys in the order of their positions, in splits that lie at fixed positions. So a token's
 // bits depend on nothing but the token and the text before it: not on how many rows there are, on how they are tiled,
-// or on which thread computes them. Numbers between the products are float32; weights and cache may be bfloat16.
+// or on which thread computes them. Numbers between the products are float32; weights and cache may be bfloat16, and
+// where the processor multiplies pairs of bfloat16 numbers, what goes into a product is rounded to it.
 //
 // Plain C interface, used through ctypes (engine/cpu/library.py), which also says how weights are packed.
 //
@@ -29,10 +30,11 @@ struct Step {
   float* out;  // [T, D]: after the final norm
   std::vector<int> leaders;
   std::vector<float> normed, qkv, found, gated;
+  std::vector<Pair> pairs;  // what goes into a product, where it is rounded for it
   Counters counters;
 };
 
-constexpr int PHASES = 8;  // of a layer
+constexpr int PHASES = 12;  // of a layer, at most
 
 void compute(void* data, int) {
   Step& step = *static_cast<Step*>(data);
@@ -48,10 +50,16 @@ void compute(void* data, int) {
     ++phase;
     team->barrier();
   };
+  Pair* pairs = step.pairs.data();
   const auto product = [&](const void* weights, const float* bias, int inputs, int outputs, Then then, const float* x,
                            float* out, int stride) {
-    multiply({weights, bias, inputs, outputs}, s.half, then, x, count, out, stride, step.counters, phase,
-             threads);
+    const Product wanted{weights, bias, inputs, outputs};
+    if (PAIRS && s.half)
+      each(rounding_pieces(count, inputs), [&](int i) { round_piece(x, count, inputs, i, pairs); });
+    if (s.half)
+      multiply<Half>(wanted, then, as_input<Half>(x, pairs), count, out, stride, step.counters, phase, threads);
+    else
+      multiply<float>(wanted, then, x, count, out, stride, step.counters, phase, threads);
     ++phase;
     team->barrier();
   };
@@ -98,6 +106,7 @@ struct Alone {
   Product product;
   bool half;
   const float* x;
+  Pair* pairs;
   float* out;
   int rows;
   Counters counters;
@@ -105,8 +114,18 @@ struct Alone {
 
 void compute_alone(void* data, int) {
   Alone& job = *static_cast<Alone*>(data);
-  multiply(job.product, job.half, Then::STORE, job.x, job.rows, job.out, job.product.outputs, job.counters, 0,
-           team->threads());
+  const auto run = [&]<typename W>(const Input<W>* x) {
+    multiply<W>(job.product, Then::STORE, x, job.rows, job.out, job.product.outputs, job.counters, 1, team->threads());
+  };
+  if (PAIRS && job.half) {
+    const int pieces = rounding_pieces(job.rows, job.product.inputs);
+    for (int i; (i = job.counters.take(0, 1)) < pieces;) round_piece(job.x, job.rows, job.product.inputs, i, job.pairs);
+    team->barrier();
+  }
+  if (job.half)
+    run.operator()<Half>(as_input<Half>(job.x, job.pairs));
+  else
+    run.operator()<float>(job.x);
 }
 
 }  // namespace
@@ -116,24 +135,29 @@ extern "C" {
 // Floats of a vector: weights are packed by it.
 int paceline_width() { return WIDTH; }
 
+// Whether weights in bfloat16 are packed by pairs of inputs.
+int paceline_pairs() { return PAIRS; }
+
 // All layers and the final norm of a step. `hidden` [T, D] is overwritten, `out` [T, D] written.
 void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const float* cos, const float* sin,
                    float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, Counters(0)};
+  static Step step{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, {}, {}, {}, {}, {}, {}, Counters(0)};
   step.stack = stack, step.rows = rows, step.hidden = hidden, step.cos = cos, step.sin = sin, step.out = out;
   step.leaders.clear();
   for (int t = 0; t < rows->count; ++t)
     if (rows->group[t]) step.leaders.push_back(t);
   const size_t count = rows->count;
-  const auto room = [](std::vector<float>& memory, size_t size) {
+  const auto room = [](auto& memory, size_t size) {
     if (memory.size() < size) memory.resize(size);
   };
   room(step.normed, count * stack->hidden);
   room(step.qkv, count * (stack->query_heads + 2 * stack->key_heads) * stack->head_size);
   room(step.found, count * stack->query_heads * stack->head_size);
   room(step.gated, count * stack->intermediate);
+  const int found_width = stack->query_heads * stack->head_size;
+  if (PAIRS && stack->half) room(step.pairs, count * std::max({stack->hidden, found_width, stack->intermediate}) / 2);
   step.counters = Counters(stack->count * PHASES + 1);
   team->run(compute, &step);
 }
@@ -143,7 +167,9 @@ void paceline_product(const void* weights, const float* bias, int half, int inpu
                       int rows, float* out, int threads) {
   std::lock_guard<std::mutex> lock(one_at_a_time);
   team = team_of(threads);
-  Alone job{{weights, bias, inputs, outputs}, half != 0, x, out, rows, Counters(1)};
+  static std::vector<Pair> pairs;
+  if (PAIRS && half) pairs.resize((size_t)rows * inputs / 2);
+  Alone job{{weights, bias, inputs, outputs}, half != 0, x, pairs.data(), out, rows, Counters(2)};
   team->run(compute_alone, &job);
 }
 

@@ -40,11 +40,15 @@ COMPILERS = ("g++", "clang++", "c++")
 
 COMPILE_SECONDS = 300.0
 
+V4 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+
 LEVELS = {
-    "x86-64-v4": frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "x86-64-v4+avx512bf16": V4 | {"avx512_bf16"},
+    "x86-64-v4": V4,
     "x86-64-v3": frozenset({"avx2", "fma", "bmi2", "f16c"}),
 }
-"""What a processor of each level has, as Linux calls it; the best one first."""
+"""What a processor of each level has, as Linux calls it; the best one first. Named as compilers call it, and what they
+are to use besides."""
 
 DTYPES = frozenset({torch.float32, torch.bfloat16})
 
@@ -95,15 +99,21 @@ class Library:
         self._c.paceline_step.argtypes = (stack, rows, pointer, pointer, pointer, pointer, c_int)
         self.width: int = self._c.paceline_width()
         """Floats of a vector of this processor."""
+        self.pairs = bool(self._c.paceline_pairs())
+        """Whether it multiplies bfloat16 by pairs of inputs, which are rounded to it; else it widens weights."""
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        """A weight as products read it, ``[P, I, W]``, of the same dtype; outputs are filled up with zeros.
+        """A weight as products read it, ``[P, I, W]`` in memory, of the same dtype; outputs are filled up with zeros.
 
-        In bfloat16 the first and the second half of a panel lie in turn, so that a word holds one of each.
+        In bfloat16 a word holds one output's weights of two inputs, or where the processor does not multiply such
+        pairs, of one input the weights of an output in each half of the panel. Inputs: a multiple of
+        :attr:`width`.
         """
         outputs, inputs = weight_OI.shape
         panel = 2 * self.width
         padded_OI = torch.nn.functional.pad(weight_OI, (0, 0, 0, -outputs % panel))
+        if weight_OI.dtype == torch.bfloat16 and self.pairs:
+            return padded_OI.view(-1, panel, inputs // 2, 2).transpose(1, 2).reshape(-1, inputs, panel).contiguous()
         packed_PIW = padded_OI.view(-1, panel, inputs).transpose(1, 2)
         if weight_OI.dtype == torch.bfloat16:
             packed_PIW = packed_PIW.reshape(*packed_PIW.shape[:2], 2, -1).transpose(-1, -2).flatten(-2)
@@ -111,6 +121,10 @@ class Library:
 
     def unpack(self, packed_PIW: Tensor, outputs: int) -> Tensor:
         """What :meth:`pack` was given."""
+        panels, inputs, panel = packed_PIW.shape
+        if packed_PIW.dtype == torch.bfloat16 and self.pairs:
+            by_output = packed_PIW.view(panels, inputs // 2, panel, 2).transpose(1, 2)
+            return by_output.reshape(-1, inputs)[:outputs].contiguous()
         if packed_PIW.dtype == torch.bfloat16:
             packed_PIW = packed_PIW.reshape(*packed_PIW.shape[:2], -1, 2).transpose(-1, -2).flatten(-2)
         return packed_PIW.transpose(1, 2).flatten(0, 1)[:outputs].contiguous()
@@ -201,12 +215,17 @@ def _ours(path: Path) -> bool:
         return False
 
 
+def _flags(level: str) -> list[str]:
+    architecture, *more = level.split("+")
+    return [f"-march={architecture}", *(f"-m{name}" for name in more)]
+
+
 def _compile(compiler: str, level: str, path: Path) -> None:
     """Whole or not at all, also where several workers start at once."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         result = subprocess.run(
-            [compiler, *FLAGS, f"-march={level}", "-o", str(made), str(SOURCE)],
+            [compiler, *FLAGS, *_flags(level), "-o", str(made), str(SOURCE)],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False,
         )  # fmt: skip
         if result.returncode:

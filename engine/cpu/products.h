@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "team.h"
 #include "vectors.h"
@@ -19,7 +20,7 @@ constexpr int AHEAD = 2048;  // bytes
 constexpr int DEPTH = 256;  // inputs at a time where there are several tiles of rows
 
 // Two vectors of a panel: of one input, the weights of its first and second WIDTH outputs. In bfloat16 these lie side
-// by side, each pair in one word.
+// by side, each two in one word; or a word holds those of two inputs, which then count as one here and everywhere below.
 inline void weights_at(const float* panel, int k, Vec& first, Vec& second) {
   first = load(panel + (size_t)k * PANEL);
   second = load(panel + (size_t)k * PANEL + WIDTH);
@@ -28,10 +29,26 @@ inline void weights_at(const uint16_t* panel, int k, Vec& first, Vec& second) {
   first = low_halves(panel + (size_t)k * PANEL);
   second = high_halves(panel + (size_t)k * PANEL);
 }
+#ifdef __AVX512BF16__
+inline void weights_at(const Pair* panel, int k, Vec& first, Vec& second) {
+  weights_at(reinterpret_cast<const float*>(panel), k, first, second);
+}
+#endif
+
+using Half = std::conditional_t<PAIRS, Pair, uint16_t>;  // how weights in bfloat16 are held
+template <typename W>
+using Input = std::conditional_t<std::is_same_v<W, Pair>, Pair, float>;
+template <typename W>
+const Input<W>* as_input(const float* x, const Pair* pairs) {
+  if constexpr (std::is_same_v<W, Pair>)
+    return pairs;
+  else
+    return x;
+}
 
 // M rows times P panels over inputs [0, depth): sums are taken up from and left in `sums` [P][M][PANEL].
 template <typename W, int M, int P>
-inline void tile(const float* x, int stride, const W* panels, size_t panel_size, int depth, float* sums, bool fresh,
+inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_size, int depth, float* sums, bool fresh,
                  const char* ahead, int ahead_step) {
   Vec acc[P][M][2];
   for (int p = 0; p < P; ++p)
@@ -51,11 +68,9 @@ inline void tile(const float* x, int stride, const W* panels, size_t panel_size,
     Vec w[P][2];
     for (int p = 0; p < P; ++p) weights_at(panels + p * panel_size, k, w[p][0], w[p][1]);
     for (int m = 0; m < M; ++m) {
-      const Vec input = all(x[(size_t)m * stride + k]);
-      for (int p = 0; p < P; ++p) {
-        acc[p][m][0] = fma(input, w[p][0], acc[p][m][0]);
-        acc[p][m][1] = fma(input, w[p][1], acc[p][m][1]);
-      }
+      const Input<W> input = std::is_same_v<W, Pair> ? x[(size_t)k * M + m] : x[(size_t)m * stride + k];
+      for (int p = 0; p < P; ++p)
+        for (int v = 0; v < 2; ++v) acc[p][m][v] = multiply_add(input, w[p][v], acc[p][m][v]);
     }
   }
   for (int p = 0; p < P; ++p)
@@ -64,7 +79,7 @@ inline void tile(const float* x, int stride, const W* panels, size_t panel_size,
 }
 
 template <typename W, int P>
-void tile_of(int rows, const float* x, int stride, const W* panels, size_t panel_size, int depth, float* sums,
+void tile_of(int rows, const Input<W>* x, int stride, const W* panels, size_t panel_size, int depth, float* sums,
              bool fresh, const char* ahead, int ahead_step) {
   switch (rows) {
 #define CASE(M)                                                                                   \
@@ -77,12 +92,32 @@ void tile_of(int rows, const float* x, int stride, const W* panels, size_t panel
   }
 }
 
+// Rows are divided into tiles as even as can be, ROW_BLOCK rows for themselves.
+inline int tiles_of(int rows) { return (rows + ROWS - 1) / ROWS; }
+inline int tile_start(int rows, int tile) {
+  const int block = tile / (ROW_BLOCK / ROWS) * ROW_BLOCK, within = std::min(ROW_BLOCK, rows - block);
+  return within > 0 ? block + within * (tile % (ROW_BLOCK / ROWS)) / tiles_of(within) : rows;
+}
+
+// What goes into a product of pairs, x [T, K] rounded to them: of each tile the rows of a word side by side, so that
+// they lie in one line of the cache. There are rounding_pieces() of these to do, in any order.
+inline int rounding_pieces(int rows, int inputs) { return tiles_of(rows) * ((inputs + DEPTH - 1) / DEPTH); }
+inline void round_piece(const float* x, int rows, int inputs, int piece, Pair* pairs) {
+  const int from = piece / tiles_of(rows) * DEPTH, first = tile_start(rows, piece % tiles_of(rows));
+  const int count = tile_start(rows, piece % tiles_of(rows) + 1) - first;
+  for (int m = 0; m < count; ++m)
+    to_pairs(x + (size_t)(first + m) * inputs + from, std::min(DEPTH, inputs - from),
+             pairs + (size_t)first * inputs / 2 + (size_t)from / 2 * count + m, count);
+}
+
 enum class Then { STORE, ADD, SILU, GELU };  // what becomes of a sum
 
 struct Product {
   const void* weights;  // [panels][K][PANEL], see engine/cpu/library.py
   const float* bias;    // [O] or none
   int inputs, outputs;
+  template <typename W>
+  int words() const { return std::is_same_v<W, Pair> ? inputs / 2 : inputs; }  // of a row of x
 };
 
 // One row of a panel's sums to where it belongs. `out` has `stride` columns a row.
@@ -117,14 +152,15 @@ inline void finish(const Product& product, Then then, const float* sums, int pan
 
 // A few rows: each panel is read once, several at a time so that one sum need not wait for another.
 template <typename W, int P>
-void few_rows(const Product& product, Then then, const float* x, int rows, float* out, int stride, int from, int to) {
-  const size_t panel_size = (size_t)product.inputs * PANEL;
+void few_rows(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride, int from, int to) {
+  const int inputs = product.words<W>();
+  const size_t panel_size = (size_t)inputs * PANEL;
   const W* weights = static_cast<const W*>(product.weights);
   float sums[2 * ROWS * PANEL];
   int panel = from;
   for (; panel + P <= to; panel += P) {
     const W* first = weights + panel * panel_size;
-    tile_of<W, P>(rows, x, product.inputs, first, panel_size, product.inputs, sums, true,
+    tile_of<W, P>(rows, x, inputs, first, panel_size, inputs, sums, true,
                   reinterpret_cast<const char*>(first) + AHEAD, P == 1 ? 2 * PANEL * sizeof(W) : 0);
     for (int p = 0; p < P; ++p)
       for (int m = 0; m < rows; ++m)
@@ -136,21 +172,22 @@ void few_rows(const Product& product, Then then, const float* x, int rows, float
 
 // Many rows: a piece of a panel is used by all tiles while it is in the cache, and the next one is fetched meanwhile.
 template <typename W>
-void many_rows(const Product& product, Then then, const float* x, int rows, float* out, int stride, int from, int to) {
-  const size_t panel_size = (size_t)product.inputs * PANEL;
+void many_rows(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride, int from, int to) {
+  const int inputs = product.words<W>();
+  const size_t panel_size = (size_t)inputs * PANEL;
   const W* weights = static_cast<const W*>(product.weights);
-  const int tiles = (rows + ROWS - 1) / ROWS;
+  const int tiles = tiles_of(rows);
   static thread_local float sums[ROW_BLOCK * PANEL];
   for (int panel = from; panel < to; ++panel) {
-    for (int k = 0; k < product.inputs; k += DEPTH) {
-      const int depth = std::min(DEPTH, product.inputs - k);
+    for (int k = 0; k < inputs; k += DEPTH) {
+      const int depth = std::min(DEPTH, inputs - k);
       const W* piece = weights + panel * panel_size + (size_t)k * PANEL;
       const char* next = reinterpret_cast<const char*>(piece + (size_t)depth * PANEL);
       // Every other input a line is fetched: so many bytes for each tile, one after the other.
       const int share = tiles <= 4 ? (int)(2 * PANEL * sizeof(W)) / tiles : 0;
       for (int t = 0, row = 0; t < tiles; ++t) {
-        const int count = rows * (t + 1) / tiles - row;
-        tile_of<W, 1>(count, x + (size_t)row * product.inputs + k, product.inputs, piece, panel_size, depth,
+        const int count = tile_start(rows, t + 1) - row;
+        tile_of<W, 1>(count, x + (size_t)row * inputs + (std::is_same_v<W, Pair> ? (size_t)k * count : k), inputs, piece, panel_size, depth,
                       sums + row * PANEL, k == 0, next + (size_t)t * share * (depth / 2), share);
         row += count;
       }
@@ -160,26 +197,24 @@ void many_rows(const Product& product, Then then, const float* x, int rows, floa
 }
 
 template <typename W>
-void panels(const Product& product, Then then, const float* x, int rows, float* out, int stride, int from, int to) {
+void panels(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride, int from, int to) {
   if (rows == 1) return few_rows<W, 4>(product, then, x, rows, out, stride, from, to);
   if (rows == 2 || (rows == 3 && sizeof(W) == 4)) return few_rows<W, 2>(product, then, x, rows, out, stride, from, to);
   if (rows <= ROWS) return few_rows<W, 1>(product, then, x, rows, out, stride, from, to);
   for (int row = 0; row < rows; row += ROW_BLOCK)
-    many_rows<W>(product, then, x + (size_t)row * product.inputs, std::min(ROW_BLOCK, rows - row),
+    many_rows<W>(product, then, x + (size_t)row * product.words<W>(), std::min(ROW_BLOCK, rows - row),
                  out + (size_t)row * stride, stride, from, to);
 }
 
 // This thread's part of x [T, K] times the weights, to out [T, stride].
-void multiply(const Product& product, bool half, Then then, const float* x, int rows, float* out, int stride,
+template <typename W>
+void multiply(const Product& product, Then then, const Input<W>* x, int rows, float* out, int stride,
               Counters& counters, int phase, int threads) {
   const int total = (product.outputs + PANEL - 1) / PANEL;
   const int block = std::max(1, std::min(total / (threads * 4), 16) / 4 * 4);
   for (int from; (from = counters.take(phase, block)) < total;) {
     const int to = std::min(from + block, total);
-    if (half)
-      panels<uint16_t>(product, then, x, rows, out, stride, from, to);
-    else
-      panels<float>(product, then, x, rows, out, stride, from, to);
+    panels<W>(product, then, x, rows, out, stride, from, to);
   }
 }
 

@@ -23,7 +23,7 @@ from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_libr
 from engine.cpu.thread_choice import ThreadChoice
 from engine.host.huge_pages import collapse
 from engine.layers.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
-from engine.layers.linear import packs_bfloat16
+from engine.layers.linear import has_tiles
 
 READ_TOGETHER = 16
 """Query heads that read keys together at most."""
@@ -34,11 +34,11 @@ class CpuRows(RowAttention):
 
     replayed, spare = False, 0
 
-    def __init__(self, context: int, heads_per_key: int, width: int) -> None:
-        """``width``: see :attr:`engine.cpu.library.Library.width`."""
+    def __init__(self, context: int, heads_per_key: int, library: Library) -> None:
+        """``library``: what computes."""
         super().__init__(context, heads_per_key, torch.device("cpu"), page=BLOCK)
         self.group = max(1, READ_TOGETHER // heads_per_key)
-        self._width = width
+        self._library = library
 
     def takes(self, query_TQD: Tensor, keys_SHD: Tensor, values_SHE: Tensor) -> bool:  # noqa: ARG002
         """Nothing: no layer is left to ask."""
@@ -49,7 +49,9 @@ class CpuRows(RowAttention):
 
         In float32 that is 1e-6 of a logit, and no text was seen to change.
         """
-        return "" if dtype == torch.float32 else f"rows of {self._width}"
+        if dtype == torch.float32:
+            return ""
+        return f"rows of {self._library.width}" + (", pairs" if self._library.pairs else "")
 
 
 class RowLinear(nn.Module):
@@ -238,8 +240,8 @@ def fuse_on_cpu(module: Any, context: int) -> CpuRows:
     ``context``: tokens of the longest sequence. Raises :class:`engine.layers.fused.Unrecognised`; then nothing has
     changed.
     """
-    if next(module.parameters()).dtype == torch.bfloat16 and packs_bfloat16():
-        raise Unrecognised("oneDNN multiplies bfloat16 with instructions of its own on this processor")
+    if next(module.parameters()).dtype == torch.bfloat16 and has_tiles():
+        raise Unrecognised("oneDNN multiplies bfloat16 in tiles on this processor")
     library = find_library()
     if library is None:
         raise Unrecognised("the C++ for them is not there")
@@ -250,7 +252,7 @@ def fuse_on_cpu(module: Any, context: int) -> CpuRows:
         if child is head and type(head) is nn.Linear:
             setattr(module, name, RowLinear(library, head))
     first = module.base_model.layers[0].layers[0]
-    return CpuRows(context, first.heads // first.key_heads, library.width)
+    return CpuRows(context, first.heads // first.key_heads, library)
 
 
 def unfuse_on_cpu(module: Any) -> None:

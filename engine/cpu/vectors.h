@@ -1,4 +1,4 @@
-// Vectors of float32 as wide as the processor's, and how bfloat16 becomes them.
+// Vectors of float32 as wide as the processor's, and how bfloat16 becomes them or is multiplied as it is.
 
 #pragma once
 
@@ -56,6 +56,33 @@ inline Vec high_halves(const uint16_t* p) {
 inline Vec widened(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+#endif
+
+inline Vec multiply_add(float input, Vec weights, Vec sums) { return fma(all(input), weights, sums); }
+
+#ifdef __AVX512BF16__
+// Two bfloat16 numbers that are multiplied by two others and added to a sum in one instruction.
+struct Pair {
+  uint16_t first, second;
+};
+constexpr bool PAIRS = true;
+inline Vec multiply_add(Pair inputs, Vec weights, Vec sums) {
+  int word;
+  std::memcpy(&word, &inputs, 4);
+  return _mm512_dpbf16_ps(sums, (__m512bh)_mm512_set1_epi32(word), (__m512bh)_mm512_castps_si512(weights));
+}
+// Rounded to nearest, ties to even; pair i goes to pairs[i * stride].
+inline void to_pairs(const float* numbers, int size, Pair* pairs, int stride) {
+  for (int i = 0; i < size; i += WIDTH) {
+    Pair found[WIDTH / 2];
+    _mm256_storeu_si256((__m256i*)found, (__m256i)_mm512_cvtneps_pbh(load(numbers + i)));
+    for (int j = 0; j < WIDTH / 2; ++j) pairs[(size_t)(i / 2 + j) * stride] = found[j];
+  }
+}
+#else
+struct Pair {};
+constexpr bool PAIRS = false;
+inline void to_pairs(const float*, int, Pair*, int) {}
 #endif
 
 inline float sum(Vec v) {
