@@ -85,7 +85,15 @@ class Stage:
         """How many workers of a role there must be, at least and at most."""
         pool = self._settings[role.value]
         most = pool.get("max_replicas")
-        return (pool["min_replicas"], most) if most else (pool["replicas"], pool["replicas"])
+        number = pool["replicas"] + pool.get("standby", 0) if not most else 0
+        return (pool["min_replicas"], most) if most else (number, number)
+
+    async def view(self) -> dict[str, Any]:
+        """What a router tells of the cluster. Raises httpx.HTTPError."""
+        async with client(1) as http:
+            answer = (await http.get(f"{self.url}/cluster")).raise_for_status()
+        view: dict[str, Any] = answer.json()
+        return view
 
     def said(self) -> str:
         """All that ``paceline up`` has printed."""
