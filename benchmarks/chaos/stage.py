@@ -23,7 +23,7 @@ import yaml
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
 from benchmarks.chaos.records import Reply
-from benchmarks.chaos.settings import Body
+from benchmarks.chaos.settings import FINISH_SECONDS, Body
 from benchmarks.chaos.workload import client, plain_text
 from benchmarks.harness.command import BenchError
 from cluster.checkout import CHECKOUT
@@ -201,6 +201,7 @@ class Stage:
 
         numbers = sorted({reply.request for reply in replies})
         async with client(AT_ONCE) as http:
+            http.timeout = httpx.Timeout(FINISH_SECONDS)  # nothing is said before a text is whole
             return dict(zip(numbers, await asyncio.gather(*(text(http, number) for number in numbers)), strict=True))
 
     async def down(self) -> str:
