@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -109,7 +110,7 @@ async def _part(folder: Path, name: str, *arguments: str) -> AsyncIterator[str]:
     log = folder / f"{name}.log"
     with log.open("w") as output:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cluster.cli", *arguments),
+            *(sys.executable, "-m", "cluster.cli", *arguments, "--exit-with", str(os.getpid())),
             cwd=CHECKOUT,
             stdin=DEVNULL,
             stdout=output,
