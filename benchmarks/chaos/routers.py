@@ -139,10 +139,10 @@ async def long_streams(stage: Stage, options: ChaosOptions) -> FaultResult:
     await stage.update({"router": {"replicas": ROUTERS, "max_sessions": MAX_SESSIONS}})
     await stage.whole(HEAL_SECONDS)
     lasted = [(reply.ended or 0.0) - reply.sent for reply in load.replies]
-    notes = [
-        f"streams lasted {min(lasted):.0f} to {max(lasted):.0f} s, and all routers were replaced {replaced - began:.0f} s "
-        f"after they had begun; {len(came)} routers came meanwhile"
-    ]
+    when = (
+        f"all routers were replaced {replaced - began:.0f} s after they had begun; {len(came)} routers came meanwhile"
+    )
+    notes = [f"streams lasted {min(lasted):.0f} to {max(lasted):.0f} s, and {when}"]
     return FaultResult("", "", Requirement(""), options.streams, counted, 0.0, complaints, notes)
 
 
