@@ -25,10 +25,11 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import Proposal, SessionId, ToWorker
 from transport.codec import MAX_PROPOSAL_BYTES, encode_to_worker
-from transport.incoming import Incoming, Listener, Route
+from transport.incoming import Incoming, Listener, Route, nothing_open
 from transport.liveness import MAX_PATIENCE, TICKS, Liveness, Patience, RoundTrip
 from transport.outbox import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, DelayLine, Outbox, PeerTooSlow, Probe, no_delay
 from transport.tls import Identity
+from transport.wire import Asked
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,20 @@ def pause_after(failures: int, broken: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of frames to and from workers, as serialised."""
+
+    sent: int = 0
+    received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent - other.sent, self.received - other.received)
+
+
+@dataclass(frozen=True, slots=True)
 class _Stream:
     """The parts of the stream now open."""
 
@@ -73,14 +88,17 @@ class WorkerConnection:
         listener: Listener,
         delay: Callable[[], float] = no_delay,
         identity: Identity | None = None,
+        asked: Asked = nothing_open,
     ) -> None:
         """Nothing happens before ``run``. Without an ``identity`` the connection is in plain text.
+
+        ``asked``: which log-probabilities the worker was asked for.
 
         ``delay`` is for experiments: everything in both directions, heartbeats too, comes that many seconds late. It is
         asked at every message.
         """
         self.address, self._role, self._listener, self._delay = address, role, listener, delay
-        self._identity = identity
+        self._identity, self._asked = identity, asked
         self._said: set[str] = set()
         """Why the last attempt failed, until one succeeds."""
         self.sent_bytes = 0
@@ -143,7 +161,7 @@ class WorkerConnection:
                 reset(reason)
 
             later = asyncio.get_running_loop().call_soon
-            incoming = Incoming(self.address, self._role, self._listener, self.routes, later, reset)
+            incoming = Incoming(self.address, self._role, self._listener, self.routes, later, reset, self._asked)
 
             def hear(frame: pb.Frame) -> None:
                 was_up = incoming.up

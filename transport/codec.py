@@ -42,7 +42,20 @@ from speculation.messages import (
 )
 from speculation.sources.registry import MAX_SOURCES, NAME
 from transport.codec_open import decode_open, encode_open
-from transport.wire import MAX_TEXT, MAX_TOKENS, SOURCE, SOURCE_OUT, at_most, names_in, numbers, read_names, sources_of
+from transport.wire import (
+    MAX_COMMITTED,
+    MAX_TEXT,
+    MAX_TOKENS,
+    SOURCE,
+    SOURCE_OUT,
+    Asked,
+    at_most,
+    check_asked,
+    names_in,
+    numbers,
+    read_names,
+    sources_of,
+)
 
 MAX_PROPOSED = 512
 """Most draft tokens in one proposal."""
@@ -56,8 +69,6 @@ MAX_PROPOSAL_BYTES = 5 << 20
 """Longest proposal; one with the most tokens and the longest q is shorter."""
 MAX_COUNTERS = 256
 """Most counters a worker reports."""
-MAX_COMMITTED = 1 << 12
-"""Most tokens of one verification."""
 MAX_UINT32 = (1 << 32) - 1
 
 _BYTE = tuple(value / 255 for value in range(256))
@@ -149,12 +160,12 @@ def encode_from_worker(message: FromWorker, counter_names: Sequence[str] = ()) -
             return pb.FromWorker(welcome=_welcome(message)).SerializeToString()
 
 
-def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromWorker:
-    """One entry of a worker's frame; raises :class:`MalformedMessage`. ``counter_names``: as in encoding."""
+def decode_from_worker(entry: bytes, counter_names: Sequence[str] = (), asked: Asked | None = None) -> FromWorker:
+    """One entry of a worker's frame; raises :class:`MalformedMessage`. ``asked``: what may be told; None: anything."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
         case "verified":
-            return _checked(message.verified, _read_verification)
+            return _checked(message.verified, lambda said: _read_verification(check_asked(said, asked)))
         case "proposed":
             return _checked(message.proposed, _read_proposal)
         case "refused":
@@ -262,9 +273,8 @@ def _read_verification(message: pb.Verification) -> Verification:
     said, accepted, offered = message.tokens, message.accepted, message.offered
     logprobs, sources, refused = message.logprobs, message.sources, message.refused
     prompt_logprobs = message.prompt_logprobs
-    if len(said) > MAX_COMMITTED or offered > MAX_TOKENS:
-        at_most("tokens", len(said), MAX_COMMITTED)
-        at_most("offered", offered, MAX_TOKENS)
+    at_most("tokens", len(said), MAX_COMMITTED)
+    at_most("offered", offered, MAX_TOKENS)
     tokens = tuple(said)
     if not accepted <= min(offered, len(tokens)):
         raise ValueError(

@@ -6,6 +6,8 @@ loop writes and hears others in between, and who feeds it waits while much is un
 A malformed message is reported to the listener and otherwise skipped, unless there are too many: more than
 :data:`MAX_MALFORMED` and one in :data:`HEARD_PER_MALFORMED`, or more entries in a frame than anybody writes. Then the
 stream is given up, unread messages and all. Messages of a kind not known here do not count: newer workers send them.
+
+Log-probabilities may take long to read. Those that nobody asked for make a message malformed before they are.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import FromWorker, Load, Proposal, SessionId, Verification, Welcome
 from transport.codec import MalformedMessage, UnknownKind, decode_from_worker
 from transport.outbox import MAX_FRAME_ENTRIES
-from transport.relayed import heading, relayed
+from transport.relayed import heading, heading_of_any, relayed
+from transport.wire import MAX_PLAIN_BYTES, Asked, AskedLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +84,12 @@ class _Unread(NamedTuple):
     """Whose it is, if it may have to be passed on once it is read."""
 
 
+def nothing_open(session: SessionId, epoch: int) -> AskedLogprobs | None:
+    """For who opens no sessions."""
+    del session, epoch
+    return None
+
+
 Later = Callable[[Callable[[], None]], object]
 """Has something done in the next turn of the event loop."""
 
@@ -96,8 +105,9 @@ class Incoming:
         routes: Mapping[SessionId, Route],
         later: Later | None = None,
         give_up: Callable[[str], object] = log.warning,
+        asked: Asked = nothing_open,
     ) -> None:
-        """``worker`` is for logs. Without ``later`` nothing is put off.
+        """``worker`` is for logs. Without ``later`` nothing is put off. ``asked``: which log-probabilities it may tell.
 
         ``give_up`` is called once, with the reason, if the stream is to be ended because of what came on it.
         """
@@ -109,7 +119,7 @@ class Incoming:
         """Whether the stream was given up: nothing that comes on it is heard any more."""
         self._worker, self._role, self._listener, self._routes, self._later = worker, role, listener, routes, later
         self._hints = role == "draft"
-        self._give_up = give_up
+        self._give_up, self._asked = give_up, asked
         self._unread: deque[_Unread] = deque()
         self._held: Counter[SessionId] = Counter()
         """Of each session, what is unread and was not passed on: nothing may overtake it."""
@@ -177,12 +187,30 @@ class Incoming:
             if not self._held[held]:
                 del self._held[held]
         try:
-            message = decode_from_worker(entry, self._counter_names)
+            if self._outlived(entry):
+                return
+            message = decode_from_worker(entry, self._counter_names, self._asked)
             if passed and isinstance(message, Proposal | Verification):
                 object.__setattr__(message, "passed", passed)  # a value that nobody else has seen yet
             self._pass_on(message)
         except MalformedMessage as error:
             self._report(error)
+
+    def _outlived(self, entry: bytes) -> bool:
+        """Whether it is long and of a session that is not open there any more; nothing else may be longer than asked.
+
+        To parse it would take long, whatever becomes of it. Raises :class:`MalformedMessage`.
+        """
+        if self._role != "target" or len(entry) <= MAX_PLAIN_BYTES:
+            return False
+        head = heading_of_any(entry)
+        if head is None or head.role != self._role:
+            raise MalformedMessage(f"a message of {len(entry)} bytes; at most {MAX_PLAIN_BYTES} are allowed")
+        asked = self._asked(head.session, head.epoch)
+        if asked is not None and len(entry) > asked.max_bytes:
+            why = f"a verification of {len(entry)} bytes; what was asked for takes at most {asked.max_bytes}"
+            raise MalformedMessage(why, head.session, head.epoch)
+        return asked is None
 
     def _pass_on(self, message: FromWorker) -> None:
         match message:

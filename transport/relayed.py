@@ -47,8 +47,13 @@ class Heading(NamedTuple):
 
 def heading(entry: bytes) -> Heading | None:
     """Of one entry of a worker's frame; None: something else, long, or written in an unusual way."""
+    return None if len(entry) > MAX_RELAYED_BYTES else heading_of_any(entry)
+
+
+def heading_of_any(entry: bytes) -> Heading | None:
+    """The same, however long it is."""
     kind = _KINDS.get(entry[:1])
-    if kind is None or len(entry) > MAX_RELAYED_BYTES:
+    if kind is None:
         return None
     try:
         length, start = _read_varint(entry, 1)

@@ -6,16 +6,21 @@ Built-in sources are numbers. Any other is a name, which a message lists once an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import Source, SourceName
+from speculation.messages import SessionId, Source, SourceName
 from speculation.sources.registry import MAX_SOURCES, NAME
 
 MAX_TOKENS = 1 << 20
 """Longest sequence in one message."""
 MAX_TEXT = 4096
 """Longest message text, in characters."""
+MAX_COMMITTED = 1 << 12
+"""Most tokens of one verification."""
+MAX_PLAIN_BYTES = 1 << 16
+"""Longest message of a target that tells no log-probabilities; the longest there is has a few kilobytes."""
 
 SOURCE = {
     pb.SOURCE_DRAFT: Source.DRAFT,
@@ -27,6 +32,47 @@ SOURCE = {
 }
 SOURCE_OUT: dict[SourceName, pb.Source] = {value: number for number, value in SOURCE.items()}
 FIRST_NAMED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLogprobs:
+    """What a target was asked to tell of an opening's tokens."""
+
+    tokens: int | None = None
+    """With the log-probability of each committed one those of so many likeliest ones; None: nothing."""
+    prompt: int | None = None
+    """The same of the prompt's; None: nothing, or it has told them."""
+    prompt_tokens: int = 0
+    """How many these are."""
+
+    @property
+    def max_bytes(self) -> int:
+        """No message of the target about the opening is longer."""
+        committed = 0 if self.tokens is None else MAX_COMMITTED * (16 + 9 * self.tokens)
+        prompt = 0 if self.prompt is None else self.prompt_tokens * (16 + 9 * self.prompt)
+        return MAX_PLAIN_BYTES + committed + prompt
+
+
+Asked = Callable[[SessionId, int], AskedLogprobs | None]
+"""Of a session under an epoch; None: it is not open there, or not any more."""
+
+
+def check_asked(message: pb.Verification, asked: Asked | None) -> pb.Verification:
+    """Raise ValueError for log-probabilities that nobody asked for; drop them where the session is no longer open.
+
+    The message. ``asked``: None: any may be told.
+    """
+    committed, prompt = len(message.logprobs), len(message.prompt_logprobs)
+    if asked is None or not (committed or prompt):
+        return message
+    wanted = asked(SessionId(message.session), message.epoch)
+    if wanted is None:
+        message.ClearField("logprobs")
+        message.ClearField("prompt_logprobs")
+    else:
+        at_most("logprobs", committed, 0 if wanted.tokens is None else MAX_COMMITTED)
+        at_most("prompt_logprobs", prompt, 0 if wanted.prompt is None else wanted.prompt_tokens)
+    return message
 
 
 def at_most(field: str, count: int, limit: int) -> None:

@@ -7,19 +7,30 @@ stopped process goes on, a node comes back) and returns; whether the cluster is 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from random import Random
+from typing import Any
 
 from benchmarks.chaos import nodes
 from benchmarks.chaos.processes import CONTROLLER, Process, WorkerReplica
 from benchmarks.chaos.stage import POLL_SECONDS, Stage, StageError
+from router.sessions.event_log import EventKind
 from speculation.events import Role
 
 CONTROLLER_SECONDS = 60.0
 GONE_SECONDS = 0.02
 AWAY_SECONDS = 10.0
 """How long a node is gone."""
+STUCK_SECONDS = 90.0
+"""In which a target must have ended itself because a step of it is stuck."""
+STARVED_SECONDS, FED_SECONDS = 2.6, 0.4
+"""A starved process has no core for so long, longer than a worker may be silent, and then one for a moment."""
+MAX_LOST = 2
+"""How often a starved drafter may be taken for gone: until it is known to be slow."""
 
 Fault = Callable[[Stage, Random], Awaitable[None]]
 
@@ -39,6 +50,33 @@ async def kill_rank(stage: Stage, rng: Random) -> None:
     if not worker.ranks:
         raise StageError(f"the target on {worker.node} has no rank 1")
     await kill(worker.ranks[0])
+
+
+async def kill_active(stage: Stage, rng: Random) -> None:
+    """Kill -9 of a target that does not stand by."""
+    active = {
+        part["address"] for part in (await stage.view())["workers"] if part["role"] == "target" and not part["standby"]
+    }
+    targets = [worker for worker in await stage.workers(Role.TARGET) if worker.running and worker.address in active]
+    if len(targets) != 1:
+        raise StageError(f"{len(targets)} targets take sessions, wanted 1 beside the one that stands by")
+    await kill(rng.choice(targets).replica)
+
+
+async def stop_rank(stage: Stage, rng: Random) -> None:
+    """SIGSTOP of rank 1 of a target, until the target has ended itself for its stuck step."""
+    worker = await _victim(stage, Role.TARGET, rng)
+    if not worker.ranks:
+        raise StageError(f"the target on {worker.node} has no rank 1")
+    worker.ranks[0].send(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(STUCK_SECONDS):
+            while worker.replica.running:
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        raise StageError(f"a target whose rank 1 hangs still ran after {STUCK_SECONDS:.0f} s") from None
+    finally:
+        worker.ranks[0].send(signal.SIGCONT)
 
 
 def kill_all(role: Role) -> Fault:
@@ -63,6 +101,46 @@ def stop_replica(role: Role, seconds: float) -> Fault:
             replica.send(signal.SIGCONT)
 
     return inject
+
+
+def starve_drafter(seconds: float) -> Fault:
+    """A drafter that seldom gets a core, on a machine all of whose cores are busy; it must not be taken for gone."""
+
+    async def inject(stage: Stage, rng: Random) -> None:
+        worker = await _victim(stage, Role.DRAFT, rng)
+        before = max((event["number"] for event in (await stage.view())["events"]), default=0)
+        async with _busy_cores():
+            for _ in range(max(1, round(seconds / (STARVED_SECONDS + FED_SECONDS)))):
+                worker.replica.send(signal.SIGSTOP)
+                try:
+                    await asyncio.sleep(STARVED_SECONDS)
+                finally:
+                    worker.replica.send(signal.SIGCONT)
+                await asyncio.sleep(FED_SECONDS)
+        lost = times_lost((await stage.view())["events"], f"draft@{worker.address}", before)
+        if lost > MAX_LOST:
+            raise StageError(f"the starved drafter was taken for gone {lost} times, wanted at most {MAX_LOST}")
+
+    return inject
+
+
+def times_lost(events: Iterable[Mapping[str, Any]], worker: str, after: int) -> int:
+    """How often a router lost a worker, by its events numbered above ``after``."""
+    lost = (event for event in events if event["kind"] == EventKind.WORKER_LOST and event["worker"] == worker)
+    return sum(event["times"] for event in lost if event["number"] > after)
+
+
+@asynccontextmanager
+async def _busy_cores() -> AsyncIterator[None]:
+    """Meanwhile each core has a process that never rests."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [await asyncio.create_subprocess_exec(*spin) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+        await asyncio.gather(*(process.wait() for process in busy))
 
 
 def remove_node(gpu_class: str, away: float = AWAY_SECONDS) -> Fault:

@@ -21,6 +21,8 @@ MAX_SESSIONS = 40
 OVERLOAD = 4
 """How many times as many are offered to show that."""
 RAMP_STREAMS = 32
+LONG_TOKENS = 800
+"""Of a stream that is to last: with a prompt, most of what the bundled model's context holds."""
 FRESH = 10_000
 """Requests kept ready for a row; more than are ever asked for."""
 BEGIN_SECONDS = 60.0

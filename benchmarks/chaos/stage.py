@@ -23,7 +23,7 @@ import yaml
 from benchmarks.chaos.nodes import ENVIRONMENT
 from benchmarks.chaos.processes import Processes, WorkerReplica
 from benchmarks.chaos.records import Reply
-from benchmarks.chaos.settings import Body
+from benchmarks.chaos.settings import FINISH_SECONDS, Body
 from benchmarks.chaos.workload import client, plain_text
 from benchmarks.harness.command import BenchError
 from cluster.checkout import CHECKOUT
@@ -85,7 +85,15 @@ class Stage:
         """How many workers of a role there must be, at least and at most."""
         pool = self._settings[role.value]
         most = pool.get("max_replicas")
-        return (pool["min_replicas"], most) if most else (pool["replicas"], pool["replicas"])
+        number = pool["replicas"] + pool.get("standby", 0) if not most else 0
+        return (pool["min_replicas"], most) if most else (number, number)
+
+    async def view(self) -> dict[str, Any]:
+        """What a router tells of the cluster. Raises httpx.HTTPError."""
+        async with client(1) as http:
+            answer = (await http.get(f"{self.url}/cluster")).raise_for_status()
+        view: dict[str, Any] = answer.json()
+        return view
 
     def said(self) -> str:
         """All that ``paceline up`` has printed."""
@@ -193,6 +201,7 @@ class Stage:
 
         numbers = sorted({reply.request for reply in replies})
         async with client(AT_ONCE) as http:
+            http.timeout = httpx.Timeout(FINISH_SECONDS)  # nothing is said before a text is whole
             return dict(zip(numbers, await asyncio.gather(*(text(http, number) for number in numbers)), strict=True))
 
     async def down(self) -> str:

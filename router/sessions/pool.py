@@ -36,10 +36,11 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.request.drafting import Opening
-from transport.client import WorkerConnection
+from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
 from transport.incoming import Route
 from transport.tls import Identity
+from transport.wire import AskedLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +63,6 @@ class PoolEvents:
     malformed: Callable[[PeerId, MalformedMessage], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes of frames to and from workers, as serialised."""
-
-    sent: int = 0
-    received: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.received + other.received)
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent - other.sent, self.received - other.received)
-
-
 @dataclass(slots=True)
 class OpenedThere:
     """A session that this router has open at a worker."""
@@ -83,6 +70,8 @@ class OpenedThere:
     epoch: int
     unanswered: int
     """Tokens it was sent for it and has not answered yet."""
+    asked: AskedLogprobs = AskedLogprobs()
+    """What it may tell of its tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -140,9 +129,16 @@ class Peer:
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                if not isinstance(message, Welcome) and message.session in self.opened:
-                    self.opened[message.session].unanswered = 0
+                if not isinstance(message, Welcome) and (opened := self.opened.get(message.session)):
+                    opened.unanswered = 0
+                    if isinstance(message, Verification) and message.prompt_logprobs:
+                        opened.asked = replace(opened.asked, prompt=None)
                 self.pool.events.received(self.peer, message)
+
+    def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
+        """What it may tell of a session's tokens; None: it is not open there under this epoch."""
+        opened = self.opened.get(session)
+        return opened.asked if opened is not None and opened.epoch == epoch else None
 
     def malformed(self, error: MalformedMessage) -> None:
         """The worker sent a message that breaks the protocol."""
@@ -197,7 +193,7 @@ class WorkerPool:
             else:
                 peer = self.peers[name] = Peer(name, role, self, since=self.clock())
                 peer.connection = WorkerConnection(
-                    address, role.value, peer, lambda: self.delays.get(role, 0.0), self.identity
+                    address, role.value, peer, lambda: self.delays.get(role, 0.0), self.identity, peer.asked
                 )
                 peer.task = asyncio.create_task(peer.connection.run(), name=f"connection {name}")
 
@@ -285,7 +281,9 @@ class WorkerPool:
         known = self.peers.get(peer)
         if known is not None:
             unanswered = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
-            known.opened[opening.session] = OpenedThere(opening.epoch, unanswered)
+            wanted = opening.request_options
+            asked = AskedLogprobs(wanted.logprobs, wanted.prompt_logprobs, len(opening.tokens))
+            known.opened[opening.session] = OpenedThere(opening.epoch, unanswered, asked)
             if known.role is Role.TARGET:
                 known.prefixes.note(blocks)
 

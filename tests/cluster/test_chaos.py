@@ -25,7 +25,7 @@ async def stage():
 
 
 # A killed rank is the business of test_serve_ranks.
-@pytest.mark.parametrize("name", ["stop-target", "kill-controller", "remove-small"])
+@pytest.mark.parametrize("name", ["stop-target", "kill-controller", "remove-small", "starve-draft", "one-way"])
 async def test_a_fault_is_not_seen_by_clients(stage, name):
     outcome = await scenarios.run(SCENARIOS[name], stage, OPTIONS)
     counted = outcome.tally

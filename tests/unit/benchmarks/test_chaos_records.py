@@ -5,9 +5,11 @@ import json
 
 import pytest
 
+from benchmarks.chaos.faults import times_lost
+from benchmarks.chaos.one_way import NOTICED_SECONDS, OneWayProxy, noticed
 from benchmarks.chaos.pressure import PoolSizes
 from benchmarks.chaos.records import FaultResult, Reply, Requirement, tally
-from benchmarks.chaos.scenarios import BREAK_SECONDS, objections
+from benchmarks.chaos.routers import BREAK_SECONDS, objections, too_short
 from benchmarks.chaos.settings import body
 from benchmarks.chaos.soak import Footprint, against_growth, schedule
 from benchmarks.chaos.workload import Workload
@@ -246,3 +248,73 @@ BROKEN, WELL = reply("one ", sent=1.0, ended=10.1, error="cut"), reply(RIGHT, se
 def test_only_the_streams_of_a_killed_router_may_break(replies, words):
     found = objections(replies, 10.0, {0: RIGHT})
     assert [words in line for line in found] == ([True] if words else [])
+
+
+def lost(
+    worker: str, number: int, *, times: int = 1, kind: str = "worker_lost", time: float = 0.0
+) -> dict[str, object]:
+    return {"kind": kind, "worker": worker, "number": number, "times": times, "time": time, "text": "is gone"}
+
+
+def test_a_drafter_that_is_taken_for_gone_again_and_again_is_noticed():
+    events = [
+        lost("draft@a", 1),
+        lost("draft@a", 2, times=3),
+        lost("draft@b", 3),
+        lost("draft@a", 4, kind="worker_up"),
+        lost("draft@a", 5),
+    ]
+    assert times_lost(events, "draft@a", 1) == 4
+    assert times_lost(events, "draft@a", 5) == 0
+
+
+@pytest.mark.parametrize(
+    ("events", "complaints"),
+    [
+        ([lost("target@a", 1, time=102.0)], []),
+        ([lost("target@b", 1, time=102.0)], ["the stall was not noticed"]),
+        (
+            [lost("target@a", 1, time=100.1 + NOTICED_SECONDS)],
+            ["the stall was noticed after 5.1 s, wanted within 5 s"],
+        ),
+    ],
+)
+def test_a_stall_that_is_noticed_late_or_never_is_told(events, complaints):
+    assert noticed(events, "target@a", 100.0)[0] == complaints
+
+
+def test_a_long_stream_that_ends_early_is_told():
+    replies = [reply(RIGHT, sent=1.0, ended=140.0), Reply(1, 2.0, 200, done=True, ended=129.0)]
+    assert too_short(replies, 10.0, 120.0) == ["request 1 went on for 119 s only"]
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Says something at once, and whatever it hears."""
+    writer.write(b"hello\n")
+    while line := await reader.readline():
+        writer.write(line)
+    writer.close()
+
+
+async def test_a_proxy_holds_back_one_way_and_not_the_other():
+    async with (
+        asyncio.timeout(60),
+        await asyncio.start_server(echo, "127.0.0.1", 0) as server,
+        OneWayProxy(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as proxy,
+    ):
+        host, port = proxy.address.split(":")
+        reader, writer = await asyncio.open_connection(host, port)
+        assert await reader.readline() == b"hello\n"
+        writer.write(b"one\n")
+        assert await reader.readline() == b"one\n"
+        async with proxy.held():
+            writer.write(b"two\n")
+            answer = asyncio.create_task(reader.readline())
+            other, other_writer = await asyncio.open_connection(host, port)
+            assert await other.readline() == b"hello\n"
+            other_writer.close()
+            assert not answer.done()
+        assert await answer == b"two\n"
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()

@@ -26,8 +26,10 @@ from speculation.messages import (
     Open,
     RefusalCode,
     Refused,
+    RequestOptions,
     Sampling,
     SessionId,
+    TokenLogprobs,
     ToWorker,
     Verification,
     Welcome,
@@ -36,6 +38,7 @@ from speculation.request.poison_detector import WELL_PAST
 from speculation.request.session import SessionLimits
 from speculation.request.states import SessionState
 from transport.incoming import Route
+from transport.wire import AskedLogprobs
 
 PROMPT = (1, 2, 3)
 HASTY = DispatchLimits(session=SessionLimits(placement_timeout=0.5, backoff=0.004, longest_backoff=0.004))
@@ -118,10 +121,10 @@ class Served:
     def die(self, name: str) -> None:
         self.dispatcher.pool.peers[PeerId(name)].down("died")
 
-    async def serve(self, max_tokens: int = 8) -> None:
+    async def serve(self, max_tokens: int = 8, request_options: RequestOptions = RequestOptions()) -> None:
         model = self.dispatcher.models["m"]
         async for item in self.dispatcher.generate(
-            Generation(PROMPT, Sampling(), max_tokens, model=model, details=True)
+            Generation(PROMPT, Sampling(), max_tokens, model=model, details=True, request_options=request_options)
         ):
             if isinstance(item, Committed):
                 self.commits.append(item)
@@ -204,6 +207,26 @@ async def test_a_target_that_stands_by_takes_over_at_once_and_its_successor_stan
     other.cancel()
     serving.cancel()
     await asyncio.gather(serving, other, return_exceptions=True)
+    await served.dispatcher.pool.close()
+
+
+async def test_a_target_may_tell_of_tokens_only_what_it_was_asked_for_and_of_the_prompt_once():
+    served = Served()
+    served.up("a")
+    serving = asyncio.create_task(served.serve(request_options=RequestOptions(logprobs=1, prompt_logprobs=0)))
+    await asyncio.sleep(0)
+    opened, peer = served.wires["a"].last, served.dispatcher.pool.peers[PeerId("a")]
+    assert peer.asked(opened.session, opened.epoch) == AskedLogprobs(tokens=1, prompt=0, prompt_tokens=len(PROMPT))
+    assert peer.asked(opened.session, opened.epoch + 1) is None
+    prompt, one = (TokenLogprobs(-1.0),) * (len(PROMPT) - 1), (TokenLogprobs(-1.0, (11,), (-1.0,)),)
+    digest = digests.of((*PROMPT, 11))
+    said = Verification(opened.session, opened.epoch, len(PROMPT), (11,), digest, logprobs=one, prompt_logprobs=prompt)
+    served.hear("a", said)
+    await served.read(1)
+    assert peer.asked(opened.session, opened.epoch) == AskedLogprobs(tokens=1, prompt_tokens=len(PROMPT))
+    served.verify("a", 12, finish=FinishReason.LENGTH)
+    await serving
+    assert peer.asked(opened.session, opened.epoch) is None
     await served.dispatcher.pool.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
+from transport import codec, outbox
 from transport import incoming as module
-from transport import outbox
 from transport.codec import (
     MalformedMessage,
     decode_to_worker,
@@ -26,7 +27,8 @@ from transport.codec import (
 )
 from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route
 from transport.outbox import MAX_FRAME_ENTRIES
-from transport.relayed import heading
+from transport.relayed import _varint, heading
+from transport.wire import MAX_PLAIN_BYTES, AskedLogprobs
 
 ONE, TWO = SessionId(1), SessionId(2)
 HERE, THERE = 5, 7
@@ -266,3 +268,78 @@ def test_all_that_came_is_read_when_the_stream_ends():
     assert len(router.heard) == 20
     router.turn()
     assert len(router.heard) == 20
+
+
+@dataclass
+class Target:
+    """A target that is heard, and what it costs to hear it."""
+
+    monkeypatch: pytest.MonkeyPatch
+    asked: AskedLogprobs | None = AskedLogprobs()
+
+    def __post_init__(self) -> None:
+        self.router = Router()
+        self.router.incoming = Incoming("w", "target", self.router, {}, None, asked=lambda _session, _epoch: self.asked)
+        self.router.take(Welcome("target", "m", 100, 100))
+        self.parsed = self.read = 0
+        parse, read = codec._parse, codec._read_logprobs
+        self.monkeypatch.setattr(codec, "_parse", lambda *said: self.counted("parsed", parse, *said))
+        self.monkeypatch.setattr(codec, "_read_logprobs", lambda *said: self.counted("read", read, *said))
+
+    def counted(self, what: str, call: Callable[..., Any], *arguments: object) -> Any:
+        setattr(self, what, getattr(self, what) + 1)
+        return call(*arguments)
+
+    def tells(self, *, of_prompt: int = 0, of_tokens: int = 0, epoch: int = HERE) -> None:
+        wire = pb.Verification(session=ONE, epoch=epoch, position=3, tokens=[4])
+        body = wire.SerializeToString() + b"\x5a\x00" * of_tokens + b"\x62\x00" * of_prompt
+        kind = encode_from_worker(verified(ONE, 3))[:1]
+        self.router.take(kind + _varint(len(body)) + body)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "parsed", "why"),
+    [
+        (AskedLogprobs(), {"of_prompt": 1}, 1, "prompt_logprobs has 1 entries; at most 0 are allowed"),
+        (AskedLogprobs(), {"of_tokens": 1}, 1, "logprobs has 1 entries; at most 0 are allowed"),
+        (AskedLogprobs(), {"of_prompt": 1 << 20}, 0, "a verification of 2097166 bytes; what was asked for takes at"),
+        (AskedLogprobs(prompt=1), {"of_prompt": 1 << 20}, 0, "a verification of 2097166 bytes; what was asked for"),
+        (AskedLogprobs(prompt=0, prompt_tokens=9), {"of_prompt": 10}, 1, "prompt_logprobs has 10 entries; at most 9"),
+        (AskedLogprobs(prompt=0, prompt_tokens=9), {"of_tokens": 1}, 1, "logprobs has 1 entries; at most 0"),
+    ],
+)
+def test_log_probabilities_that_nobody_asked_for_are_refused_before_they_are_read(
+    monkeypatch, asked, told, parsed, why
+):
+    target = Target(monkeypatch, asked)
+    target.tells(**told)
+    (error,) = target.router.heard
+    assert isinstance(error, MalformedMessage) and str(error).startswith(why), error
+    assert (error.session, error.epoch) == (ONE, HERE)
+    assert (target.parsed, target.read) == (parsed, 0)
+
+
+def test_log_probabilities_that_were_asked_for_are_heard(monkeypatch):
+    target = Target(monkeypatch, AskedLogprobs(tokens=0, prompt=0, prompt_tokens=1 << 17))
+    target.tells(of_tokens=1, of_prompt=1 << 17)
+    (message,) = target.router.heard
+    assert isinstance(message, Verification)
+    assert (len(message.logprobs), len(message.prompt_logprobs)) == (1, 1 << 17)
+
+
+@pytest.mark.parametrize("of_prompt", [1, 1 << 20])
+def test_a_session_that_is_over_makes_no_target_one_that_breaks_the_protocol(monkeypatch, of_prompt):
+    """It was asked for, and came late."""
+    target = Target(monkeypatch, None)
+    for _ in range(2 * MAX_MALFORMED):
+        target.tells(of_prompt=of_prompt)
+    assert not target.router.incoming.broken and not target.read
+    assert all(isinstance(message, Verification) and not message.prompt_logprobs for message in target.router.heard)
+
+
+def test_a_long_message_that_names_no_session_is_not_parsed(monkeypatch):
+    target = Target(monkeypatch)
+    target.router.take(b"\x0a" + b"\x00" * (MAX_PLAIN_BYTES + 1))
+    (error,) = target.router.heard
+    assert str(error) == f"a message of {MAX_PLAIN_BYTES + 2} bytes; at most {MAX_PLAIN_BYTES} are allowed"
+    assert not target.parsed
