@@ -364,11 +364,11 @@ async def _events(
     opened: set[int] = set()
     async with aclosing(chunks):
         try:
-            for body in _chunk_bodies(first, envelope, usage, opened):
-                yield responses.event(body)
+            if events := _chunk_events(first, envelope, usage, opened):
+                yield events
             async for chunk in chunks:
-                for body in _chunk_bodies(chunk, envelope, usage, opened):
-                    yield responses.event(body)
+                if events := _chunk_events(chunk, envelope, usage, opened):
+                    yield events
         except GenerationError as error:
             failed(code_of(error.code), error)
             yield responses.event(responses.error_body(code_of(error.code), error.message))
@@ -377,21 +377,22 @@ async def _events(
             failed(code_of("internal"), error)
             yield responses.event(responses.internal_error_body())
             return
-    if envelope.include_usage:
-        yield responses.event(envelope.usage(usage))
-    yield responses.DONE
+    yield (responses.event(envelope.usage(usage)) if envelope.include_usage else b"") + responses.DONE
 
 
-def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> list[Json]:
-    """The events for one chunk; usually one."""
+def _chunk_events(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> bytes:
+    """The events for one chunk, usually one; they are written together."""
     usage.add(chunk)
+    if envelope.plain and chunk.plain and chunk.index in opened:
+        return envelope.plain_event(chunk.index, chunk.text)
     bodies = []
-    if envelope.kind == "chat" and chunk.index not in opened:
-        opened.add(chunk.index)
+    if chunk.index not in opened and envelope.kind == "chat":
         bodies.append(envelope.opening(chunk.index, chunk.prompt))
+    opened.add(chunk.index)
     of_prompt = chunk.prompt is not None and envelope.kind == "completion"
     if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.include_speculation and chunk.tokens):
         bodies.append(envelope.text(chunk))
     if chunk.finish is not None:
         bodies.append(envelope.closing(chunk, usage))
-    return [body | {"usage": usage.body()} for body in bodies] if envelope.continuous_usage else bodies
+    more = {"usage": usage.body()} if envelope.continuous_usage else {}
+    return b"".join(responses.event(body | more) for body in bodies)
