@@ -21,6 +21,7 @@ from router.sessions.models import ServedModels, revisions_of, same_tokenizer
 from router.sessions.prefixes import Prefixes
 from router.sessions.recent import Recent
 from router.sessions.record import AcceptanceRecord
+from router.sessions.run import OpenSessions
 from router.sessions.standby import KnownTarget, StandbyTargets, idle_targets
 from speculation.events import PeerId, Role
 from speculation.messages import (
@@ -76,15 +77,6 @@ class Traffic:
         return Traffic(self.sent - other.sent, self.received - other.received)
 
 
-@dataclass(slots=True)
-class OpenedThere:
-    """A session that this router has open at a worker."""
-
-    epoch: int
-    unanswered: int
-    """Tokens it was sent for it and has not answered yet."""
-
-
 @dataclass(eq=False, slots=True)
 class Peer:
     """One worker as the router sees it. Implements :class:`transport.incoming.Listener`."""
@@ -97,7 +89,7 @@ class Peer:
     described: Welcome | None = None
     """As it last introduced itself, also while it is down."""
     load: Load = Load()
-    opened: dict[SessionId, OpenedThere] = field(default_factory=dict)
+    opened: OpenSessions = field(default_factory=OpenSessions)
     """Sessions this router has open there."""
     prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
@@ -135,13 +127,12 @@ class Peer:
             case Load():
                 self.pool.load_changed(self, message)
             case Refused():
-                opened = self.opened.get(message.session)
-                if opened is not None and opened.epoch == message.epoch:  # and not an older one
+                if self.opened.epoch(message.session) == message.epoch:  # and not an older one
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                if not isinstance(message, Welcome) and message.session in self.opened:
-                    self.opened[message.session].unanswered = 0
+                if not isinstance(message, Welcome):
+                    self.opened.answered(message.session)
                 self.pool.events.received(self.peer, message)
 
     def malformed(self, error: MalformedMessage) -> None:
@@ -269,7 +260,7 @@ class WorkerPool:
             peer.welcome,
             peer.load,
             sessions=peer.sessions,
-            opening_tokens=sum(opened.unanswered for opened in peer.opened.values()),
+            opening_tokens=peer.opened.unanswered,
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
             round_trip=peer.connection.round_trip if peer.connection else None,
             acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
@@ -285,7 +276,7 @@ class WorkerPool:
         known = self.peers.get(peer)
         if known is not None:
             unanswered = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
-            known.opened[opening.session] = OpenedThere(opening.epoch, unanswered)
+            known.opened.open(opening.session, opening.epoch, unanswered)
             if known.role is Role.TARGET:
                 known.prefixes.note(blocks)
 
@@ -293,15 +284,17 @@ class WorkerPool:
         """A session has left; harmless if it was not there."""
         known = self.peers.get(peer)
         if known is not None:
-            known.opened.pop(session, None)
+            known.opened.close(session)
             self._let_go(known)
 
     def end_session(self, session: SessionId) -> None:
         """Pass nothing on any more, and tell whoever still holds it, as where it did not end as it should."""
         self.join(session, None, None)
-        for peer in [peer for peer in self.peers.values() if session in peer.opened]:
-            self.send(peer.peer, Close(session, peer.opened[session].epoch))
-            self.closed(peer.peer, session)
+        opened = [(peer.peer, peer.opened.epoch(session)) for peer in self.peers.values()]
+        for peer, epoch in opened:
+            if epoch is not None:
+                self.send(peer, Close(session, epoch))
+                self.closed(peer, session)
 
     def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
         """So many drafts were offered in a step of a session at these two, and so many of them kept."""
@@ -327,7 +320,7 @@ class WorkerPool:
         peer.welcome = peer.described = welcome
         if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
             log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
-        peer.opened, peer.load, peer.work = {}, Load(), None
+        peer.opened, peer.load, peer.work = OpenSessions(), Load(), None
         self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)
 
@@ -337,7 +330,7 @@ class WorkerPool:
             expected = peer.leaving
             log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", peer.peer, why)
             self._note(peer, EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
-            peer.welcome, peer.opened, peer.load = None, {}, Load()
+            peer.welcome, peer.opened, peer.load = None, OpenSessions(), Load()
             self.events.lost(peer.role, peer.peer, expected)
         self._let_go(peer)
 

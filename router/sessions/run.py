@@ -17,6 +17,42 @@ from speculation.request.session import Session, SessionLimits, Workers
 from transport.session_log import SessionLog
 
 
+class OpenSessions:
+    """The sessions that this router has open at one worker: under which epoch, and what of them is still unanswered."""
+
+    def __init__(self) -> None:
+        """None."""
+        self.unanswered = 0
+        """Tokens that the worker was sent and has not answered yet, of all sessions together."""
+        self._open: dict[SessionId, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._open)
+
+    def epoch(self, session: SessionId) -> int | None:
+        """Under which it is open; None: it is not."""
+        opened = self._open.get(session)
+        return None if opened is None else opened[0]
+
+    def open(self, session: SessionId, epoch: int, unanswered: int) -> None:
+        """It is open, perhaps again, and has to answer so many tokens."""
+        self.close(session)
+        self._open[session] = epoch, unanswered
+        self.unanswered += unanswered
+
+    def answered(self, session: SessionId) -> None:
+        """The worker said something of it; harmless if it is not open."""
+        epoch, unanswered = self._open.get(session, (0, 0))
+        if unanswered:
+            self.unanswered -= unanswered
+            self._open[session] = epoch, 0
+
+    def close(self, session: SessionId) -> None:
+        """It has left; harmless if it was not there."""
+        self.unanswered -= self._open.pop(session, (0, 0))[1]
+
+
 @dataclass(eq=False, slots=True)
 class RunningSession:
     """A session under way and what it has for its client."""
