@@ -70,6 +70,8 @@ class TextChunk:
     calls: tuple[ToolCall, ...] = ()
     called: bool = False
     """With the finish: the model called a tool."""
+    more: bool = False
+    """Whether the next chunk of the choice, or its failure, is there already."""
 
     @property
     def plain(self) -> bool:
@@ -180,6 +182,7 @@ class ChoiceReader:
             took=commit.metadata.took_us / 1e6,
             waited=commit.metadata.waited_us / 1e6,
             details=commit.details,
+            more=commit.more,
             shown=self._out(delta) if self._shows else (),
         )
 
