@@ -34,9 +34,7 @@ TEXT = "    result = []\n    while left and right:\n        result.append(min(le
 EVENT, LAST = b"data: ", b"data: [DONE]\n\n"
 CONTEXT = 1 << 20
 SETTLE_SECONDS = 1.0
-FIRST_INTERVAL = 0.2
-"""Between commits while streams are opened."""
-OPENING = 32
+OPENING = 256
 """Requests that wait for their first event at once."""
 SECONDS = 120.0
 """In which all streams are open, and in which they have ended."""
@@ -112,7 +110,7 @@ class Contest:
     streams: int
     options: ScaleOptions
     report: Callable[[str], None]
-    pace: Pace = field(default_factory=lambda: Pace(FIRST_INTERVAL))
+    pace: Pace = field(default_factory=Pace)
     clients: dict[str, Client] = field(default_factory=dict)
     workers: list[FakeWorker] = field(default_factory=list)
 
@@ -124,6 +122,7 @@ class Contest:
             gc.freeze()
             await self._open(server, 1)
             before = await self._usage(server)
+            await self._set(server, COMMIT_TOKENS * self.streams / self.options.tokens[0])
             await self._open(server, self.streams)
             opened = await self._usage(server)
             points = []
@@ -136,7 +135,7 @@ class Contest:
                 points.append(await self._point(tokens, first, await self._usage(server), (before, opened), server))
                 if not points[-1].kept_up:
                     break
-            await self._set(server, FIRST_INTERVAL, ending=True)
+            await self._set(server, self.pace.interval, ending=True)
             async with asyncio.timeout(SECONDS):
                 await asyncio.gather(*(client.ended for client in self.clients.values()))
         return points
