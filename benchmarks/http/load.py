@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from benchmarks.harness.processes import ReadyProcess, child
 from benchmarks.http.figures import BadAnswer
 from benchmarks.http.scale import BARE, COMMIT_TOKENS, CONTENDERS, ROUTER, Point, ScaleOptions, result
-from benchmarks.http.workers import SESSIONS, FakeWorker, Pace, Script
+from benchmarks.http.workers import FakeWorker, Pace, Script
 from cluster.checkout import BUNDLED
 from cluster.console import stages
 from router.http.asgi import REQUEST_ID_HEADER
@@ -142,7 +142,7 @@ class Contest:
 
     @asynccontextmanager
     async def _server(self) -> AsyncIterator[ReadyProcess]:
-        groups = -(-self.streams // SESSIONS)
+        groups = -(-self.streams // self.options.sessions)
         cores = sorted(os.sched_getaffinity(0))
         async with AsyncExitStack() as stack:
             given = [str(groups)]

@@ -45,6 +45,7 @@ class ScaleOptions(Options):
     tokens: tuple[int, ...] = flag(
         (5000, 10000, 20000, 40000), "tokens a second of all streams together, one number or more", parse=_rate
     )
+    sessions: int = flag(256, "sessions of one target, which commits for all of them at once", least=1, most=1024)
     seconds: float = flag(4.0, "how long each pace is measured", least=0.5, most=600, metavar="S")
     drafters: bool = flag(False, "drafters as well, whose proposals the router relays: one for every commit")
     only: str = flag("", "measure only this", choices=CONTENDERS)
@@ -53,7 +54,11 @@ class ScaleOptions(Options):
     def command(self) -> str:
         """See :class:`benchmarks.harness.options.Options`."""
         words = [f"--streams {','.join(map(str, self.streams))}", f"--tokens {','.join(map(str, self.tokens))}"]
-        words += [f"--seconds {self.seconds:g}", *(["--drafters"] if self.drafters else [])]
+        words += [
+            f"--sessions {self.sessions}",
+            f"--seconds {self.seconds:g}",
+            *(["--drafters"] if self.drafters else []),
+        ]
         return " ".join(["paceline bench scale", *words, *([f"--only {self.only}"] if self.only else [])])
 
 
@@ -165,8 +170,8 @@ def notes(options: ScaleOptions) -> list[str]:
     """What a reader of the figures must know."""
     drafts = "Drafters send a proposal for every commit, which the router relays. " if options.drafters else ""
     return [
-        f"A commit has {COMMIT_TOKENS} tokens and is one event of its stream. Targets of up to 256 sessions commit for "
-        f"all of theirs at once. {drafts}The server has one core; workers and clients are one process on the others.",
+        f"A commit has {COMMIT_TOKENS} tokens and is one event of its stream. Targets of {options.sessions} sessions commit "
+        f"for all of theirs at once. {drafts}The server has one core; workers and clients are one process on the others.",
         "Added: from the making of a commit at its target to its event at the client. A target makes no new step while "
         "the router has not taken the last one, so beyond what is carried less is delivered than was asked for.",
     ]

@@ -21,8 +21,6 @@ from speculation.events import Role
 from speculation.messages import FinishReason, Load, Proposal, SessionId, Verification, Welcome
 from transport.codec import encode_from_worker
 
-SESSIONS = 256
-"""Of one worker, at most: as many as a step of a target may have."""
 OPEN, CLOSE = 0x0A, 0x22
 """First bytes of these entries of a router's frame."""
 LOAD_SECONDS = 0.25
