@@ -170,8 +170,9 @@ def notes(options: ScaleOptions) -> list[str]:
     """What a reader of the figures must know."""
     drafts = "Drafters send a proposal for every commit, which the router relays. " if options.drafters else ""
     return [
-        f"A commit has {COMMIT_TOKENS} tokens and is one event of its stream. Targets of {options.sessions} sessions commit "
-        f"for all of theirs at once. {drafts}The server has one core; workers and clients are one process on the others.",
+        f"A commit has {COMMIT_TOKENS} tokens and is one event of its stream. Targets of {options.sessions} sessions "
+        f"commit for all of theirs at once. {drafts}The server has one core; workers and clients are one process on "
+        "the others.",
         "Added: from the making of a commit at its target to its event at the client. A target makes no new step while "
         "the router has not taken the last one, so beyond what is carried less is delivered than was asked for.",
     ]
