@@ -34,6 +34,7 @@ from starlette.types import ASGIApp
 
 from benchmarks.harness.processes import answer_lines
 from benchmarks.http.figures import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
+from benchmarks.http.workers import Pace
 from cluster.checkout import BUNDLED
 from router.dispatch import DispatchLimits
 from router.generation import Committed, Ended, Generation, ServedModel
@@ -130,8 +131,7 @@ class Ticker:
     """Streams in groups, each of which is written to at once, until they are told to end."""
 
     groups: int
-    interval: float = 0.2
-    ending: bool = False
+    pace: Pace = field(default_factory=Pace)
     commits: dict[str, list[float]] = field(default_factory=dict)
     """By request: when each of its events was made."""
     _queues: list[list[tuple[list[float], asyncio.Queue[bytes]]]] = field(default_factory=list)
@@ -142,11 +142,9 @@ class Ticker:
         return [asyncio.create_task(self._tick(number)) for number in range(self.groups)]
 
     async def _tick(self, group: int) -> None:
-        due = time.monotonic() + group * self.interval / self.groups
         while True:
-            due = max(due + self.interval, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
-            now, event = time.monotonic(), LAST_EVENT if self.ending else EVENT
+            await self.pace.step(group / self.groups)
+            now, event = time.monotonic(), LAST_EVENT if self.pace.ending else EVENT
             for times, queue in self._queues[group]:
                 times.append(now)
                 queue.put_nowait(event)
@@ -167,8 +165,7 @@ class Ticker:
     def answer(self, line: str) -> str:
         """For the benchmark."""
         if line.startswith("{"):
-            told = json.loads(line)
-            self.interval, self.ending = told["interval"], told["ending"]
+            self.pace.interval, self.pace.ending = json.loads(line).values()
         return json.dumps(self.commits) if line == "commits" else usage(line)
 
 

@@ -24,6 +24,8 @@ from transport.codec import encode_from_worker
 OPEN, CLOSE = 0x0A, 0x22
 """First bytes of these entries of a router's frame."""
 LOAD_SECONDS = 0.25
+WOKEN_EARLY = 0.05
+"""Of an interval: so shortly before it is due, a step has been made already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ class Pace:
     """Seconds from one step of a target to its next."""
     ending: bool = False
     """Whether every text ends with its next commit."""
+
+    async def step(self, phase: float) -> None:
+        """Wait for the next one of whoever is later than another by this part of an interval."""
+        left = (phase - time.monotonic() / self.interval) % 1.0
+        await asyncio.sleep((left if left > WOKEN_EARLY else left + 1.0) * self.interval)
 
 
 class FakeWorker:
@@ -128,10 +135,8 @@ class FakeWorker:
             self._say(encode_from_worker(load))
 
     async def _steps(self) -> None:
-        due = time.monotonic() + self._phase * self._pace.interval
         while True:
-            due = max(due + self._pace.interval, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
+            await self._pace.step(self._phase)
             while not self._out.empty():  # the router does not keep up
                 await asyncio.sleep(0.001)
             if self._sessions:
