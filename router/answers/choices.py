@@ -16,7 +16,8 @@ from router.schema.requests import ApiRequest
 from router.text.tokenizer import Tokenizer
 
 QUEUED_CHUNKS = 32
-"""Chunks of one request that wait for a slow client. What is committed meanwhile waits as tokens; no target waits."""
+"""Chunks of several choices that wait for a slow client, none of a single one. What is committed meanwhile waits as
+tokens; no target waits."""
 
 
 async def run_choices(request: ApiRequest, generator: Generator, tokenizer: Tokenizer) -> AsyncGenerator[TextChunk]:
