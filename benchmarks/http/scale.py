@@ -45,7 +45,8 @@ class ScaleOptions(Options):
     tokens: tuple[int, ...] = flag(
         (5000, 10000, 20000, 40000), "tokens a second of all streams together, one number or more", parse=_rate
     )
-    sessions: int = flag(256, "sessions of one target, which commits for all of them at once", least=1, most=1024)
+    sessions: int = flag(64, "sessions of one target, which commits for all of them at once", least=1, most=1024)
+    """By default as many as one computes in a step by default."""
     seconds: float = flag(4.0, "how long each pace is measured", least=0.5, most=600, metavar="S")
     drafters: bool = flag(False, "drafters as well, whose proposals the router relays: one for every commit")
     only: str = flag("", "measure only this", choices=CONTENDERS)

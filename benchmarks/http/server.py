@@ -41,7 +41,7 @@ from router.generation import Committed, Ended, Generation, ServedModel
 from router.http.api import build_app
 from router.http.asgi import REQUEST_ID_HEADER
 from router.http.exhaustion import raise_limit
-from router.service import Router, RouterSettings
+from router.service import Router, RouterSettings, freeze_loaded
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizers import Tokenizers
 from speculation.messages import FinishReason
@@ -208,6 +208,7 @@ async def router(targets: str, drafts: str = "") -> None:
     await whole.start()
     while not all(peer.welcome for peer in whole.dispatcher.pool.peers.values()):
         await asyncio.sleep(0.01)
+    freeze_loaded()
     await answer_lines(whole.address.rpartition(":")[2], usage)
     await whole.stop()
 
