@@ -122,7 +122,6 @@ class Contest:
             gc.freeze()
             await self._open(server, 1)
             before = await self._usage(server)
-            await self._set(server, COMMIT_TOKENS * self.streams / self.options.tokens[0])
             await self._open(server, self.streams)
             opened = await self._usage(server)
             points = []

@@ -142,8 +142,9 @@ class Ticker:
         return [asyncio.create_task(self._tick(number)) for number in range(self.groups)]
 
     async def _tick(self, group: int) -> None:
+        number = 0
         while True:
-            await self.pace.step(group / self.groups)
+            number = await self.pace.step(group / self.groups, number)
             now, event = time.monotonic(), LAST_EVENT if self.pace.ending else EVENT
             for times, queue in self._queues[group]:
                 times.append(now)
@@ -154,6 +155,8 @@ class Ticker:
         await request.json()
         times, queue = self.commits.setdefault(request.headers[REQUEST_ID_HEADER], []), asyncio.Queue[bytes]()
         self._queues[(len(self.commits) - 1) % self.groups].append((times, queue))
+        times.append(time.monotonic())
+        queue.put_nowait(EVENT)
 
         async def events() -> AsyncIterator[bytes]:
             while (event := await queue.get()) is not LAST_EVENT:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from transport.codec import encode_from_worker
 OPEN, CLOSE = 0x0A, 0x22
 """First bytes of these entries of a router's frame."""
 LOAD_SECONDS = 0.25
-WOKEN_EARLY = 0.05
-"""Of an interval: so shortly before it is due, a step has been made already."""
+PAUSE = 1e9
+"""An interval without steps: what is opened gets its first commit, and no other."""
+LOOK_SECONDS = 0.1
+"""In which a change of pace is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,16 @@ class FakeSession:
 class Pace:
     """What all workers go by."""
 
-    interval: float = 0.1
+    interval: float = PAUSE
     """Seconds from one step of a target to its next."""
     ending: bool = False
     """Whether every text ends with its next commit."""
 
-    async def step(self, phase: float) -> None:
-        """Wait for the next one of whoever is later than another by this part of an interval."""
-        left = (phase - time.monotonic() / self.interval) % 1.0
-        await asyncio.sleep((left if left > WOKEN_EARLY else left + 1.0) * self.interval)
+    async def step(self, phase: float, last: int) -> int:
+        """Wait for the one after the ``last`` of whoever is later than another by this part of an interval."""
+        while (number := math.floor(at := time.monotonic() / self.interval - phase)) == last:
+            await asyncio.sleep(min((number + 1 - at) * self.interval, LOOK_SECONDS))
+        return number
 
 
 class FakeWorker:
@@ -124,6 +128,7 @@ class FakeWorker:
         heading = b"\x08" + varint(opened.session) + b"\x10" + varint(opened.epoch)
         self._sessions[opened.session] = FakeSession(opened.session, heading)
         self._times[opened.session] = self.commits.setdefault(opened.request, [])
+        self._say(self._next(self._sessions[opened.session], time.monotonic()))
 
     def _say(self, *entries: bytes) -> None:
         self._out.put_nowait(b"".join(b"\x0a" + varint(len(entry)) + entry for entry in entries))
@@ -135,26 +140,27 @@ class FakeWorker:
             self._say(encode_from_worker(load))
 
     async def _steps(self) -> None:
+        number = 0
         while True:
-            await self._pace.step(self._phase)
+            number = await self._pace.step(self._phase, number)
             while not self._out.empty():  # the router does not keep up
                 await asyncio.sleep(0.001)
             if self._sessions:
                 self._step()
 
     def _step(self) -> None:
-        now, ending = time.monotonic(), self._pace.ending
-        entries = []
-        for session in list(self._sessions.values()):
-            body = self._body(session.commits)[ending]
-            session.commits += 1
-            about = session.heading + body
-            entries.append(self._kind + varint(len(about)) + about)
-            if self._role is Role.TARGET:
-                self._times[session.number].append(now)
-        if ending:
+        now = time.monotonic()
+        self._say(*[self._next(session, now) for session in self._sessions.values()])
+        if self._pace.ending:
             self._sessions.clear()
-        self._say(*entries)
+
+    def _next(self, session: FakeSession, now: float) -> bytes:
+        """Its next commit or proposal."""
+        about = session.heading + self._body(session.commits)[self._pace.ending]
+        session.commits += 1
+        if self._role is Role.TARGET:
+            self._times[session.number].append(now)
+        return self._kind + varint(len(about)) + about
 
     def _body(self, number: int) -> tuple[bytes, bytes]:
         """What a commit or a proposal says beside its heading; the other one ends the text."""

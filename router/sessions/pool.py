@@ -235,7 +235,7 @@ class WorkerPool:
         usable = [peer for peer in present if peer.peer not in avoid]
         if role is Role.TARGET:
             idle = self.idle()
-            known = [replace(self._candidate(peer, wanted), idle=peer.peer in idle) for peer in usable]
+            known = [self._candidate(peer, wanted, idle=peer.peer in idle) for peer in usable]
             return choose_target(known, wanted, self.rng)
         if not self.speculates(target):
             return None
@@ -253,7 +253,7 @@ class WorkerPool:
         known = self.peers.get(target) if target is not None else None
         return known is None or known.welcome is None or known.welcome.speculates
 
-    def _candidate(self, peer: Peer, wanted: WantedWorker) -> WorkerCandidate:
+    def _candidate(self, peer: Peer, wanted: WantedWorker, *, idle: bool = False) -> WorkerCandidate:
         assert peer.welcome is not None
         return WorkerCandidate(
             peer.peer,
@@ -264,6 +264,7 @@ class WorkerPool:
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
             round_trip=peer.connection.round_trip if peer.connection else None,
             acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
+            idle=idle,
         )
 
     def revisions(self, model: str) -> set[int]:
