@@ -210,7 +210,8 @@ class Contest:
         self, tokens: float, first: Usage, last: Usage, opening: tuple[Usage, Usage], server: ReadyProcess
     ) -> Point:
         before, opened = opening
-        seconds, cpu, delays = last.at - first.at, last.cpu - first.cpu, []
+        seconds, cpu = last.at - first.at, last.cpu - first.cpu
+        delays: list[float] = []
         for name, made in (await self._commits(server)).items():
             arrived = self.clients[name].events
             delays += [came - at for at, came in zip(made, arrived, strict=False) if first.at <= came <= last.at]

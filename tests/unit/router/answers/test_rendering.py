@@ -47,7 +47,7 @@ async def writes(chunks: Iterable[TextChunk | GenerationError], choices: int = 1
             yield chunk
 
     stream = source()
-    first, told = await anext(stream), []
+    first = await anext(stream)
     written = [each async for each in events(first, stream, envelope(), Usage(1, 1, choices), lambda *_: None)]
     told = [line.removeprefix(b"data: ") for line in b"".join(written).split(b"\n\n") if line]
     assert all(line == b"[DONE]" or json.loads(line) for line in told)
