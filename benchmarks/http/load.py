@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness.processes import ReadyProcess, child
 from benchmarks.http.figures import BadAnswer
-from benchmarks.http.scale import BARE, COMMIT_TOKENS, CONTENDERS, ROUTER, Point, ScaleOptions, result
+from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, Point, ScaleOptions, result
 from benchmarks.http.workers import FakeWorker, Pace, Script
 from cluster.checkout import BUNDLED
 from cluster.console import stages
@@ -127,7 +127,7 @@ class Contest:
             points = []
             for tokens in self.options.tokens:
                 self.report(f"{self.contender}, {self.streams} streams, {tokens} tokens/s")
-                await self._set(server, COMMIT_TOKENS * self.streams / tokens)
+                await self._set(server, self.options.commit * self.streams / tokens)
                 await asyncio.sleep(SETTLE_SECONDS)
                 first = await self._usage(server)
                 await asyncio.sleep(self.options.seconds)
@@ -166,7 +166,7 @@ class Contest:
             role.value, MODEL, tokenizer.size, CONTEXT, tokenizer.digest, "1", source=str(BUNDLED / MODEL), revision=1
         )
         prompt, text = tokenizer.encode(PROMPT, special=True), tokenizer.encode(TEXT, special=False)
-        script = Script(prompt, text, COMMIT_TOKENS, welcome)
+        script = Script(prompt, text, self.options.commit, welcome)
         workers = [FakeWorker(role, script, self.pace, number / groups) for number in range(groups)]
         for worker in workers:
             await stack.enter_async_context(worker.serving())
@@ -218,7 +218,7 @@ class Contest:
         if not delays:
             raise BadAnswer(f"the {self.contender} server sent nothing in {seconds:.1f} seconds")
         delays.sort()
-        delivered = COMMIT_TOKENS * len(delays)
+        delivered = self.options.commit * len(delays)
         more = max(self.streams - 1, 1)
         return Point(
             self.contender,

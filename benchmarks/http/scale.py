@@ -20,7 +20,6 @@ WANTED_TOKENS, WANTED_DELAY_MS, WANTED_KB = 20_000.0, 50.0, 64.0
 most."""
 KEPT_UP = 0.97
 """Of the pace that was asked for: below, a point is beyond what the contender carries."""
-COMMIT_TOKENS = 3
 
 
 def _count(text: str) -> int:
@@ -47,6 +46,7 @@ class ScaleOptions(Options):
     )
     sessions: int = flag(64, "sessions of one target, which commits for all of them at once", least=1, most=1024)
     """By default as many as one computes in a step by default."""
+    commit: int = flag(3, "tokens of a commit, all but one of them drafted", least=1, most=64)
     seconds: float = flag(4.0, "how long each pace is measured", least=0.5, most=600, metavar="S")
     drafters: bool = flag(False, "drafters as well, whose proposals the router relays: one for every commit")
     only: str = flag("", "measure only this", choices=CONTENDERS)
@@ -171,7 +171,7 @@ def notes(options: ScaleOptions) -> list[str]:
     """What a reader of the figures must know."""
     drafts = "Drafters send a proposal for every commit, which the router relays. " if options.drafters else ""
     return [
-        f"A commit has {COMMIT_TOKENS} tokens and is one event of its stream. Targets of {options.sessions} sessions "
+        f"A commit has {options.commit} tokens and is one event of its stream. Targets of {options.sessions} sessions "
         f"commit for all of theirs at once. {drafts}The server has one core; workers and clients are one process on "
         "the others.",
         "Added: from the making of a commit at its target to its event at the client. A target makes no new step while "

@@ -54,4 +54,7 @@ async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
         assert 0 < point.delays_ms[0] <= point.delays_ms[1] <= point.delays_ms[2]
         assert min(point.delivered, point.cpu_us_per_token, point.request_ms) > 0
     result(options, points).publish()
-    assert options.command == "paceline bench scale --streams 3 --tokens 90 --sessions 64 --seconds 0.5 --drafters"
+    assert (
+        options.command
+        == "paceline bench scale --streams 3 --tokens 90 --sessions 64 --commit 3 --seconds 0.5 --drafters"
+    )
