@@ -56,7 +56,7 @@ class ScaleOptions(Options):
         """See :class:`benchmarks.harness.options.Options`."""
         words = [f"--streams {','.join(map(str, self.streams))}", f"--tokens {','.join(map(str, self.tokens))}"]
         words += [
-            f"--sessions {self.sessions}",
+            f"--sessions {self.sessions} --commit {self.commit}",
             f"--seconds {self.seconds:g}",
             *(["--drafters"] if self.drafters else []),
         ]
