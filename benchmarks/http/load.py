@@ -33,7 +33,7 @@ PROMPT = "def merge(left, right):\n"
 TEXT = "    result = []\n    while left and right:\n        result.append(min(left, right))\n"
 EVENT, LAST = b"data: ", b"data: [DONE]\n\n"
 CONTEXT = 1 << 20
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 1.5
 OPENING = 256
 """Requests that wait for their first event at once."""
 SECONDS = 120.0

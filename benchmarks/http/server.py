@@ -206,8 +206,8 @@ async def bare(groups: int) -> None:
 
 async def router(targets: str, drafts: str = "") -> None:
     """The whole router."""
-    workers = [address.split(",") if address else [] for address in (targets, drafts)]
-    whole = Router(RouterSettings(*workers, port=0, limits=DispatchLimits(sessions=MAX_SESSIONS)))
+    listed = [address.split(",") if address else [] for address in (targets, drafts)]
+    whole = Router(RouterSettings(listed[0], listed[1], port=0, limits=DispatchLimits(sessions=MAX_SESSIONS)))
     await whole.start()
     while not all(peer.welcome for peer in whole.dispatcher.pool.peers.values()):
         await asyncio.sleep(0.01)

@@ -11,19 +11,20 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import grpc
 
-from protos.paceline.v1 import worker_pb2 as pb
 from speculation import digest as digests
 from speculation.events import Role
-from speculation.messages import FinishReason, Load, Proposal, SessionId, Verification, Welcome
-from transport.codec import encode_from_worker
+from speculation.messages import Close, FinishReason, Load, Open, Proposal, SessionId, ToWorker, Verification, Welcome
+from transport.codec import decode_to_worker, encode_from_worker
 
 OPEN, CLOSE = 0x0A, 0x22
 """First bytes of these entries of a router's frame."""
+PING, PONG = 0x11, 0x19
+"""First bytes of these fields of a frame: eight bytes follow."""
 LOAD_SECONDS = 0.25
 PAUSE = 1e9
 """An interval without steps: what is opened gets its first commit, and no other."""
@@ -64,9 +65,14 @@ class Pace:
 
     async def step(self, phase: float, last: int) -> int:
         """Wait for the one after the ``last`` of whoever is later than another by this part of an interval."""
-        while (number := math.floor(at := time.monotonic() / self.interval - phase)) == last:
+        interval = self.interval
+        while True:
+            number = math.floor(at := time.monotonic() / self.interval - phase)
+            if interval != self.interval:
+                interval, last = self.interval, number  # a change is no step
+            if number != last:
+                return number
             await asyncio.sleep(min((number + 1 - at) * self.interval, LOOK_SECONDS))
-        return number
 
 
 class FakeWorker:
@@ -115,19 +121,32 @@ class FakeWorker:
 
     async def _read(self, frames: AsyncIterator[bytes]) -> None:
         async for frame in frames:
-            told = pb.Frame.FromString(frame)
-            if told.HasField("ping"):
-                self._out.put_nowait(pb.Frame(pong=told.ping).SerializeToString())
-            for entry in told.messages:
-                if entry[0] == OPEN:
-                    self._open(pb.ToWorker.FromString(entry).open)
-                elif entry[0] == CLOSE:
-                    self._sessions.pop(pb.ToWorker.FromString(entry).close.session, None)
+            for entry in self._entries(frame):
+                if entry[0] in (OPEN, CLOSE):
+                    self._hear(decode_to_worker(entry))
 
-    def _open(self, opened: pb.Open) -> None:
+    def _entries(self, frame: bytes) -> Iterator[bytes]:
+        """Of a router's frame; answers its ping."""
+        at = 0
+        while at < len(frame):
+            if frame[at] == PING:
+                self._out.put_nowait(bytes((PONG,)) + frame[at + 1 : at + 9])
+                at += 9
+                continue
+            length, start = _read_varint(frame, at + 1)
+            yield frame[start : start + length]
+            at = start + length
+
+    def _hear(self, message: ToWorker) -> None:
+        if isinstance(message, Open):
+            self._open(message)
+        elif isinstance(message, Close):
+            self._sessions.pop(message.session, None)
+
+    def _open(self, opened: Open) -> None:
         heading = b"\x08" + varint(opened.session) + b"\x10" + varint(opened.epoch)
         self._sessions[opened.session] = FakeSession(opened.session, heading)
-        self._times[opened.session] = self.commits.setdefault(opened.request, [])
+        self._times[opened.session] = self.commits.setdefault(opened.request_options.request, [])
         self._say(self._next(self._sessions[opened.session], time.monotonic()))
 
     def _say(self, *entries: bytes) -> None:
@@ -193,6 +212,16 @@ class FakeWorker:
 def _body(entry: bytes) -> bytes:
     """Of an entry without number and epoch: what follows its kind and its length."""
     return entry[3 if entry[1] & 0x80 else 2 :]
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number that is written there, and where it ends."""
+    value = shift = 0
+    while True:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 0x80:
+            return value, at
 
 
 def varint(value: int) -> bytes:

@@ -21,8 +21,8 @@ from speculation.origin import Own
 from tests.fakes import tiny_tokenizer
 
 
-def envelope(kind: Kind = "completion", model: str = "m", **more: bool) -> Envelope:
-    return Envelope(kind, "cmpl-1", 2, model, tiny_tokenizer(), **more)
+def envelope(kind: Kind = "completion", model: str = "m", *, include_usage: bool = False) -> Envelope:
+    return Envelope(kind, "cmpl-1", 2, model, tiny_tokenizer(), include_usage)
 
 
 def said(text: str, index: int = 0, *, more: bool = False, finish: FinishReason | None = None) -> TextChunk:
