@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.harness.processes import ReadyProcess, child
 from benchmarks.http.figures import BadAnswer
-from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, Point, ScaleOptions, result
-from benchmarks.http.workers import FakeWorker, Pace, Script
+from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, LoadPoint, ScaleOptions, result
+from benchmarks.http.workers import FakeWorker, Script, StepPace
 from cluster.checkout import BUNDLED
 from cluster.console import stages
 from router.http.asgi import REQUEST_ID_HEADER
@@ -49,7 +49,7 @@ def main(options: ScaleOptions) -> int:
     return 0
 
 
-async def measure(options: ScaleOptions, report: Callable[[str], None] = lambda _: None) -> list[Point]:
+async def measure(options: ScaleOptions, report: Callable[[str], None] = lambda _: None) -> list[LoadPoint]:
     """All points. Raises WorkerFailed, BadAnswer, TimeoutError."""
     points = []
     for streams in options.streams:
@@ -60,7 +60,7 @@ async def measure(options: ScaleOptions, report: Callable[[str], None] = lambda 
 
 
 @dataclass(slots=True)
-class Usage:
+class ProcessUsage:
     """What a process has used at one moment."""
 
     at: float
@@ -110,11 +110,11 @@ class Contest:
     streams: int
     options: ScaleOptions
     report: Callable[[str], None]
-    pace: Pace = field(default_factory=Pace)
+    pace: StepPace = field(default_factory=StepPace)
     clients: dict[str, Client] = field(default_factory=dict)
     workers: list[FakeWorker] = field(default_factory=list)
 
-    async def run(self) -> list[Point]:
+    async def run(self) -> list[LoadPoint]:
         """Open all streams, measure each pace, end them."""
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(self._server())
@@ -197,9 +197,9 @@ class Contest:
         if self.contender == BARE:
             await server.ask(json.dumps({"interval": interval, "ending": ending}))
 
-    async def _usage(self, server: ReadyProcess) -> Usage:
+    async def _usage(self, server: ReadyProcess) -> ProcessUsage:
         told = json.loads(await server.ask("usage"))
-        return Usage(time.monotonic(), told["cpu"], time.process_time(), told["memory_kb"])
+        return ProcessUsage(time.monotonic(), told["cpu"], time.process_time(), told["memory_kb"])
 
     async def _commits(self, server: ReadyProcess) -> dict[str, list[float]]:
         if self.contender == BARE:
@@ -207,8 +207,13 @@ class Contest:
         return {name: times for worker in self.workers for name, times in worker.commits.items()}
 
     async def _point(
-        self, tokens: float, first: Usage, last: Usage, opening: tuple[Usage, Usage], server: ReadyProcess
-    ) -> Point:
+        self,
+        tokens: float,
+        first: ProcessUsage,
+        last: ProcessUsage,
+        opening: tuple[ProcessUsage, ProcessUsage],
+        server: ReadyProcess,
+    ) -> LoadPoint:
         before, opened = opening
         seconds, cpu = last.at - first.at, last.cpu - first.cpu
         delays: list[float] = []
@@ -220,7 +225,7 @@ class Contest:
         delays.sort()
         delivered = self.options.commit * len(delays)
         more = max(self.streams - 1, 1)
-        return Point(
+        return LoadPoint(
             self.contender,
             self.streams,
             tokens,

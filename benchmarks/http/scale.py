@@ -72,7 +72,7 @@ BENCH = Bench(
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class LoadPoint:
     """One contender with so many streams at one pace."""
 
     contender: str
@@ -103,7 +103,7 @@ class Point:
         return 1e6 / self.cpu_us_per_token
 
 
-def carried(points: Iterable[Point], contender: str, streams: int) -> float:
+def carried(points: Iterable[LoadPoint], contender: str, streams: int) -> float:
     """The highest pace delivered within the wanted delay; 0: none was."""
     return max(
         (
@@ -117,7 +117,7 @@ def carried(points: Iterable[Point], contender: str, streams: int) -> float:
     )
 
 
-def summary(points: Sequence[Point]) -> dict[str, float]:
+def summary(points: Sequence[LoadPoint]) -> dict[str, float]:
     """The figures that matter, of the router with the most streams."""
     most = max(point.streams for point in points if point.contender == ROUTER)
     own = [point for point in points if (point.contender, point.streams) == (ROUTER, most)]
@@ -131,7 +131,7 @@ def summary(points: Sequence[Point]) -> dict[str, float]:
     }
 
 
-def table(points: Sequence[Point]) -> Table:
+def table(points: Sequence[LoadPoint]) -> Table:
     """All points."""
     lines = [
         (
@@ -155,7 +155,7 @@ def table(points: Sequence[Point]) -> Table:
     return Table("What one carries", columns, lines)
 
 
-def goals(points: Sequence[Point]) -> Table:
+def goals(points: Sequence[LoadPoint]) -> Table:
     """What is wanted, beside what was measured."""
     found = summary(points)
     rows = [
@@ -179,7 +179,7 @@ def notes(options: ScaleOptions) -> list[str]:
     ]
 
 
-def result(options: ScaleOptions, points: Sequence[Point], **about: Any) -> Result:
+def result(options: ScaleOptions, points: Sequence[LoadPoint], **about: Any) -> Result:
     """All that is shown."""
     tables = [table(points)]
     document: dict[str, Any] = {"points": [asdict(point) for point in points]}

@@ -34,7 +34,7 @@ from starlette.types import ASGIApp
 
 from benchmarks.harness.processes import answer_lines
 from benchmarks.http.figures import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
-from benchmarks.http.workers import Pace
+from benchmarks.http.workers import StepPace
 from cluster.checkout import BUNDLED
 from router.dispatch import DispatchLimits
 from router.generation import Committed, Ended, Generation, ServedModel
@@ -131,7 +131,7 @@ class Ticker:
     """Streams in groups, each of which is written to at once, until they are told to end."""
 
     groups: int
-    pace: Pace = field(default_factory=Pace)
+    pace: StepPace = field(default_factory=StepPace)
     commits: dict[str, list[float]] = field(default_factory=dict)
     """By request: when each of its events was made."""
     _queues: list[list[tuple[list[float], asyncio.Queue[bytes]]]] = field(default_factory=list)

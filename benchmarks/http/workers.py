@@ -55,7 +55,7 @@ class FakeSession:
 
 
 @dataclass(slots=True)
-class Pace:
+class StepPace:
     """What all workers go by."""
 
     interval: float = PAUSE
@@ -78,7 +78,7 @@ class Pace:
 class FakeWorker:
     """A worker of either role."""
 
-    def __init__(self, role: Role, script: Script, pace: Pace, phase: float) -> None:
+    def __init__(self, role: Role, script: Script, pace: StepPace, phase: float) -> None:
         """``phase``: by what part of an interval its steps come after those of the first one."""
         self.address = ""
         self.commits: dict[str, list[float]] = {}

@@ -6,7 +6,7 @@ Decides which events a chunk has, and which of them are written at once. Their s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 
 from router.answers import responses
@@ -72,14 +72,16 @@ def _chunk_events(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: se
     usage.add(chunk)
     if envelope.plain and chunk.plain and chunk.index in opened:
         return envelope.plain_event(chunk.index, chunk.text)
-    bodies = []
+    more = {"usage": usage.body()} if envelope.continuous_usage else {}
+    return b"".join(responses.event(body | more) for body in _chunk_bodies(chunk, envelope, usage, opened))
+
+
+def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> Iterator[Json]:
     if chunk.index not in opened and envelope.kind == "chat":
-        bodies.append(envelope.opening(chunk.index, chunk.prompt))
+        yield envelope.opening(chunk.index, chunk.prompt)
     opened.add(chunk.index)
     of_prompt = chunk.prompt is not None and envelope.kind == "completion"
     if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.include_speculation and chunk.tokens):
-        bodies.append(envelope.text(chunk))
+        yield envelope.text(chunk)
     if chunk.finish is not None:
-        bodies.append(envelope.closing(chunk, usage))
-    more = {"usage": usage.body()} if envelope.continuous_usage else {}
-    return b"".join(responses.event(body | more) for body in bodies)
+        yield envelope.closing(chunk, usage)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.http import load
-from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, Point, ScaleOptions, carried, result, summary
+from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, LoadPoint, ScaleOptions, carried, result, summary
 from cluster.cli import main
 
-POINT = Point(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 40.0)
+POINT = LoadPoint(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 40.0)
 
 
 def test_what_is_carried_is_the_highest_pace_that_is_kept_up_with_in_time() -> None:
