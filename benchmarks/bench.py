@@ -11,6 +11,7 @@ from benchmarks.engine import settings as engine
 from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
 from benchmarks.http import figures as http
+from benchmarks.http import scale
 from benchmarks.relay import run as relay
 from benchmarks.serve import flags as serve
 from benchmarks.speculation import settings as speculation
@@ -27,6 +28,7 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench drafting --only medusa
   paceline bench gpu --json figures.json
   paceline bench http --quick
+  paceline bench scale --streams 512
   paceline bench relay
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
   paceline bench chaos --only kill-target
@@ -38,6 +40,7 @@ BENCHES: Mapping[str, Bench] = {
     "speculation": speculation.BENCH,
     "drafting": drafting.BENCH,
     "http": http.BENCH,
+    "scale": scale.BENCH,
     "relay": relay.BENCH,
     "serve": serve.BENCH,
     "chaos": chaos.CHAOS,

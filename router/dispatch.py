@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
@@ -164,7 +164,7 @@ class Dispatcher:
                 item = await run.items.get()
                 if isinstance(item, GenerationError):
                     raise item
-                yield item
+                yield replace(item, more=True) if isinstance(item, Committed) and run.items.qsize() else item
                 if isinstance(item, Ended):
                     return
         finally:

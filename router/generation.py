@@ -6,7 +6,7 @@ The API speaks text and OpenAI's JSON; the router speaks tokens and sessions. Th
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from speculation.events import StepMetadata
@@ -77,6 +77,8 @@ class Committed:
     metadata: StepMetadata = StepMetadata()
     """What else the target said of them."""
     details: Details | None = None
+    more: bool = field(default=False, compare=False)
+    """Whether what comes next is there already: both may be told a client together."""
 
     @property
     def origins(self) -> tuple[Origin, ...]:

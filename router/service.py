@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_SECONDS = 0.05
 KEEP_ALIVE_SECONDS = 75
 """For the next request of a connection: longer than load balancers keep theirs, or they send into a closing one."""
+YOUNG_OBJECTS = 50_000
+"""How many more there are before the collector looks for garbage among them; some MB."""
 LAST_SECONDS = 5
 """In which clients must have read the ends of their answers once the router stops."""
 
@@ -86,6 +89,17 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,
     )
+
+
+def freeze_loaded() -> None:
+    """Where the process is the router's alone: the collector passes by what is loaded, and seldom looks for garbage.
+
+    What a commit makes lives until the next one of its stream. By default, the collector would look at all of it, of
+    all streams, for every 700 objects more: a tenth of the router's time at 1,000 streams.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 def listening(host: str, port: int) -> socket.socket:

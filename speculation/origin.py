@@ -40,4 +40,4 @@ def refused(accepted: int, offered: int, metadata: StepMetadata) -> tuple[Source
 def from_draft_models(accepted: int, offered: int, metadata: StepMetadata) -> tuple[int, int]:
     """Of the drafts accepted and of those offered, how many a draft model had made."""
     kept = metadata.sources.count(Source.DRAFT) if metadata.sources else accepted
-    return kept, kept + refused(accepted, offered, metadata).count(Source.DRAFT)
+    return kept, kept + (metadata.refused.count(Source.DRAFT) if metadata.refused else offered - accepted)

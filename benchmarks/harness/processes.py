@@ -60,10 +60,10 @@ async def child(name: str, module: str, *arguments: str) -> AsyncIterator[ReadyP
         await process.wait()
 
 
-async def answer_lines(first: str, answer: Callable[[], str]) -> None:
-    """The other end: say the first line, then answer until the input ends."""
+async def answer_lines(first: str, answer: Callable[[str], str]) -> None:
+    """The other end: say the first line, then answer each line until the input ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     say(first)
-    while await reader.readline():
-        say(answer())
+    while line := await reader.readline():
+        say(answer(line.decode().strip()))

@@ -1,20 +1,29 @@
-"""``python -m benchmarks.http.server KIND COMMITS``: a server whose tokens come at a fixed pace, for a benchmark.
+"""``python -m benchmarks.http.server KIND ...``: a server whose tokens come at a given pace, for a benchmark.
 
-Two kinds: the router's whole HTTP side over a generator that computes nothing, and a bare application that reads a
-request and streams events of the same size at the same pace. Its first line of output is the port. Each line of input
-is answered by a line of JSON: the processor seconds it has used, and when what of the requests since the last answer
-was begun and committed, by the clock that all processes of a machine share.
+Two kinds commit at a fixed pace, of so many COMMITS a request: ``paceline``, the router's whole HTTP side over a
+generator that computes nothing, and ``echo``, a bare application that reads a request and streams events of the same
+size. Each line of input is answered by a line of JSON: the processor seconds it has used, and when what of the requests
+since the last answer was begun and committed, by the clock that all processes of a machine share.
+
+Two kinds go on until they are told to end: ``router`` is the whole router, between clients and workers at addresses;
+``bare`` is an application like the other bare one, whose streams are in so many GROUPS, each written to at once. Lines
+of input: ``usage``, answered by processor seconds and resident memory; of the bare one ``commits``, answered by when
+each event of each request was made, and JSON with the pace.
+
+The first line of output is the port.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,10 +34,14 @@ from starlette.types import ASGIApp
 
 from benchmarks.harness.processes import answer_lines
 from benchmarks.http.figures import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
+from benchmarks.http.workers import StepPace
 from cluster.checkout import BUNDLED
+from router.dispatch import DispatchLimits
 from router.generation import Committed, Ended, Generation, ServedModel
 from router.http.api import build_app
 from router.http.asgi import REQUEST_ID_HEADER
+from router.http.exhaustion import raise_limit
+from router.service import Router, RouterSettings, freeze_loaded
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizers import Tokenizers
 from speculation.messages import FinishReason
@@ -37,6 +50,8 @@ MODEL = "target"
 TEXT = "def merge(left, right):\n    result = []\n    while left and right:\n        result.append(min(left, right))\n"
 EVENT = b"data: " + json.dumps({"id": "cmpl-" + "0" * 32, "choices": [{"text": "x" * 150}]}).encode() + b"\n\n"
 """As long as one of ours."""
+LAST_EVENT = b"data: [DONE]\n\n"
+MAX_SESSIONS = 1 << 14
 
 
 @dataclass(slots=True)
@@ -56,7 +71,7 @@ class Ledger:
             times.append(time.monotonic())
             yield number
 
-    def answer(self) -> str:
+    def answer(self, _: str) -> str:
         """For the benchmark; forgets."""
         told = {"cpu": time.process_time(), "times": dict(self.times)}
         self.times.clear()
@@ -104,25 +119,116 @@ async def echo(ledger: Ledger) -> ASGIApp:
         async def events() -> AsyncIterator[bytes]:
             async for _ in ledger.paced(request.headers[REQUEST_ID_HEADER]):
                 yield EVENT
-            yield b"data: [DONE]\n\n"
+            yield LAST_EVENT
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
     return Starlette(routes=[Route("/v1/completions", stream, methods=["POST"])])
 
 
-async def serve(kind: str, commits: int) -> None:
+@dataclass(slots=True)
+class Ticker:
+    """Streams in groups, each of which is written to at once, until they are told to end."""
+
+    groups: int
+    pace: StepPace = field(default_factory=StepPace)
+    commits: dict[str, list[float]] = field(default_factory=dict)
+    """By request: when each of its events was made."""
+    _queues: list[list[tuple[list[float], asyncio.Queue[bytes]]]] = field(default_factory=list)
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Begin to tick."""
+        self._queues = [[] for _ in range(self.groups)]
+        return [asyncio.create_task(self._tick(number)) for number in range(self.groups)]
+
+    async def _tick(self, group: int) -> None:
+        number = 0
+        while True:
+            number = await self.pace.step(group / self.groups, number)
+            now, event = time.monotonic(), LAST_EVENT if self.pace.ending else EVENT
+            for times, queue in self._queues[group]:
+                times.append(now)
+                queue.put_nowait(event)
+
+    async def stream(self, request: Request) -> StreamingResponse:
+        """One that goes on until it is told to end."""
+        await request.json()
+        times, queue = self.commits.setdefault(request.headers[REQUEST_ID_HEADER], []), asyncio.Queue[bytes]()
+        self._queues[(len(self.commits) - 1) % self.groups].append((times, queue))
+        times.append(time.monotonic())
+        queue.put_nowait(EVENT)
+
+        async def events() -> AsyncIterator[bytes]:
+            while (event := await queue.get()) is not LAST_EVENT:
+                yield event
+            yield event
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def answer(self, line: str) -> str:
+        """For the benchmark."""
+        if line.startswith("{"):
+            self.pace.interval, self.pace.ending = json.loads(line).values()
+        return json.dumps(self.commits) if line == "commits" else usage(line)
+
+
+def usage(_: str) -> str:
+    """Processor seconds so far, and what is resident."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return json.dumps({"cpu": time.process_time(), "memory_kb": pages * os.sysconf("SC_PAGE_SIZE") / 1024})
+
+
+async def serve(app: ASGIApp, answer: Callable[[str], str]) -> None:
     """Serve until the input ends."""
-    ledger = Ledger(commits)
-    app = await {PACELINE: paceline, ECHO: echo}[kind](ledger)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None))
     serving = asyncio.create_task(server.serve())
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    await answer_lines(str(server.servers[0].sockets[0].getsockname()[1]), ledger.answer)
+    await answer_lines(str(server.servers[0].sockets[0].getsockname()[1]), answer)
     server.should_exit = True
     await serving
 
 
+async def paced(kind: str, commits: int) -> None:
+    """One of those that commit at a fixed pace."""
+    ledger = Ledger(commits)
+    await serve(await {PACELINE: paceline, ECHO: echo}[kind](ledger), ledger.answer)
+
+
+async def bare(groups: int) -> None:
+    """The one that ticks."""
+    ticker = Ticker(groups)
+    ticking = ticker.start()
+    await serve(Starlette(routes=[Route("/v1/completions", ticker.stream, methods=["POST"])]), ticker.answer)
+    for task in ticking:
+        task.cancel()
+
+
+async def router(targets: str, drafts: str = "") -> None:
+    """The whole router."""
+    listed = [address.split(",") if address else [] for address in (targets, drafts)]
+    whole = Router(RouterSettings(listed[0], listed[1], port=0, limits=DispatchLimits(sessions=MAX_SESSIONS)))
+    await whole.start()
+    while not all(peer.welcome for peer in whole.dispatcher.pool.peers.values()):
+        await asyncio.sleep(0.01)
+    freeze_loaded()
+    await answer_lines(whole.address.rpartition(":")[2], usage)
+    await whole.stop()
+
+
+def main(kind: str, *given: str) -> None:
+    """Run one kind."""
+    raise_limit()
+    match kind, given:
+        case (("paceline" | "echo"), (commits,)):
+            asyncio.run(paced(kind, int(commits)))
+        case "bare", (groups,):
+            asyncio.run(bare(int(groups)))
+        case "router", _:
+            asyncio.run(router(*given))
+        case _:
+            raise SystemExit(f"no such server: {kind} {given}")
+
+
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
+    main(*sys.argv[1:])

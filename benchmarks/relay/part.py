@@ -189,7 +189,7 @@ class Draft(StandIn):
 
 async def serve(first: str, answer: Callable[[], dict[str, Any]]) -> None:
     """Say the first line, then answer until the input ends."""
-    await answer_lines(first, lambda: json.dumps({"cpu": time.process_time(), **answer()}))
+    await answer_lines(first, lambda _: json.dumps({"cpu": time.process_time(), **answer()}))
 
 
 async def worker(machine: StandIn, role: Role) -> None:

@@ -104,7 +104,7 @@ def _directory(args: argparse.Namespace) -> FileDirectory | StaticDirectory:
 
 
 async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> int:
-    from router.service import Router, RouterError
+    from router.service import Router, RouterError, freeze_loaded
 
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -119,6 +119,7 @@ async def _serve(config: Config, directory: FileDirectory | StaticDirectory) -> 
             await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            freeze_loaded()
             directory.start(router.set_workers)
             models = router.dispatcher.models.values()
             named = config.router.model_name if len(models) == 1 else ""

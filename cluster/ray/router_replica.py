@@ -18,7 +18,7 @@ from cluster.ray.parts import known
 from cluster.ray.token import check_token
 from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
-from router.service import dispatcher
+from router.service import dispatcher, freeze_loaded
 from router.text.tokenizers import Tokenizers
 from transport.tracing import Tracing
 
@@ -47,6 +47,7 @@ class RouterReplica:
         self._directory.start(self._dispatcher.pool.set_workers)
         self._exporter = RayExporter(self._dispatcher.metrics.collect)
         self._exporter.start()
+        freeze_loaded()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's controller learns of its streams; see :mod:`cluster.autoscaling.serve_policy`."""

@@ -70,6 +70,14 @@ class TextChunk:
     calls: tuple[ToolCall, ...] = ()
     called: bool = False
     """With the finish: the model called a tool."""
+    more: bool = False
+    """Whether the next chunk of the choice, or its failure, is there already."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has text, and nothing beside it."""
+        text_alone = self.prompt is None and self.finish is None and self.content is None and not self.calls
+        return text_alone and bool(self.pieces) and not self.shown
 
     @property
     def text(self) -> str:
@@ -94,7 +102,10 @@ class ChoiceReader:
             generation.min_tokens,
             _hidden(request, tokenizer),
         )
-        self._text = TextStream(tokenizer, rules, generation.prompt if request.continues else ())
+        self._shows = self._form.logprobs is not None or self._form.token_ids
+        """Whether tokens are shown beside their text."""
+        after = generation.prompt if request.continues else ()
+        self._text = TextStream(tokenizer, rules, after, placed=self._shows)
         self._names = TokenNames(tokenizer, as_ids=self._form.names_as_ids)
         self._waiting: deque[tuple[Token, TokenLogprobs | None]] = deque()
         """Tokens whose text is not out."""
@@ -117,8 +128,9 @@ class ChoiceReader:
                 if not self._begun and (self._form.echo or self._form.token_ids or self._form.of_prompt is not None):
                     yield replace(self.prompt(item.metadata), cached=item.cached if self._prompt_only else 0)
                 self._begun = True
-                delta, found = self._taken(item)
-                yield self._parsed(self._of_commit(item, delta), found)
+                origins = item.origins
+                delta, found = self._taken(item, origins)
+                yield self._parsed(self._of_commit(item, origins, delta), found)
             case Ended():
                 rest = self._text.finish()
                 finish = FinishReason.STOP if rest.stopped else item.reason
@@ -146,13 +158,14 @@ class ChoiceReader:
         logprobs = (None, *metadata.prompt_logprobs)
         return tuple(self._names.shown(*place, top_logprobs) for place in zip(prompt, starts, logprobs, strict=True))
 
-    def _of_commit(self, commit: Committed, delta: Delta) -> TextChunk:
-        logprobs: tuple[TokenLogprobs | None, ...] = commit.metadata.logprobs
-        if self._form.logprobs is None:
-            logprobs = (None,) * len(commit.tokens)
-        elif len(logprobs) != len(commit.tokens):
-            raise GenerationError("internal", "the target told no log-probabilities")
-        self._waiting.extend(zip(commit.tokens, logprobs, strict=True))
+    def _of_commit(self, commit: Committed, origins: tuple[Origin, ...], delta: Delta) -> TextChunk:
+        if self._shows:
+            logprobs: tuple[TokenLogprobs | None, ...] = commit.metadata.logprobs
+            if self._form.logprobs is None:
+                logprobs = (None,) * len(commit.tokens)
+            elif len(logprobs) != len(commit.tokens):
+                raise GenerationError("internal", "the target told no log-probabilities")
+            self._waiting.extend(zip(commit.tokens, logprobs, strict=True))
         accepted = min(commit.accepted, delta.tokens)
         position, self._position = self._position, self._position + delta.tokens
         return TextChunk(
@@ -164,35 +177,34 @@ class ChoiceReader:
             cached=commit.cached,
             finish=FinishReason.STOP if delta.stopped else None,
             position=position,
-            origins=commit.origins[: delta.tokens],
+            origins=origins[: delta.tokens],
             refused=commit.refused,
             took=commit.metadata.took_us / 1e6,
             waited=commit.metadata.waited_us / 1e6,
             details=commit.details,
-            shown=self._out(delta),
+            more=commit.more,
+            shown=self._out(delta) if self._shows else (),
         )
 
     def _out(self, delta: Delta) -> tuple[ShownToken, ...]:
         """The tokens whose text has come out with it."""
         out = [(*self._waiting.popleft(), start) for start in delta.starts]
-        if self._form.logprobs is None and not self._form.token_ids:
-            return ()
         top_logprobs = self._form.logprobs or 0
         return tuple(
             self._names.shown(token, self._before + start, logprobs, top_logprobs) for token, logprobs, start in out
         )
 
-    def _taken(self, commit: Committed) -> tuple[Delta, Found]:
+    def _taken(self, commit: Committed, origins: tuple[Origin, ...]) -> tuple[Delta, Found]:
         """The text of a commit, and what it turned out to be.
 
         Where the first call is the end it is looked for after every token: what was committed behind it at the same
         time must not be read, or the answer would depend on the drafts.
         """
         if self._parser is None or self._tools.several:
-            delta = self._text.push(commit.tokens, commit.origins)
+            delta = self._text.push(commit.tokens, origins)
             return delta, self._found(delta)
         taken, found = Delta(()), Found()
-        for token, origin in zip(commit.tokens, commit.origins, strict=True):
+        for token, origin in zip(commit.tokens, origins, strict=True):
             delta = self._text.push((token,), (origin,))
             taken, found = taken.then(delta), found.then(self._found(delta))
             if found.calls:

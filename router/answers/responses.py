@@ -20,8 +20,10 @@ from router.answers.speculation_answer import Statistics, commit_body
 from router.errors import CODES, ErrorCode
 from router.schema.answer_fields import AnswerForm
 from router.schema.request_schema import Kind
+from router.text.text import Piece
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCall
+from speculation.origin import Own
 
 Json = dict[str, Any]
 
@@ -29,17 +31,23 @@ CALL_ID_DIGITS = 24
 """Of the id of a tool call: other servers take back no more than 40 characters."""
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def encode(value: Mapping[str, Any]) -> bytes:
     """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _JSON.encode(value).encode()
 
 
 def event(value: Mapping[str, Any]) -> bytes:
     """One server-sent event, on one line for whoever splits at Unicode's line ends too."""
-    data = encode(value)
+    return b"data: " + _on_one_line(encode(value)) + b"\n\n"
+
+
+def _on_one_line(data: bytes) -> bytes:
     for end, escape in _LINE_ENDS:
         data = data.replace(end, escape)
-    return b"data: " + data + b"\n\n"
+    return data
 
 
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
@@ -148,6 +156,24 @@ class Envelope:
     form: AnswerForm = AnswerForm()
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that each choice of a stream has made."""
+    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    """What stands before and behind the text in the plain events of each choice."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing stands in the chunks of a stream but text."""
+        form = self.form
+        beside = form.token_ids or form.logprobs is not None or form.prompt_logprobs is not None
+        return not (beside or self.include_speculation or self.continuous_usage)
+
+    def plain_event(self, index: int, text: str) -> bytes:
+        """The event of :meth:`text` for a chunk of text alone, where all are plain."""
+        around = self._around.get(index)
+        if around is None:
+            mark = f"{self.id}-text"
+            before, behind = event(self.text(TextChunk(index, (Piece(mark, Own.TARGET),)))).split(mark.encode())
+            around = self._around[index] = before[:-1], behind[1:]
+        return around[0] + _on_one_line(_JSON.encode(text).encode()) + around[1]
 
     def whole(self, choices: Sequence[Choice], usage: Usage, commits: Sequence[TextChunk] = ()) -> Json:
         """The answer that is not streamed; ``choices`` in their order, ``commits`` for the details."""

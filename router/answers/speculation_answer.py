@@ -84,9 +84,9 @@ class Statistics:
     """Steps that verified drafts."""
     waits: int = 0
     wait_seconds: float = 0.0
-    accepted: Counter[SourceName] = field(default_factory=Counter)
+    came: Counter[Origin] = field(default_factory=Counter)
+    """Tokens by where they came from."""
     refused: Counter[SourceName] = field(default_factory=Counter)
-    own: Counter[Own] = field(default_factory=Counter)
     kept: Counter[int] = field(default_factory=Counter)
     """By how many drafts were kept: how many of the steps that verified some."""
     reopened: dict[int, int] = field(default_factory=dict)
@@ -99,11 +99,11 @@ class Statistics:
         if not chunk.tokens:
             return
         self.steps += 1
+        self.came.update(chunk.origins)
         self.waits += chunk.waited > 0
         self.wait_seconds += chunk.waited
-        for origin in chunk.origins:
-            self._came(origin)
-        self.refused.update(chunk.refused)
+        if chunk.refused:
+            self.refused.update(chunk.refused)
         if chunk.offered:
             self.drafts += 1
             self.kept[chunk.accepted] += 1
@@ -113,24 +113,25 @@ class Statistics:
             if chunk.details.draft is not None:
                 self.drafters[chunk.index] = chunk.details.draft
 
-    def _came(self, origin: Origin) -> None:
-        if isinstance(origin, Own):
-            self.own[origin] += 1
-        else:
-            self.accepted[origin] += 1
+    @property
+    def accepted(self) -> Counter[SourceName]:
+        """Drafts that were kept, by their source."""
+        return Counter({origin: count for origin, count in self.came.items() if not isinstance(origin, Own)})
 
     def usage(self) -> Json:
         """``completion_tokens_details``: drafts of all sources, and, by OpenAI's names, those of the prediction."""
+        accepted = self.accepted
         return {
-            "accepted_draft_tokens": self.accepted.total(),
+            "accepted_draft_tokens": accepted.total(),
             "rejected_draft_tokens": self.refused.total(),
-            "accepted_prediction_tokens": self.accepted[Source.PREDICTION],
+            "accepted_prediction_tokens": accepted[Source.PREDICTION],
             "rejected_prediction_tokens": self.refused[Source.PREDICTION],
         }
 
     def summary(self) -> Json:
         """All of it."""
-        drafted = self.accepted | self.refused
+        accepted = self.accepted
+        drafted = accepted | self.refused
         seen = [*(source for source in Source if source in drafted), *sorted(drafted.keys() - set(Source))]
         return {
             "steps": self.steps,
@@ -138,14 +139,14 @@ class Statistics:
             "wait_seconds": round(self.wait_seconds, DIGITS),
             "by_source": {
                 str(source): {
-                    "accepted": self.accepted[source],
-                    "offered": self.accepted[source] + self.refused[source],
+                    "accepted": accepted[source],
+                    "offered": accepted[source] + self.refused[source],
                 }
                 for source in seen
             },
-            "own": {own.value: self.own[own] for own in Own},
+            "own": {own.value: self.came[own] for own in Own},
             "by_position": self._by_position(),
-            "mean_acceptance_length": 1 + self.accepted.total() / self.drafts if self.drafts else None,
+            "mean_acceptance_length": 1 + accepted.total() / self.drafts if self.drafts else None,
             "reopened": sum(self.reopened.values()),
             "target": sorted(set(self.targets.values())),
             "draft": sorted(set(self.drafters.values())),

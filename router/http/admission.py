@@ -205,6 +205,8 @@ async def admitted(
 
 async def in_time(work: Awaitable[T], seconds: float | None, end: float | None) -> T:
     """What the work gives, if it does by then; raises :class:`GenerationError`. See :meth:`QuotaLease.end`."""
+    if end is None:
+        return await work
     try:
         async with asyncio.timeout_at(end) as deadline:
             return await work

@@ -11,8 +11,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,9 +26,9 @@ from starlette.routing import Route
 
 from router import page
 from router.answers import responses
-from router.answers.choice_reader import TextChunk
 from router.answers.choices import run_choices
-from router.answers.responses import Choice, Envelope, Json, Usage
+from router.answers.rendering import events, whole
+from router.answers.responses import Envelope, Json, Usage
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
@@ -277,8 +276,8 @@ class _Api:
             failed = partial(self._failed_midway, request)
             unless_answered.push_async_callback(chunks.aclose)
             first = await anext(chunks)
-            return EventStream(_events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
-        return _json(await _whole(chunks, envelope, usage))
+            return EventStream(events(first, chunks, envelope, usage, failed), chunks, lease.end(seconds))
+        return _json(await whole(chunks, envelope, usage))
 
     def _failed_midway(self, request: Request, code: ErrorCode, error: Exception) -> None:
         """A stream that had begun ends with an error."""
@@ -339,59 +338,3 @@ class _Api:
 
 def _json(body: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(responses.encode(body), status, headers, media_type="application/json")
-
-
-async def _whole(chunks: AsyncGenerator[TextChunk], envelope: Envelope, usage: Usage) -> Json:
-    gathered = [Choice() for _ in range(usage.choices)]
-    commits: list[TextChunk] = []
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            usage.add(chunk)
-            gathered[chunk.index].add(chunk)
-            if envelope.details and chunk.tokens:
-                commits.append(chunk)
-    return envelope.whole(gathered, usage, commits)
-
-
-async def _events(
-    first: TextChunk,
-    chunks: AsyncGenerator[TextChunk],
-    envelope: Envelope,
-    usage: Usage,
-    failed: Callable[[ErrorCode, Exception], None],
-) -> AsyncGenerator[bytes]:
-    """The whole stream. After its first byte a failure can only be told in an event, which ends it."""
-    opened: set[int] = set()
-    async with aclosing(chunks):
-        try:
-            for body in _chunk_bodies(first, envelope, usage, opened):
-                yield responses.event(body)
-            async for chunk in chunks:
-                for body in _chunk_bodies(chunk, envelope, usage, opened):
-                    yield responses.event(body)
-        except GenerationError as error:
-            failed(code_of(error.code), error)
-            yield responses.event(responses.error_body(code_of(error.code), error.message))
-            return
-        except Exception as error:
-            failed(code_of("internal"), error)
-            yield responses.event(responses.internal_error_body())
-            return
-    if envelope.include_usage:
-        yield responses.event(envelope.usage(usage))
-    yield responses.DONE
-
-
-def _chunk_bodies(chunk: TextChunk, envelope: Envelope, usage: Usage, opened: set[int]) -> list[Json]:
-    """The events for one chunk; usually one."""
-    usage.add(chunk)
-    bodies = []
-    if envelope.kind == "chat" and chunk.index not in opened:
-        opened.add(chunk.index)
-        bodies.append(envelope.opening(chunk.index, chunk.prompt))
-    of_prompt = chunk.prompt is not None and envelope.kind == "completion"
-    if chunk.text or chunk.shown or chunk.calls or of_prompt or (envelope.include_speculation and chunk.tokens):
-        bodies.append(envelope.text(chunk))
-    if chunk.finish is not None:
-        bodies.append(envelope.closing(chunk, usage))
-    return [body | {"usage": usage.body()} for body in bodies] if envelope.continuous_usage else bodies

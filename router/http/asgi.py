@@ -10,7 +10,6 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
@@ -80,7 +79,7 @@ class EventStream(StreamingResponse):
         """Send all events, or as many as the client waits for."""
         try:
             async with aclosing(self._source), aclosing(self._events):
-                await while_connected(receive, self.stream_response(partial(self._in_time, send)))
+                await while_connected(receive, self.stream_response(self._bounded(send)))
         except ClientDisconnect:
             pass
         except TimeoutError:
@@ -88,10 +87,17 @@ class EventStream(StreamingResponse):
                 cut()
                 await _disconnected(receive)
 
-    async def _in_time(self, send: Send, message: Message) -> None:
-        latest = None if self._end is None else max(self._end, asyncio.get_running_loop().time() + LAST_WORD_SECONDS)
-        async with asyncio.timeout_at(latest):
-            await send(message)
+    def _bounded(self, send: Send) -> Send:
+        """The same, but for no longer than the request has, and a last word takes."""
+        end = self._end
+        if end is None:
+            return send
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout_at(max(end, asyncio.get_running_loop().time() + LAST_WORD_SECONDS)):
+                await send(message)
+
+        return send_in_time
 
 
 class BoundedHttp(HttpToolsProtocol):

@@ -21,6 +21,7 @@ from router.sessions.models import ServedModels, revisions_of, same_tokenizer
 from router.sessions.prefixes import Prefixes
 from router.sessions.recent import Recent
 from router.sessions.record import AcceptanceRecord
+from router.sessions.run import OpenSessions
 from router.sessions.standby import KnownTarget, StandbyTargets, idle_targets
 from speculation.events import PeerId, Role
 from speculation.messages import (
@@ -63,17 +64,6 @@ class PoolEvents:
     malformed: Callable[[PeerId, MalformedMessage], None]
 
 
-@dataclass(slots=True)
-class OpenedThere:
-    """A session that this router has open at a worker."""
-
-    epoch: int
-    unanswered: int
-    """Tokens it was sent for it and has not answered yet."""
-    asked: AskedLogprobs = AskedLogprobs()
-    """What it may tell of its tokens."""
-
-
 @dataclass(eq=False, slots=True)
 class Peer:
     """One worker as the router sees it. Implements :class:`transport.incoming.Listener`."""
@@ -86,7 +76,7 @@ class Peer:
     described: Welcome | None = None
     """As it last introduced itself, also while it is down."""
     load: Load = Load()
-    opened: dict[SessionId, OpenedThere] = field(default_factory=dict)
+    opened: OpenSessions = field(default_factory=OpenSessions)
     """Sessions this router has open there."""
     prefixes: Prefixes = field(default_factory=Prefixes)
     connection: WorkerConnection | None = None
@@ -124,21 +114,18 @@ class Peer:
             case Load():
                 self.pool.load_changed(self, message)
             case Refused():
-                opened = self.opened.get(message.session)
-                if opened is not None and opened.epoch == message.epoch:  # and not an older one
+                if self.opened.epoch(message.session) == message.epoch:  # and not an older one
                     self.pool.closed(self.peer, message.session)
                 self.pool.events.received(self.peer, message)
             case _:
-                if not isinstance(message, Welcome) and (opened := self.opened.get(message.session)):
-                    opened.unanswered = 0
-                    if isinstance(message, Verification) and message.prompt_logprobs:
-                        opened.asked = replace(opened.asked, prompt=None)
+                if not isinstance(message, Welcome):
+                    told_prompt = isinstance(message, Verification) and bool(message.prompt_logprobs)
+                    self.opened.answered(message.session, told_prompt=told_prompt)
                 self.pool.events.received(self.peer, message)
 
     def asked(self, session: SessionId, epoch: int) -> AskedLogprobs | None:
         """What it may tell of a session's tokens; None: it is not open there under this epoch."""
-        opened = self.opened.get(session)
-        return opened.asked if opened is not None and opened.epoch == epoch else None
+        return self.opened.asked(session, epoch)
 
     def malformed(self, error: MalformedMessage) -> None:
         """The worker sent a message that breaks the protocol."""
@@ -240,7 +227,7 @@ class WorkerPool:
         usable = [peer for peer in present if peer.peer not in avoid]
         if role is Role.TARGET:
             idle = self.idle()
-            known = [replace(self._candidate(peer, wanted), idle=peer.peer in idle) for peer in usable]
+            known = [self._candidate(peer, wanted, idle=peer.peer in idle) for peer in usable]
             return choose_target(known, wanted, self.rng)
         if not self.speculates(target):
             return None
@@ -258,17 +245,18 @@ class WorkerPool:
         known = self.peers.get(target) if target is not None else None
         return known is None or known.welcome is None or known.welcome.speculates
 
-    def _candidate(self, peer: Peer, wanted: WantedWorker) -> WorkerCandidate:
+    def _candidate(self, peer: Peer, wanted: WantedWorker, *, idle: bool = False) -> WorkerCandidate:
         assert peer.welcome is not None
         return WorkerCandidate(
             peer.peer,
             peer.welcome,
             peer.load,
             sessions=peer.sessions,
-            opening_tokens=sum(opened.unanswered for opened in peer.opened.values()),
+            opening_tokens=peer.opened.unanswered,
             known_tokens=peer.prefixes.known_tokens(wanted.blocks),
             round_trip=peer.connection.round_trip if peer.connection else None,
             acceptance=self.record.expected(wanted.model, peer.welcome.model, peer.peer),
+            idle=idle,
         )
 
     def revisions(self, model: str) -> set[int]:
@@ -283,7 +271,7 @@ class WorkerPool:
             unanswered = max(len(opening.tokens) - known.prefixes.known_tokens(blocks), 0)
             wanted = opening.request_options
             asked = AskedLogprobs(wanted.logprobs, wanted.prompt_logprobs, len(opening.tokens))
-            known.opened[opening.session] = OpenedThere(opening.epoch, unanswered, asked)
+            known.opened.open(opening.session, opening.epoch, unanswered, asked)
             if known.role is Role.TARGET:
                 known.prefixes.note(blocks)
 
@@ -291,15 +279,17 @@ class WorkerPool:
         """A session has left; harmless if it was not there."""
         known = self.peers.get(peer)
         if known is not None:
-            known.opened.pop(session, None)
+            known.opened.close(session)
             self._let_go(known)
 
     def end_session(self, session: SessionId) -> None:
         """Pass nothing on any more, and tell whoever still holds it, as where it did not end as it should."""
         self.join(session, None, None)
-        for peer in [peer for peer in self.peers.values() if session in peer.opened]:
-            self.send(peer.peer, Close(session, peer.opened[session].epoch))
-            self.closed(peer.peer, session)
+        opened = [(peer.peer, peer.opened.epoch(session)) for peer in self.peers.values()]
+        for peer, epoch in opened:
+            if epoch is not None:
+                self.send(peer, Close(session, epoch))
+                self.closed(peer, session)
 
     def drafted(self, target: PeerId, drafter: PeerId, kept: int, offered: int) -> None:
         """So many drafts were offered in a step of a session at these two, and so many of them kept."""
@@ -325,7 +315,7 @@ class WorkerPool:
         peer.welcome = peer.described = welcome
         if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
             log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
-        peer.opened, peer.load, peer.work = {}, Load(), None
+        peer.opened, peer.load, peer.work = OpenSessions(), Load(), None
         self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)
 
@@ -335,7 +325,7 @@ class WorkerPool:
             expected = peer.leaving
             log.log(logging.INFO if expected else logging.WARNING, "worker %s is gone: %s", peer.peer, why)
             self._note(peer, EventKind.WORKER_GONE if expected else EventKind.WORKER_LOST, f"is gone: {why}")
-            peer.welcome, peer.opened, peer.load = None, {}, Load()
+            peer.welcome, peer.opened, peer.load = None, OpenSessions(), Load()
             self.events.lost(peer.role, peer.peer, expected)
         self._let_go(peer)
 

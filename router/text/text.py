@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import REPLACEMENT, Tokenizer
 from speculation.messages import Token
 from speculation.origin import Origin, Own
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 UTF8_LONGEST = 4
 """Most bytes, hence most tokens, of one character."""
 CONTEXT_TOKENS = 8
@@ -46,6 +45,7 @@ class Detokenizer:
         """Starts with nothing held back."""
         self._tokenizer = tokenizer
         self._hidden = hidden
+        self._without = tokenizer.hidden if hidden is None else hidden
         self._context: list[Token] = [t for t in after[-CONTEXT_TOKENS:] if self.visible(t)]
         self._pending: list[Token] = []
 
@@ -60,6 +60,9 @@ class Detokenizer:
 
     def push(self, token: Token) -> str:
         """The text that ``token`` makes certain; often its own, sometimes none."""
+        if not self._pending and token not in self._without and (text := self._tokenizer.whole(token)):
+            self._context = [token]
+            return text
         if not self.visible(token):
             return ""
         self._pending.append(token)
@@ -104,6 +107,8 @@ class StopMatcher:
         """``stops`` are not empty strings."""
         self._patterns = [_Pattern(stop) for stop in stops]
         self._kept = kept
+        self.idle = not stops
+        """Whether there is nothing to find."""
         self._held = ""
         self.matched = False
 
@@ -199,14 +204,16 @@ class TextRules:
 class TextStream:
     """The text of one choice: detokenised, without its stop tokens, cut before its first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules, after: Sequence[Token] = ()) -> None:
-        """``after`` as in :class:`Detokenizer`."""
+    def __init__(
+        self, tokenizer: Tokenizer, rules: TextRules, after: Sequence[Token] = (), *, placed: bool = True
+    ) -> None:
+        """``after`` as in :class:`Detokenizer`. ``placed``: whether ``Delta.starts`` are wanted."""
         self._detokenizer = Detokenizer(tokenizer, after, rules.hidden)
         self._stops = StopMatcher(rules.stops, kept=rules.stop_kept)
         self._rules = rules
         self._spans: deque[Piece] = deque()
         self._latest: Origin = Own.TARGET
-        self._places = _Places()
+        self._places = _Places() if placed else None
         self._seen = 0
 
     def push(self, tokens: Sequence[Token], origins: Sequence[Origin]) -> Delta:
@@ -216,7 +223,8 @@ class TextStream:
             self._seen += 1
             shown = self._rules.stop_kept or token not in self._rules.stop_tokens
             text = self._detokenizer.push(token) if shown else ""
-            self._places.token(visible=shown and self._detokenizer.visible(token))
+            if self._places is not None:
+                self._places.token(visible=shown and self._detokenizer.visible(token))
             pieces += self._add(Piece(text, self._latest))
             if self._stops.matched:
                 return self._delta(pieces, index + 1)
@@ -231,21 +239,33 @@ class TextStream:
 
     def cut(self) -> Delta:
         """The end of the text, where whoever reads it has found one: what was held back is dropped."""
-        return Delta((), stopped=True, starts=tuple(self._places.out(cut=True)))
+        return Delta((), stopped=True, starts=self._starts(cut=True))
 
     def _delta(self, pieces: list[Piece], tokens: int) -> Delta:
         stopped = self._stops.matched
-        return Delta(tuple(pieces), tokens, stopped, tuple(self._places.out(cut=stopped)))
+        return Delta(tuple(pieces), tokens, stopped, self._starts(cut=stopped))
+
+    def _starts(self, *, cut: bool) -> tuple[int, ...]:
+        return () if self._places is None else tuple(self._places.out(cut=cut))
 
     def _add(self, piece: Piece) -> list[Piece]:
+        if self._places is not None:
+            self._places.decided(len(piece.text), self._detokenizer.pending)
+        if self._stops.idle:
+            self._count(len(piece.text))
+            return [piece] if piece.text else []
         self._spans.append(piece)
-        self._places.decided(len(piece.text), self._detokenizer.pending)
         searched = self._seen > self._rules.unsearched
         return self._take(len(self._stops.push(piece.text) if searched else piece.text))
 
+    def _count(self, shown: int) -> None:
+        """So many more characters have come out."""
+        if self._places is not None:
+            self._places.shown += shown
+
     def _take(self, count: int) -> list[Piece]:
         """The oldest ``count`` characters that have not come out, with who proposed them."""
-        self._places.shown += count
+        self._count(count)
         taken: list[Piece] = []
         while count:
             piece = self._spans.popleft()

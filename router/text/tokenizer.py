@@ -29,6 +29,7 @@ FILES = (
     "config.json",
 )
 """Everything that is read of a model; the first must exist."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SPACE = "\u2581"
 """How sentencepiece writes a space."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
@@ -74,10 +75,14 @@ class Tokenizer:
         self._decoders = frozenset(_types(json.loads(backend.decoder.__getstate__()) if backend.decoder else {}))
         hidden = {token for token, content in added.items() if content.special}
         hidden.update(t for t in map(backend.token_to_id, names.values()) if t is not None)
+        self._concatenates = "ByteLevel" in self._decoders and self._decoders <= {"ByteLevel", "Sequence"}
+        """Whether a text is the bytes of its tokens, one after the other."""
         self.hidden = frozenset(hidden)
         """Special tokens, which do not show in a text unless they are asked for."""
         self.tags = {content.content: token for token, content in added.items() if _TAG.fullmatch(content.content)}
         """Added tokens that are written ``<...>``. Grammars match them by their names, not by their letters."""
+        self._whole: dict[Token, str] = {}
+        """See :meth:`whole`; no more than there are tokens."""
         self.longest = max(map(len, backend.get_vocab()), default=1)
         """Characters of the longest token: a text of more than n times as many has more than n tokens."""
 
@@ -118,6 +123,19 @@ class Tokenizer:
         hidden = self.hidden if hidden is None else hidden
         shown = [token for token in tokens if token not in hidden]
         return self._backend.decode(shown, skip_special_tokens=False) if shown else ""
+
+    def whole(self, token: Token) -> str:
+        """What a token adds to a text wherever whole characters end before it; empty: that depends on its neighbours.
+
+        Known of tokenizers whose text is the bytes of its tokens one after the other, for tokens of whole characters.
+        """
+        text = self._whole.get(token)
+        if text is None:
+            text = self._backend.decode([token], skip_special_tokens=False) if self._concatenates else ""
+            text = "" if REPLACEMENT in text else text
+            if self._backend.id_to_token(token) is not None:
+                self._whole[token] = text
+        return text
 
     def visible(self, token: Token, hidden: frozenset[Token] | None = None) -> bool:
         """Whether a token is in the vocabulary and shows in the text at all."""

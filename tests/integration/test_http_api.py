@@ -335,7 +335,7 @@ async def test_request_ids() -> None:
 
 
 async def leave_while_running(generator: FakeGenerator, body: dict[str, Any], *, reads: bool = True) -> None:
-    """Post ``body`` and leave once the generator waits. A client that does not read blocks whoever sends."""
+    """Post ``body`` and leave once the generator waits, or whoever sends: a client that does not read blocks it."""
     asked = False
 
     async def receive() -> Message:
@@ -348,6 +348,7 @@ async def leave_while_running(generator: FakeGenerator, body: dict[str, Any], *,
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.body" and not reads:
+            generator.started.set()
             await asyncio.get_running_loop().create_future()
 
     scope: dict[str, Any] = {
@@ -373,9 +374,10 @@ async def test_a_client_that_leaves_stops_its_generations(stream: bool, script: 
     assert generator.running == 0
 
 
-async def test_a_client_that_stops_reading_and_leaves_stops_its_generation() -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_client_that_stops_reading_and_leaves_stops_its_generations(n: int) -> None:
     generator = FakeGenerator(unfinished, model=model(), hang=True)
-    await leave_while_running(generator, {"prompt": "hi", "stream": True}, reads=False)
+    await leave_while_running(generator, {"prompt": "hi", "stream": True, "n": n}, reads=False)
     assert generator.running == 0
 
 

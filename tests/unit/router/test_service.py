@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from cluster.config import serving
 from cluster.config.config import from_mapping
 from cluster.discovery import StaticDirectory
 from cluster.processes.notify import READY, STOPPING
+from router import service
 from router.service import Router, RouterSettings
 from speculation.events import Role
 from tests.ports import free_port
@@ -45,8 +48,19 @@ async def test_the_command_says_that_it_serves_without_a_target(
 
     monkeypatch.setattr(serving, "READY_SECONDS", 0.0)
     monkeypatch.setattr(command, "notify", notify)
+    monkeypatch.setattr(service, "freeze_loaded", lambda: told.append("frozen"))
     config = from_mapping({"router": {"port": free_port(), "drain_timeout": 0}}, "test")
     directory = StaticDirectory({Role.TARGET: ["127.0.0.1:9"], Role.DRAFT: []})
     assert await command._serve(config, directory) == 0
     assert capsys.readouterr().out.endswith(" (no target worker yet)\n")
-    assert told == [READY, STOPPING]
+    assert told == ["frozen", READY, STOPPING]
+
+
+def test_the_collector_passes_by_what_a_router_has_loaded() -> None:
+    said = (
+        "from router.service import freeze_loaded; freeze_loaded(); print(gc.get_freeze_count(), *gc.get_threshold())"
+    )
+    done = subprocess.run([sys.executable, "-c", f"import gc; {said}"], capture_output=True, text=True, check=True)
+    frozen, young, *_ = map(int, done.stdout.split())
+    assert frozen > 10_000
+    assert young == service.YOUNG_OBJECTS

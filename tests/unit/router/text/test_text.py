@@ -55,6 +55,31 @@ def test_pieces_join_to_the_decoded_whole(tokens: list[int]) -> None:
     assert "".join(pieces) + detokenizer.finish() == shared().decode(tokens)
 
 
+class Slow(Tokenizer):
+    """Knows nothing of a token alone."""
+
+    def whole(self, token: int) -> str:
+        return ""
+
+
+@QUICK
+@given(st.lists(st.one_of(st.integers(0, shared().size + 2), st.sampled_from(ids("世é\ufffda "))), max_size=60))
+def test_what_a_token_adds_alone_is_what_it_adds_among_others(tokens: list[int]) -> None:
+    slow = tiny_tokenizer()
+    slow.__class__ = Slow
+    one, other = Detokenizer(shared()), Detokenizer(slow)
+    assert [one.push(token) for token in tokens] == [other.push(token) for token in tokens]
+    assert one.finish() == other.finish()
+
+
+def test_a_token_alone_says_nothing_where_a_text_is_more_than_its_bytes() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"\u2581a": 0, "b": 1}, unk_token="b"))
+    backend.decoder = decoders.Metaspace()
+    assert Tokenizer(backend).whole(0) == ""
+    assert shared().whole(ids("a")[0]) == "a"
+    assert {shared().whole(token) for token in ids("世")} == {""}
+
+
 @QUICK
 @given(st.text(st.sampled_from("ab\ufffd世🎉"), max_size=40), st.lists(st.sampled_from(ids("世🎉é")), max_size=20))
 def test_pieces_join_to_the_whole_with_replacement_characters_and_lone_bytes(text: str, lone: list[int]) -> None:

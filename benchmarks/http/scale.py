@@ -1,0 +1,189 @@
+"""What one router carries: how large the benchmark is, and what its figures are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks.harness.command import Bench
+from benchmarks.harness.options import FIGURES, Options, flag
+from benchmarks.harness.report import Result, Table
+
+ROUTER, BARE = "router", "bare"
+"""What is measured: a whole router between workers and clients; and a bare uvicorn and Starlette that streams as many
+events of the same size, made in its own process."""
+CONTENDERS = (ROUTER, BARE)
+WANTED_TOKENS, WANTED_DELAY_MS, WANTED_KB = 20_000.0, 50.0, 64.0
+"""Tokens a second of one core, at least; the 99th percentile of what the way adds, and the memory of a stream, at
+most."""
+KEPT_UP = 0.97
+"""Of the pace that was asked for: below, a point is beyond what the contender carries."""
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 16384:
+        raise ValueError("a number from 1 to 16384")
+    return int(text)
+
+
+def _rate(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
+        raise ValueError("tokens a second, from 1 to 1000000")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleOptions(Options):
+    """How many streams, at which paces."""
+
+    BENCH: ClassVar[str] = "scale"
+    json: Path | None = flag(None, FIGURES)
+    streams: tuple[int, ...] = flag((64, 512, 2048), "streams at once, one number or more", parse=_count)
+    tokens: tuple[int, ...] = flag(
+        (5000, 10000, 20000, 40000), "tokens a second of all streams together, one number or more", parse=_rate
+    )
+    sessions: int = flag(64, "sessions of one target, which commits for all of them at once", least=1, most=1024)
+    """By default as many as one computes in a step by default."""
+    commit: int = flag(3, "tokens of a commit, all but one of them drafted", least=1, most=64)
+    seconds: float = flag(4.0, "how long each pace is measured", least=0.5, most=600, metavar="S")
+    drafters: bool = flag(False, "drafters as well, whose proposals the router relays: one for every commit")
+    only: str = flag("", "measure only this", choices=CONTENDERS)
+
+    @property
+    def command(self) -> str:
+        """See :class:`benchmarks.harness.options.Options`."""
+        words = [f"--streams {','.join(map(str, self.streams))}", f"--tokens {','.join(map(str, self.tokens))}"]
+        words += [
+            f"--sessions {self.sessions} --commit {self.commit}",
+            f"--seconds {self.seconds:g}",
+            *(["--drafters"] if self.drafters else []),
+        ]
+        return " ".join(["paceline bench scale", *words, *([f"--only {self.only}"] if self.only else [])])
+
+
+BENCH = Bench(
+    "what one router carries (streams, tokens a second, processor and memory), beside a bare server that streams",
+    "No model is computed; the router has a core of its own where there are two. Takes two to four minutes.",
+    ScaleOptions,
+    "benchmarks.http.load",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """One contender with so many streams at one pace."""
+
+    contender: str
+    streams: int
+    asked: float
+    """Tokens a second."""
+    delivered: float
+    delays_ms: tuple[float, float, float]
+    """From a commit's making to its event at the client: median, 99th percentile, most."""
+    cpu_us_per_token: float
+    busy: float
+    """Share of a core that the server used."""
+    load_busy: float
+    """And the process of workers and clients."""
+    request_ms: float
+    """Processor time of the server for a request until its stream runs."""
+    kb_per_stream: float
+    """Memory of the server with these streams, less that with one, by stream."""
+
+    @property
+    def kept_up(self) -> bool:
+        """Whether what was asked for was delivered."""
+        return self.delivered >= KEPT_UP * self.asked
+
+    @property
+    def tokens_per_core(self) -> float:
+        """A second, if it had all of a core at this cost."""
+        return 1e6 / self.cpu_us_per_token
+
+
+def carried(points: Iterable[LoadPoint], contender: str, streams: int) -> float:
+    """The highest pace delivered within the wanted delay; 0: none was."""
+    return max(
+        (
+            point.delivered
+            for point in points
+            if (point.contender, point.streams) == (contender, streams)
+            and point.kept_up
+            and point.delays_ms[1] <= WANTED_DELAY_MS
+        ),
+        default=0.0,
+    )
+
+
+def summary(points: Sequence[LoadPoint]) -> dict[str, float]:
+    """The figures that matter, of the router with the most streams."""
+    most = max(point.streams for point in points if point.contender == ROUTER)
+    own = [point for point in points if (point.contender, point.streams) == (ROUTER, most)]
+    best = max((point for point in own if point.kept_up), key=lambda point: point.asked, default=own[0])
+    return {
+        "streams": most,
+        "tokens_per_core": max(point.tokens_per_core for point in own),
+        "carried_tokens": carried(points, ROUTER, most),
+        "p99_added_ms": best.delays_ms[1],
+        "kb_per_stream": own[0].kb_per_stream,
+    }
+
+
+def table(points: Sequence[LoadPoint]) -> Table:
+    """All points."""
+    lines = [
+        (
+            point.contender,
+            str(point.streams),
+            f"{point.asked:.0f}",
+            f"{point.delivered:.0f}",
+            *(f"{delay:.1f}" for delay in point.delays_ms),
+            f"{point.cpu_us_per_token:.1f}",
+            f"{point.tokens_per_core:.0f}",
+            f"{100 * point.busy:.0f} / {100 * point.load_busy:.0f}",
+            f"{point.request_ms:.2f}",
+            f"{point.kb_per_stream:.0f}",
+        )
+        for point in points
+    ]
+    columns = (
+        *("server", "streams", "asked tokens/s", "delivered", "added ms p50", "p99", "most", "CPU us/token"),
+        *("tokens/s a core", "busy % server/load", "CPU ms/request", "KB/stream"),
+    )
+    return Table("What one carries", columns, lines)
+
+
+def goals(points: Sequence[LoadPoint]) -> Table:
+    """What is wanted, beside what was measured."""
+    found = summary(points)
+    rows = [
+        ("tokens_per_core", f"at least {WANTED_TOKENS:.0f}", found["tokens_per_core"] >= WANTED_TOKENS),
+        ("p99_added_ms", f"at most {WANTED_DELAY_MS:g}", found["p99_added_ms"] <= WANTED_DELAY_MS),
+        ("kb_per_stream", f"at most {WANTED_KB:g}", found["kb_per_stream"] <= WANTED_KB),
+    ]
+    lines = [(name, wanted, f"{found[name]:.1f}", "yes" if reached else "NO") for name, wanted, reached in rows]
+    return Table(f"Wanted, at {found['streams']:.0f} streams", ("figure", "wanted", "measured", "reached"), lines)
+
+
+def notes(options: ScaleOptions) -> list[str]:
+    """What a reader of the figures must know."""
+    drafts = "Drafters send a proposal for every commit, which the router relays. " if options.drafters else ""
+    return [
+        f"A commit has {options.commit} tokens and is one event of its stream. Targets of {options.sessions} sessions "
+        f"commit for all of theirs at once. {drafts}The server has one core; workers and clients are one process on "
+        "the others.",
+        "Added: from the making of a commit at its target to its event at the client. A target makes no new step while "
+        "the router has not taken the last one, so beyond what is carried less is delivered than was asked for.",
+    ]
+
+
+def result(options: ScaleOptions, points: Sequence[LoadPoint], **about: Any) -> Result:
+    """All that is shown."""
+    tables = [table(points)]
+    document: dict[str, Any] = {"points": [asdict(point) for point in points]}
+    if any(point.contender == ROUTER for point in points):
+        tables = [goals(points), *tables]
+        document = {"summary": summary(points), **document}
+    return Result("scale", "What one router carries", options, tables, notes(options), document, **about)

@@ -1,0 +1,60 @@
+"""``paceline bench scale``: its figures are right, its flags are checked, and it measures what really runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.http import load
+from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, LoadPoint, ScaleOptions, carried, result, summary
+from cluster.cli import main
+
+POINT = LoadPoint(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 40.0)
+
+
+def test_what_is_carried_is_the_highest_pace_that_is_kept_up_with_in_time() -> None:
+    points = [
+        POINT,
+        replace(POINT, asked=2000.0, delivered=2000.0, cpu_us_per_token=20.0),
+        replace(POINT, asked=4000.0, delivered=4000.0, delays_ms=(1.0, 51.0, 60.0)),
+        replace(POINT, asked=8000.0, delivered=5000.0),
+        replace(POINT, contender=BARE, delivered=9000.0, asked=9000.0),
+        replace(POINT, streams=8, asked=9000.0, delivered=9000.0),
+    ]
+    assert carried(points, ROUTER, 64) == 2000.0
+    assert carried([points[3]], ROUTER, 64) == 0.0
+    assert summary(points) == {
+        "streams": 64,
+        "tokens_per_core": 50_000.0,
+        "carried_tokens": 2000.0,
+        "p99_added_ms": 51.0,
+        "kb_per_stream": 40.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--streams", "64,0"], "--streams '0': must be a number from 1 to 16384"),
+        (["--tokens", "fast"], "--tokens 'fast': must be tokens a second"),
+        (["--seconds", "0"], "--seconds must be 0.5 to 600, got 0"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(arguments, words, capsys) -> None:
+    assert main(["bench", "scale", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
+    options = ScaleOptions(streams=(3,), tokens=(90,), seconds=0.5, drafters=True, json=tmp_path / "scale.json")
+    points = await load.measure(options)
+    assert [point.contender for point in points] == list(CONTENDERS)
+    for point in points:
+        assert 0 < point.delays_ms[0] <= point.delays_ms[1] <= point.delays_ms[2]
+        assert min(point.delivered, point.cpu_us_per_token, point.request_ms) > 0
+    result(options, points).publish()
+    assert (
+        options.command
+        == "paceline bench scale --streams 3 --tokens 90 --sessions 64 --commit 3 --seconds 0.5 --drafters"
+    )
