@@ -3,8 +3,8 @@
 A connection is up from the worker's ``Welcome`` until the stream ends or the worker is given up, because for
 :data:`WORKER_SILENCE_SECONDS` nothing, not even a heartbeat, was heard, or a ping was not answered
 (:mod:`transport.liveness`). A worker that does not introduce itself in that time, whatever else it sends, is given up,
-and tried again. gRPC's own keepalive would not do: its pings are answered by a thread that runs on when the worker's
-own loop is stuck.
+and tried again; but for one that says that it is loading. gRPC's own keepalive would not do: its pings are answered by
+a thread that runs on when the worker's own loop is stuck.
 
 A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
 
@@ -52,6 +52,20 @@ def pause_after(failures: int, broken: int) -> float:
     """Seconds until the next attempt, after so many in a row that failed, or that the worker ``broke``."""
     pauses, number = (BROKEN_SECONDS, broken - 1) if broken else (RETRY_SECONDS, failures)
     return pauses[min(number, len(pauses) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of frames to and from workers, as serialised; gRPC and HTTP/2 add some 14 to each frame."""
+
+    sent: int = 0
+    received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent - other.sent, self.received - other.received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +165,9 @@ class WorkerConnection:
                     self._round_trip.answered(frame.pong, asyncio.get_running_loop().time())
                     liveness.answered()
                 incoming.take(frame)
-                if incoming.up:
+                if incoming.up or incoming.loading:
                     liveness.heard()
-                    if not was_up:
+                    if incoming.up and not was_up:
                         self._patience.came(incoming.instance)
 
             line = DelayLine(hear, self._delay)
@@ -171,6 +185,8 @@ class WorkerConnection:
                 call.cancel()
                 if incoming.up:
                     self._listener.down(why)
+                elif incoming.loading:
+                    self._listener.loading(None)
         self._note(why, was_up=incoming.up)
         return incoming
 

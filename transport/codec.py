@@ -28,6 +28,7 @@ from speculation.messages import (
     FinishReason,
     FromWorker,
     Load,
+    Loading,
     Open,
     Proposal,
     RefusalCode,
@@ -128,7 +129,7 @@ def decode_to_worker(entry: bytes) -> ToWorker:
 # -- from a worker -----------------------------------------------------------------------------------------------------
 
 
-def encode_from_worker(message: FromWorker, counter_names: Sequence[str] = ()) -> bytes:
+def encode_from_worker(message: FromWorker | Loading, counter_names: Sequence[str] = ()) -> bytes:
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
     match message:
         case Verification():
@@ -147,9 +148,12 @@ def encode_from_worker(message: FromWorker, counter_names: Sequence[str] = ()) -
             return pb.FromWorker(load=_load(message, counter_names)).SerializeToString()
         case Welcome():
             return pb.FromWorker(welcome=_welcome(message)).SerializeToString()
+        case Loading():
+            loading = pb.Loading(doing=message.doing[:MAX_TEXT], fraction=message.fraction, model=message.model)
+            return pb.FromWorker(loading=loading).SerializeToString()
 
 
-def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromWorker:
+def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromWorker | Loading:
     """One entry of a worker's frame; raises :class:`MalformedMessage`. ``counter_names``: as in encoding."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
@@ -165,6 +169,8 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
             return _read_load(message.load, counter_names)
         case "welcome":
             return _read_welcome(message.welcome)
+        case "loading":
+            return _read_loading(message.loading)
     raise UnknownKind
 
 
@@ -311,6 +317,12 @@ def _load(message: Load, known: Sequence[str]) -> pb.Load:
         counters=message.counters.values(),
         counter_names=() if names == tuple(known) else names,
     )
+
+
+def _read_loading(message: pb.Loading) -> Loading:
+    fraction = message.fraction if message.HasField("fraction") else None
+    known = fraction is not None and 0 <= fraction <= 1
+    return Loading(message.doing[:MAX_TEXT], fraction if known else None, message.model[:MAX_TEXT])
 
 
 def _read_load(message: pb.Load, known: Sequence[str]) -> Load:

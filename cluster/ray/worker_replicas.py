@@ -85,11 +85,11 @@ class TargetWorker(_WorkerReplica):
         own, certified, ranks = config.of_worker(pool), identity(config, "target"), _ranks(config, pool)
         with worker_imports(own, Role.TARGET):
             from target_service.service import start_target
+            from transport.worker import Door
 
         drafter = shared_drafter(own)
-        worker = await start_target(
-            target_settings(own), _listen(config), ranks=ranks, identity=certified, make_drafter=drafter
-        )
+        door = await Door.open(Role.TARGET.value, _listen(config), certified)
+        worker = await start_target(target_settings(own), door, ranks=ranks, make_drafter=drafter)
         await self._begin(worker, config.drain_timeout, certified)
 
 
@@ -102,9 +102,10 @@ class DraftWorker(_WorkerReplica):
         own, certified = worker_config(config, pool), identity(config, "draft")
         with worker_imports(own, Role.DRAFT):
             from draft_service.service import start_draft
+            from transport.worker import Door
 
-        settings = draft_settings(own)
-        worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
+        door = await Door.open(Role.DRAFT.value, _listen(config), certified)
+        worker = await start_draft(draft_settings(own), door, ranks=_ranks(config, pool))
         await self._begin(worker, config.drain_timeout, certified)
 
 

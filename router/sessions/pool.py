@@ -27,6 +27,7 @@ from speculation.messages import (
     Close,
     FromWorker,
     Load,
+    Loading,
     Open,
     Proposal,
     Refused,
@@ -36,6 +37,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.request.drafting import Opening
+from transport.client import Traffic as Traffic
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
 from transport.incoming import Route
@@ -62,20 +64,6 @@ class PoolEvents:
     malformed: Callable[[PeerId, MalformedMessage], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes of frames to and from workers, as serialised."""
-
-    sent: int = 0
-    received: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.received + other.received)
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent - other.sent, self.received - other.received)
-
-
 @dataclass(slots=True)
 class OpenedThere:
     """A session that this router has open at a worker."""
@@ -96,6 +84,8 @@ class Peer:
     """None while it is down."""
     described: Welcome | None = None
     """As it last introduced itself, also while it is down."""
+    doing: Loading | None = None
+    """What it does before it can come up, as far as it says so."""
     load: Load = Load()
     opened: dict[SessionId, OpenedThere] = field(default_factory=dict)
     """Sessions this router has open there."""
@@ -122,6 +112,12 @@ class Peer:
     def up(self, welcome: Welcome) -> None:
         """The worker introduced itself."""
         self.pool.worker_up(self, welcome)
+
+    def loading(self, loading: Loading | None) -> None:
+        """The worker is there, and will be up."""
+        if loading is not None and self.doing is None:
+            log.info("worker %s is there and loads %s", self.peer, loading.model)
+        self.doing = loading
 
     @property
     def traffic(self) -> Traffic:
@@ -327,7 +323,7 @@ class WorkerPool:
         peer.welcome = peer.described = welcome
         if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
             log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
-        peer.opened, peer.load, peer.work = {}, Load(), None
+        peer.opened, peer.load, peer.work, peer.doing = {}, Load(), None, None
         self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)
 

@@ -12,6 +12,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
     FromWorker,
     Load,
+    Loading,
     Proposal,
     SessionId,
     Verification,
@@ -75,6 +76,9 @@ class Router:
 
     def up(self, welcome: Welcome) -> None:
         pass
+
+    def loading(self, loading: Loading | None) -> None:
+        self.heard.append(loading)
 
     def received(self, message: FromWorker) -> None:
         self.heard.append(message)
