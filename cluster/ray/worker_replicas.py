@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import serve
 
 from cluster.autoscaling.serve_policy import figures
 from cluster.config.config import Config
@@ -20,7 +23,7 @@ from cluster.config.security import check_worker_exposure, identity
 from cluster.config.serving import draft_settings, shared_drafter, target_settings
 from cluster.config.vocabularies import worker_config
 from cluster.discovery import ENDPOINT
-from cluster.placement import need
+from cluster.placement import APPLICATION, ROUTER, need
 from cluster.processes.imports import worker_imports
 from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known
@@ -31,9 +34,12 @@ from transport.address import join
 
 if TYPE_CHECKING:
     from transport.tls import Identity
-    from transport.worker import Worker
+    from transport.worker import Door, Worker
 
 log = logging.getLogger(__name__)
+
+ANNOUNCE_SECONDS = 2.0
+"""Pause between telling routers of a worker that loads, and how long they may take to hear it."""
 
 
 class _WorkerReplica:
@@ -89,7 +95,8 @@ class TargetWorker(_WorkerReplica):
 
         drafter = shared_drafter(own)
         door = await Door.open(Role.TARGET.value, _listen(config), certified)
-        worker = await start_target(target_settings(own), door, ranks=ranks, make_drafter=drafter)
+        async with _announced(door, Role.TARGET):
+            worker = await start_target(target_settings(own), door, ranks=ranks, make_drafter=drafter)
         await self._begin(worker, config.drain_timeout, certified)
 
 
@@ -105,8 +112,28 @@ class DraftWorker(_WorkerReplica):
             from transport.worker import Door
 
         door = await Door.open(Role.DRAFT.value, _listen(config), certified)
-        worker = await start_draft(draft_settings(own), door, ranks=_ranks(config, pool))
+        async with _announced(door, Role.DRAFT):
+            worker = await start_draft(draft_settings(own), door, ranks=_ranks(config, pool))
         await self._begin(worker, config.drain_timeout, certified)
+
+
+@asynccontextmanager
+async def _announced(door: Door, role: Role) -> AsyncIterator[None]:
+    """Tell routers of the door while the block runs, again and again: there may be others by then."""
+
+    async def announce() -> None:
+        routers: Any = serve.get_deployment_handle(ROUTER, APPLICATION)
+        while True:
+            with suppress(Exception):  # there is no router yet, or one of an older release
+                heard = routers.broadcast("announced", role.value, door.server.address)
+                await heard.results_async(timeout_s=ANNOUNCE_SECONDS)
+            await asyncio.sleep(ANNOUNCE_SECONDS)
+
+    announcing = asyncio.create_task(announce())
+    try:
+        yield
+    finally:
+        announcing.cancel()
 
 
 def _settings(config: Config, deployment: str) -> tuple[Config, Pool]:
