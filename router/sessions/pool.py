@@ -111,6 +111,7 @@ class Peer:
 
     def up(self, welcome: Welcome) -> None:
         """The worker introduced itself."""
+        self.doing = None
         self.pool.worker_up(self, welcome)
 
     def loading(self, loading: Loading | None) -> None:
@@ -323,7 +324,7 @@ class WorkerPool:
         peer.welcome = peer.described = welcome
         if peer.role is Role.TARGET and self.revisions(welcome.model) != {welcome.revision}:
             log.warning("targets of %s are of different revisions: no text moves from one to another", welcome.model)
-        peer.opened, peer.load, peer.work, peer.doing = {}, Load(), None, None
+        peer.opened, peer.load, peer.work = {}, Load(), None
         self._warn_if_useless(peer, welcome)
         self.events.available(peer.role)
 
