@@ -277,6 +277,22 @@ EXACT = "exact"
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """What a worker does before it can introduce itself."""
+
+    doing: str
+    """For people."""
+    fraction: float | None = None
+    """How much of that is done, from 0 to 1; None: unknown."""
+    model: str = ""
+    """As it will introduce itself."""
+
+
+Progress = Callable[[Loading], None]
+"""Hears of every slow part of a start, before it and on the way."""
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """The first message of a worker on a stream: who it is and what it runs."""
 
@@ -313,21 +329,6 @@ class Welcome:
         """Whether a token has the same bits however it is computed; None: unknown."""
         return self.exactness == EXACT if self.exactness else None
 
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """What a worker does before it can introduce itself."""
-
-    doing: str
-    """For people."""
-    fraction: float | None = None
-    """How much of that is done, from 0 to 1; None: unknown."""
-    model: str = ""
-    """As it will introduce itself."""
-
-
-Progress = Callable[[Loading], None]
-"""Hears of every slow part of a start, before it and on the way."""
 
 ToWorker = Open | Proposal | Verification | Close
 FromWorker = Welcome | Proposal | Verification | Refused | Load

@@ -56,7 +56,7 @@ def pause_after(failures: int, broken: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of frames to and from workers, as serialised; gRPC and HTTP/2 add some 14 to each frame."""
+    """Bytes of frames to and from workers, as serialised."""
 
     sent: int = 0
     received: int = 0

@@ -132,6 +132,9 @@ def decode_to_worker(entry: bytes) -> ToWorker:
 def encode_from_worker(message: FromWorker | Loading, counter_names: Sequence[str] = ()) -> bytes:
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
     match message:
+        case Loading():
+            loading = pb.Loading(doing=message.doing[:MAX_TEXT], fraction=message.fraction, model=message.model)
+            return pb.FromWorker(loading=loading).SerializeToString()
         case Verification():
             return pb.FromWorker(verified=_verification(message)).SerializeToString()
         case Proposal():
@@ -148,15 +151,14 @@ def encode_from_worker(message: FromWorker | Loading, counter_names: Sequence[st
             return pb.FromWorker(load=_load(message, counter_names)).SerializeToString()
         case Welcome():
             return pb.FromWorker(welcome=_welcome(message)).SerializeToString()
-        case Loading():
-            loading = pb.Loading(doing=message.doing[:MAX_TEXT], fraction=message.fraction, model=message.model)
-            return pb.FromWorker(loading=loading).SerializeToString()
 
 
 def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromWorker | Loading:
     """One entry of a worker's frame; raises :class:`MalformedMessage`. ``counter_names``: as in encoding."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
+        case "loading":
+            return _read_loading(message.loading)
         case "verified":
             return _checked(message.verified, _read_verification)
         case "proposed":
@@ -169,12 +171,16 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
             return _read_load(message.load, counter_names)
         case "welcome":
             return _read_welcome(message.welcome)
-        case "loading":
-            return _read_loading(message.loading)
     raise UnknownKind
 
 
 # -- one message each --------------------------------------------------------------------------------------------------
+
+
+def _read_loading(message: pb.Loading) -> Loading:
+    fraction = message.fraction if message.HasField("fraction") else None
+    known = fraction is not None and 0 <= fraction <= 1
+    return Loading(message.doing[:MAX_TEXT], fraction if known else None, message.model[:MAX_TEXT])
 
 
 def _proposal(message: Proposal) -> pb.Proposal:
@@ -317,12 +323,6 @@ def _load(message: Load, known: Sequence[str]) -> pb.Load:
         counters=message.counters.values(),
         counter_names=() if names == tuple(known) else names,
     )
-
-
-def _read_loading(message: pb.Loading) -> Loading:
-    fraction = message.fraction if message.HasField("fraction") else None
-    known = fraction is not None and 0 <= fraction <= 1
-    return Loading(message.doing[:MAX_TEXT], fraction if known else None, message.model[:MAX_TEXT])
 
 
 def _read_load(message: pb.Load, known: Sequence[str]) -> Load:

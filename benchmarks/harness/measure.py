@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from router.dispatch import Dispatcher
 from router.generation import Committed, Generation
-from router.sessions.pool import Traffic
 from speculation.events import Role
 from speculation.messages import RequestOptions, Sampling, Source, SourceName, Speculation, Token
+from transport.client import Traffic
 
 SETTLE_SECONDS = 0.05
 """Pause between two runs, for the end of one to reach all workers."""

@@ -37,8 +37,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.request.drafting import Opening
-from transport.client import Traffic as Traffic
-from transport.client import WorkerConnection
+from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
 from transport.incoming import Route
 from transport.tls import Identity

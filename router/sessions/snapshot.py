@@ -11,10 +11,11 @@ from enum import StrEnum
 
 from router.generation import ServedModel
 from router.sessions.event_log import LoggedEvent
-from router.sessions.pool import Peer, Traffic, WorkerPool
+from router.sessions.pool import Peer, WorkerPool
 from speculation.events import Emit, PeerId, Role
 from speculation.messages import Load, Loading, Welcome
 from speculation.request.session import Phase, Session
+from transport.client import Traffic
 
 
 class WorkerState(StrEnum):

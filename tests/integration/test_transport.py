@@ -17,7 +17,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
 from router.dispatch import Dispatcher
 from router.generation import Generation
-from router.sessions.pool import PoolEvents, Traffic, WorkerPool
+from router.sessions.pool import PoolEvents, WorkerPool
 from speculation import digest as digests
 from speculation.events import PeerId, Role
 from speculation.messages import (
@@ -42,7 +42,7 @@ from speculation.messages import (
 )
 from transport import client, outbox, server
 from transport.address import AddressError, check_free, is_loopback, parse
-from transport.client import WorkerConnection
+from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage, decode_from_worker, encode_from_worker, encode_to_worker
 from transport.incoming import Incoming
 from transport.outbox import MAX_WAITING, DelayLine, Outbox, PeerTooSlow, no_delay

@@ -39,7 +39,7 @@ from benchmarks.speculation.settings import (
     ComparisonSetting,
     SpeculationOptions,
 )
-from router.sessions.pool import Traffic
+from transport.client import Traffic
 
 PAIR = Pair("stretched 0.8", Path("target"), Path("draft"), 1_000_000, "A pair made by hand.")
 OPTIONS = SpeculationOptions(prompts=3, bursts=2, layers=32)

@@ -12,9 +12,9 @@ from benchmarks.harness import measure
 from benchmarks.harness.contenders import rows
 from benchmarks.harness.measure import Batch, Run, served, take_turns
 from router.dispatch import Dispatcher
-from router.sessions.pool import Traffic
 from speculation.messages import RequestOptions, Speculation
 from tests.fakes import FakeGenerator, commits
+from transport.client import Traffic
 
 CONTENDERS = {"plain": Speculation(enabled=False), "drafts": Speculation()}
 BATCHES = [Batch(((1,),), 9, seed=seed, grammar="a grammar") for seed in range(2)]
