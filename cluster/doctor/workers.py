@@ -100,13 +100,16 @@ def judge(met: Sequence[Met]) -> Iterator[Finding]:
     """What is wrong with the workers, each alone and all together."""
     for worker in met:
         yield from _judge_one(worker)
-    known = [(worker, worker.welcome) for worker in met if isinstance(worker.welcome, Welcome)]
-    targets = [welcome for worker, welcome in known if worker.role is Role.TARGET]
-    loading = any(worker.role is Role.TARGET and isinstance(worker.welcome, Loading) for worker in met)
-    if met and not targets and not loading:
+    if met and not any(worker.role is Role.TARGET and worker.welcome is not None for worker in met):
         yield problem(
             "targets", "no target worker answers", "start one: `paceline worker target --model ... --listen ...`"
         )
+    yield from _judge_models(met)
+
+
+def _judge_models(met: Sequence[Met]) -> Iterator[Finding]:
+    known = [(worker, worker.welcome) for worker in met if isinstance(worker.welcome, Welcome)]
+    targets = [welcome for worker, welcome in known if worker.role is Role.TARGET]
     for worker, welcome in known if targets else ():
         if worker.role is Role.DRAFT:
             yield from _judge_tokenizer(worker.subject, welcome, targets)
