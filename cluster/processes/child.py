@@ -82,12 +82,10 @@ class Child:
         self._said.clear()
         self._process = process = spawn(self._command, self._variables, held=held)
         assert process.stdout and process.stderr
+        output = process.stdout, self._ready, self._listens
         self._readers = [
-            threading.Thread(target=target, args=arguments, daemon=True, name=self.name)
-            for target, arguments in (
-                (self._read_output, (process.stdout, self._ready, self._listens)),
-                (self._read_errors, (process.stderr,)),
-            )
+            threading.Thread(target=self._read_output, args=output, daemon=True, name=self.name),
+            threading.Thread(target=self._read_errors, args=(process.stderr,), daemon=True, name=self.name),
         ]
         for reader in self._readers:
             reader.start()

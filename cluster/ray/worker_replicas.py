@@ -122,9 +122,10 @@ async def _announced(door: Door, role: Role) -> AsyncIterator[None]:
     """Tell routers of the door while the block runs, again and again: there may be others by then."""
 
     async def announce() -> None:
-        routers: Any = serve.get_deployment_handle(ROUTER, APPLICATION)
+        routers: Any = None
         while True:
             with suppress(Exception):  # there is no router yet, or one of an older release
+                routers = routers or serve.get_deployment_handle(ROUTER, APPLICATION)
                 heard = routers.broadcast("announced", role.value, door.server.address)
                 await heard.results_async(timeout_s=ANNOUNCE_SECONDS)
             await asyncio.sleep(ANNOUNCE_SECONDS)
