@@ -356,7 +356,7 @@ class Dispatcher:
         if isinstance(message, Open):
             self.pool.opened(peer, message, run.blocks)
             known = self.pool.peers.get(peer)
-            run.observer.opened(peer, known and known.role, message)
+            run.observer.opened(peer, known.role if known is not None else None, message)
             if known is not None and known.role is Role.TARGET:
                 run.opened_at = peer
                 self._poison_detector.opened(message.session, peer, message.epoch)
