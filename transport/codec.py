@@ -178,9 +178,9 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = ()) -> FromW
 
 
 def _read_loading(message: pb.Loading) -> Loading:
-    fraction = message.fraction if message.HasField("fraction") else None
-    known = fraction is not None and 0 <= fraction <= 1
-    return Loading(message.doing[:MAX_TEXT], fraction if known else None, message.model[:MAX_TEXT])
+    known = message.HasField("fraction") and 0 <= message.fraction <= 1
+    fraction = round(message.fraction, 3) if known else None
+    return Loading(message.doing[:MAX_TEXT], fraction, message.model[:MAX_TEXT])
 
 
 def _proposal(message: Proposal) -> pb.Proposal:
