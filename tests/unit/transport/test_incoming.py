@@ -270,3 +270,25 @@ def test_all_that_came_is_read_when_the_stream_ends():
     assert len(router.heard) == 20
     router.turn()
     assert len(router.heard) == 20
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        (Loading("warming up"), Loading("warming up")),
+        (Loading("loading weights", 1 / 3, "llama"), Loading("loading weights", 0.333, "llama")),
+        (Loading("x", 1.5), Loading("x")),
+        (Loading("x", float("nan")), Loading("x")),
+    ],
+)
+def test_a_worker_that_loads_is_heard_until_it_introduces_itself(said: Loading, heard: Loading):
+    router = Router()
+    stream = Incoming("w", "target", router, {}, router.later.append)
+    stream.take(pb.Frame(messages=[encode_from_worker(said)]))
+    while router.later:
+        router.turn()
+    assert (router.heard, stream.loading, stream.up) == ([heard], True, False)
+    stream.take(pb.Frame(messages=[encode_from_worker(message) for message in (Welcome("target", "m", 9, 9), said)]))
+    while router.later:
+        router.turn()
+    assert (router.heard, stream.loading, stream.up) == ([heard], False, True)
