@@ -1,8 +1,9 @@
 """How a router learns where the workers are: an :class:`EndpointDirectory` tells it, at once and at every change.
 
 On Ray, Serve's long poll pushes changes, but it is a private interface: so all replicas are asked as well, now and then
-while it works and every second when it does not. Without Ray, the list is fixed. The directory says who is *meant* to
-be there; whether a worker is reachable, the router's own stream to it tells, and sooner.
+while it works and every second when it does not. Serve lists a worker once it has loaded; until then it announces
+itself. Without Ray, the list is fixed. The directory says who is *meant* to be there; whether a worker is reachable,
+the router's own stream to it tells, and sooner.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ CHECK_SECONDS = 5.0
 CONTRADICTIONS = 2
 """Answers in a row that make what was pushed wrong: one may have crossed with a change."""
 ANSWER_SECONDS = 5.0
+ANNOUNCED_SECONDS = 10.0
+"""How long it holds that a worker which Serve does not list is there."""
 ENDPOINT = "endpoint"
 """Key in a replica's metadata, and the name of the method that answers the same."""
 
@@ -94,6 +97,8 @@ class ServeDirectory:
         """Nothing is asked yet. ``subscribe`` raises ImportError or AttributeError where this Ray has no such thing."""
         self._handles, self._subscribe = handles, subscribe
         self._known: list[list[str]] = [[] for _ in handles]
+        self._announced: dict[tuple[Role, str], float] = {}
+        """Workers that said that they load, and until when that holds."""
         self._contradicted = [0] * len(handles)
         self._subscription: Subscription | None = None
         self._changed: Changed | None = None
@@ -131,9 +136,27 @@ class ServeDirectory:
         if self._changed is None or found == self._known[deployment]:
             return
         self._known[deployment] = found
-        role, _ = self._handles[deployment]
-        together = [some for (other, _), some in zip(self._handles, self._known, strict=True) if other is role]
-        self._changed(role, sorted(address for some in together for address in some))
+        self._tell(self._handles[deployment][0])
+
+    def announced(self, role: Role, address: str) -> None:
+        """A worker listens there and loads; to be said again while it does."""
+        new = (role, address) not in self._announced
+        self._announced[role, address] = asyncio.get_running_loop().time() + ANNOUNCED_SECONDS
+        if new:
+            self._tell(role)
+
+    def _forget_announced(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for role, address in [key for key, until in self._announced.items() if until <= now]:
+            del self._announced[role, address]
+            self._tell(role)
+
+    def _tell(self, role: Role) -> None:
+        if self._changed is None:
+            return
+        listed = [some for (other, _), some in zip(self._handles, self._known, strict=True) if other is role]
+        loading = [address for other, address in self._announced if other is role]
+        self._changed(role, sorted({*loading, *(address for some in listed for address in some)}))
 
     async def _check(self) -> None:
         while True:
@@ -141,6 +164,7 @@ class ServeDirectory:
             await asyncio.sleep(CHECK_SECONDS if subscribed else POLL_SECONDS)
             if not subscribed:
                 await asyncio.to_thread(self._resubscribe)  # where Ray's head is away it waits, and streams go on
+            self._forget_announced()
             patience = CONTRADICTIONS if subscribed else 1
             for deployment, (_, handle) in enumerate(self._handles):
                 with contextlib.suppress(Exception):  # a replica that dies while asked: the next round knows
@@ -212,6 +236,6 @@ def _listener(hear: Callable[[Sequence[str]], None]) -> Callable[[Any], None]:
     return told
 
 
-def serve_directory(handles: Handles) -> EndpointDirectory:
+def serve_directory(handles: Handles) -> ServeDirectory:
     """The best directory that this version of Ray Serve allows, for the loop that runs."""
     return ServeDirectory(handles, partial(LongPoll, asyncio.get_running_loop()))

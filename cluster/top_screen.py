@@ -15,7 +15,7 @@ from rich.text import Text
 
 from router.telemetry.cluster_shape import Cluster, EventPart, WorkerPart
 
-STATES = {"up": "green", "draining": "yellow", "connecting": "yellow", "lost": "red"}
+STATES = {"up": "green", "draining": "yellow", "connecting": "yellow", "loading": "yellow", "lost": "red"}
 BAD = ("worker_lost", "session_condemned", "drafter_quarantined")
 OTHER_LINES = 8
 """Of the screen, besides workers and events."""
@@ -36,7 +36,7 @@ class _Column:
 
 COLUMNS = (
     _Column("worker", lambda w, _: f"{w['role']:6} {w['address']}", left=True),
-    _Column("state", lambda w, _: w["state"], left=True),
+    _Column("state", lambda w, _: _state(w), left=True),
     _Column("for", lambda w, now: span(now - w["since"]), 100),
     _Column("model", lambda w, _: w["model"] or NOTHING, 120, left=True),
     _Column("dtype", lambda w, _: w["dtype"] or NOTHING, 150, left=True),
@@ -150,6 +150,10 @@ def span(seconds: float) -> str:
         if whole >= length:
             return f"{whole // length}{unit}{whole % length // smaller:02}{below}"
     return f"{whole}s"
+
+
+def _state(worker: WorkerPart) -> str:
+    return worker["state"] if worker["fraction"] is None else f"{worker['state']} {percent(worker['fraction'])}"
 
 
 def _used(worker: WorkerPart) -> str:

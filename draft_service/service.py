@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,10 +21,9 @@ from engine.recorder import Recorder
 from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation.drafting.draft_session import DraftLimits
-from speculation.messages import Welcome
-from transport.tls import Identity
+from speculation.messages import Progress, Welcome
 from transport.tracing import TraceSettings, Tracing
-from transport.worker import Worker, load_in_time
+from transport.worker import Door, Worker
 
 ROLE = "draft"
 ASSISTANT_TOKENS = 32_768
@@ -57,21 +55,24 @@ class DraftSettings:
 
 async def start_draft(
     settings: DraftSettings,
-    listen: str,
-    progress: Callable[[str], None] | None = None,
+    door: Door,
+    progress: Progress | None = None,
     ranks: Ranks | None = None,
-    identity: Identity | None = None,
 ) -> Worker:
-    """Load the model and listen on ``HOST:PORT``, with TLS as ``identity``. ``ranks``: see :func:`engine.build.build`.
+    """Load the model, saying so at ``door``, and be the worker there. ``ranks``: see :func:`engine.build.build`.
 
-    Raises :class:`engine.model.ModelError`, :class:`engine.parallel.group.RankError`,
-    :class:`engine.recorder.RecordError` or :class:`transport.address.AddressError`, each one line.
+    Raises :class:`engine.model.ModelError`, :class:`engine.parallel.group.RankError` or
+    :class:`engine.recorder.RecordError`, each one line.
     """
+    async with door:
+        return await _start(settings, door, progress, ranks)
+
+
+async def _start(settings: DraftSettings, door: Door, progress: Progress | None, ranks: Ranks | None) -> Worker:
     recorder = Recorder(Path(settings.record)) if settings.record else None
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
-    loaded = await load_in_time(
-        partial(_load, settings, progress, ranks), ROLE, settings.engine.join_timeout + settings.engine.load_timeout
-    )
+    load, own = partial(_load, settings, ranks=ranks), settings.engine
+    loaded = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
     machine = Lookahead(
         loaded.engine,
         loaded.welcome,
@@ -87,11 +88,11 @@ async def start_draft(
     if tracing is not None:
         ending.callback(tracing.close)
     worker = Worker(machine, ROLE, ending.close, settings.step_timeout, validate=settings.validate)
-    await worker.start(listen, identity)
+    await worker.start(door)
     return worker
 
 
-def build_in_turn(settings: DraftSettings, progress: Callable[[str], None] | None = None) -> InTurn:
+def build_in_turn(settings: DraftSettings, progress: Progress | None = None) -> InTurn:
     """The same model for the process of a target, on one rank; see :mod:`draft_service.in_turn`.
 
     Raises :class:`engine.model.ModelError`.
@@ -113,7 +114,7 @@ class _Loaded:
     levels: DraftLevels | None
 
 
-def _load(settings: DraftSettings, progress: Callable[[str], None] | None, ranks: Ranks | None) -> _Loaded:
+def _load(settings: DraftSettings, progress: Progress, ranks: Ranks | None) -> _Loaded:
     known = read_vocabularies(settings.engine.model, settings.target_tokenizer)
     if known is not None and settings.assistant:
         raise ModelError(
@@ -143,7 +144,7 @@ def _levels(engine: Engine, limits: DraftLimits) -> DraftLevels:
     return DraftLevels(engine.levels(limits.width, limits.children))
 
 
-def _assistant(settings: DraftSettings, progress: Callable[[str], None] | None) -> Engine:
+def _assistant(settings: DraftSettings, progress: Progress | None) -> Engine:
     """On one rank, whatever the draft model has."""
     chosen = settings.engine
     tokens = chosen.cache_tokens or ASSISTANT_TOKENS

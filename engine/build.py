@@ -6,7 +6,6 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from engine.parallel.shards import splits_heads
 from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine
 from engine.step import Engine
-from speculation.messages import EXACT, Welcome
+from speculation.messages import EXACT, Loading, Progress, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ ROUNDS_FINELY = torch.float32.itemsize
 
 def build(
     settings: EngineSettings,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     *,
     invariant: bool = True,
     ranks: Ranks | None = None,
@@ -61,12 +60,11 @@ def build(
         model = load_model(settings, progress, group)
         heads = heads_for(settings, model, progress)
         cache = cache_for(settings, model, group)
-    return _warmed(Engine(model, cache, invariant=invariant, leader=leader, record=recorder_for(model), heads=heads))
+    engine = Engine(model, cache, invariant=invariant, leader=leader, record=recorder_for(model), heads=heads)
+    return _warmed(engine, progress)
 
 
-def build_target(
-    settings: EngineSettings, progress: Callable[[str], None] | None = None, ranks: Ranks | None = None
-) -> StepEngine:
+def build_target(settings: EngineSettings, progress: Progress | None = None, ranks: Ranks | None = None) -> StepEngine:
     """As :func:`build`, but a model that cannot speculate is served without, if that can be had: on one rank."""
     if settings.tensor_parallel_size > 1:
         return build(settings, progress, ranks=ranks)
@@ -82,7 +80,7 @@ def build_target(
 
 def load_model(
     settings: EngineSettings,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     group: Group | None = None,
     *,
     without_speculation: bool = False,
@@ -102,14 +100,12 @@ def load_model(
     )
 
 
-def heads_for(
-    settings: EngineSettings, model: Model, progress: Callable[[str], None] | None = None
-) -> MedusaHeads | None:
+def heads_for(settings: EngineSettings, model: Model, progress: Progress | None = None) -> MedusaHeads | None:
     """The Medusa heads to run beside ``model``, on rank 0 alone, if any. Raises :class:`engine.model.ModelError`."""
     if not settings.medusa:
         return None
     if progress is not None:
-        progress(f"reading Medusa heads from {settings.medusa}")
+        progress(Loading(f"reading Medusa heads from {Path(settings.medusa).name}"))
     return load_heads(settings.medusa, model)
 
 
@@ -128,7 +124,7 @@ def cache_for(settings: EngineSettings, model: Model, group: Group | None = None
 def build_alone(
     settings: EngineSettings,
     model: Model,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     *,
     invariant: bool = True,
     record: Record | None = None,
@@ -139,7 +135,8 @@ def build_alone(
     """
     heads = heads_for(settings, model, progress)
     record = record or recorder_for(model)
-    return _warmed(Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads))
+    engine = Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads)
+    return _warmed(engine, progress)
 
 
 def recorder_for(model: Model) -> Record | None:
@@ -147,8 +144,11 @@ def recorder_for(model: Model) -> Record | None:
     return CudaRecorder(model.device) if model.attention is not None and model.attention.replayed else None
 
 
-def _warmed(engine: Engine) -> Engine:
+def _warmed(engine: Engine, progress: Progress | None) -> Engine:
     """Ready to be asked, without surprises left for the first request."""
+    if progress is not None:
+        on_gpu = engine.model.device.type == "cuda"
+        progress(Loading("warming up, recording CUDA graphs" if on_gpu else "warming up"))
     try:
         engine.warm_up()
     except BaseException:
@@ -167,7 +167,7 @@ def welcome(settings: EngineSettings, model: Model, role: str, exactness: str = 
         arithmetic = _listed(arithmetic, ranks, _device_class(model, exactness))
     return Welcome(
         role=role,
-        model=settings.name or folder.name,
+        model=settings.served_name,
         vocabulary=model.vocabulary,
         context=model.context,
         tokenizer=model.tokenizer_digest,

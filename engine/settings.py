@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 NONE = "none"
 """No quantisation: weights as they are."""
@@ -38,3 +39,8 @@ class EngineSettings:
     """Seconds in which the model must be loaded, on all ranks, once these have started."""
     name: str = ""
     """Name the model is served under; default: the last part of ``model``."""
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or Path(self.model).name

@@ -15,9 +15,8 @@ from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import RetryTurns
-from router.sessions.event_log import SessionNotes
 from router.sessions.models import outside_vocabulary, why_unavailable
-from router.sessions.null_tracer import NullTracer
+from router.sessions.observer import NullTracer, SessionObserver
 from router.sessions.pool import PoolEvents, WorkerPool
 from router.sessions.prefixes import blocks_of
 from router.sessions.run import RunningSession, session_of
@@ -99,7 +98,7 @@ class Dispatcher:
     ) -> None:
         """No workers are known yet: see ``pool.set_workers``. ``identity``: see ``WorkerPool``.
 
-        ``traced`` makes what hears of each session; see :mod:`router.sessions.null_tracer`.
+        ``traced`` makes what hears of each session; see :class:`router.sessions.observer.NullTracer`.
         """
         self._limits, self._traced = limits, traced
         self._runs: dict[SessionId, RunningSession] = {}
@@ -148,14 +147,18 @@ class Dispatcher:
         trace = self._traced(number)
         session = session_of(number, generation, self._limits.session, trace.traceparent)
         model = generation.model or next(iter(self.models.values()), None)
-        tally = self.metrics.tally.session(model.name if model else "", len(generation.prompt))
-        session_log = SessionLog(log, number, generation.request_id)
-        notes = SessionNotes(self.pool.event_log, session, generation.request_id)
-        blocks = blocks_of(generation.prompt, generation.request_options.cache_scope)
         began = asyncio.get_running_loop().time()
-        run = self._runs[number] = RunningSession(session, tally, session_log, notes, trace, model, blocks, began)
-        if generation.details:
-            run.speculation_trace = SpeculationTrace(began)
+        observer = SessionObserver(
+            session,
+            SessionLog(log, number, generation.request_id),
+            self.metrics.tally.session(model.name if model else "", len(generation.prompt)),
+            trace,
+            self.pool.event_log,
+            generation.request_id,
+            SpeculationTrace(began) if generation.details else None,
+        )
+        blocks = blocks_of(generation.prompt, generation.request_options.cache_scope)
+        run = self._runs[number] = RunningSession(session, observer, model, blocks, began)
         self.totals.sessions += 1
         self.reading += 1
         try:
@@ -196,19 +199,11 @@ class Dispatcher:
         if run.timer is not None:
             run.timer.cancel()
         self.pool.end_session(session.session)
-        run.trace.ended(run.ended)
-        self._add_up(run)
+        run.observer.ended(run.ended)
+        self.totals.take(session)
         self._turns.ended(asyncio.get_running_loop().time() - run.began)
         self._poison_detector.ended(session.session, finished=isinstance(run.ended, FinishReason))
         self._ask_again_soon()
-
-    def _add_up(self, run: RunningSession) -> None:
-        """Take over what a session that ended has counted."""
-        session = run.session
-        self.totals.take(session)
-        for peer in session.quarantined:
-            run.log.warning("done with drafter %s: %s", peer, session.strikes[peer][-1])
-            run.notes.quarantined(peer, session.strikes[peer][-1])
 
     def snapshot(self) -> Snapshot:
         """The router as of now, with what running sessions have counted."""
@@ -227,7 +222,7 @@ class Dispatcher:
         if role is Role.TARGET:
             self._poison_detector.lost(asyncio.get_running_loop().time(), peer, expected=expected)
         for run in list(self._runs.values()):
-            run.trace.closed(peer, "lost")
+            run.observer.closed(peer, "lost")
             self._handle(run, Lost(peer))
         self._ask_again_soon()
 
@@ -260,7 +255,7 @@ class Dispatcher:
         if known is not None and known.role is Role.TARGET:
             self._poison_detector.heard(peer, verification)
             if verification.lead is not None:
-                run.tally.leads(verification.lead)
+                run.observer.leads(verification.lead)
             self._ask_again_soon()
 
     def _malformed(self, peer: PeerId, error: MalformedMessage) -> None:
@@ -281,7 +276,7 @@ class Dispatcher:
         try:
             effects = run.session.handle(now, event)
         except AssertionError:  # a fault of ours, that is to end nobody else's session
-            run.log.exception("its session contradicts itself")
+            run.observer.contradicted()
             self._fail(run, GenerationError("internal", "the router lost track of this request, by a fault of its own"))
             effects = run.session.handle(now, Stop())
         for effect in effects:
@@ -311,14 +306,14 @@ class Dispatcher:
                 self.pool.send(peer, message)
             case Relay(peer=peer, message=message, epoch=epoch):
                 self.pool.relay(peer, message, epoch)
-                if run.speculation_trace is not None and isinstance(message, Proposal):
-                    run.speculation_trace.proposed(now, message)
+                if isinstance(message, Proposal):
+                    run.observer.proposed(now, message)
             case Emit():
                 assert workers.target is not None
                 of_drafter = from_draft_models(effect.accepted, effect.offered, effect.metadata)
                 self._learn(run, workers.target, workers.draft, *of_drafter)
                 self.totals.commit(effect)
-                run.committed(now, effect, of_drafter, workers)
+                run.items.put_nowait(run.observer.committed(now, effect, of_drafter, workers))
                 if run.items.qsize() == self._limits.unread:
                     why = f"the client is {self._limits.unread} commits behind; read faster, or ask for less"
                     asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
@@ -337,7 +332,7 @@ class Dispatcher:
     def _fail(self, run: RunningSession, error: GenerationError) -> None:
         self.totals.failed += 1
         run.ended = error
-        run.log.warning("failed (%s): %s", error.code, error.message)
+        run.observer.failed(error)
         run.items.put_nowait(error)
 
     def _placed(self, run: RunningSession, role: Role, avoid: frozenset[PeerId]) -> Placed | PoisonRequest:
@@ -353,7 +348,7 @@ class Dispatcher:
         if isinstance(answer, PoisonRequest) and run.session.phase is Phase.PLACING:
             self.totals.condemned += 1
             assert run.opened_at is not None
-            run.notes.condemned(run.opened_at, answer.deaths)
+            run.observer.condemned(run.opened_at, answer.deaths)
         return answer
 
     def _note(self, run: RunningSession, peer: PeerId, message: ToWorker) -> None:
@@ -361,17 +356,12 @@ class Dispatcher:
         if isinstance(message, Open):
             self.pool.opened(peer, message, run.blocks)
             known = self.pool.peers.get(peer)
-            if known is not None:
-                if peer in run.session.workers:  # and not the one it will move to
-                    run.tally.opened(peer, known.role)
-                run.trace.opened(peer, known.role, message)
-                if known.role is Role.TARGET:
-                    run.opened_at = peer
-                    run.notes.opened(peer)
-                    self._poison_detector.opened(message.session, peer, message.epoch)
-            run.log.info("opened at %s with %d tokens, epoch %d", peer, len(message.tokens), message.epoch)
+            run.observer.opened(peer, known.role if known is not None else None, message)
+            if known is not None and known.role is Role.TARGET:
+                run.opened_at = peer
+                self._poison_detector.opened(message.session, peer, message.epoch)
         elif isinstance(message, Close):
-            run.trace.closed(peer, "closed")
+            run.observer.closed(peer, "closed")
             self._poison_detector.closed(message.session, peer)
             self.pool.closed(peer, message.session)
         self.pool.join(run.session.session, *run.session.openings)

@@ -1,4 +1,4 @@
-"""How much one caller may ask for: requests and tokens a minute, requests and sessions at once.
+"""How much one caller may ask for: requests and tokens a minute, requests, sessions and tokens at once.
 
 Pure accounts over a clock that is passed in. Who the callers are, and what they are told, :mod:`router.http.admission`
 decides. Rates are buckets: full at first, refilled evenly, so a minute's worth may come at once, and never twice.
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-REQUESTS, TOKENS, CONCURRENT, SESSIONS = "requests", "tokens", "concurrent", "sessions"
+REQUESTS, TOKENS, CONCURRENT, SESSIONS, HELD = "requests", "tokens", "concurrent", "sessions", "concurrent_tokens"
 """What there are limits on."""
 MIN_WAIT, MAX_WAIT = 1.0, 60.0
 """Seconds that a refused client is told to wait, where they are estimated."""
@@ -31,6 +31,8 @@ class Allowance:
     concurrent_requests: int = 0
     concurrent_sessions: int = 0
     """Choices of all its requests: what takes a place of the router each."""
+    concurrent_tokens: int = 0
+    """Of prompts and of what has been generated for requests under way: what a router keeps to move them elsewhere."""
 
     def but(self, own: Mapping[str, int]) -> Allowance:
         """The same where ``own``, by the names of these fields, does not say otherwise."""
@@ -134,11 +136,13 @@ class Account:
     running: int = 0
     sessions: int = 0
     """Under way."""
+    tokens: int = 0
+    """Of requests under way."""
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     refused: Counter[str] = field(
-        default_factory=lambda: Counter(dict.fromkeys((REQUESTS, TOKENS, CONCURRENT, SESSIONS), 0))
+        default_factory=lambda: Counter(dict.fromkeys((REQUESTS, TOKENS, CONCURRENT, SESSIONS, HELD), 0))
     )
     """By the limit."""
     buckets: dict[str, Bucket] = field(default_factory=dict)
@@ -180,21 +184,28 @@ class Account:
         self.sessions += sessions
 
     def take_prompt(self, tokens: int, now: float) -> None:
-        """A request that has entered brings so many tokens. Raises :class:`LimitReached`."""
+        """A request that has entered brings so many tokens; alone it may hold any number. Raises LimitReached."""
+        allowed = self.allowance.concurrent_tokens
+        if allowed and self.tokens and self.tokens + tokens > allowed:
+            why = f"{allowed} tokens at once are allowed, requests under way have {self.tokens}, {tokens} needed"
+            self._refuse(HELD, why, self._durations.wait(self.running))
         if TOKENS in self.buckets:
             self._check(TOKENS, tokens, now)
         self.prompt_tokens += tokens
+        self.tokens += tokens
         self._take(tokens, now)
 
     def take_completion(self, tokens: int, now: float) -> None:
         """So many were generated."""
         self.completion_tokens += tokens
+        self.tokens += tokens
         self._take(tokens, now)
 
-    def leave(self, seconds: float, sessions: int = 0) -> None:
-        """A request has ended, after so long, and with it so many sessions."""
+    def leave(self, seconds: float, sessions: int = 0, tokens: int = 0) -> None:
+        """A request has ended, after so long, and with it so many sessions, and tokens that it took."""
         self.running -= 1
         self.sessions -= sessions
+        self.tokens -= tokens
         self._durations.add(seconds)
 
     def _take(self, tokens: int, now: float) -> None:

@@ -56,7 +56,7 @@ class RouterSettings:
     models: Sequence[str] | None = None
     """Folders and hub ids that may be read besides; None: any that a target names."""
     ready_timeout: float = 30.0
-    """Seconds to wait for a first target worker before HTTP is served without."""
+    """Seconds to wait for a first target worker; HTTP is served meanwhile, and says what is waited for."""
     drain_timeout: float = 30.0
     """Seconds in which running requests may end once the router is told to stop; then they fail."""
     api: ApiSettings = ApiSettings()
@@ -145,6 +145,9 @@ class Router:
             async with asyncio.timeout(self.settings.ready_timeout):
                 await self.dispatcher.ready.wait()
         except TimeoutError:
+            if starting := self.dispatcher.snapshot().loading:
+                log.info("%s; requests get 503 until one is up", starting)
+                return
             listed = ", ".join(self.settings.targets) or "no address given"
             wait = f"{self.settings.ready_timeout:.0f} s"
             log.warning("no target worker answered within %s (%s); requests get 503 until one does", wait, listed)
@@ -156,14 +159,13 @@ class Router:
                 raise RouterError(f"cannot read the tokenizer from {source!r}: {error}; see --tokenizer") from error
 
     async def start(self) -> None:
-        """Serve HTTP once a target is connected, or has had ``ready_timeout``; raises RouterError, AddressError."""
+        """Serve HTTP, and return once a target is up or has had ``ready_timeout``; raises RouterError, AddressError."""
         host, port = self.settings.host, self.settings.port
         addresses.check_free(addresses.join(host, port))
         try:
             self._recorder = PromptRecorder(self.settings.record) if self.settings.record else None
         except RecordingError as error:
             raise RouterError(f"{error}; see --record-prompts") from error
-        await self.connect()
         serving, api = self.dispatcher, self.settings.api
         app = build_app(serving, self.tokenizers, api, serving.metrics, self.tracing, self._recorder)
         asyncio.get_running_loop().set_exception_handler(ExhaustionLog().handle)
@@ -173,6 +175,7 @@ class Router:
         self._serving = asyncio.create_task(self._serve(self._server, listener))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
+        await self.connect()
 
     @staticmethod
     async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:

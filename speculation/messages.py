@@ -18,6 +18,7 @@ everywhere:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -273,6 +274,22 @@ class Load:
 
 
 EXACT = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What a worker does before it can introduce itself."""
+
+    doing: str
+    """For people."""
+    fraction: float | None = None
+    """How much of that is done, from 0 to 1; None: unknown."""
+    model: str = ""
+    """As it will introduce itself."""
+
+
+Progress = Callable[[Loading], None]
+"""Hears of every slow part of a start, before it and on the way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +13,12 @@ from engine.leader import Ranks
 from engine.model import ModelError
 from engine.recorder import Recorder
 from engine.settings import EngineSettings
+from speculation.messages import Progress
 from target_service.drafting.draft_model import Drafter, MakeDrafter, check_drafter
 from target_service.drafting.named_sources import load_sources
 from target_service.verify_loop import TargetLimits, VerifyLoop
-from transport.tls import Identity
 from transport.tracing import TraceSettings, Tracing
-from transport.worker import Worker, load_in_time
+from transport.worker import Door, Worker
 
 ROLE = "target"
 
@@ -44,26 +43,35 @@ class TargetSettings:
 
 async def start_target(
     settings: TargetSettings,
-    listen: str,
-    progress: Callable[[str], None] | None = None,
+    door: Door,
+    progress: Progress | None = None,
     ranks: Ranks | None = None,
-    identity: Identity | None = None,
     make_drafter: MakeDrafter | None = None,
 ) -> Worker:
-    """Load the model and listen on ``HOST:PORT``, with TLS as ``identity``. ``ranks``: see :func:`engine.build.build`.
+    """Load the model, saying so at ``door``, and be the worker there. ``ranks``: see :func:`engine.build.build`.
 
     ``make_drafter``: loads the draft model that this process is to have too, if any.
 
     Raises :class:`engine.model.ModelError`, :class:`engine.parallel.group.RankError`,
-    :class:`engine.recorder.RecordError`, :class:`speculation.sources.registry.SourceError` or
-    :class:`transport.address.AddressError`, each one line.
+    :class:`engine.recorder.RecordError` or :class:`speculation.sources.registry.SourceError`, each one line.
     """
+    async with door:
+        return await _start(settings, door, progress, ranks, make_drafter)
+
+
+async def _start(
+    settings: TargetSettings,
+    door: Door,
+    progress: Progress | None,
+    ranks: Ranks | None,
+    make_drafter: MakeDrafter | None,
+) -> Worker:
     load_sources(settings.sources)
     recorder = Recorder(Path(settings.record)) if settings.record else None
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
     own = settings.engine
-    load = partial(_load, own, progress, ranks, make_drafter)
-    engine, drafter = await load_in_time(load, ROLE, own.join_timeout + own.load_timeout)
+    load = partial(_load, own, ranks=ranks, make_drafter=make_drafter)
+    engine, drafter = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
     introduction = welcome(settings.engine, engine.model, ROLE, engine.exactness)
     machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter)
     ending = ExitStack()
@@ -80,13 +88,13 @@ async def start_target(
         longest_step=machine.longest_step,
         validate=settings.validate,
     )
-    await worker.start(listen, identity)
+    await worker.start(door)
     return worker
 
 
 def _load(
     settings: EngineSettings,
-    progress: Callable[[str], None] | None,
+    progress: Progress,
     ranks: Ranks | None,
     make_drafter: MakeDrafter | None,
 ) -> tuple[StepEngine, Drafter | None]:

@@ -3,8 +3,8 @@
 A connection is up from the worker's ``Welcome`` until the stream ends or the worker is given up, because for
 :data:`WORKER_SILENCE_SECONDS` nothing, not even a heartbeat, was heard, or a ping was not answered
 (:mod:`transport.liveness`). A worker that does not introduce itself in that time, whatever else it sends, is given up,
-and tried again. gRPC's own keepalive would not do: its pings are answered by a thread that runs on when the worker's
-own loop is stuck.
+and tried again; but for one that says that it is loading. gRPC's own keepalive would not do: its pings are answered by
+a thread that runs on when the worker's own loop is stuck.
 
 A worker that cannot be reached, for instance because of its certificate, is logged once for every reason.
 
@@ -169,9 +169,9 @@ class WorkerConnection:
                     self._round_trip.answered(frame.pong, asyncio.get_running_loop().time())
                     liveness.answered()
                 incoming.take(frame)
-                if incoming.up:
+                if incoming.up or incoming.loading:
                     liveness.heard()
-                    if not was_up:
+                    if incoming.up and not was_up:
                         self._patience.came(incoming.instance)
 
             line = DelayLine(hear, self._delay)
@@ -189,6 +189,8 @@ class WorkerConnection:
                 call.cancel()
                 if incoming.up:
                     self._listener.down(why)
+                elif incoming.loading:
+                    self._listener.loading(None)
         self._note(why, was_up=incoming.up)
         return incoming
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import FromWorker, Load, Proposal, SessionId, Verification, Welcome
+from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
 from transport.codec import MalformedMessage, UnknownKind, decode_from_worker
 from transport.outbox import MAX_FRAME_ENTRIES
 from transport.relayed import heading, heading_of_any, relayed
@@ -42,6 +42,10 @@ class Listener(Protocol):
 
     def up(self, welcome: Welcome) -> None:
         """The worker introduced itself; sessions may be opened."""
+        ...
+
+    def loading(self, loading: Loading | None) -> None:
+        """What it does before it can; None: its stream has ended meanwhile."""
         ...
 
     def received(self, message: FromWorker) -> None:
@@ -113,6 +117,8 @@ class Incoming:
         """
         self.up = False
         """Whether the worker introduced itself."""
+        self.loading = False
+        """Whether it said that it will, but is loading."""
         self.instance = ""
         """Which start of the worker it is, as far as it says so."""
         self.broken = False
@@ -212,12 +218,17 @@ class Incoming:
             raise MalformedMessage(why, head.session, head.epoch)
         return asked is None
 
-    def _pass_on(self, message: FromWorker) -> None:
+    def _pass_on(self, message: FromWorker | Loading) -> None:
         match message:
             case Welcome() if self.up:
                 raise MalformedMessage("a second Welcome")
+            case Loading():
+                if not self.up:
+                    self.loading = True
+                    self._listener.loading(message)
+                return
             case Welcome():
-                self.up, self.instance = True, message.instance
+                self.up, self.loading, self.instance = True, False, message.instance
                 self._listener.up(message)
                 return
             case Load():

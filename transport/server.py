@@ -18,7 +18,7 @@ import grpc
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
-from speculation.messages import FromWorker, Load, RefusalCode, Refused, ToWorker, Welcome
+from speculation.messages import FromWorker, Load, Loading, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
 from transport.codec import MalformedMessage, UnknownKind, decode_to_worker, encode_from_worker
 from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
@@ -58,7 +58,7 @@ class Link:
         """... and were no relayed ones either, nor of a kind not known here."""
         self._counter_names: tuple[str, ...] = ()
 
-    def send(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker | Loading) -> None:
         """Queue a message; dropped when the link is gone."""
         if self.alive:
             entry = encode_from_worker(message, self._counter_names)
@@ -91,8 +91,8 @@ class Link:
 class Handler(Protocol):
     """A worker. All calls come from the event loop and must not block."""
 
-    def connected(self, link: Link) -> Welcome:
-        """A router came; the answer introduces the worker to it."""
+    def connected(self, link: Link) -> Welcome | Loading:
+        """A router came; the answer introduces the worker to it, or says what it does before it can."""
         ...
 
     def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
@@ -108,7 +108,7 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
     """Both services have the same shape; the role decides which one is registered."""
 
     def __init__(self, handler: Handler, *, secure: bool) -> None:
-        self._handler, self._secure = handler, secure
+        self.handler, self._secure = handler, secure
         self.links: set[Link] = set()
 
     async def Run(  # noqa: N802 - named by the proto
@@ -121,7 +121,7 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
         self.links.add(link)
         reader = asyncio.create_task(self._read(link, request_iterator))
         try:
-            link.send(self._handler.connected(link))
+            link.send(self.handler.connected(link))
             while (frame := await link.outbox.next_frame()) is not None:
                 yield frame
         finally:
@@ -135,7 +135,7 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
         link.close()
         if link in self.links:
             self.links.remove(link)
-            self._handler.disconnected(link)
+            self.handler.disconnected(link)
 
     async def _read(self, link: Link, frames: AsyncIterator[pb.Frame]) -> None:
         """Pass messages on until the router is done, silent or broken; then it is forgotten."""
@@ -150,7 +150,7 @@ class _Servicer(rpc.TargetServicer, rpc.DraftServicer):
                     self._break(link, f"a frame of {len(frame.messages)} messages")
                 messages = await self._decoded_all(link, frame)
                 if messages and link.alive:
-                    self._handler.received(link, messages)
+                    self.handler.received(link, messages)
         except StopAsyncIteration:
             pass
         except TimeoutError:
@@ -202,6 +202,17 @@ class WorkerServer:
         """Use :func:`serve`."""
         self._server, self._servicer = server, servicer
         self.address = address
+
+    def hand_over(self, handler: Handler) -> None:
+        """From now on this is the worker, and introduces itself to routers that are there."""
+        self._servicer.handler = handler
+        for link in list(self._servicer.links):
+            link.send(handler.connected(link))
+
+    def tell(self, loading: Loading) -> None:
+        """Say to all routers what is done before the worker can introduce itself."""
+        for link in list(self._servicer.links):
+            link.send(loading)
 
     async def stop(self, grace: float = 1.0) -> None:
         """End all streams and stop listening."""

@@ -4,8 +4,9 @@ The computing side is a :class:`Machine`: messages in, messages out, one step at
 that tests drive it directly. Its messages are handed over in batches at both ends, once per step.
 
 A worker that shall end drains first: it says so in its load, takes no new sessions, and goes on with those it has until
-they are gone or its time is up. One that does not finish loading ends itself, and so does one whose thread is stuck in
-a step, with a kernel or a collective that never returns: its event loop would go on telling routers that all is well.
+they are gone or its time is up. Until it has loaded it is a :class:`Door`. One that does not finish loading ends
+itself, and so does one whose thread is stuck in a step, with a kernel or a collective that never returns: its event
+loop would go on telling routers that all is well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,18 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from speculation.demand import WorkerDemand
-from speculation.messages import Close, FromWorker, Load, Open, RefusalCode, Refused, ToWorker, Welcome
+from speculation.messages import (
+    Close,
+    FromWorker,
+    Load,
+    Loading,
+    Open,
+    Progress,
+    RefusalCode,
+    Refused,
+    ToWorker,
+    Welcome,
+)
 from transport.codec import encode_from_worker
 from transport.outbox import HEARTBEAT_SECONDS
 from transport.server import Link, WorkerServer, serve
@@ -81,16 +93,72 @@ def end_process(why: str) -> None:
     os._exit(1)
 
 
-async def load_in_time(
-    load: Callable[[], T], role: str, seconds: float, stuck: Callable[[str], None] = end_process
-) -> T:
-    """What ``load`` returns, which runs in a thread; ``stuck`` is called if it takes more than so many seconds."""
-    why = f"the {role} worker ends: it has not loaded within {seconds:g} s (load_timeout)"
-    late = asyncio.get_running_loop().call_later(seconds, stuck, why)
-    try:
-        return await asyncio.to_thread(load)
-    finally:
-        late.cancel()
+class Door:
+    """Where a worker listens before it has loaded: routers that come hear what it does, and wait.
+
+    A context that leaves by an error closes it. Implements :class:`transport.server.Handler`.
+    """
+
+    server: WorkerServer
+
+    def __init__(self, role: str) -> None:
+        """Use :meth:`open`."""
+        self._role, self._now, self._loop = role, Loading("starting"), asyncio.get_running_loop()
+
+    @classmethod
+    async def open(cls, role: str, listen: str, identity: Identity | None = None) -> Door:
+        """Listen on ``HOST:PORT``, with TLS as ``identity``; raises :class:`transport.address.AddressError`."""
+        door = cls(role)
+        door.server = await serve(door, role, listen, identity)
+        return door
+
+    async def __aenter__(self) -> Door:
+        """Open."""
+        return self
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Nothing comes of it where there was an error."""
+        if error is not None:
+            await self.server.stop(0.0)
+
+    async def load(
+        self,
+        load: Callable[[Progress], T],
+        model: str,
+        seconds: float,
+        progress: Progress | None = None,
+        stuck: Callable[[str], None] = end_process,
+    ) -> T:
+        """What ``load`` returns, which runs in a thread and says what it does: ``progress`` hears it as well.
+
+        ``model``: what the worker will call it. ``stuck`` is called if it takes more than so many seconds.
+        """
+
+        def report(loading: Loading) -> None:
+            self._loop.call_soon_threadsafe(self._tell, replace(loading, model=model))
+            if progress is not None:
+                progress(loading)
+
+        why = f"the {self._role} worker ends: it has not loaded within {seconds:g} s (load_timeout)"
+        late = self._loop.call_later(seconds, stuck, why)
+        try:
+            return await asyncio.to_thread(load, report)
+        finally:
+            late.cancel()
+
+    def _tell(self, loading: Loading) -> None:
+        self._now = loading
+        self.server.tell(loading)
+
+    def connected(self, _link: Link) -> Loading:
+        """A router came."""
+        return self._now
+
+    def received(self, link: Link, messages: Sequence[ToWorker]) -> None:
+        """A router sent what it had no reason to."""
+
+    def disconnected(self, link: Link) -> None:
+        """A router went."""
 
 
 class Watchdog:
@@ -166,12 +234,19 @@ class Worker:
         """How it introduces itself."""
         return self._machine.welcome()
 
-    async def start(self, listen: str, identity: Identity | None = None) -> None:
-        """Listen on ``HOST:PORT``, with TLS as ``identity``; raises :class:`transport.address.AddressError`."""
+    async def start(self, listen: str | Door, identity: Identity | None = None) -> None:
+        """Listen on ``HOST:PORT``, with TLS as ``identity``, or take over a door that is open.
+
+        Raises :class:`transport.address.AddressError`.
+        """
         sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        self._server = await serve(self, self._role, listen, identity)
+        if isinstance(listen, Door):
+            self._server = listen.server
+            self._server.hand_over(self)
+        else:
+            self._server = await serve(self, self._role, listen, identity)
         self.address = self._server.address
         self._thread.start()
         self._heart = asyncio.create_task(self._beat())

@@ -29,7 +29,7 @@ from benchmarks.harness.command import BenchError
 from cluster.checkout import CHECKOUT
 from cluster.config.environment import current
 from speculation.events import Role
-from speculation.messages import FromWorker, Load, Welcome
+from speculation.messages import FromWorker, Load, Loading, Welcome
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
 
@@ -269,6 +269,9 @@ class _Ear:
     heard: asyncio.Queue[Load] = field(default_factory=asyncio.Queue)
 
     def up(self, welcome: Welcome) -> None:
+        pass
+
+    def loading(self, loading: Loading | None) -> None:
         pass
 
     def received(self, message: FromWorker) -> None:

@@ -40,14 +40,15 @@ from cluster.processes.notify import READY, STOPPING, notify
 from cluster.processes.parent import exit_with
 from cluster.processes.rank_processes import RankProcesses
 from speculation.events import Role
+from speculation.messages import Loading
 
 if TYPE_CHECKING:
     from transport.worker import Worker
 
 ABOUT = "run one target or draft worker in this process"
 DETAILS = """\
-Loads a model and listens for routers. Prints one line when it is ready. SIGTERM or Ctrl-C let its sessions move
-or end, for up to drain_timeout seconds, and stop it; a second one stops it at once.
+Loads a model and listens for routers. Says where it listens, and when it is ready. SIGTERM or Ctrl-C let its
+sessions move or end, for up to drain_timeout seconds, and stop it; a second one stops it at once.
 
   paceline worker target --model ./llama-8b --listen 127.0.0.1:7001
   paceline worker target --model ./llama-8b --draft-model ./llama-1b      both in one process, in turn
@@ -148,13 +149,20 @@ async def _start(role: str, config: Config, listen: str) -> Worker:
             from engine.recorder import RecordError
             from speculation.sources.registry import SourceError
             from target_service.service import start_target
+            from transport.worker import Door
 
-        known = identity(config, role)
+        door = await Door.open(role, listen, identity(config, role))
+        tell(f"{role} worker loading on {door.server.address}")
+
+        def progress(loading: Loading) -> None:
+            report(loading.doing)
+
         try:
             if role == "target":
-                own, drafter = target_settings(config), shared_drafter(config)
-                return await start_target(own, listen, report, RankProcesses(), known, drafter)
-            return await start_draft(draft_settings(config), listen, report, RankProcesses(), known)
+                return await start_target(
+                    target_settings(config), door, progress, RankProcesses(), shared_drafter(config)
+                )
+            return await start_draft(draft_settings(config), door, progress, RankProcesses())
         except (ModelError, RecordError, SourceError) as error:
             raise CommandError(str(error), BAD_INPUT) from error
         except RankError as error:

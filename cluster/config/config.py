@@ -143,22 +143,20 @@ class AutoscalingConfig:
     window_s: float = _setting(10.0, "seconds over which reports are averaged", at_least=0.5, at_most=600)
 
 
+def _share(what: str, chosen: str) -> Any:
+    about = f"{what} under way at once per router (0: no limit; auto: with API keys {chosen}, else no limit)"
+    return _setting(AUTO, about, at_least=0, auto=True)
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """What a router lets in. Limits hold for every API key that has none of its own; without keys, for all together."""
 
     requests_per_minute: int = _setting(0, "requests a minute per router (0: no limit)", at_least=0)
-    tokens_per_minute: int = _setting(
-        0, "tokens a minute, of prompts and generated, per router (0: no limit)", at_least=0
-    )
+    tokens_per_minute: int = _setting(0, "tokens a minute, prompts and generated, per router (0: none)", at_least=0)
     concurrent_requests: int = _setting(0, "requests under way at once per router (0: no limit)", at_least=0)
-    concurrent_sessions: int | Literal["auto"] = _setting(
-        AUTO,
-        "choices of requests under way at once per router (0: no limit; auto: with API keys half of "
-        "router.max_sessions, so that one key never takes all, else no limit)",
-        at_least=0,
-        auto=True,
-    )
+    concurrent_sessions: int | Literal["auto"] = _share("choices of requests", "half of router.max_sessions")
+    concurrent_tokens: int | Literal["auto"] = _share("tokens of requests", "4,096 for each of these choices")
     request_timeout: float = _setting(
         0.0, "seconds that a request has if it asks for none (0: as many as it takes)", at_least=0, at_most=86400
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # they bring torch
     from engine.settings import EngineSettings
     from router.http.admission import AdmissionSettings
     from router.http.prompt_recorder import RecordSettings
+    from router.limits import Allowance
     from router.service import RouterSettings
     from router.sessions.standby import StandbyTargets
     from target_service.drafting.draft_model import MakeDrafter
@@ -29,6 +30,8 @@ if TYPE_CHECKING:  # they bring torch
 SHARED_GPU = 0.15
 """What part of a GPU the weights and the cache of a draft model in a target's process may fill, unless its ``gpus`` say
 so; the target has what is left."""
+TOKENS_OF_CHOICE = 4096
+"""That one API key has at once for each choice it may have: few of a long context, or many of a short one."""
 READY_SECONDS = 25.0
 """How long a router waits for its first target worker before it serves HTTP without, and says why."""
 
@@ -159,24 +162,23 @@ def trace_settings(config: Config) -> TraceSettings | None:
     return TraceSettings(chosen.otlp_endpoint, chosen.sample) if on else None
 
 
-def _concurrent_sessions(config: Config) -> int:
-    """Of one API key, or of all callers where there are no keys; 0: no limit."""
-    chosen = config.admission.concurrent_sessions
-    if isinstance(chosen, int):
-        return chosen
-    return max(config.router.max_sessions // 2, 1) if config.security.api_keys else 0
+def _allowance(config: Config) -> Allowance:
+    """Of one API key, or of all callers where there are no keys. One key never takes all of a router unless told so."""
+    from router.limits import Allowance
+
+    chosen, share = config.admission, max(config.router.max_sessions // 2, 1) if config.security.api_keys else 0
+    sessions, tokens = chosen.concurrent_sessions, chosen.concurrent_tokens
+    sessions = sessions if isinstance(sessions, int) else share
+    tokens = tokens if isinstance(tokens, int) else TOKENS_OF_CHOICE * (sessions if config.security.api_keys else 0)
+    return Allowance(chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests, sessions, tokens)
 
 
 def _admission(config: Config) -> AdmissionSettings:
     from router.http.admission import AdmissionSettings
-    from router.limits import Allowance
 
     chosen = config.admission
-    allowance = Allowance(
-        chosen.requests_per_minute, chosen.tokens_per_minute, chosen.concurrent_requests, _concurrent_sessions(config)
-    )
     return AdmissionSettings(
-        allowance=allowance,
+        allowance=_allowance(config),
         timeout=chosen.request_timeout,
         max_timeout=chosen.max_request_timeout,
         target_timeout=chosen.target_timeout,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from cluster.doctor.finding import Finding, ok, problem, warning
 from speculation.events import Role
-from speculation.messages import FromWorker, Welcome
+from speculation.messages import FromWorker, Loading, Welcome
 from transport.address import parse
 from transport.client import WorkerConnection
 from transport.codec import MalformedMessage
@@ -38,7 +38,7 @@ class Met:
     address: str
     unreachable: str = ""
     """Why no connection could be opened."""
-    welcome: Welcome | None = None
+    welcome: Welcome | Loading | None = None
     trips: Sequence[float] = ()
     """Seconds."""
 
@@ -57,11 +57,17 @@ class Met:
 class _Greeting:
     """Hears a worker introduce itself."""
 
-    welcome: asyncio.Future[Welcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    welcome: asyncio.Future[Welcome | Loading] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def up(self, welcome: Welcome) -> None:
         if not self.welcome.done():
             self.welcome.set_result(welcome)
+
+    def loading(self, loading: Loading | None) -> None:
+        if loading is not None and not self.welcome.done():
+            self.welcome.set_result(loading)
 
     def received(self, message: FromWorker) -> None:
         """Loads, which say nothing about a fault."""
@@ -94,12 +100,16 @@ def judge(met: Sequence[Met]) -> Iterator[Finding]:
     """What is wrong with the workers, each alone and all together."""
     for worker in met:
         yield from _judge_one(worker)
-    known = [(worker, worker.welcome) for worker in met if worker.welcome is not None]
-    targets = [welcome for worker, welcome in known if worker.role is Role.TARGET]
-    if met and not targets:
+    if met and not any(worker.role is Role.TARGET and worker.welcome is not None for worker in met):
         yield problem(
             "targets", "no target worker answers", "start one: `paceline worker target --model ... --listen ...`"
         )
+    yield from _judge_models(met)
+
+
+def _judge_models(met: Sequence[Met]) -> Iterator[Finding]:
+    known = [(worker, worker.welcome) for worker in met if isinstance(worker.welcome, Welcome)]
+    targets = [welcome for worker, welcome in known if worker.role is Role.TARGET]
     for worker, welcome in known if targets else ():
         if worker.role is Role.DRAFT:
             yield from _judge_tokenizer(worker.subject, welcome, targets)
@@ -122,6 +132,8 @@ def _judge_one(worker: Met) -> Iterator[Finding]:
         text = "takes connections but does not introduce itself"
         fix = "use the same security settings here and there, and restart it if it hangs"
         yield problem(worker.subject, text, fix)
+    elif isinstance(welcome, Loading):
+        yield warning(worker.subject, f"not up yet: {welcome.doing}", "wait until it has loaded")
     elif welcome.role != worker.role.value:
         yield problem(worker.subject, f"is a {welcome.role} worker", f"list it as --{welcome.role}")
     else:
@@ -150,8 +162,8 @@ async def _trip(host: str, port: int) -> float:
     return seconds
 
 
-async def _welcome(role: Role, address: str, identity: Identity | None) -> Welcome | None:
-    """How the worker introduces itself, if it does in time."""
+async def _welcome(role: Role, address: str, identity: Identity | None) -> Welcome | Loading | None:
+    """How the worker introduces itself, or what it does before, if it says so in time."""
     greeting = _Greeting()
     connection = asyncio.create_task(WorkerConnection(address, role.value, greeting, identity=identity).run())
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,9 +69,9 @@ class LocalProcesses:
         for child in self.children:
             report("starting", child.name)
             child.start(time.monotonic(), held=child is self._router)
-        self._await(self._workers, deadline)
-        self._router.release()
-        self._await([self._router], deadline)
+        self._await(self._workers, deadline, lambda worker: worker.listens)
+        self._router.release()  # it serves, and says in /ready what workers do
+        self._await(self.children, deadline, lambda child: child.ready)
         self._report = None
 
     def watch(self) -> None:
@@ -98,8 +99,8 @@ class LocalProcesses:
             port.close()
         self._folder.cleanup()
 
-    def _await(self, children: list[Child], deadline: float) -> None:
-        while waiting := [child for child in children if not child.ready]:
+    def _await(self, children: list[Child], deadline: float, there: Callable[[Child], bool]) -> None:
+        while waiting := [child for child in children if not there(child)]:
             for child in waiting:
                 if child.ended:
                     raise CommandError(f"{child.name} cannot start: {child.reason}", FAILED)

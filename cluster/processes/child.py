@@ -37,7 +37,7 @@ class Child:
         self._variables = variables or {}
         self._process: subprocess.Popen[str] | None = None
         self._said: deque[str] = deque(maxlen=REMEMBERED_LINES)
-        self._ready = threading.Event()
+        self._ready, self._listens = threading.Event(), threading.Event()
         self._readers: list[threading.Thread] = []
         self._ends = 0
         self._started = self._again = 0.0
@@ -46,6 +46,11 @@ class Child:
     def ready(self) -> bool:
         """Whether the running process said so."""
         return self._ready.is_set()
+
+    @property
+    def listens(self) -> bool:
+        """Whether the running process said that it does, ready or not."""
+        return self._listens.is_set()
 
     @property
     def pid(self) -> int:
@@ -73,13 +78,14 @@ class Child:
     def start(self, now: float, *, held: bool = False) -> None:
         """Start it; the previous process must have ended. ``held``: its input ends only with :meth:`release`."""
         assert self.ended
-        self._ready, self._started = threading.Event(), now
+        self._ready, self._listens, self._started = threading.Event(), threading.Event(), now
         self._said.clear()
         self._process = process = spawn(self._command, self._variables, held=held)
         assert process.stdout and process.stderr
+        output = process.stdout, self._ready, self._listens
         self._readers = [
-            threading.Thread(target=target, args=(stream, self._ready), daemon=True, name=self.name)
-            for target, stream in ((self._read_output, process.stdout), (self._read_errors, process.stderr))
+            threading.Thread(target=self._read_output, args=output, daemon=True, name=self.name),
+            threading.Thread(target=self._read_errors, args=(process.stderr,), daemon=True, name=self.name),
         ]
         for reader in self._readers:
             reader.start()
@@ -123,13 +129,15 @@ class Child:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def _read_output(self, stream: IO[str], ready: threading.Event) -> None:
+    def _read_output(self, stream: IO[str], ready: threading.Event, listens: threading.Event) -> None:
         with stream:
             for line in stream:
-                if " ready on " in line:
+                if " loading on " in line:
+                    listens.set()
+                elif " ready on " in line:
                     ready.set()
 
-    def _read_errors(self, stream: IO[str], _ready: threading.Event) -> None:
+    def _read_errors(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
                 text = line.rstrip()

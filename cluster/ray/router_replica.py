@@ -20,6 +20,7 @@ from router.http.api import build_app
 from router.http.prompt_recorder import PromptRecorder
 from router.service import dispatcher, freeze_loaded
 from router.text.tokenizers import Tokenizers
+from speculation.events import Role
 from transport.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class RouterReplica:
         """What Serve's controller learns of its streams; see :mod:`cluster.autoscaling.serve_policy`."""
         reports = [figures(self._dispatcher.demand(model), model) for model in self._models]
         return {name: value for report in reports for name, value in report.items()}
+
+    async def announced(self, role: str, address: str) -> None:
+        """A worker that loads says where it listens: Serve lists it once it has loaded."""
+        self._directory.announced(Role(role), address)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """The OpenAI-compatible API."""

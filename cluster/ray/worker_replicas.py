@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import serve
 
 from cluster.autoscaling.serve_policy import figures
 from cluster.config.config import Config
@@ -20,7 +23,7 @@ from cluster.config.security import check_worker_exposure, identity
 from cluster.config.serving import draft_settings, shared_drafter, target_settings
 from cluster.config.vocabularies import worker_config
 from cluster.discovery import ENDPOINT
-from cluster.placement import need
+from cluster.placement import APPLICATION, ROUTER, need
 from cluster.processes.imports import worker_imports
 from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known
@@ -31,9 +34,12 @@ from transport.address import join
 
 if TYPE_CHECKING:
     from transport.tls import Identity
-    from transport.worker import Worker
+    from transport.worker import Door, Worker
 
 log = logging.getLogger(__name__)
+
+ANNOUNCE_SECONDS = 2.0
+"""Pause between telling routers of a worker that loads, and how long they may take to hear it."""
 
 
 class _WorkerReplica:
@@ -85,11 +91,12 @@ class TargetWorker(_WorkerReplica):
         own, certified, ranks = config.of_worker(pool), identity(config, "target"), _ranks(config, pool)
         with worker_imports(own, Role.TARGET):
             from target_service.service import start_target
+            from transport.worker import Door
 
         drafter = shared_drafter(own)
-        worker = await start_target(
-            target_settings(own), _listen(config), ranks=ranks, identity=certified, make_drafter=drafter
-        )
+        door = await Door.open(Role.TARGET.value, _listen(config), certified)
+        async with _announced(door, Role.TARGET):
+            worker = await start_target(target_settings(own), door, ranks=ranks, make_drafter=drafter)
         await self._begin(worker, config.drain_timeout, certified)
 
 
@@ -102,10 +109,32 @@ class DraftWorker(_WorkerReplica):
         own, certified = worker_config(config, pool), identity(config, "draft")
         with worker_imports(own, Role.DRAFT):
             from draft_service.service import start_draft
+            from transport.worker import Door
 
-        settings = draft_settings(own)
-        worker = await start_draft(settings, _listen(config), ranks=_ranks(config, pool), identity=certified)
+        door = await Door.open(Role.DRAFT.value, _listen(config), certified)
+        async with _announced(door, Role.DRAFT):
+            worker = await start_draft(draft_settings(own), door, ranks=_ranks(config, pool))
         await self._begin(worker, config.drain_timeout, certified)
+
+
+@asynccontextmanager
+async def _announced(door: Door, role: Role) -> AsyncIterator[None]:
+    """Tell routers of the door while the block runs, again and again: there may be others by then."""
+
+    async def announce() -> None:
+        routers: Any = None
+        while True:
+            with suppress(Exception):  # there is no router yet, or one of an older release
+                routers = routers or serve.get_deployment_handle(ROUTER, APPLICATION)
+                heard = routers.broadcast("announced", role.value, door.server.address)
+                await heard.results_async(timeout_s=ANNOUNCE_SECONDS)
+            await asyncio.sleep(ANNOUNCE_SECONDS)
+
+    announcing = asyncio.create_task(announce())
+    try:
+        yield
+    finally:
+        announcing.cancel()
 
 
 def _settings(config: Config, deployment: str) -> tuple[Config, Pool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from draft_service.translation.tokenizer import DraftTokenizer
 from draft_service.translation.vocabulary import SharedVocabulary
 from engine.loading.loader import read_config
 from engine.step import Engine
+from speculation.messages import Loading, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ def read_vocabularies(model: str, target: str) -> Vocabularies | None:
     return found
 
 
-def translator(engine: Engine, known: Vocabularies, progress: Callable[[str], None] | None = None) -> OtherVocabulary:
+def translator(engine: Engine, known: Vocabularies, progress: Progress | None = None) -> OtherVocabulary:
     """What reads the draft model for sessions of the target. Raises :class:`engine.model.ModelError`."""
     shared = SharedVocabulary(known.target, known.own, target_size=known.target_size, own_size=engine.model.vocabulary)
     found = overlap(engine, shared)
     check(found, shared)
     if progress is not None:
-        progress(f"translating: {shared.share:.0%} of the target's tokens are shared, {found}")
+        progress(Loading(f"translating: {shared.share:.0%} of the target's tokens are shared, {found}"))
     return OtherVocabulary(engine.model, shared)

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from engine.loading.self_test import STOCK
 from engine.model import ModelError
 from engine.parallel.group import Group
+from speculation.messages import Loading, Progress
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -34,6 +35,9 @@ DTYPES = {
     "float64": torch.float64,
     "fp64": torch.float64,
 }
+
+TELLINGS = 20
+"""How often to say how far weights are loaded."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -119,11 +123,14 @@ def read_config(path: str) -> Any:
     return config
 
 
-def read_module(path: str, dtype: torch.dtype, device: torch.device, group: Group | None) -> Any:
+def read_module(
+    path: str, dtype: torch.dtype, device: torch.device, group: Group | None, progress: Progress | None = None
+) -> Any:
     """The model in a folder or of a hub id, weights and all, or this rank's slice of them. Raises ModelError.
 
     A GPU gets each tensor straight from its file, several at a time, instead of after a copy of all in the host's
-    memory; ranks get their slices so. On a CPU they are left where they are read.
+    memory; ranks get their slices so. On a CPU they are left where they are read. ``progress`` hears
+    how many are read, now and then.
     """
     local = is_folder(path)
     folder = Path(path).expanduser() if local else path
@@ -131,22 +138,44 @@ def read_module(path: str, dtype: torch.dtype, device: torch.device, group: Grou
     try:
         module: Any
         loaded: dict[str, Any]
-        module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=STOCK,
-            local_files_only=local,
-            output_loading_info=True,
-            distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
-            device_map={"": device} if group is None and device.type != "cpu" else None,
-        )
+        with _told(progress):
+            module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=STOCK,
+                local_files_only=local,
+                output_loading_info=True,
+                distributed_config=None if group is None else DistributedConfig(tp_size=group.world),
+                device_map={"": device} if group is None and device.type != "cpu" else None,
+            )
     except Exception as error:
         raise ModelError(f"{path}: cannot load the weights: {first_line(error)}") from error
     if missing := sorted(loaded["missing_keys"]):
         # transformers fills these with random numbers and only warns.
         raise ModelError(f"{path}: the weights lack {len(missing)} tensors of the model, first {missing[0]!r}")
     return module.eval().requires_grad_(False)
+
+
+@contextmanager
+def _told(progress: Progress | None) -> Iterator[None]:
+    """Have ``progress`` hear what transformers would draw a bar of."""
+    previous = transformers_logging.set_tqdm_hook(
+        lambda bar, given, named: _counted(list(given[0]), progress) if given and progress else bar(*given, **named)
+    )
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+
+
+def _counted(tensors: Sequence[Any], progress: Progress) -> Iterator[Any]:
+    """The same; ``progress`` hears how many of them were taken."""
+    for done, tensor in enumerate(tensors):
+        share = done / len(tensors)
+        if not done or int(TELLINGS * share) > int(TELLINGS * (done - 1) / len(tensors)):
+            progress(Loading(f"loading weights: {done} of {len(tensors)} tensors", share))
+        yield tensor
 
 
 def read_tokenizer(path: str) -> Any:

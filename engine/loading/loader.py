@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from engine.parallel.group import Group
 from engine.parallel.shards import own_part, use_slices
 from engine.settings import NONE
 from engine.stateful import RIGHT_IN_PARTS
+from speculation.messages import Loading, Progress
 
 __all__ = [
     "DTYPES",
@@ -58,7 +60,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
+Report = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -84,18 +86,22 @@ def load(
     ``quantization``: one of :data:`engine.loading.quantisation.CHOICES`. ``pack``: store linear layers in oneDNN's
     layout (CPU only). ``without_speculation``: take a model that cannot speculate as well, if it is not to be quantised
     and :mod:`engine.stateful` can run it. ``group``: read only this rank's slice of the weights; every rank has to load
-    the same. ``by_rows``: compute steps by rows (CUDA only), if that is right here. ``progress`` hears a
-    line before each slow part.
+    the same. ``by_rows``: compute steps by rows (CUDA only), if that is right here. ``progress`` hears
+    of each slow part.
     """
-    report = progress or (lambda _: None)
+
+    def report(doing: str) -> None:
+        if progress is not None:
+            progress(Loading(doing))
+
     set_threads(threads, max_threads)
     is_folder(path)  # or nothing else is said
     chosen_device = choose_device(device) if group is None else group.device
     chosen_dtype = choose_dtype(dtype, chosen_device)
     check(quantization, chosen_dtype, chosen_device)
-    report(f"reading {path} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
+    report(f"reading {Path(path).name} in {str(chosen_dtype).removeprefix('torch.')} on {chosen_device}")
     with quiet():
-        module = read_module(path, chosen_dtype, chosen_device, group).to(chosen_device)
+        module = read_module(path, chosen_dtype, chosen_device, group, progress).to(chosen_device)
         tokens = tokens_of(read_tokenizer(path))
     return from_module(
         path,
@@ -126,7 +132,7 @@ def from_module(
     without_speculation: bool = False,
     group: Group | None = None,
     by_rows: bool = True,
-    report: Progress = lambda _: None,
+    report: Report = lambda _: None,
 ) -> Model:
     """What :func:`load` makes of a transformers model that is in memory already, which is changed. Raises ModelError.
 
@@ -153,7 +159,7 @@ def from_module(
 def _for_speculation(
     model: Model,
     test: SelfTest | None,
-    report: Progress,
+    report: Report,
     quantization: str,
     group: Group | None,
     *,
@@ -191,7 +197,7 @@ def _for_speculation(
     return _tested(replace(model, attention=attention), test, report)
 
 
-def _in_one_call(model: Model, test: SelfTest | None, report: Progress) -> Model:
+def _in_one_call(model: Model, test: SelfTest | None, report: Report) -> Model:
     """The model with its decoder layers computed by :mod:`engine.cpu`; raises Unrecognised or CannotSpeculate."""
     module: Any = model.module
     attention = fuse_on_cpu(module, model.context)
@@ -231,7 +237,7 @@ def _attention(model: Model, group: Group | None, *, by_rows: bool) -> RowAttent
     return attention
 
 
-def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
+def _tested(model: Model, test: SelfTest | None, report: Report) -> Model:
     """The model as it passes its test: with layers that are not fused, without attention by rows, if need be."""
     if test is None:
         return model
@@ -248,7 +254,7 @@ def _tested(model: Model, test: SelfTest | None, report: Progress) -> Model:
     return model
 
 
-def _for_plain_decoding(model: Model, test: SelfTest | None, report: Progress, reason: CannotSpeculate) -> Model:
+def _for_plain_decoding(model: Model, test: SelfTest | None, report: Report, reason: CannotSpeculate) -> Model:
     """Let the model compute over its own cache; raises :class:`ModelError`."""
     plain = replace(model, no_speculation=str(reason), whole_prompts=model.kind not in RIGHT_IN_PARTS)
     if test is not None:
@@ -260,7 +266,7 @@ def _for_plain_decoding(model: Model, test: SelfTest | None, report: Progress, r
     return plain
 
 
-def _passed(report: Progress, difference: float) -> None:
+def _passed(report: Report, difference: float) -> None:
     report(f"self-test passed: logits within {difference:.1g} of the stock forward (relative)")
 
 

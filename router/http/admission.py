@@ -63,7 +63,7 @@ class QuotaLease:
     def __init__(self, account: Account, arrived: float, clock: Callable[[], float]) -> None:
         """Has entered."""
         self._account, self._arrived, self._clock = account, arrived, clock
-        self._sessions = 0
+        self._sessions = self._tokens = 0
 
     def take_sessions(self, sessions: int) -> None:
         """Take places for all choices. Raises :class:`ApiError`."""
@@ -79,14 +79,16 @@ class QuotaLease:
             self._account.take_prompt(tokens, self._clock())
         except LimitReached as error:
             raise ApiError(LIMIT_REACHED.name, error.message, retry_after=error.wait) from None
+        self._tokens += tokens
 
     def take_completion(self, tokens: int) -> None:
         """Pay for what was generated."""
         self._account.take_completion(tokens, self._clock())
+        self._tokens += tokens
 
     def leave(self) -> None:
         """The answer has ended."""
-        self._account.leave(self._clock() - self._arrived, self._sessions)
+        self._account.leave(self._clock() - self._arrived, self._sessions, self._tokens)
 
     def end(self, seconds: float | None) -> float | None:
         """When so many seconds since it came are over, on the event loop's clock; None: never."""

@@ -191,14 +191,9 @@ class _Api:
         return _json({"status": "ok"})
 
     async def ready(self, _request: Request) -> Response:
-        """200 while requests can be served, 503 with the reason while not."""
-        reason = self._metrics.unready
-        return _json(
-            {"status": "ready", "exact": self._metrics.exact}
-            if reason is None
-            else {"status": "unready", "reason": reason},
-            status=503 if reason else 200,
-        )
+        """200 while requests can be served, 503 with the reason while not; and what workers do that are not up yet."""
+        readiness = self._metrics.snapshot().readiness
+        return _json(readiness, status=200 if readiness["status"] == "ready" else 503)
 
     async def exposition(self, request: Request) -> Response:
         """The metrics of this router, for Prometheus."""

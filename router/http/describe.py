@@ -55,6 +55,24 @@ stream it is the last event.
 | code | status | type | try again | meaning |
 |---|---|---|---|---|
 """
+_LIMITS = """\
+
+## Limits
+
+What an API key may ask for is limited by `admission.*`, or behind the key in its file ([installing](install.md)). Where
+requests or tokens a minute are limited, every answer says by OpenAI's headers `x-ratelimit-limit-requests`,
+`x-ratelimit-remaining-requests`, `x-ratelimit-reset-requests`, and the same of `tokens`, what is left. Unless it is set
+otherwise, a key has at most half of a router's places for choices at once, and 4,096 tokens for each of them; a request
+that is the only one of its key is let in whatever it brings. Beyond a limit the answer is 429 `rate_limit_exceeded`,
+which says which limit; `retry-after` says in how many seconds a request can be expected to get in. What was let in is
+never cut short.
+
+## Whether it serves
+
+`GET /ready` answers 200 while requests can be served, else 503 with the reason, and needs no key. While workers load,
+`starting` says of each what it does: `{"role": "target", "model": "llama", "doing": "loading weights: 120 of 290
+tensors", "fraction": 0.41}`; `fraction` is null where nobody knows.
+"""
 
 
 def document() -> str:
@@ -64,7 +82,7 @@ def document() -> str:
         f"| `{row.name}` | {row.status} | `{row.type}` | {'yes' if row.retryable else 'no'} | {row.meaning} |\n"
         for row in CODES.values()
     )
-    return _INTRODUCTION + "\n" + fields + "".join(map(_line, _ordered(ROWS))) + _ANSWERS + "".join(errors)
+    return _INTRODUCTION + "\n" + fields + "".join(map(_line, _ordered(ROWS))) + _ANSWERS + "".join(errors) + _LIMITS
 
 
 def _ordered(rows: Sequence[FieldRow]) -> list[FieldRow]:

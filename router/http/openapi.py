@@ -79,7 +79,12 @@ def _get(summary: str, answer: Schema, *errors: int) -> Schema:
 
 
 def _ready() -> Schema:
-    answer = _object({"status": _STRING, "reason": _STRING}, "status")
+    fraction: Schema = {"type": ["number", "null"]}
+    worker = _object(
+        {"role": _STRING, "model": _STRING, "doing": _STRING, "fraction": fraction}, "role", "model", "doing"
+    )
+    starting: Schema = {"type": "array", "items": worker}
+    answer = _object({"status": _STRING, "reason": _STRING, "starting": starting}, "status")
     return {
         "summary": "Whether requests can be served now",
         "responses": {status: {"description": "Yes or no", "content": _json(answer)} for status in ("200", "503")},

@@ -113,7 +113,7 @@ function dot() {
 }
 
 function state(name) {
-  const kind = { up: "good", draining: "warn", connecting: "warn", lost: "bad" }[name] ?? "unknown";
+  const kind = { up: "good", draining: "warn", connecting: "warn", loading: "warn", lost: "bad" }[name] ?? "unknown";
   return element("span", { class: "state", "data-state": kind }, dot(), name);
 }
 

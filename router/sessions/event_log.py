@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from speculation.events import PeerId
-from speculation.request.session import Session
 
 MAX_EVENTS = 100
 TOGETHER_SECONDS = 1.0
@@ -79,34 +78,3 @@ class EventLog:
         self._number += 1
         shortened = " ".join(text.split())[:LONGEST]
         self._lines.append(LoggedEvent(self._number, now, kind, shortened, worker, session, request))
-
-
-class SessionNotes:
-    """What the event log says of one session."""
-
-    def __init__(self, event_log: EventLog, session: Session, request: str) -> None:
-        """Nothing is told of a session to which nothing happens."""
-        self._event_log, self._session, self._request = event_log, session, request
-        self._told = (0, 0)
-
-    def opened(self, target: PeerId) -> None:
-        """It was opened at a target: perhaps again."""
-        session, (reopened, moved) = self._session, self._told
-        self._told = (session.reopened, session.moved)
-        after = f"after {len(session.output)} tokens"
-        if session.reopened > reopened:
-            self._note(EventKind.SESSION_REOPENED, f"was opened again at {target} {after}", target)
-        elif session.moved > moved:
-            self._note(EventKind.SESSION_MOVED, f"moved to {target} {after}", target)
-
-    def condemned(self, target: PeerId, deaths: int) -> None:
-        """Too many targets died of it; ``target`` was the last."""
-        self._note(EventKind.SESSION_CONDEMNED, f"was given up: {deaths} targets in a row died of it", target)
-
-    def quarantined(self, drafter: PeerId, why: str) -> None:
-        """It is done with a drafter."""
-        self._note(EventKind.DRAFTER_QUARANTINED, f"is done with {drafter}: {why}", drafter)
-
-    def _note(self, kind: EventKind, text: str, worker: PeerId) -> None:
-        number = self._session.session
-        self._event_log.note(kind, f"session {number} {text}", worker, number, self._request)

@@ -28,6 +28,7 @@ from speculation.messages import (
     Close,
     FromWorker,
     Load,
+    Loading,
     Open,
     Proposal,
     Refused,
@@ -75,6 +76,8 @@ class Peer:
     """None while it is down."""
     described: Welcome | None = None
     """As it last introduced itself, also while it is down."""
+    doing: Loading | None = None
+    """What it does before it can come up, as far as it says so."""
     load: Load = Load()
     opened: OpenSessions = field(default_factory=OpenSessions)
     """Sessions this router has open there."""
@@ -100,7 +103,14 @@ class Peer:
 
     def up(self, welcome: Welcome) -> None:
         """The worker introduced itself."""
+        self.doing = None
         self.pool.worker_up(self, welcome)
+
+    def loading(self, loading: Loading | None) -> None:
+        """The worker is there, and will be up."""
+        if loading is not None and self.doing is None:
+            log.info("worker %s is there and loads %s", self.peer, loading.model)
+        self.doing = loading
 
     @property
     def traffic(self) -> Traffic:

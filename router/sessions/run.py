@@ -8,14 +8,10 @@ from typing import NamedTuple
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.sessions.choice import WantedWorker
-from router.sessions.event_log import SessionNotes
-from router.sessions.null_tracer import NullTracer
-from router.sessions.speculation_trace import SpeculationTrace
-from router.sessions.tally import SessionTally
-from speculation.events import Emit, PeerId
+from router.sessions.observer import SessionObserver
+from speculation.events import PeerId
 from speculation.messages import FinishReason, Limits, SessionId
-from speculation.request.session import Session, SessionLimits, Workers
-from transport.session_log import SessionLog
+from speculation.request.session import Session, SessionLimits
 from transport.wire import AskedLogprobs
 
 
@@ -76,10 +72,7 @@ class RunningSession:
     """A session under way and what it has for its client."""
 
     session: Session
-    tally: SessionTally
-    log: SessionLog
-    notes: SessionNotes
-    trace: NullTracer
+    observer: SessionObserver
     model: ServedModel | None
     blocks: tuple[int, ...]
     """Of the prompt; see :mod:`router.sessions.prefixes`."""
@@ -94,29 +87,12 @@ class RunningSession:
     """That the text began with. Another would go on with another text."""
     ended: FinishReason | GenerationError | None = None
     """Why, once it is over; None if it was stopped."""
-    speculation_trace: SpeculationTrace | None = None
-    """For a request that wants details."""
 
     @property
     def wanted(self) -> WantedWorker:
         """What it needs of a worker now."""
         name, tokenizer = (self.model.name, self.model.tokenizer) if self.model else ("", 0)
         return WantedWorker(name, tokenizer, self.revision, self.session.position, self.session.end, self.blocks)
-
-    def committed(self, now: float, emit: Emit, of_drafter: tuple[int, int], workers: Workers) -> None:
-        """Tell whoever counts, traces or shows what is committed at ``now``, and its client.
-
-        ``of_drafter``: how many drafts of draft models were accepted, of how many offered. ``workers``: where the
-        session was.
-        """
-        tokens, accepted, offered = emit.tokens, emit.accepted, emit.offered
-        self.tally.committed(now, len(tokens), accepted, offered, emit.cached, of_drafter)
-        self.trace.committed(len(tokens), accepted, offered)
-        details = None
-        if self.speculation_trace is not None:
-            assert workers.target is not None
-            details = self.speculation_trace.committed(now, workers.target, workers.draft, self.session.reopened)
-        self.items.put_nowait(Committed(tokens, accepted, offered, emit.cached, emit.metadata, details))
 
 
 def session_of(number: SessionId, generation: Generation, limits: SessionLimits, traceparent: str) -> Session:

@@ -13,7 +13,7 @@ from router.generation import ServedModel
 from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, WorkerPool
 from speculation.events import Emit, PeerId, Role
-from speculation.messages import Load, Welcome
+from speculation.messages import Load, Loading, Welcome
 from speculation.request.session import Phase, Session
 from transport.client import Traffic
 
@@ -54,12 +54,15 @@ class WorkerView:
     """See :attr:`router.sessions.pool.Peer.work`; None while unknown."""
     standby: bool = False
     """Whether it is a target that takes sessions only where no other one can."""
+    loading: Loading | None = None
+    """What it does before it can come up; None: it does not say so."""
 
     @classmethod
     def of(cls, peer: Peer, acceptance: float | None, *, standby: bool = False) -> WorkerView:
         """What is known of it now."""
         if peer.welcome is None:
-            return cls(peer.peer, peer.role, WorkerState.DOWN, described=peer.described, since=peer.since)
+            described, loading = peer.described, peer.doing
+            return cls(peer.peer, peer.role, WorkerState.DOWN, described=described, since=peer.since, loading=loading)
         return cls(
             peer.peer,
             peer.role,
@@ -74,6 +77,12 @@ class WorkerView:
             rates=peer.work.rates(peer.pool.clock()) if peer.work else None,
             standby=standby,
         )
+
+    @property
+    def starting(self) -> dict[str, object]:
+        """Of one that is down: what it does, as far as it says so, and how much of that is done."""
+        known = self.loading or Loading("waiting for this worker", model=self.described.model if self.described else "")
+        return {"role": self.role.value, "model": known.model, "doing": known.doing, "fraction": known.fraction}
 
 
 @dataclass(slots=True)
@@ -176,6 +185,24 @@ class Snapshot:
         return None if None in known or not known else all(known)
 
     @property
+    def readiness(self) -> dict[str, object]:
+        """Whether requests can be served, and what is being done about workers that are not up: names no addresses."""
+        reason = self.unready
+        down = [each for each in self.workers if each.state is WorkerState.DOWN]
+        starting = [each.starting for each in down if each.loading or (reason and each.role is Role.TARGET)]
+        status: dict[str, object] = {"status": "ready", "exact": self.exact}
+        if reason is not None:
+            status = {"status": "unready", "reason": reason}
+        return status | {"starting": starting} if starting else status
+
+    @property
+    def loading(self) -> str:
+        """What targets do before they are up; nothing where none says so."""
+        targets = [worker.loading for worker in self.workers if worker.role is Role.TARGET]
+        known = [loading for loading in targets if loading is not None]
+        return f"{len(known)} of {len(targets)} target workers load: {known[0].doing}" if known else ""
+
+    @property
     def unready(self) -> str | None:
         """Why no request can be served now; None: one can."""
         if self.draining:
@@ -185,6 +212,8 @@ class Snapshot:
             return "no target worker is known"
         if any(target.state is WorkerState.UP for target in targets):
             return None
+        if loading := self.loading:
+            return loading
         if all(target.state is WorkerState.DOWN for target in targets):
             return f"no target worker is connected, of {len(targets)} known"
         return "every target worker that is connected is draining"

@@ -123,9 +123,13 @@ class WorkerPart(TypedDict):
     role: str
     """``target`` or ``draft``."""
     model: str
-    """Empty if it never was up; so are the texts below."""
+    """Empty if it never was up, nor says what it loads; so are the texts below."""
     state: str
-    """``connecting`` (it never was up), ``up``, ``draining`` or ``lost``."""
+    """``connecting`` (it never was up), ``loading``, ``up``, ``draining`` or ``lost``."""
+    doing: str
+    """What it does while it is loading; else empty."""
+    fraction: float | None
+    """How much of that is done."""
     standby: bool
     """Whether it is a target that takes sessions only where no other one can."""
     since: float

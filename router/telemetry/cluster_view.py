@@ -123,7 +123,7 @@ class ClusterView:
 
 def _worker(view: WorkerView, epoch: float) -> WorkerPart:
     """``epoch``: what to add to times of the pool's clock."""
-    load, described = view.load, view.described
+    load, described, loading = view.load, view.described, view.loading
     steps, tokens = view.rates or (None, None)
     acceptance = view.acceptance
     if view.role is Role.TARGET and acceptance is None:  # its drafts, if any, are made in its own process
@@ -132,8 +132,10 @@ def _worker(view: WorkerView, epoch: float) -> WorkerPart:
         "id": view.worker,
         "address": view.worker.partition("@")[2],
         "role": view.role.value,
-        "model": described.model if described else "",
+        "model": described.model if described else loading.model if loading else "",
         "state": _state(view),
+        "doing": loading.doing if loading else "",
+        "fraction": loading.fraction if loading else None,
         "standby": view.standby,
         "since": view.since + epoch,
         "sessions": load.sessions,
@@ -155,6 +157,8 @@ def _worker(view: WorkerView, epoch: float) -> WorkerPart:
 
 
 def _state(view: WorkerView) -> str:
+    if view.loading:
+        return "loading"
     if view.state is WorkerState.DOWN:
         return "lost" if view.described else "connecting"
     return view.state.value

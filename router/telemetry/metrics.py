@@ -46,16 +46,6 @@ class RouterMetrics:
         self._registry.register(self)
         self._registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
-    @property
-    def unready(self) -> str | None:
-        """Why no request can be served now; None: one can."""
-        return self.snapshot().unready
-
-    @property
-    def exact(self) -> bool | None:
-        """See :attr:`router.sessions.snapshot.Snapshot.exact`."""
-        return self.snapshot().exact
-
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers."""
         try:

@@ -21,6 +21,7 @@ from engine.model import ModelError
 from speculation.messages import (
     Close,
     Open,
+    Progress,
     Proposal,
     RefusalCode,
     Refused,
@@ -74,7 +75,7 @@ class Drafter(Protocol):
         """Let go of what it has beyond this process. The last call."""
 
 
-MakeDrafter = Callable[[Callable[[str], None] | None], Drafter]
+MakeDrafter = Callable[[Progress | None], Drafter]
 """Loads one; is told where to report progress. Raises :class:`engine.model.ModelError`."""
 
 

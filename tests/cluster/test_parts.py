@@ -388,6 +388,21 @@ async def test_the_workers_of_a_role_are_those_of_all_its_deployments(subscripti
     ]
 
 
+async def test_workers_that_load_announce_themselves_for_a_while(subscriptions, monkeypatch):
+    """Serve lists them once they have loaded, and never those that die before."""
+    directory, told = ServeDirectory([(Role.TARGET, FakeDeployment(RuntimeError("not now")))], FakeSubscription), Told()
+    directory.start(told)
+    directory.announced(Role.TARGET, "a:1")
+    directory.announced(Role.TARGET, "b:1")
+    directory.announced(Role.TARGET, "a:1")
+    subscriptions[0].hear(0, ["a:1"])
+    assert told.events == [(Role.TARGET, ["a:1"]), (Role.TARGET, ["a:1", "b:1"]), (Role.TARGET, ["a:1", "b:1"])]
+    monkeypatch.setattr("cluster.discovery.ANNOUNCED_SECONDS", 0.0)
+    directory.announced(Role.TARGET, "b:1")
+    await told.until((Role.TARGET, ["a:1"]))
+    directory.close()
+
+
 async def test_a_subscription_that_tells_nothing_is_contradicted_by_the_replicas(subscriptions):
     crossed = FakeDeployment(["a:1"], ["a:1", "b:1"], ["a:1"], ["a:1"], ["a:1", "b:1"], ["a:1", "b:1"])
     directory, told = ServeDirectory([(Role.TARGET, crossed)], FakeSubscription), Told()

@@ -154,6 +154,27 @@ async def test_choices_at_once_are_counted_over_all_requests_of_a_caller() -> No
         await asyncio.gather(last, return_exceptions=True)
 
 
+async def test_tokens_at_once_are_counted_over_all_requests_of_a_caller() -> None:
+    """A prompt counts as long as its request is under way, and no longer."""
+    generator = FakeGenerator(lambda _: (), model=model(), hang=True)
+    async with in_memory(generator, limited(concurrent_tokens=6)) as client:
+        first = asyncio.create_task(ask(client, prompt=[1, 2, 3, 4]))
+        while not generator.generations:
+            await asyncio.sleep(0)
+        refused = await ask(client, prompt=[1, 2, 3])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "6 tokens at once are allowed, requests under way have 4, 3 needed" in refused.json()["error"]["message"]
+        assert (refused.headers["retry-after"], refused.headers["x-should-retry"]) == ("1", "true")
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        alone = asyncio.create_task(ask(client, prompt=[1] * 20))
+        while len(generator.generations) < 2:
+            assert not alone.done()
+            await asyncio.sleep(0)
+        alone.cancel()
+        await asyncio.gather(alone, return_exceptions=True)
+
+
 # Deadlines
 
 

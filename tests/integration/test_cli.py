@@ -170,8 +170,9 @@ def test_what_only_loading_shows_is_the_last_line(truncated):
         (["--model", str(truncated)], rf"{truncated}: cannot load the weights: .*"),
         (["--record", "/nowhere/x"], "cannot record to /nowhere/x: No such file or directory; give a file that .*"),
     ):
-        refused = run("worker", "target", "--listen", f"127.0.0.1:{free_port()}", *flags)
-        assert (refused.returncode, refused.stdout) == (2, "")
+        address = f"127.0.0.1:{free_port()}"
+        refused = run("worker", "target", "--listen", address, *flags)
+        assert (refused.returncode, refused.stdout) == (2, f"target worker loading on {address}\n")
         assert re.fullmatch(f"paceline: {words}", refused.stderr.splitlines()[-1])
         assert "Traceback" not in refused.stderr
 

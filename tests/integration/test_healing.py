@@ -24,7 +24,7 @@ from speculation.request.session import SessionLimits
 from tests.integration.test_transport import OPEN, Echo, Heard, connected
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
 from transport import client
-from transport.worker import Outgoing, Watchdog, Worker, load_in_time
+from transport.worker import Door, Outgoing, Watchdog, Worker
 
 POISON = 23
 """A prompt that begins with this token ends the target that computes it."""
@@ -326,15 +326,16 @@ def test_a_watchdog_goes_by_what_steps_take_once_that_is_known():
 
 async def test_a_worker_that_does_not_finish_loading_ends():
     said: asyncio.Queue[str] = asyncio.Queue()
-    freed = threading.Event()
-    loading = asyncio.create_task(load_in_time(freed.wait, "target", 0.01, said.put_nowait))
+    freed, door = threading.Event(), await Door.open("target", "127.0.0.1:0")
+    loading = asyncio.create_task(door.load(lambda _: freed.wait(), "m", 0.01, stuck=said.put_nowait))
     assert await asyncio.wait_for(said.get(), 60) == (
         "the target worker ends: it has not loaded within 0.01 s (load_timeout)"
     )
     freed.set()
     assert await loading
-    assert await load_in_time(lambda: 7, "draft", 3600.0, said.put_nowait) == 7
+    assert await door.load(lambda _: 7, "m", 3600.0, stuck=said.put_nowait) == 7
     assert said.empty()
+    await door.server.stop(0.0)
 
 
 class Mute(rpc.TargetServicer):

@@ -22,6 +22,7 @@ from router.text.tokenizer import Tokenizer
 from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import (
     Limits,
+    Loading,
     Open,
     Proposal,
     RequestOptions,
@@ -35,6 +36,7 @@ from speculation.messages import (
 )
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.stack import MODELS, decode, dispatcher, forget_prefixes, settings, target_worker
+from transport.worker import Door
 
 LINK = "router"
 TARGET, OTHER = MODELS / "target", MODELS / "draft_other"
@@ -223,11 +225,11 @@ async def test_such_a_worker_is_one_of_the_target_to_a_router():
     chosen = DraftSettings(
         settings("draft_other"), LookaheadLimits(draft=DraftLimits(lead=8)), target_tokenizer=str(TARGET)
     )
-    told: list[str] = []
-    draft = await start_draft(chosen, "127.0.0.1:0", told.append)
+    told: list[Loading] = []
+    draft = await start_draft(chosen, await Door.open("draft", "127.0.0.1:0"), told.append)
     try:
         assert draft.welcome.vocabulary == 4000
-        assert any("of the target's tokens are shared" in line for line in told)
+        assert any("of the target's tokens are shared" in loading.doing for loading in told)
         async with target_worker() as target, dispatcher([target.worker.address], [draft.address]) as serving:
             assert target.worker.welcome.tokenizer == draft.welcome.tokenizer
             drafted = await decode(serving, prompts()[0], NEW, speculation=DRAFTS)
@@ -239,4 +241,7 @@ async def test_such_a_worker_is_one_of_the_target_to_a_router():
 
 async def test_a_model_without_a_tokenizer_cannot_be_translated(tmp_path: Path):
     with pytest.raises(ModelError, match=f"^{tmp_path}: has no tokenizer; give a folder that has the files of one$"):
-        await start_draft(DraftSettings(settings("draft_other"), target_tokenizer=str(tmp_path)), "127.0.0.1:0")
+        await start_draft(
+            DraftSettings(settings("draft_other"), target_tokenizer=str(tmp_path)),
+            await Door.open("draft", "127.0.0.1:0"),
+        )

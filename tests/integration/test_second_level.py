@@ -15,6 +15,7 @@ from speculation.messages import Rule, Sampling, Schedule, Source, Speculation
 from speculation.verifying.budget import StepCost
 from tests.bundled import MODELS, with_other_vocabulary
 from tests.stack import decode, dispatcher, held_out_prompts, target_worker
+from transport.worker import Door
 
 TOKENS = 16
 DRAFTS = frozenset({Source.DRAFT})
@@ -30,7 +31,7 @@ SMALL = EngineSettings(str(MODELS / "draft"), dtype="float32")
 
 @asynccontextmanager
 async def drafting(settings: DraftSettings):
-    worker = await start_draft(settings, "127.0.0.1:0")
+    worker = await start_draft(settings, await Door.open("draft", "127.0.0.1:0"))
     try:
         yield worker
     finally:
@@ -73,7 +74,9 @@ def other_vocabulary(tmp_path):
 async def test_a_loaded_assistant_with_another_tokenizer_is_refused(other_vocabulary):
     words = rf"^--assistant {other_vocabulary}: its tokenizer \(4000 tokens\) is not that of the draft model .*$"
     with pytest.raises(ModelError, match=words) as refused:
-        await start_draft(DraftSettings(SMALL, assistant=str(other_vocabulary)), "127.0.0.1:0")
+        await start_draft(
+            DraftSettings(SMALL, assistant=str(other_vocabulary)), await Door.open("draft", "127.0.0.1:0")
+        )
     assert "\n" not in str(refused.value)
 
 

@@ -29,7 +29,7 @@ from tests.cluster.processes import CHECKOUT
 from tests.stack import MODELS, settings
 from transport import client as connections
 from transport.tracing import SequenceTimings, TraceSettings, Tracing
-from transport.worker import Worker
+from transport.worker import Door, Worker
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GIVEN = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "req-7"}
@@ -38,8 +38,11 @@ GIVEN = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "req-7"}
 @asynccontextmanager
 async def stack(trace: TraceSettings | None = None, drafts: int = 1) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
     """Workers, and a router over them, each started as a process of its own would."""
-    target = await start_target(TargetSettings(settings("target"), trace=trace), "127.0.0.1:0")
-    drafters = [await start_draft(DraftSettings(settings("draft"), trace=trace), "127.0.0.1:0") for _ in range(drafts)]
+    target = await start_target(
+        TargetSettings(settings("target"), trace=trace), await Door.open("target", "127.0.0.1:0")
+    )
+    drafting = DraftSettings(settings("draft"), trace=trace)
+    drafters = [await start_draft(drafting, await Door.open("draft", "127.0.0.1:0")) for _ in range(drafts)]
     addresses = {"targets": (target.address,), "drafts": tuple(draft.address for draft in drafters)}
     router = Router(RouterSettings(**addresses, port=0, tokenizer=str(MODELS / "target"), trace=trace))
     await router.start()

@@ -28,6 +28,7 @@ from speculation.messages import (
     FromWorker,
     Limits,
     Load,
+    Loading,
     Open,
     Proposal,
     RefusalCode,
@@ -92,6 +93,9 @@ class Heard:
 
     def up(self, welcome: Welcome) -> None:
         self.events.put_nowait(welcome)
+
+    def loading(self, loading: Loading | None) -> None:
+        self.events.put_nowait(loading)
 
     def received(self, message: FromWorker) -> None:
         if not isinstance(message, Load):

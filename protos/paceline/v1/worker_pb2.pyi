@@ -91,18 +91,20 @@ class ToWorker(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("welcome", "verified", "proposed", "refused", "load")
+    __slots__ = ("welcome", "verified", "proposed", "refused", "load", "loading")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     verified: Verification
     proposed: Proposal
     refused: Refused
     load: Load
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    loading: Loading
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., loading: _Optional[_Union[Loading, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started", "sources", "exactness")
@@ -133,6 +135,16 @@ class Welcome(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[str]
     exactness: str
     def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., exactness: _Optional[str] = ...) -> None: ...
+
+class Loading(_message.Message):
+    __slots__ = ("doing", "fraction", "model")
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    FRACTION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    doing: str
+    fraction: float
+    model: str
+    def __init__(self, doing: _Optional[str] = ..., fraction: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("session", "epoch", "tokens", "sampling", "limits", "speculation", "priority", "age_ms", "request", "trace", "prompt", "grammar", "prediction", "logprobs", "prompt_logprobs", "scope", "not_remembered", "cache_salt")

@@ -47,7 +47,7 @@ class TargetServicer:
     """
 
     def Run(self, request_iterator, context):
-        """The worker greets with Welcome, then answers for as long as the stream lives. When the stream ends, so do all
+        """The worker greets with Welcome, once it has loaded, then answers for as long as the stream lives. When the stream ends, so do all
         sessions opened on it. Both sides send a frame at least every heartbeat interval, an empty one if need be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

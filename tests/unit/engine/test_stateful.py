@@ -21,6 +21,7 @@ from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine, StatefulSequence
 from tests.unit.engine.engine_models import Stock, decode_plainly, random_tokens, save_model
 from tests.unit.engine.test_families import FAMILIES
+from transport.worker import Door
 
 STATEFUL = ["mamba", "mamba2", "qwen3_next", "lfm2"]
 """The first one's prompts go wrong in parts in transformers; lfm2 keeps no recurrent state, only layers of its own."""
@@ -188,7 +189,7 @@ def test_a_target_says_that_it_serves_without_speculation(tmp_path: Path, caplog
 async def test_a_draft_worker_refuses_it_in_one_line(tmp_path: Path) -> None:
     path = save("lfm2", tmp_path)
     with pytest.raises(ModelError, match=r"^model type 'lfm2' cannot speculate: its layers must each .*$") as caught:
-        await start_draft(DraftSettings(EngineSettings(path, dtype="float32")), "127.0.0.1:0")
+        await start_draft(DraftSettings(EngineSettings(path, dtype="float32")), await Door.open("draft", "127.0.0.1:0"))
     assert "\n" not in str(caught.value)
 
 

@@ -173,22 +173,44 @@ def test_choices_at_once_have_a_limit_but_one_request_alone() -> None:
     assert (one.running, one.sessions, one.refused["sessions"]) == (0, 0, 2)
 
 
+def test_tokens_under_way_have_a_limit_but_one_request_alone() -> None:
+    one = account(concurrent_tokens=1000)
+    for _ in range(3):
+        one.enter(0.0)
+    one.take_prompt(4000, 0.0)
+    assert refused(one.take_prompt, 1, 0.0).limit == "concurrent_tokens"
+    one.leave(2.0, tokens=4000)
+    one.take_prompt(600, 0.0)
+    one.take_completion(300, 0.0)  # what was let in is never cut short
+    error = refused(one.take_prompt, 101, 0.0)
+    assert "1000 tokens at once are allowed, requests under way have 900, 101 needed; try again in 1 s" in error.message
+    one.take_prompt(100, 0.0)
+    one.take_completion(300, 0.0)
+    one.leave(2.0, tokens=900)
+    one.leave(2.0, tokens=400)
+    assert (one.running, one.tokens, one.refused["concurrent_tokens"]) == (0, 0, 2)
+
+
 @pytest.mark.parametrize(
-    ("settings", "allowed"),
+    ("settings", "sessions", "tokens"),
     [
-        ({}, 0),
-        ({"security": {"api_keys": "KEYS"}}, 32),
-        ({"security": {"api_keys": "KEYS"}, "admission": {"concurrent_sessions": 0}}, 0),
-        ({"admission": {"concurrent_sessions": 7}}, 7),
+        ({}, 0, 0),
+        ({"security": {"api_keys": "KEYS"}}, 32, 32 * 4096),
+        ({"security": {"api_keys": "KEYS"}, "admission": {"concurrent_sessions": 0}}, 0, 0),
+        ({"security": {"api_keys": "KEYS"}, "admission": {"concurrent_sessions": 2}}, 2, 8192),
+        ({"security": {"api_keys": "KEYS"}, "admission": {"concurrent_tokens": 0}}, 32, 0),
+        ({"admission": {"concurrent_sessions": 7}}, 7, 0),
+        ({"admission": {"concurrent_tokens": 7}}, 0, 7),
     ],
 )
-def test_one_key_never_takes_all_places_unless_it_is_let(tmp_path, settings: dict, allowed: int) -> None:
+def test_one_key_never_takes_all_unless_it_is_let(tmp_path, settings: dict, sessions: int, tokens: int) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{ALICE}\n")
     if "security" in settings:
         settings = {**settings, "security": {"api_keys": str(keys)}}
     made = router_settings(from_mapping({"router": {"max_sessions": 64}, **settings}, "test"))
-    assert made.api.admission.allowance.concurrent_sessions == allowed
+    allowed = made.api.admission.allowance
+    assert (allowed.concurrent_sessions, allowed.concurrent_tokens) == (sessions, tokens)
 
 
 @pytest.mark.parametrize(

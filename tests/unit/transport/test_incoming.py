@@ -13,6 +13,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
     FromWorker,
     Load,
+    Loading,
     Proposal,
     SessionId,
     Verification,
@@ -77,6 +78,9 @@ class Router:
 
     def up(self, welcome: Welcome) -> None:
         pass
+
+    def loading(self, loading: Loading | None) -> None:
+        self.heard.append(loading)
 
     def received(self, message: FromWorker) -> None:
         self.heard.append(message)
@@ -343,3 +347,25 @@ def test_a_long_message_that_names_no_session_is_not_parsed(monkeypatch):
     (error,) = target.router.heard
     assert str(error) == f"a message of {MAX_PLAIN_BYTES + 2} bytes; at most {MAX_PLAIN_BYTES} are allowed"
     assert not target.parsed
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        (Loading("warming up"), Loading("warming up")),
+        (Loading("loading weights", 1 / 3, "llama"), Loading("loading weights", 0.333, "llama")),
+        (Loading("x", 1.5), Loading("x")),
+        (Loading("x", float("nan")), Loading("x")),
+    ],
+)
+def test_a_worker_that_loads_is_heard_until_it_introduces_itself(said: Loading, heard: Loading):
+    router = Router()
+    stream = Incoming("w", "target", router, {}, router.later.append)
+    stream.take(pb.Frame(messages=[encode_from_worker(said)]))
+    while router.later:
+        router.turn()
+    assert (router.heard, stream.loading, stream.up) == ([heard], True, False)
+    stream.take(pb.Frame(messages=[encode_from_worker(message) for message in (Welcome("target", "m", 9, 9), said)]))
+    while router.later:
+        router.turn()
+    assert (router.heard, stream.loading, stream.up) == ([heard], False, True)

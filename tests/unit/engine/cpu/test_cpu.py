@@ -25,6 +25,7 @@ from engine.interface import Chunk
 from engine.loading.loader import Model, load
 from engine.settings import EngineSettings
 from engine.step import Engine
+from speculation.messages import Loading
 from tests.by_rows import Twins
 from tests.unit.engine.engine_models import TINY, load_tiny, random_tokens, save_model
 
@@ -225,7 +226,7 @@ def test_a_wrong_result_is_found_at_load_and_computed_otherwise(
     folder = save_model("qwen2", tmp_path, **SIZES)
     plain = load(folder, dtype="fp32", device="cpu", by_rows=False)
     right = CpuStack.forward
-    told: list[str] = []
+    told: list[Loading] = []
 
     def wrong(self: CpuStack, *args: Any, **how: Any) -> Tensor:
         return right(self, *args, **how).roll(1, 1)
@@ -233,7 +234,7 @@ def test_a_wrong_result_is_found_at_load_and_computed_otherwise(
     monkeypatch.setattr(CpuStack, "forward", wrong)
     model = load(folder, dtype="fp32", device="cpu", progress=told.append)
     assert model.attention is None
-    assert any("one operation at a time: " in line and "differ" in line for line in told), told
+    assert any("one operation at a time: " in each.doing and "differ" in each.doing for each in told), told
     text = random_tokens(40, seed=8)
     found = [fed(engine_of(each), text, [30, 10], random.Random(1)) for each in (plain, model)]
     assert torch.equal(*found)  # with the very same weights
@@ -246,10 +247,10 @@ def test_a_wrong_result_is_found_at_load_and_computed_otherwise(
     ("gpt2", {}, "layers of model type 'gpt2' are not known"),
 ])  # fmt: skip
 def test_other_models_stay_as_they_are(family: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    told: list[str] = []
+    told: list[Loading] = []
     folder = save_model(family, tmp_path, **({**SIZES, **changes} if changes else {}))
     model = load(folder, dtype="fp32", device="cpu", progress=told.append)
-    assert model.attention is None and any(reason in line for line in told), told
+    assert model.attention is None and any(reason in each.doing for each in told), told
 
 
 def copy_of_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -11,6 +11,7 @@ from engine.layers.fused import FusedStack
 from engine.layers.layer_ops import PlainOps
 from engine.loading import loader
 from engine.model import Model
+from speculation.messages import Loading
 from tests.by_rows import PlainRows, Twins, by_rows
 from tests.unit.engine.engine_models import save_model, slot_engine
 
@@ -32,9 +33,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_known_models_are_served_fused_and_by_rows(family: str, tmp_path: Path) -> None:
     folder = save_model(family, tmp_path, num_hidden_layers=2)
-    told: list[str] = []
+    told: list[Loading] = []
     model = load(folder, progress=told.append)
-    assert fused(model) and "decoder layers are computed fused" in told
+    assert fused(model) and Loading("decoder layers are computed fused") in told
     plain = load(folder, by_rows=False)
     assert not fused(plain) and plain.attention is None
     twins = Twins(3, by_rows(model), slot_engine(plain, 400), branches=0.3)
@@ -46,10 +47,11 @@ def test_known_models_are_served_fused_and_by_rows(family: str, tmp_path: Path) 
 
 
 def test_others_run_as_they_are_inside_the_same_steps(tmp_path: Path) -> None:
-    told: list[str] = []
+    told: list[Loading] = []
     model = load(save_model("gemma2", tmp_path, num_hidden_layers=2), progress=told.append)
     assert model.attention is not None
-    assert "decoder layers are computed as transformers wrote them: layers of model type 'gemma2' are not known" in told
+    why = "layers of model type 'gemma2' are not known"
+    assert Loading(f"decoder layers are computed as transformers wrote them: {why}") in told
 
 
 class Wrong(PlainOps):

@@ -26,6 +26,7 @@ from engine.attention.key_batch import KeyBatch
 from engine.layers.linear import PackedLinear, can_pack
 from engine.loading import checkpoint, loader
 from engine.loading.loader import ModelError, load
+from speculation.messages import Loading
 from tests.unit.engine.engine_models import save_model
 
 SERVED = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "gpt_oss"]
@@ -49,9 +50,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 @pytest.mark.parametrize("family", SERVED)
 def test_served_families_pass_the_self_test(family: str, dtype: str, tmp_path: Path) -> None:
-    lines: list[str] = []
-    model = load(save_model(family, tmp_path), dtype=dtype, device="cpu", progress=lines.append)
-    assert lines[-1].startswith("self-test passed")
+    told: list[Loading] = []
+    model = load(save_model(family, tmp_path), dtype=dtype, device="cpu", progress=told.append)
+    assert told[-1].doing.startswith("self-test passed")
     assert (model.layers, model.vocabulary, model.context) == (3, 256, 256)
 
 
@@ -416,3 +417,11 @@ def test_threads(llama: Path) -> None:
             load(str(llama), threads=0)
     finally:
         torch.set_num_threads(before)
+
+
+def test_weights_are_counted_now_and_then() -> None:
+    heard: list[Loading] = []
+    assert list(checkpoint._counted(range(290), heard.append)) == list(range(290))
+    assert heard[0] == Loading("loading weights: 0 of 290 tensors", 0.0)
+    assert heard[10].doing == "loading weights: 145 of 290 tensors"
+    assert len(heard) == 20

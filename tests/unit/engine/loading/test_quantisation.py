@@ -22,6 +22,7 @@ from engine.loading.loader import ModelError, load
 from engine.loading.quantisation import CHOICES, check, quantise, weight_bytes
 from engine.settings import EngineSettings
 from engine.step import Engine
+from speculation.messages import Loading
 from tests.stack import MODELS, held_out_prompts, needs_invariant_bf16
 from tests.unit.engine.engine_models import save_model
 
@@ -66,12 +67,12 @@ def test_every_layer_but_the_last_is_quantised_to_half_the_bytes(quantization: s
 @pytest.mark.parametrize("quantization", ON_CPU)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss"])
 def test_families_load_quantised_and_pass_the_self_test(family: str, quantization: str, tmp_path: Path) -> None:
-    lines: list[str] = []
+    told: list[Loading] = []
     folder = save_model(family, tmp_path)
-    model = load(folder, dtype="bf16", device="cpu", quantization=quantization, progress=lines.append)
-    assert lines[-1].startswith("self-test passed")
+    model = load(folder, dtype="bf16", device="cpu", quantization=quantization, progress=told.append)
+    assert told[-1].doing.startswith("self-test passed")
     assert model.weights.startswith(f"{quantization} weights of ")
-    assert lines[-2].startswith(f"{model.weights}; logits moved by 0.")
+    assert told[-2].doing.startswith(f"{model.weights}; logits moved by 0.")
     module: Any = model.module
     attention = module.model.layers[0].self_attn
     assert isinstance(attention.o_proj, Int8Linear)

@@ -207,9 +207,9 @@ def test_a_round_trip_is_measured_by_answers_to_the_last_ping_only_and_smoothed(
 
 def test_what_a_worker_has_still_to_answer_is_counted_as_it_changes() -> None:
     there = OpenSessions()
-    there.open(SessionId(1, AskedLogprobs()), 1, 100)
-    there.open(SessionId(2, AskedLogprobs()), 4, 10)
-    there.open(SessionId(1, AskedLogprobs()), 2, 50)
+    there.open(SessionId(1), 1, 100, AskedLogprobs())
+    there.open(SessionId(2), 4, 10, AskedLogprobs())
+    there.open(SessionId(1), 2, 50, AskedLogprobs())
     assert (len(there), there.unanswered, there.epoch(SessionId(1)), there.epoch(SessionId(3))) == (2, 60, 2, None)
     there.answered(SessionId(1))
     there.answered(SessionId(1))

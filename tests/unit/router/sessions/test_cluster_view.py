@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import replace
 from random import Random
@@ -11,7 +12,8 @@ import pytest
 
 from router.answers.responses import encode
 from router.generation import ServedModel
-from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent, SessionNotes
+from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent
+from router.sessions.observer import NullTracer, SessionObserver
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
 from router.sessions.recent import WINDOW_SECONDS, Recent
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
@@ -19,8 +21,9 @@ from router.sessions.tally import Buckets, RouterCounters
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics
 from speculation.events import Lost, PeerId, Placed, Role, Start
-from speculation.messages import Limits, Load, Sampling, SessionId, Welcome
+from speculation.messages import Limits, Load, Open, Sampling, SessionId, Welcome
 from speculation.request.session import Session
+from transport.session_log import SessionLog
 
 TARGET, DRAFT = PeerId("target@10.0.0.1:7001"), PeerId("draft@10.0.0.2:7002")
 WELCOME = Welcome("target", "m", 290, 256, instance="i1", dtype="float32", revision=0xABC, started=900.0)
@@ -97,12 +100,13 @@ def test_the_same_within_a_second_is_one_line_and_the_ring_is_bounded() -> None:
 def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     event_log = EventLog()
     session = Session(SessionId(3), (5, 6), Sampling(), Limits(20, frozenset()))
-    notes = SessionNotes(event_log, session, "req-1")
+    heard = SessionLog(logging.getLogger(__name__), session.session, "req-1"), RouterCounters().session("m", 2)
+    observer = SessionObserver(session, *heard, NullTracer(session.session), event_log, "req-1")
     other = PeerId("target@10.0.0.9:1")
 
     def placed(peer: PeerId) -> None:
         session.handle(0.0, Placed(Role.TARGET, peer))
-        notes.opened(peer)
+        observer.opened(peer, Role.TARGET, Open(SessionId(3), 1, (5, 6), Sampling(), Limits(20, frozenset())))
 
     session.handle(0.0, Start())
     placed(TARGET)
@@ -111,8 +115,9 @@ def test_a_session_that_goes_elsewhere_is_told_by_why() -> None:
     placed(other)
     (line,) = event_log.lines
     assert (line.kind, line.worker, line.session, line.request) == (EventKind.SESSION_REOPENED, other, 3, "req-1")
-    notes.condemned(other, 3)
-    notes.quarantined(DRAFT, "no q")
+    observer.condemned(other, 3)
+    session._drafting.strikes[DRAFT] = ["no q"] * 3
+    observer.ended(None)
     assert [line.kind for line in event_log.lines[1:]] == [EventKind.SESSION_CONDEMNED, EventKind.DRAFTER_QUARANTINED]
 
 

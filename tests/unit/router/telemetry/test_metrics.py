@@ -227,7 +227,7 @@ def test_names_of_others_are_not_copied_to_ray() -> None:
 )
 def test_ready(snapshot: Snapshot, reason: str | None) -> None:
     metrics = RouterMetrics(RouterCounters(), lambda: snapshot)
-    assert metrics.unready == reason
+    assert snapshot.unready == reason
     assert value(metrics, "router_ready") == (reason is None)
 
 
