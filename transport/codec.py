@@ -28,7 +28,6 @@ from speculation.messages import (
     FinishReason,
     FromWorker,
     Load,
-    Loading,
     Open,
     Proposal,
     RefusalCode,
@@ -140,12 +139,9 @@ def decode_to_worker(entry: bytes) -> ToWorker:
 # -- from a worker -----------------------------------------------------------------------------------------------------
 
 
-def encode_from_worker(message: FromWorker | Loading, counter_names: Sequence[str] = ()) -> bytes:
+def encode_from_worker(message: FromWorker, counter_names: Sequence[str] = ()) -> bytes:
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
     match message:
-        case Loading():
-            loading = pb.Loading(doing=message.doing[:MAX_TEXT], fraction=message.fraction, model=message.model)
-            return pb.FromWorker(loading=loading).SerializeToString()
         case Verification():
             return pb.FromWorker(verified=_verification(message)).SerializeToString()
         case Proposal():
@@ -164,14 +160,10 @@ def encode_from_worker(message: FromWorker | Loading, counter_names: Sequence[st
             return pb.FromWorker(welcome=_welcome(message)).SerializeToString()
 
 
-def decode_from_worker(
-    entry: bytes, counter_names: Sequence[str] = (), asked: Asked | None = None
-) -> FromWorker | Loading:
+def decode_from_worker(entry: bytes, counter_names: Sequence[str] = (), asked: Asked | None = None) -> FromWorker:
     """One entry of a worker's frame; raises :class:`MalformedMessage`. ``asked``: what may be told; None: anything."""
     message = _parse(pb.FromWorker(), entry)
     match message.WhichOneof("kind"):
-        case "loading":
-            return _read_loading(message.loading)
         case "verified":
             return _checked(message.verified, lambda said: _read_verification(check_asked(said, asked)))
         case "proposed":
@@ -188,12 +180,6 @@ def decode_from_worker(
 
 
 # -- one message each --------------------------------------------------------------------------------------------------
-
-
-def _read_loading(message: pb.Loading) -> Loading:
-    known = message.HasField("fraction") and 0 <= message.fraction <= 1
-    fraction = round(message.fraction, 3) if known else None
-    return Loading(message.doing[:MAX_TEXT], fraction, message.model[:MAX_TEXT])
 
 
 def _proposal(message: Proposal) -> pb.Proposal:

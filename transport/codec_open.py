@@ -1,13 +1,19 @@
-"""What a session is opened with, to the wire and back: its tokens, and all that its request says of them."""
+"""What a session is opened with, to the wire and back: its tokens, and all that its request says of them.
+
+And what a worker says before any can be opened there: what it loads.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
     AllBut,
     Limits,
+    Loading,
     Open,
     RequestOptions,
     Rule,
@@ -172,3 +178,22 @@ def _read_request_options(message: pb.Open) -> RequestOptions:
         scope=message.scope[:MAX_TEXT],
         cache_salt=message.cache_salt[:MAX_TEXT],
     )
+
+
+def encode_loading(loading: Loading) -> bytes:
+    """One entry of a worker's frame."""
+    wire = pb.Loading(doing=loading.doing[:MAX_TEXT], fraction=loading.fraction, model=loading.model)
+    return pb.FromWorker(loading=wire).SerializeToString()
+
+
+def decode_loading(entry: bytes) -> Loading | None:
+    """What an entry of a worker's frame says of its loading; None: it is something else."""
+    try:
+        message = pb.FromWorker.FromString(entry)
+    except DecodeError:
+        return None
+    if message.WhichOneof("kind") != "loading":
+        return None
+    loading = message.loading
+    known = loading.HasField("fraction") and 0 <= loading.fraction <= 1
+    return Loading(loading.doing[:MAX_TEXT], round(loading.fraction, 3) if known else None, loading.model[:MAX_TEXT])

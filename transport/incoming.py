@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
 from transport.codec import MalformedMessage, UnknownKind, decode_from_worker
+from transport.codec_open import decode_loading
 from transport.outbox import MAX_FRAME_ENTRIES
 from transport.relayed import heading, heading_of_any, relayed
 from transport.wire import MAX_PLAIN_BYTES, Asked, AskedLogprobs
@@ -151,7 +152,13 @@ class Incoming:
             return
         idle = not self._unread
         for entry in frame.messages:
-            self._unread.append(self._relay(entry) if self.up else _Unread(entry))
+            if self.up:
+                self._unread.append(self._relay(entry))
+            elif loading := decode_loading(entry):
+                self.loading = True
+                self._listener.loading(loading)
+            else:
+                self._unread.append(_Unread(entry))
         if not self.up and self._unread:
             self._read()
         if self._later is None:
@@ -218,15 +225,10 @@ class Incoming:
             raise MalformedMessage(why, head.session, head.epoch)
         return asked is None
 
-    def _pass_on(self, message: FromWorker | Loading) -> None:
+    def _pass_on(self, message: FromWorker) -> None:
         match message:
             case Welcome() if self.up:
                 raise MalformedMessage("a second Welcome")
-            case Loading():
-                if not self.up:
-                    self.loading = True
-                    self._listener.loading(message)
-                return
             case Welcome():
                 self.up, self.loading, self.instance = True, False, message.instance
                 self._listener.up(message)

@@ -21,6 +21,7 @@ from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, Loading, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
 from transport.codec import MalformedMessage, UnknownKind, decode_to_worker, encode_from_worker
+from transport.codec_open import encode_loading
 from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
 from transport.relayed import RELAYED
 from transport.tls import Identity, objection_to
@@ -61,6 +62,9 @@ class Link:
     def send(self, message: FromWorker | Loading) -> None:
         """Queue a message; dropped when the link is gone."""
         if self.alive:
+            if isinstance(message, Loading):
+                self.put(encode_loading(message))
+                return
             entry = encode_from_worker(message, self._counter_names)
             if isinstance(message, Load):
                 self._counter_names = tuple(message.counters)

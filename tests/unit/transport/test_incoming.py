@@ -26,6 +26,7 @@ from transport.codec import (
     decode_to_worker,
     encode_from_worker,
 )
+from transport.codec_open import encode_loading
 from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route
 from transport.outbox import MAX_FRAME_ENTRIES
 from transport.relayed import _varint, heading
@@ -110,6 +111,28 @@ def test_all_of_a_frame_is_passed_on_before_any_of_it_is_read():
         router.turn()
     assert router.heard == said
     assert [message.passed for message in router.heard if isinstance(message, Verification)] == [THERE] * 16
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        (Loading("warming up"), Loading("warming up")),
+        (Loading("loading weights", 1 / 3, "llama"), Loading("loading weights", 0.333, "llama")),
+        (Loading("x", 1.5), Loading("x")),
+        (Loading("x", float("nan")), Loading("x")),
+    ],
+)
+def test_a_worker_that_loads_is_heard_until_it_introduces_itself(said: Loading, heard: Loading):
+    router = Router()
+    stream = Incoming("w", "target", router, {}, router.later.append)
+    stream.take(pb.Frame(messages=[encode_loading(said)]))
+    while router.later:
+        router.turn()
+    assert (router.heard, stream.loading, stream.up) == ([heard], True, False)
+    stream.take(pb.Frame(messages=[encode_from_worker(Welcome("target", "m", 9, 9))]))
+    while router.later:
+        router.turn()
+    assert (router.heard, stream.loading, stream.up) == ([heard], False, True)
 
 
 def test_what_comes_meanwhile_is_passed_on_at_once_and_read_in_its_turn():
@@ -347,25 +370,3 @@ def test_a_long_message_that_names_no_session_is_not_parsed(monkeypatch):
     (error,) = target.router.heard
     assert str(error) == f"a message of {MAX_PLAIN_BYTES + 2} bytes; at most {MAX_PLAIN_BYTES} are allowed"
     assert not target.parsed
-
-
-@pytest.mark.parametrize(
-    ("said", "heard"),
-    [
-        (Loading("warming up"), Loading("warming up")),
-        (Loading("loading weights", 1 / 3, "llama"), Loading("loading weights", 0.333, "llama")),
-        (Loading("x", 1.5), Loading("x")),
-        (Loading("x", float("nan")), Loading("x")),
-    ],
-)
-def test_a_worker_that_loads_is_heard_until_it_introduces_itself(said: Loading, heard: Loading):
-    router = Router()
-    stream = Incoming("w", "target", router, {}, router.later.append)
-    stream.take(pb.Frame(messages=[encode_from_worker(said)]))
-    while router.later:
-        router.turn()
-    assert (router.heard, stream.loading, stream.up) == ([heard], True, False)
-    stream.take(pb.Frame(messages=[encode_from_worker(message) for message in (Welcome("target", "m", 9, 9), said)]))
-    while router.later:
-        router.turn()
-    assert (router.heard, stream.loading, stream.up) == ([heard], False, True)
