@@ -403,6 +403,17 @@ FAULTS = [
         lambda c: c.args(lambda a: put(a, "autoscaling", {"down_s": 60})),
         "autoscaling has no effect here; say it in autoscaling_policy.policy_kwargs.settings",
     ),
+    *(
+        Fault(
+            f"standby that is not deployed, {why}",
+            lambda c, plant=plant: (c.args(lambda a: put(a["models"][MODEL]["target"], "standby", 1)), plant(c)),
+            f"TargetWorker-llama-8b: num_replicas is {said}; it must be 2, models.llama-8b.target.replicas (1) and",
+        )
+        for why, plant, said in (
+            ("by number", lambda c: c.serve(lambda d: fixed(d, 1)), "1"),
+            ("as the load asks for", lambda c: None, "auto"),
+        )
+    ),
     # Placement
     Fault(
         "wrong label", lambda c: put(c.large, "labels", {"paceline.io/gpu-class": "big"}), "no Ray node has the label"
