@@ -29,6 +29,7 @@ AUTHORITY_LIFE = timedelta(days=3650)
 LIFE = timedelta(days=90)
 BACKDATED = timedelta(minutes=10)
 """Clocks of other machines may be behind."""
+REDIS = "redis"
 AUTHORITY = "ca"
 """Its files are ``ca.crt`` and ``ca.key``; those of a role ``target.crt`` and ``target.key``."""
 
@@ -108,8 +109,8 @@ def write_authority(folder: Path, authority: Issued) -> None:
 
 
 def write_roles(folder: Path, authority: Issued, now: datetime, life: timedelta = LIFE) -> None:
-    """New certificates of all roles, each file replaced at once. Raises OSError."""
-    for role in ROLES:
+    """New certificates of all roles and of the Redis behind Ray's head, each file replaced at once. Raises OSError."""
+    for role in (*ROLES, REDIS):
         _write(folder, role, issue(authority, role, now, life))
 
 

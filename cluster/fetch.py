@@ -1,7 +1,8 @@
 """Fetches models onto the volume that the nodes of a cluster share, as its Job on Kubernetes does.
 
-    python -m cluster.fetch /models 100Gi "llama-8b=meta-llama/Llama-3.1-8B-Instruct llama-1b=..."
+    python -m cluster.fetch /models 100Gi "llama-8b=meta-llama/Llama-3.1-8B-Instruct@0e9e39f24... llama-1b=..."
 
+A model is a hub id, best with the commit that is meant: without one it is whatever its repository holds on that day.
 Decides what of a repository is fetched, in which order, and whether all of it fits before the first byte comes. What
 routers read comes first, of all models, so that they need not wait for weights. A file in each folder says how far it
 is, which the pods wait for.
@@ -9,6 +10,7 @@ is, which the pods wait for.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +23,8 @@ from cluster.console import complain, say
 
 READABLE, COMPLETE = ".tokenizer", ".complete"
 """In a model's folder once what routers read is there, and once all is."""
+COMMIT = "[0-9a-f]{40}"
+"""What a hub names a commit by."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 COPIES = ("original/*", "consolidated*")
 """The same weights once more, in the formats of those who trained them."""
@@ -32,14 +36,32 @@ class FetchError(Exception):
     """Models that cannot be fetched. One line."""
 
 
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on a hub."""
+
+    name: str
+    """Its repository, such as Org/Name."""
+    revision: str = ""
+    """A commit, branch or tag; empty: its main branch as it is."""
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is the same for good: a commit is named, and whole."""
+        return re.fullmatch(COMMIT, self.revision) is not None
+
+
 class Hub(Protocol):
     """Where models come from."""
 
-    def files(self, model: str) -> Mapping[str, int]:
+    def files(self, model: HubModel) -> Mapping[str, int]:
         """Bytes of each file, by its path in the repository. Raises :class:`FetchError`."""
         ...
 
-    def fetch(self, model: str, files: Sequence[str], folder: Path) -> None:
+    def fetch(self, model: HubModel, files: Sequence[str], folder: Path) -> None:
         """Bring these files into the folder; what is there already stays. Raises :class:`FetchError`."""
         ...
 
@@ -49,7 +71,7 @@ class Wanted:
     """One model: where it shall lie, and what is fetched."""
 
     folder: Path
-    model: str
+    model: HubModel
     files: Mapping[str, int]
 
     def some(self, *, weights: bool) -> list[str]:
@@ -58,12 +80,17 @@ class Wanted:
 
 
 def fetch_all(
-    volume: Path, capacity: int, models: Mapping[str, str], hub: Hub, progress: Callable[[str], None]
+    volume: Path, capacity: int, models: Mapping[str, HubModel], hub: Hub, progress: Callable[[str], None]
 ) -> None:
     """Fetch what is not complete yet; raises :class:`FetchError`, before anything is fetched if not all fits.
 
-    ``capacity``: bytes that the volume was asked to have. ``models``: hub ids by folder.
+    ``capacity``: bytes that the volume was asked to have. ``models``: by folder. Each folder notes what it holds, so
+    that another model or revision is refused there instead of mixed in, under pods that read it.
     """
+    for name, model in models.items():
+        held = _held(volume / name)
+        if held not in ("", str(model)):
+            raise FetchError(f"{name} holds {held}; give {model} a folder of its own")
     missing = {name: model for name, model in models.items() if not (volume / name / COMPLETE).exists()}
     wanted = [Wanted(volume / name, model, _needed(hub.files(model))) for name, model in missing.items()]
     _check_room(volume, capacity, wanted, [name for name in models if name not in missing])
@@ -72,18 +99,25 @@ def fetch_all(
             files = one.some(weights=weights)
             progress(f"{one.folder.name}: {len(files)} files of {one.model}")
             hub.fetch(one.model, files, one.folder)
-            (one.folder / mark).touch()
+            (one.folder / mark).write_text(f"{one.model}\n", encoding="utf-8")
 
 
-def models_in(text: str) -> dict[str, str]:
-    """Hub ids by folder, from FOLDER=HUB-ID separated by spaces. Raises :class:`FetchError`."""
+def models_in(text: str) -> dict[str, HubModel]:
+    """Models by folder, from FOLDER=HUB-ID or FOLDER=HUB-ID@COMMIT separated by spaces. Raises :class:`FetchError`."""
     found = {}
     for entry in text.split():
         folder, _, model = entry.partition("=")
-        if not folder or not model or "/" in folder or folder.startswith("."):
-            raise FetchError(f"{entry!r} is not FOLDER=HUB-ID")
-        found[folder] = model
+        name, at, revision = model.partition("@")
+        if not folder or not name or "/" in folder or folder.startswith(".") or bool(at) != bool(revision):
+            raise FetchError(f"{entry!r} is not FOLDER=HUB-ID, with @COMMIT or without")
+        found[folder] = HubModel(name, revision)
     return found
+
+
+def _held(folder: Path) -> str:
+    """What a folder was fetched from; empty where nothing is there yet, or nothing was noted."""
+    marks = [folder / mark for mark in (COMPLETE, READABLE)]
+    return next((text for mark in marks if mark.exists() and (text := mark.read_text(encoding="utf-8").strip())), "")
 
 
 def bytes_in(quantity: str) -> int:
@@ -126,22 +160,25 @@ def _gib(size: int) -> str:
 class HuggingFace:
     """The hub of that name, with the token in the environment that its library reads."""
 
-    def files(self, model: str) -> Mapping[str, int]:
+    def files(self, model: HubModel) -> Mapping[str, int]:
         """See :class:`Hub`."""
         from huggingface_hub import HfApi
 
         try:
-            siblings = HfApi().model_info(model, files_metadata=True).siblings or []
+            siblings = (
+                HfApi().model_info(model.name, revision=model.revision or None, files_metadata=True).siblings or []
+            )
         except Exception as error:  # of the hub, of what it speaks HTTP by, of the volume
             raise FetchError(f"{model}: {_first_line(error)}") from error
         return {entry.rfilename: entry.size or 0 for entry in siblings}
 
-    def fetch(self, model: str, files: Sequence[str], folder: Path) -> None:
+    def fetch(self, model: HubModel, files: Sequence[str], folder: Path) -> None:
         """See :class:`Hub`."""
         from huggingface_hub import snapshot_download
 
         try:
-            snapshot_download(model, local_dir=folder, allow_patterns=list(files))
+            revision = model.revision or None
+            snapshot_download(model.name, revision=revision, local_dir=folder, allow_patterns=list(files))
         except Exception as error:  # the same
             raise FetchError(f"{model}: {_first_line(error)}") from error
 

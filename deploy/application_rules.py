@@ -7,23 +7,29 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from urllib.parse import urlsplit
 
+import yaml
+
 from cluster.checkout import BUNDLED
 from cluster.config.config import Config, from_mapping
 from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
 from cluster.placement import ClusterNode, Need, lacking, needs
-from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, selects
+from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, selects, where
 from deploy.model_rules import LIST, fetched_by
 from deploy.pod_rules import GPU
 from deploy.ray_rules import HARD_STOP, drain_seconds, hard_stop_seconds
 from deploy.scaling_rules import scaling_faults
+from router.http.auth import PICKER_PATH
 from speculation.events import Role
 
 ROUTER = "router"
 START_SECONDS = 120.0
 """Of Ray's drain, for a replacement to start. Serve stops a replica on a node that drains as soon as the time that is
 left is what the replica may take to end, whether another has started or not."""
+
+SCRAPER, METRICS = "metrics-data-source", "/metrics"
+"""Plugin by which llm-d-router's picker reads metrics, and the path that it reads unless it is told another."""
 
 SCALES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9}
 """What the last letter of a quantity stands for."""
@@ -39,6 +45,8 @@ def application_faults(application: Object, service: Object, manifests: Manifest
     yield from _of_config(config)
     yield from _of_proxies(config, service)
     yield from _of_tracing(config, manifests)
+    if config.security.api_keys:
+        yield from _of_picker(manifests)
     yield from scaling_faults(config, application)
     wanted, faults = _wanted(config, application)
     why = lacking(wanted, _nodes(service))
@@ -112,6 +120,22 @@ def _of_tracing(config: Config, manifests: Manifests) -> Iterator[str]:
         ]
         if not any(port in [entry["port"] for entry in way.get("ports", [])] for way in ways):
             yield f"tracing.otlp_endpoint is {endpoint}, but no NetworkPolicy lets {pod.where} out to port {port}"
+
+
+def _of_picker(manifests: Manifests) -> Iterator[str]:
+    """Endpoint pickers present no key."""
+    for entry in manifests.of("ConfigMap"):
+        for name, text in entry.get("data", {}).items():
+            for plugin in _plugins(text) if "EndpointPickerConfig" in text else []:
+                path = plugin.get("parameters", {}).get("path", METRICS)
+                if plugin.get("type") == SCRAPER and path != PICKER_PATH:
+                    yield f"{where(entry, name)}: {path} wants a key; have it read {PICKER_PATH}"
+
+
+def _plugins(text: str) -> list[Object]:
+    """Of an endpoint picker's configuration."""
+    found: list[Object] = yaml.safe_load(text).get("plugins", [])
+    return found
 
 
 def _of_equipment(config: Config, role: str, group: Object, manifests: Manifests) -> Iterator[str]:

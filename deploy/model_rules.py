@@ -49,7 +49,10 @@ def _of_job(job: Object, told: Mapping[str, str], manifests: Manifests) -> Itera
     except FetchError as error:
         yield str(error)
         return
-    least = sum(map(least_bytes, models.values()))
+    for folder, model in models.items():
+        if not model.pinned:
+            yield f"{folder}={model} names no commit, so it may be another model tomorrow: {folder}={model.name}@COMMIT"
+    least = sum(least_bytes(model.name) for model in models.values())
     if least > capacity:
         yield f"by their names the models take {least / (1 << 30):.0f} GiB, storage-size is {told[STORAGE]}"
 

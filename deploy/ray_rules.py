@@ -6,7 +6,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from deploy.manifests import ManifestFinding, Manifests, Object, group_name, groups, ray_container, where
+from deploy.manifests import (
+    ManifestFinding,
+    Manifests,
+    Object,
+    group_name,
+    groups,
+    mount_of,
+    ray_container,
+    selects,
+    where,
+)
+from deploy.reference_rules import redis_of
 
 MAX_NAME_CHARACTERS = 47
 INITIALIZING = "ray.io/initializing-timeout"
@@ -22,6 +33,8 @@ machines, volumes and drivers may need hours to be put right."""
 DEFAULT_GRACE_SECONDS = 30
 MAX_SLACK_SECONDS = 60
 """More grace than this after Ray's drain only keeps a hung pod."""
+TLS, AUTHORITY = "rediss://", "RAY_REDIS_CA_CERT"
+"""What begins the address of a Redis by TLS, and who must have signed for it: read by Ray, not by KubeRay."""
 RESOURCES = ("num-cpus", "num-gpus", "memory", "resources")
 _NAME = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 
@@ -32,8 +45,9 @@ def ray_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     if len(services) != 1:
         yield ManifestFinding("manifests", f"there must be one RayService, not {len(services)}")
     for service in services:
-        for what in [*_of_service(service), *_of_autoscaler(service)]:
+        for what in [*_of_service(service), *_of_autoscaler(service), *_of_state(service)]:
             yield ManifestFinding(where(service), what)
+        yield from _of_redis(service, manifests)
         for group in groups(service):
             for what in [*_of_group(group, service), *_of_shutdown(group)]:
                 yield ManifestFinding(where(service, group_name(group)), what)
@@ -94,6 +108,32 @@ def _of_head(head: Object) -> Iterator[str]:
     retries = _number(head, RETRIES, DEFAULT_RETRIES)
     if not retries >= MIN_RETRIES:
         yield f"{RETRIES} of the head is {retries:g}; below {MIN_RETRIES} Serve soon gives workers up for good"
+
+
+def _of_state(service: Object) -> Iterator[str]:
+    """What Redis keeps for the head is what the cluster runs, code included; so is who may write there."""
+    cluster = service["spec"]["rayClusterConfig"]
+    options = cluster.get("gcsFaultToleranceOptions")
+    if not options:
+        return
+    address, head = options.get("redisAddress", ""), ray_container(cluster["headGroupSpec"])
+    if not address.startswith(TLS):
+        yield f"gcsFaultToleranceOptions.redisAddress is {address}; with {TLS} nobody reads or changes it on the way"
+    authority = {entry["name"]: entry.get("value", "") for entry in head.get("env", [])}.get(AUTHORITY, "")
+    if not authority or mount_of(head, authority) is None:
+        yield f"{AUTHORITY} of the head must name a mounted file, or Ray sends its password to whoever answers"
+    if "secretKeyRef" not in options.get("redisPassword", {}).get("valueFrom", {}):
+        yield "gcsFaultToleranceOptions.redisPassword must come from a Secret"
+
+
+def _of_redis(service: Object, manifests: Manifests) -> Iterator[ManifestFinding]:
+    """Of the Redis that keeps the head's state, where it is one of ours."""
+    for entry in manifests.of("Service"):
+        for pod in manifests.pods() if entry["metadata"]["name"] == redis_of(service) else []:
+            if selects({"matchLabels": entry["spec"].get("selector", {})}, pod.labels):
+                said = " ".join(str(part) for part in pod.spec["containers"][0].get("args", []))
+                if "--tls-port" not in said or "--port 0" not in said:
+                    yield ManifestFinding(pod.where, "must listen with --tls-port alone, and --port 0")
 
 
 def _of_autoscaler(service: Object) -> Iterator[str]:

@@ -23,12 +23,12 @@ class ByHand:
 def _certificate(role: str) -> ByHand:
     files = {"tls.crt": f"{role}.crt", "tls.key": f"{role}.key", "ca.crt": "ca.crt"}
     given = " ".join(f"--from-file={name}=DIR/{file}" for name, file in files.items())
-    about = f"the certificate of {role}s, from `paceline certs DIR`"
+    about = f"the certificate of {'Redis' if role == 'redis' else f'{role}s'}, from `paceline certs DIR`"
     return ByHand(about, f"generic paceline-{role}-tls {given}", unless="Certificate")
 
 
 SECRETS: Mapping[str, ByHand] = {
-    **{f"paceline-{role}-tls": _certificate(role) for role in ("router", "target", "draft")},
+    **{f"paceline-{role}-tls": _certificate(role) for role in ("router", "target", "draft", "redis")},
     "paceline-ray-auth": ByHand(
         "the token of Ray", "generic paceline-ray-auth --from-literal=auth_token=$(openssl rand -hex 32)"
     ),
@@ -246,8 +246,8 @@ def redis_of(service: Object) -> str:
 
 
 def redis_in(address: str) -> str:
-    """The host that an address such as ``redis://HOST:PORT`` names."""
-    return address.removeprefix("redis://").partition(":")[0]
+    """The host that an address such as ``rediss://HOST:PORT`` names."""
+    return address.rpartition("://")[2].partition(":")[0]
 
 
 def _on_two_machines(pod: Pod) -> bool:

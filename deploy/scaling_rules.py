@@ -14,6 +14,7 @@ import yaml
 
 from cluster.autoscaling.serve_policy import IMPORT_PATH, declared
 from cluster.config.config import AutoscalingConfig, Config, from_mapping, max_replicas_of
+from cluster.config.pools import TargetConfig
 from cluster.config.settings import ConfigError, described
 from cluster.placement import ROUTER
 from deploy.manifests import Object
@@ -31,6 +32,7 @@ def scaling_faults(config: Config, application: Object) -> Iterator[str]:
     """Of the policy of an entry of ``applications``, and of what ``args`` says of numbers that follow the load."""
     yield from _unheard(config)
     yield from _hasty(application)
+    yield from _standing_by(config, application)
     policy = application.get(POLICY)
     if policy is None:
         return
@@ -75,6 +77,18 @@ def _hasty(application: Object) -> Iterator[str]:
         name, said = f"{ROUTER}: downscale_delay_s", own.get("downscale_delay_s", math.inf)
     if isinstance(said, int | float) and said < MIN_DOWN_SECONDS:
         yield f"{name} is {said:g}; below {MIN_DOWN_SECONDS:g}, HAProxy is replaced on every node with every lull"
+
+
+def _standing_by(config: Config, application: Object) -> Iterator[str]:
+    """Routers take as many targets for idle as ``args`` says, of as many as there should be by it."""
+    counts = {entry["name"]: entry.get("num_replicas") for entry in application.get("deployments", [])}
+    for pool in config.pools():
+        if not isinstance(pool.settings, TargetConfig) or not pool.settings.standby or pool.deployment not in counts:
+            continue
+        wanted, said = pool.settings.replicas + pool.settings.standby, counts[pool.deployment]
+        if said != wanted:
+            parts = f"{pool.path}.replicas ({pool.settings.replicas}) and standby ({pool.settings.standby}) together"
+            yield f"{pool.deployment}: num_replicas is {said}; it must be {wanted}, {parts}"
 
 
 def _unknown(where: str, given: Object, known: Iterable[str]) -> Iterator[str]:

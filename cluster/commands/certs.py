@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def _introduce(folder: Path) -> None:
     say(
         f"""\
-Certificates for router, target and draft are in {folder}; keep its *.key files to yourself.
+Certificates for router, target, draft and redis are in {folder}; keep its *.key files to yourself.
 Use them with these settings; {{role}} stands for the role of the process that reads them:
 security:
   certificate: {folder}/{{role}}.crt

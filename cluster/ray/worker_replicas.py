@@ -46,12 +46,14 @@ class _WorkerReplica:
     """A replica that is a worker with a gRPC server of its own."""
 
     _worker: Worker
+    _exporter: RayExporter | None = None
 
     async def _begin(self, worker: Worker, drain_timeout: float, certified: Identity | None) -> None:
         self._worker, self._drain_timeout = worker, drain_timeout
         worker.freeze_loaded()
-        self._exporter = RayExporter(lambda: collect_certificates(certified.certificates if certified else ()))
-        self._exporter.start()
+        if certified:  # all else that there is to tell of a worker, routers tell
+            self._exporter = RayExporter(lambda: collect_certificates(certified.certificates))
+            self._exporter.start()
         self._watch = asyncio.create_task(self._exit_on_failure())
 
     async def _exit_on_failure(self) -> None:
@@ -78,7 +80,8 @@ class _WorkerReplica:
         """Serve's call at a graceful end: routers are told, and move the sessions elsewhere before it."""
         if hasattr(self, "_worker"):
             self._watch.cancel()
-            await self._exporter.close()
+            if self._exporter is not None:
+                await self._exporter.close()
             await self._worker.drain(self._drain_timeout)
 
 

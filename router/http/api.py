@@ -34,7 +34,7 @@ from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
 from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
 from router.http.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, while_connected
-from router.http.auth import ApiKeys, RequireKey
+from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
 from router.http.bodies import BodyBudget, DrainRefused, read_body
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
@@ -124,6 +124,7 @@ def build_app(
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.ready, methods=["GET"]),
             Route("/metrics", api.exposition, methods=["GET"]),
+            Route(PICKER_PATH, api.exposition, methods=["GET"]),
             Route("/openapi.json", api.description, methods=["GET"]),
             Route("/cluster", api.cluster, methods=["GET"]),
         ],
@@ -197,7 +198,8 @@ class _Api:
 
     async def exposition(self, request: Request) -> Response:
         """The metrics of this router, for Prometheus."""
-        body, content_type = self._metrics.exposition(request.headers.get("accept", ""))
+        accept, for_pickers = request.headers.get("accept", ""), request.url.path == PICKER_PATH
+        body, content_type = self._metrics.exposition(accept, for_pickers=for_pickers)
         return Response(body, headers={"content-type": content_type})
 
     async def description(self, _request: Request) -> Response:

@@ -33,8 +33,10 @@ from transport.files import stamp
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready"}) | page.PATHS
-"""Answered without a key: for probes, and for browsers, which then ask for it; they say nothing of any request or
+PICKER_PATH = "/metrics/picker"
+"""What the endpoint picker of an inference gateway reads, which presents no key: how full all targets are together."""
+OPEN_PATHS = frozenset({"/health", "/ready", PICKER_PATH}) | page.PATHS
+"""Answered without a key: for probes, pickers, and browsers, which then ask for it; they say nothing of any request or
 holder."""
 OPERATORS_PATHS = frozenset({"/metrics", "/cluster"})
 """Not for every key, where there are operators'."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.errors import CODES
+from router.http.auth import PICKER_PATH
 from router.schema.json_schema import Schema, json_schema
 from router.schema.request_schema import BODIES
 
@@ -57,6 +58,7 @@ def _paths() -> Schema:
         "/health": {"get": _get("Whether the process serves", _object({"status": _STRING}))},
         "/ready": {"get": _ready()},
         "/metrics": {"get": {"summary": "Metrics for Prometheus", "responses": {"200": _text_answer("text/plain")}}},
+        PICKER_PATH: {"get": {"summary": "Of these, for pickers", "responses": {"200": _text_answer("text/plain")}}},
         "/cluster": {"get": _get("What this router knows of its workers", {"type": "object"})},
         "/openapi.json": {"get": _get("This description", {"type": "object"})},
     }

@@ -7,7 +7,7 @@ Names and shapes are vLLM's where vLLM has the same thing, under ``paceline_``. 
   old at most; take the maximum over routers, then add up workers. They stand in :mod:`router.telemetry.worker_metrics`.
 
 ``/metrics`` has besides what endpoint pickers read, under names of vLLM's
-(:func:`router.telemetry.worker_metrics.collect_for_pickers`).
+(:func:`router.telemetry.worker_metrics.collect_for_pickers`); ``/metrics/picker`` has nothing else, and wants no key.
 
 Labels are bounded: models that are served, workers that are listed, codes and reasons from fixed tables.
 """
@@ -44,15 +44,20 @@ class RouterMetrics:
         """By the name of the API key; one without a name where there are no keys."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
+        self._for_pickers = CollectorRegistry()
+        for registry in (self._registry, self._for_pickers):
+            registry.register(_Families(lambda: collect_for_pickers(self.snapshot())))
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers."""
+    def exposition(self, accept: str = "", *, for_pickers: bool = False) -> tuple[bytes, str]:
+        """The text for Prometheus and its content type, in the format that ``accept`` (the HTTP header) prefers.
+
+        ``for_pickers``: only what endpoint pickers read, which says nothing of any caller, model or worker.
+        """
         try:
             encode, content_type = choose_encoder(accept)
         except (TypeError, ValueError):  # of a header that is malformed
             encode, content_type = choose_encoder("")
-        return encode(self._registry), content_type
+        return encode(self._for_pickers if for_pickers else self._registry), content_type
 
     def describe(self) -> Iterator[Metric]:
         """Nothing to be known in advance; keeps the registry from collecting when this is registered."""

@@ -48,7 +48,7 @@ def test_overlays_are_what_they_say() -> None:
     }
     assert ha.names("PodDisruptionBudget") == {"paceline-router", "paceline-target"}
     cluster = one(ha, "RayService", "paceline")["spec"]["rayClusterConfig"]
-    assert cluster["gcsFaultToleranceOptions"]["redisAddress"].startswith("redis://")
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"].startswith("rediss://")
     assert next(group for group in cluster["workerGroupSpecs"] if group["groupName"] == "router")["minReplicas"] >= 2
 
 
@@ -91,9 +91,11 @@ def test_redis_reads_its_password_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "redis-server").write_text('#!/bin/sh\necho $PPID "$@"\ncat\n')
     (tmp_path / "redis-server").chmod(0o755)
     script = script.replace("/etc/paceline/redis", str(tmp_path))
+    tls = "--tls-auth-clients no --tls-cert-file /etc/paceline/tls/tls.crt --tls-key-file /etc/paceline/tls/tls.key"
+    arguments = f"- --appendonly yes --dir /data --port 0 --tls-port 6379 {tls}"
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([*container["command"], script], env=environment, capture_output=True, text=True)
-    assert done.stdout == f'{os.getpid()} - --appendonly yes --dir /data\nrequirepass "0badf00d"\n'
+    assert done.stdout == f'{os.getpid()} {arguments}\nrequirepass "0badf00d"\n'
 
 
 def test_secrets_to_make_by_hand() -> None:
@@ -184,7 +186,7 @@ def test_a_component_that_the_cluster_does_not_have_can_be_left_out(tmp_path: Pa
     assert [str(finding) for finding in findings(manifests)] == []
     assert models_by_hand(manifests) == (component == "components/models")
     by_hand = {name for name in secrets_by_hand(manifests) if name.endswith("-tls")}
-    roles = ("router", "target", "draft") if component == "components/certificates" else ()
+    roles = ("router", "target", "draft", "redis") if component == "components/certificates" else ()
     assert by_hand == {f"paceline-{role}-tls" for role in roles}
 
 
@@ -245,6 +247,18 @@ def test_endpoint_picker_asks_for_metrics_that_routers_have(tmp_path: Path) -> N
     assert used < parameters.keys()
     arguments = one(manifests, "Deployment", "paceline-picker")["spec"]["template"]["spec"]["containers"][0]["args"]
     assert f"--pool-name={one(manifests, 'InferencePool', 'paceline')['metadata']['name']}" in arguments
+
+
+def test_endpoint_picker_that_needs_a_key_is_found(tmp_path: Path) -> None:
+    manifests = with_components(tmp_path, "gpu", "components/gateway", "components/inference-pool")
+    data = one(manifests, "ConfigMap", "paceline-picker")["data"]
+    for old in ("path: /metrics/picker", ", path: /metrics"):
+        assert old in data["picker.yaml"]
+        data["picker.yaml"] = data["picker.yaml"].replace(
+            old, old.removesuffix("/picker").replace(", path: /metrics", "")
+        )
+        found = [str(finding) for finding in findings(manifests)]
+        assert len(found) == 1 and "picker.yaml: /metrics wants a key; have it read /metrics/picker" in found[0]
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import pytest
 import yaml
 
 from deploy.manifests import Manifests
-from deploy.ray_rules import HARD_STOP, RETRIES
+from deploy.ray_rules import AUTHORITY, HARD_STOP, RETRIES
 from deploy.validate import findings
 from tests.deploy.overlays import needs_kubectl, one, rendered
 
 pytestmark = needs_kubectl
 
 MODEL = "llama-8b"
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class Cluster:
@@ -67,6 +68,11 @@ def put(part: Any, key: str | int, value: object) -> None:
 def job(cluster: Cluster) -> Any:
     """What fetches models."""
     return cluster.get("Job", "paceline-models")["spec"]["template"]["spec"]["containers"][0]
+
+
+def redis(cluster: Cluster) -> Any:
+    """What keeps the head's state."""
+    return cluster.get("StatefulSet", "paceline-redis")["spec"]["template"]["spec"]["containers"][0]
 
 
 def named(entries: Any, name: str) -> Any:
@@ -286,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "head from which the doctor meets nobody",
-        lambda c: container(c.head)["volumeMounts"].pop(),
+        lambda c: put(named(container(c.head)["volumeMounts"], "tls"), "mountPath", "/etc/paceline/tls/ca.crt"),
         "head: security.certificate is /etc/paceline/tls/tls.crt, but nothing is mounted there; from there the doctor",
     ),
     Fault(
@@ -307,8 +313,13 @@ FAULTS = [
     # Fetching models
     Fault(
         "volume smaller than the models",
-        lambda c: put(job(c)["env"][0], "value", "llama-8b=m/Llama-3.3-70B llama-1b=m/Llama-3.2-1B"),
+        lambda c: put(job(c)["env"][0], "value", f"llama-8b=m/Llama-3.3-70B@{COMMIT} llama-1b=m/Llama-3.2-1B@{COMMIT}"),
         "by their names the models take 132 GiB, storage-size is 100Gi",
+    ),
+    Fault(
+        "model that may change",
+        lambda c: put(job(c)["env"][0], "value", f"llama-8b=m/Llama-8B@main llama-1b=m/Llama-1B@{COMMIT}"),
+        "llama-8b=m/Llama-8B@main names no commit, so it may be another model tomorrow: llama-8b=m/Llama-8B@COMMIT",
     ),
     Fault(
         "size of another volume",
@@ -391,6 +402,17 @@ FAULTS = [
         "policy's settings that nothing reads",
         lambda c: c.args(lambda a: put(a, "autoscaling", {"down_s": 60})),
         "autoscaling has no effect here; say it in autoscaling_policy.policy_kwargs.settings",
+    ),
+    *(
+        Fault(
+            f"standby that is not deployed, {why}",
+            lambda c, plant=plant: (c.args(lambda a: put(a["models"][MODEL]["target"], "standby", 1)), plant(c)),
+            f"TargetWorker-llama-8b: num_replicas is {said}; it must be 2, models.llama-8b.target.replicas (1) and",
+        )
+        for why, plant, said in (
+            ("by number", lambda c: c.serve(lambda d: fixed(d, 1)), "1"),
+            ("as the load asks for", lambda c: None, "auto"),
+        )
     ),
     # Placement
     Fault(
@@ -509,6 +531,35 @@ FAULTS = [
     ),
     Fault("missing volume", lambda c: pod(c.small)["volumes"].pop(0), "there is no volume tmp to mount"),
     Fault("missing issuer", lambda c: c.drop("Issuer", "paceline-bootstrap"), "there is no Issuer paceline-bootstrap"),
+    Fault(
+        "Redis in the clear",
+        lambda c: put(c.ray["gcsFaultToleranceOptions"], "redisAddress", "redis://paceline-redis:6379"),
+        "redisAddress is redis://paceline-redis:6379; with rediss:// nobody reads or changes it on the way",
+    ),
+    Fault(
+        "any Redis",
+        lambda c: container(c.head)["env"].remove(named(container(c.head)["env"], AUTHORITY)),
+        "RAY_REDIS_CA_CERT of the head must name a mounted file",
+    ),
+    Fault(
+        "authority of Redis that is not there",
+        lambda c: named(container(c.head)["env"], AUTHORITY).update(value="/etc/redis/ca.crt"),
+        "RAY_REDIS_CA_CERT of the head must name a mounted file",
+    ),
+    Fault(
+        "password of Redis in the manifest",
+        lambda c: put(c.ray["gcsFaultToleranceOptions"], "redisPassword", {"value": "secret"}),
+        "redisPassword must come from a Secret",
+    ),
+    Fault(
+        "Redis that listens in the clear too",
+        lambda c: put(
+            redis(c),
+            "args",
+            [redis(c)["args"][0].replace("--port 0", "--port 6380")],
+        ),
+        "StatefulSet paceline-redis: must listen with --tls-port alone",
+    ),
     Fault("missing Redis", lambda c: c.drop("Service", "paceline-redis"), "there is no Service paceline-redis"),
     Fault(
         "route to nowhere",

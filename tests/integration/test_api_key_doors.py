@@ -41,6 +41,12 @@ async def test_every_path_but_those_of_probes_needs_a_key(path):
             for method in ("GET", "POST", "OPTIONS"):
                 assert (await client.request(method, known)).status_code == 401, (method, known)
         assert (await client.get("/health")).status_code == 200
+        told = (await client.get("/metrics/picker")).text
+    assert {line.partition(" ")[0] for line in told.splitlines() if line[:1] != "#"} == {
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_running",
+        "vllm:kv_cache_usage_perc",
+    }
     assert not generator.generations
 
 

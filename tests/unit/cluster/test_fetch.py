@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
-from cluster.fetch import COMPLETE, READABLE, FetchError, bytes_in, fetch_all, main, models_in
+from cluster.fetch import COMPLETE, READABLE, FetchError, HubModel, HuggingFace, bytes_in, fetch_all, main, models_in
 
 GIB = 1 << 30
-MODELS = {"large": "org/large", "small": "org/small"}
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+MODELS = {"large": HubModel("org/large", COMMIT), "small": HubModel("org/small")}
 
 
 class FakeHub:
@@ -28,15 +31,15 @@ class FakeHub:
         self.fetched: list[str] = []
         self.breaks = breaks
 
-    def files(self, model: str) -> Mapping[str, int]:
-        return self.repositories[model]
+    def files(self, model: HubModel) -> Mapping[str, int]:
+        return self.repositories[model.name]
 
-    def fetch(self, model: str, files: Sequence[str], folder: Path) -> None:
+    def fetch(self, model: HubModel, files: Sequence[str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in files:
             if name == self.breaks:
                 raise FetchError("gone")
-            self.fetched.append(f"{model}/{name}")
+            self.fetched.append(f"{model.name}/{name}")
 
 
 def fetch(volume: Path, hub: FakeHub, capacity: int = 3 * GIB) -> None:
@@ -90,10 +93,45 @@ def test_what_is_complete_is_not_asked_for_again_but_counts(tmp_path: Path) -> N
         fetch(tmp_path, hub, 99)
 
 
-@pytest.mark.parametrize("text", ["llama", "=org/name", "a/b=org/name", "../x=org/name", "llama="])
+@pytest.mark.parametrize(
+    "text", ["llama", "=org/name", "a/b=org/name", "../x=org/name", "llama=", "llama=@x", "a=org/b@"]
+)
 def test_an_entry_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(FetchError, match="is not FOLDER=HUB-ID"):
+    with pytest.raises(FetchError, match="is not FOLDER=HUB-ID, with @COMMIT or without"):
         models_in(text)
+
+
+def test_a_model_is_pinned_by_a_whole_commit() -> None:
+    models = models_in(f"a=org/a@{COMMIT} b=org/b@main c=org/c d=org/d@{COMMIT[:7]}")
+    assert models["a"] == HubModel("org/a", COMMIT)
+    assert [name for name, model in models.items() if model.pinned] == ["a"]
+
+
+def test_the_hub_is_asked_for_that_commit(monkeypatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, object]] = []
+
+    def note(_self: object, name: str, *, revision: object, **_others: object) -> SimpleNamespace:
+        asked.append((name, revision))
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename="config.json", size=7)])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", note)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **others: note(None, name, **others))
+    for model in MODELS.values():
+        assert HuggingFace().files(model) == {"config.json": 7}
+        HuggingFace().fetch(model, ["config.json"], tmp_path)
+    assert asked == [("org/large", COMMIT)] * 2 + [("org/small", None)] * 2
+
+
+@pytest.mark.parametrize("mark", [READABLE, COMPLETE])
+def test_another_revision_is_not_mixed_into_a_folder(tmp_path: Path, mark: str) -> None:
+    fetch(tmp_path, FakeHub())
+    if mark == READABLE:
+        (tmp_path / "large" / COMPLETE).unlink()
+    hub = FakeHub()
+    other = {**MODELS, "large": HubModel("org/large", COMMIT[::-1])}
+    with pytest.raises(FetchError, match=f"large holds org/large@{COMMIT}; give org/large@{COMMIT[::-1]} a folder"):
+        fetch_all(tmp_path, 3 * GIB, other, hub, lambda line: None)
+    assert hub.fetched == []
 
 
 def test_sizes_are_those_of_kubernetes() -> None:

@@ -44,15 +44,20 @@ class FakeWorker:
         self.drained.set()
 
 
-@pytest.mark.parametrize("files", [None, ("/nowhere/tls.crt", "/nowhere/ca.crt")])
-async def test_a_worker_tells_when_its_certificates_end(monkeypatch, files: tuple[str, str] | None) -> None:
+FILES = ("/nowhere/tls.crt", "/nowhere/ca.crt")
+
+
+@pytest.mark.parametrize(("files", "told"), [(None, []), (FILES, [dict.fromkeys(FILES, UNREADABLE)])])
+async def test_a_worker_with_certificates_tells_when_they_end(monkeypatch, files, told) -> None:
+    """Without any there is nothing to tell, so nothing runs for it."""
     FakeExporter.made = []
     monkeypatch.setattr(worker_replicas, "RayExporter", FakeExporter)
     worker = FakeWorker()
-    replica = SimpleNamespace(_exit_on_failure=worker.wait)  # one of the class has a destructor that must be awaited
+    # One of the class has a destructor that must be awaited.
+    replica = SimpleNamespace(_exit_on_failure=worker.wait, _exporter=None)
     certified = SimpleNamespace(certificates=tuple(map(Path, files))) if files else None
     await worker_replicas._WorkerReplica._begin(replica, worker, 1.0, certified)
-    (exporter,) = FakeExporter.made
-    assert exporter.told == dict.fromkeys(files or (), UNREADABLE)
+    assert [exporter.told for exporter in FakeExporter.made] == told
     await worker_replicas._WorkerReplica.__del__(replica)
-    assert exporter.closed
+    assert worker.drained.is_set()
+    assert all(exporter.closed for exporter in FakeExporter.made)
