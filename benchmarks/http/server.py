@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from benchmarks.harness.processes import answer_lines
 from benchmarks.http.figures import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
-from cluster.checkout import BUNDLED
+from cluster.config.environment import BUNDLED
 from router.generation import Committed, Ended, Generation, ServedModel
 from router.http.api import build_app
 from router.http.asgi import REQUEST_ID_HEADER

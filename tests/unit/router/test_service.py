@@ -12,7 +12,7 @@ from cluster.commands import router as command
 from cluster.config import serving
 from cluster.config.config import from_mapping
 from cluster.discovery import StaticDirectory
-from cluster.processes.notify import READY, STOPPING
+from cluster.processes.starting import READY, STOPPING
 from router.service import Router, RouterSettings
 from speculation.events import Role
 from tests.ports import free_port
