@@ -51,6 +51,7 @@ from speculation.events import (
     Stop,
     Tick,
     Wake,
+    from_draft_models,
 )
 from speculation.messages import (
     Close,
@@ -64,7 +65,6 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.origin import from_draft_models
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, SessionLimits, Workers
 from transport.codec import MalformedMessage

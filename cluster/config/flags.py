@@ -26,6 +26,10 @@ OVERRIDES = "overrides"
 """Where a parser collects the settings, in the order of the command line."""
 
 
+LONGEST_TRIP_MS = 60_000.0
+"""A minute there and back is no network."""
+
+
 class Parser(argparse.ArgumentParser):
     """Errors in one line, with the nearest valid name."""
 
@@ -170,9 +174,6 @@ def _short(default: object) -> str:
     path = Path(str(default))
     return f"the bundled {path.name} model" if path.is_absolute() else f"{default}"
 
-
-LONGEST_TRIP_MS = 60_000.0
-"""A minute there and back is no network."""
 
 Value = TypeVar("Value")
 

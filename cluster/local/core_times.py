@@ -24,7 +24,7 @@ from cluster.processes.starting import exit_with
 
 with uncollected():  # most of the time that this process has
     from engine.cache.kv_cache import KVCache
-    from engine.cpu.threads import set_threads
+    from engine.cpu.thread_choice import set_threads
     from engine.interface import Chunk
     from engine.loading.loader import load
     from engine.model import ModelError

@@ -131,8 +131,8 @@ def main() -> int:
     task = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_input, daemon=True, name="lifeline").start()
     with uncollected():
+        from engine.build import serve_rank
         from engine.model import ModelError
-        from engine.rank import serve_rank
 
     try:
         serve_rank(task)

@@ -18,8 +18,7 @@ from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.cpu import library as built
 from engine.cpu.library import Library, find_library
 from engine.cpu.stack import CpuRows, CpuStack, RowLinear
-from engine.cpu.thread_choice import MIN_ROWS, ThreadChoice
-from engine.cpu.threads import set_threads
+from engine.cpu.thread_choice import MIN_ROWS, ThreadChoice, set_threads
 from engine.exactness import EXACT
 from engine.interface import Chunk
 from engine.loading.loader import Model, load
