@@ -30,8 +30,8 @@ from alignment.pair import ModelPair
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
 from alignment.writing import BATCH, Writer, Written, WrittenRow
+from engine.loading.checkpoint import revision_of
 from engine.loading.loader import read_config
-from engine.loading.revision import revision_of
 
 HELD_OUT_ROWS = 16
 """Continuations that acceptance is measured on, for each temperature; and as many pieces of the data."""

@@ -30,12 +30,11 @@ from alignment.encoding import Encoder, gather
 from alignment.errors import DataError, Interrupted, SettingsError
 from alignment.training import BAR, CHECKPOINT_SECONDS, rate_share
 from alignment.workplace import Workplace
-from engine.hidden import HiddenTap
+from engine.loading.checkpoint import revision_of
 from engine.loading.loader import load
-from engine.loading.revision import revision_of
 from engine.loading.self_test import STOCK
 from engine.medusa import MedusaHeads, save
-from engine.model import Model
+from engine.model import HiddenTap, Model
 
 FARTHER = 0.8
 """What the loss of a head counts, relative to the one before (as in the authors' training)."""

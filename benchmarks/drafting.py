@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from benchmarks.harness.command import Bench, dated
 from benchmarks.harness.options import Options, flag, known
-from cluster.checkout import CHECKOUT
+from cluster.config.environment import CHECKOUT
 from cluster.config.flags import FAILED
 from cluster.console import CommandError, say
 

@@ -1,6 +1,6 @@
 """The command line: which commands there are, and how they end.
 
-A command is a module with ``add`` (its flags) and ``run`` (its work); :mod:`cluster.plugins` finds those from outside.
+A command is a module with ``add`` (its flags) and ``run`` (its work); :func:`from_outside` finds those of others.
 They import torch, Ray and HTTP libraries only when they run, so that help and mistakes are answered at once. Whatever a
 user can get wrong ends in one line on stderr and exit code 2; what fails later in one line and exit code 1.
 """
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import difflib
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
 from types import ModuleType
 
-from cluster import plugins
 from cluster.commands import align, certs, complete, config, doctor, down, router, simulate, top, up, worker
 from cluster.config.checks import CheckError
+from cluster.config.environment import CHECKOUT
 from cluster.config.flags import BAD_INPUT, Parser
 from cluster.config.security import SecurityError
 from cluster.config.settings import ConfigError
 from cluster.console import CommandError, complain, let_go
-from cluster.processes import openmp
+from cluster.processes.starting import begin_again
 from transport.address import AddressError
 
 COMMANDS: dict[str, ModuleType] = {
@@ -35,6 +38,9 @@ COMMANDS: dict[str, ModuleType] = {
     "align": align,
     "simulate": simulate,
 }
+
+GROUP = "paceline.commands"
+"""Entry points of commands from outside the product."""
 
 DESCRIPTION = """\
 Serve a large language model with disaggregated speculative decoding: small draft models run ahead of the
@@ -62,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Those from outside are looked for only where they may be meant.
-    known = COMMANDS if arguments and arguments[0] in COMMANDS else COMMANDS | plugins.commands()
+    known = COMMANDS if arguments and arguments[0] in COMMANDS else COMMANDS | from_outside()
     parser, parsers = _parsers(known)
     if not arguments:
         parser.print_help()
@@ -76,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, unknown = parser.parse_known_args(arguments)
         parsers[args.command].refuse_unknown(unknown)
         if argv is None and args.command == "worker":
-            openmp.begin_again()
+            begin_again()
         return int(known[args.command].run(args))
     except CommandError as error:
         complain(f"paceline: {error}")
@@ -88,6 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     finally:
         let_go()
+
+
+def from_outside() -> dict[str, ModuleType]:
+    """Commands from outside, by name: by the entry points of what is installed, or those that a checkout declares."""
+    if found := entry_points(group=GROUP):
+        return {entry.name: entry.load() for entry in found}
+    declared = CHECKOUT / "pyproject.toml"
+    if not declared.is_file():
+        return {}
+    listed = tomllib.loads(declared.read_text(encoding="utf-8"))["project"]["entry-points"][GROUP]
+    return {name: import_module(module) for name, module in listed.items()}
 
 
 def _parsers(known: Mapping[str, ModuleType]) -> tuple[Parser, dict[str, Parser]]:

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from cluster.checkout import BUNDLED
 from cluster.config.config import Config, from_mapping
+from cluster.config.environment import BUNDLED
 from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT

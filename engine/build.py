@@ -1,4 +1,4 @@
-"""A ready engine from settings: the model, a cache for it, and how its worker introduces itself."""
+"""A ready engine from settings: model, cache, how its worker introduces itself, and the life of its ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cuda.graphs import CudaRecorder, Record
+from engine.forward import ForwardPass, StepInput
 from engine.interface import StepEngine
 from engine.leader import Leader, Ranks
 from engine.loading.cache_size import fitting_tokens
+from engine.loading.checkpoint import revision_of
 from engine.loading.loader import choose_device, load
-from engine.loading.revision import revision_of
 from engine.loading.split_check import check_devices, check_split
 from engine.medusa import MedusaHeads, load_heads
 from engine.model import Model, ModelError
-from engine.parallel.group import Group
+from engine.parallel.group import Group, RankTask, joined_key, rendezvous
 from engine.parallel.shards import splits_heads
 from engine.settings import EngineSettings
 from engine.stateful import StatefulCache, StatefulEngine
@@ -190,3 +191,22 @@ def _device_class(model: Model, exactness: str) -> str:
 
 def _listed(*facts: str) -> str:
     return ", ".join(filter(None, facts))
+
+
+def serve_rank(task: RankTask) -> None:
+    """Be a rank other than 0: load a part of the model, then compute what rank 0 says until it says no more.
+
+    Raises :class:`engine.model.ModelError` for what the model is to blame for, and torch's errors if a rank was lost.
+    """
+    settings = task.settings
+    store = rendezvous(settings.tensor_parallel_size, task.port)
+    store.set(joined_key(task.rank), "")
+    device = choose_device(settings.device)
+    group = Group(task.rank, settings.tensor_parallel_size, store, device, settings.load_timeout)
+    model = load_model(settings, group=group)
+    forward = ForwardPass(model, cache_for(settings, model, group).store, recorder_for(model), agreed=group.all_agree)
+    group.meet()
+    forward.warm_up()
+    while message := group.hear():
+        forward.compute(StepInput.decoded(message))
+    group.leave()

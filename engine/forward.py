@@ -25,11 +25,10 @@ from engine.cache.sequence_state import SequenceState
 from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
 from engine.cuda.levels import Levels
-from engine.hidden import HiddenTap
 from engine.host.upload import upload
 from engine.layers.fused import fused_logits
 from engine.layers.linear import products
-from engine.model import Model
+from engine.model import HiddenTap, Model
 from engine.sampling.sampling import Draw
 
 

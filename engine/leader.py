@@ -46,7 +46,7 @@ class Loss:
 
 
 class Ranks(Protocol):
-    """All ranks but 0, wherever they run. Each calls :func:`engine.rank.serve_rank` with its task."""
+    """All ranks but 0, wherever they run. Each calls :func:`engine.build.serve_rank` with its task."""
 
     own_gpus: bool
     """Whether each rank sees no GPUs but its own, instead of all those of the machine."""

@@ -26,7 +26,7 @@ from alignment.losses import next_token_loss
 from alignment.training import Trainer, TrainingPlan
 from models.corpus import END_OF_TEXT, SourceFile, encode_files, read_sources, split_sources
 from models.pair import load, load_tokenizer, parameter_count, placed, publish
-from models.writing import write_text
+from models.train import write_text
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 3000

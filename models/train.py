@@ -21,12 +21,13 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from alignment.batches import Batches, BatchesInTurn, TokenIds
+from alignment.batches import Batches, BatchesInTurn, TokenIds, joined
 from alignment.encoding import Encoder
 from alignment.losses import distillation_loss, next_token_loss
 from alignment.medusa import HELD_OUT, HeadTraining, MedusaOptions, load_target, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
+from alignment.writing import BATCH, TEMPERATURES, Writer
 from models.card import write_card
 from models.corpus import (
     Split,
@@ -51,7 +52,6 @@ from models.pair import (
     publish,
     save_tokenizer,
 )
-from models.writing import write_text
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("tokenizer", "target", "draft", "medusa", "evaluate", "card")
@@ -60,6 +60,10 @@ CONTINUATION_TOKENS = 96
 WRITTEN_WEIGHT = 2
 MEDUSA_TEXT = "the corpus, and as much of the target's own"
 DEFAULT_MINUTES = {"target": 40.0, "draft": 12.0}
+
+
+PROMPT_TOKENS = 48
+NEW_TOKENS = 160
 
 
 class Pipeline:
@@ -273,6 +277,27 @@ def main(argv: list[str] | None = None) -> None:
     pipeline = Pipeline(arguments)
     for phase in PHASES if arguments.phase == "all" else (arguments.phase,):
         pipeline.run(phase)
+
+
+def write_text(model: LlamaForCausalLM, ids: TokenIds, tokens: int, end_of_text: int, seed: int) -> TokenIds:
+    """At least `tokens` token ids: passages of `ids`, each continued by `model` and behind an `end_of_text`."""
+    generator = np.random.default_rng(seed)
+    writer = Writer(model, {end_of_text})
+    rows: list[tuple[int, ...]] = []
+    written = 0
+    with tqdm(total=tokens, desc="target writes", mininterval=5.0) as bar:
+        for round_ in range(tokens):
+            starts = generator.integers(0, len(ids) - PROMPT_TOKENS, size=BATCH)
+            prompts = [ids[start : start + PROMPT_TOKENS].tolist() for start in starts]
+            temperature = TEMPERATURES[round_ % len(TEMPERATURES)]
+            fresh = [row.tokens for row in writer.write(prompts, NEW_TOKENS, temperature, seed + round_)]
+            rows += fresh
+            more = sum(map(len, fresh))
+            bar.update(more)
+            written += more
+            if written >= tokens:
+                break
+    return joined(rows, end_of_text)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from speculation.events import (
     Stop,
     Tick,
     Wake,
+    from_draft_models,
 )
 from speculation.messages import (
     Close,
@@ -63,7 +64,6 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from speculation.origin import from_draft_models
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, SessionLimits, Workers
 from transport.codec import MalformedMessage

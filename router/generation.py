@@ -9,9 +9,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from speculation.events import StepMetadata
+from speculation.events import Origin, StepMetadata, origins, refused
 from speculation.messages import FinishReason, Proposal, RequestOptions, Sampling, SourceName, Speculation, Token
-from speculation.origin import Origin, origins, refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,12 @@
-"""What steps and messages cost, for the simulator: curves through measured times.
+"""What steps and messages cost, for the simulator: curves through measured times; and what the textbook makes of that.
 
 What a worker believes about its own steps, learned while serving, is :class:`speculation.verifying.budget.StepCost`.
+
+The textbook has closed forms for drafting and verification in turn: Leviathan et al. 2023, "Fast Inference from
+Transformers via Speculative Decoding" (arXiv:2211.17192), sections 3.1 to 3.3. They take every draft token as kept with
+the same chance, whatever stands before it, a verification of any number of tokens as one plain step, and messages as
+free. Real text is harder in some stretches than in others, so that it keeps more long drafts than its mean chance says;
+:func:`committed_along` counts that on the text itself. Kept here to be set beside what is measured and simulated.
 """
 
 from __future__ import annotations
@@ -81,3 +87,29 @@ class Costs:
         known = [count for count in curves if count <= sessions]
         curve = curves[max(known) if known else min(curves)]
         return curve(rows_for(tokens, self.row_classes)) + self.verify_each * sessions
+
+
+def expected_tokens(acceptance: float, length: float) -> float:
+    """Tokens that a verification of ``length`` draft tokens commits on average: ``(1 - a^(K+1)) / (1 - a)``."""
+    assert 0.0 <= acceptance <= 1.0
+    if acceptance == 1.0:
+        return length + 1.0
+    return float((1.0 - acceptance ** (length + 1)) / (1.0 - acceptance))
+
+
+def expected_speedup(acceptance: float, length: int, cost: float) -> float:
+    """Over plain decoding; ``cost``: seconds of a draft token over those of a target's step (their c)."""
+    return expected_tokens(acceptance, length) / (cost * length + 1.0)
+
+
+def best_length(acceptance: float, cost: float, longest: int) -> int:
+    """The draft length, from 1 to ``longest``, with the largest :func:`expected_speedup`; the shortest of equals."""
+    return max(range(1, longest + 1), key=lambda length: expected_speedup(acceptance, length, cost))
+
+
+def committed_along(runs: Sequence[int], length: int) -> float:
+    """What :func:`expected_tokens` stands for, counted.
+
+    ``runs``: for every place of the text as the start of a draft, how many draft tokens in a row are right.
+    """
+    return 1.0 + sum(min(run, length) for run in runs) / len(runs)

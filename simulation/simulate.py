@@ -24,9 +24,8 @@ from random import Random
 from simulation.agreement import ReplayedRequest, Replays, Texts
 from simulation.costs import Costs
 from simulation.simulated_draft import SimulatedDrafter
-from simulation.simulated_sources import OwnSources, RecordedHeads
 from simulation.simulated_world import Bounds as Bounds
-from simulation.simulated_world import SimulatedWorld
+from simulation.simulated_world import OwnSources, RecordedHeads, SimulatedWorld
 from simulation.simulated_world import SimulationSettings as SimulationSettings
 from speculation.drafting.draft_session import Outcome
 from speculation.messages import Limits, Open, Proposal, Sampling, SessionId, Source, Verification

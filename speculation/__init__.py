@@ -10,9 +10,9 @@ Read in this order:
 - One session at a worker. :mod:`.verifying.target_session` verifies and commits, :mod:`.drafting.draft_session` runs
   ahead of it; :mod:`.drafting.guesses` is staged drafting, a draft for the draft model. :mod:`sources` draft without
   one.
-- How much. :mod:`.verifying.calibration` (what a source's confidence is worth), :mod:`.verifying.draft_latency` and
-  :mod:`.verifying.throughput_estimator` (whether drafts come in time), :mod:`.verifying.budget` and
-  :mod:`.verifying.planner` (what a step of the target verifies), :mod:`.verifying.lookahead_policy` (how far to draft).
+- How much. :mod:`.verifying.calibration` (what a source's confidence is worth), :mod:`.verifying.draft_latency`
+  (whether drafts come in time), :mod:`.verifying.budget` and :mod:`.verifying.planner` (what a step of the target
+  verifies), :mod:`.verifying.lookahead_policy` (how far to draft, and what a session's time is worth).
 - The router's side. :mod:`events` and :mod:`.request.session`, with :mod:`.request.drafting` (its drafter) and
   :mod:`.request.retry_state` (how long to look for workers); :mod:`.request.poison_detector` (whose request kills
   targets).

@@ -1,6 +1,7 @@
 """What a session hears and what it does: the two vocabularies of :mod:`speculation.request.session`.
 
 Events go in, effects come out. Both are plain values, so a session can be driven by a router, a simulator or a test.
+With them, where committed tokens came from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from speculation.messages import (
     FinishReason,
     FromWorker,
     Proposal,
+    Source,
     SourceName,
     Token,
     TokenLogprobs,
@@ -200,3 +202,36 @@ class Wake:
 
 
 Effect = Place | Send | Relay | Emit | Finish | Fail | Wake
+
+
+class Own(StrEnum):
+    """Why a token is the target's own."""
+
+    RECOVERED = "recovered"
+    """A draft was offered at that place and refused."""
+    BONUS = "bonus"
+    """Drafts were offered, and all along the path were kept."""
+    TARGET = "target"
+    """Nothing was offered: plain decoding."""
+
+
+Origin = SourceName | Own
+"""No draft source is called like one of :class:`Own`."""
+
+
+def origins(tokens: int, accepted: int, offered: int, metadata: StepMetadata) -> tuple[Origin, ...]:
+    """Of each of ``tokens`` committed at once, the first ``accepted`` of them out of ``offered`` drafts."""
+    drafted: tuple[Origin, ...] = metadata.sources or (Source.DRAFT,) * accepted
+    own = Own.RECOVERED if metadata.recovered else Own.BONUS if offered else Own.TARGET
+    return drafted + (own,) * (tokens - accepted)
+
+
+def refused(accepted: int, offered: int, metadata: StepMetadata) -> tuple[SourceName, ...]:
+    """Where the drafts came from that were offered and not kept."""
+    return metadata.refused or (Source.DRAFT,) * (offered - accepted)
+
+
+def from_draft_models(accepted: int, offered: int, metadata: StepMetadata) -> tuple[int, int]:
+    """Of the drafts accepted and of those offered, how many a draft model had made."""
+    kept = metadata.sources.count(Source.DRAFT) if metadata.sources else accepted
+    return kept, kept + (metadata.refused.count(Source.DRAFT) if metadata.refused else offered - accepted)

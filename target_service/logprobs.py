@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.host.upload import upload
-from engine.shaping.logprobs import token_logprobs
+from engine.sampling.sampling import token_logprobs
 from speculation.acceptance import AcceptanceResult
 from speculation.messages import Token, TokenLogprobs
 from target_service.batch_entry import BatchEntry

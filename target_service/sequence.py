@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.sampling.sampling import token_logprobs
 from engine.shaping.grammar import GrammarConstraint, MaskBudget
-from engine.shaping.logprobs import token_logprobs
 from engine.shaping.shaping import Shaping
 from speculation.drafting.medusa import MedusaDrafts
 from speculation.messages import RefusalCode, Refused, TokenLogprobs, Verification

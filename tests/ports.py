@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.processes.ports import HeldPort
+from cluster.processes.child import HeldPort
 
 _held: list[HeldPort] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.processes import run_rank
+from cluster.processes import rank_processes
 from engine import build
 from engine.layers.layer_ops import PlainOps
 from engine.loading import loader
@@ -59,4 +59,4 @@ class ByRows(Watched):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     stand_ins(setattr)
-    raise SystemExit(run_rank.main())
+    raise SystemExit(rank_processes.main())

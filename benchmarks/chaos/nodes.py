@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 
 from cluster.console import say
 from cluster.placement import GPU_CLASS
-from cluster.processes.niceness import NICENESS
+from cluster.processes.starting import NICENESS
 
 HEAD = "127.0.0.2"
 HEAD_CPUS = 4

@@ -24,8 +24,8 @@ from benchmarks.chaos.records import FaultResult, Requirement, tally
 from benchmarks.chaos.settings import BEGIN_SECONDS, FINISH_SECONDS, FRESH, HEAL_SECONDS, MAX_SESSIONS, ChaosOptions
 from benchmarks.chaos.stage import POLL_SECONDS, READY_SECONDS, STOP_SECONDS, Stage, StageError, environment
 from benchmarks.chaos.workload import Workload, client
-from cluster.checkout import CHECKOUT
-from cluster.processes.ports import HeldPort
+from cluster.config.environment import CHECKOUT
+from cluster.processes.child import HeldPort
 from router.sessions.event_log import EventKind
 from transport.address import parse
 

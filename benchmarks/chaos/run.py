@@ -15,7 +15,7 @@ from benchmarks.harness.options import known
 from benchmarks.harness.report import Result, Table, table_of
 from cluster.config.flags import FAILED
 from cluster.console import say
-from cluster.processes.ports import HeldPort
+from cluster.processes.child import HeldPort
 
 NOTES = (
     "Longest silence: of all streams, between two pieces of text, as the client saw it. First token: the longest wait "

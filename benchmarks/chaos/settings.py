@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput, Options, flag
-from cluster.checkout import BUNDLED
+from cluster.config.environment import BUNDLED
 from cluster.config.pools import DTYPES
 
 TARGETS, DRAFTS, ROUTERS, RANKS = 2, 2, 1, 2

@@ -26,8 +26,7 @@ from benchmarks.chaos.records import Reply
 from benchmarks.chaos.settings import FINISH_SECONDS, Body
 from benchmarks.chaos.workload import client, plain_text
 from benchmarks.harness.command import BenchError
-from cluster.checkout import CHECKOUT
-from cluster.config.environment import current
+from cluster.config.environment import CHECKOUT, current
 from speculation.events import Role
 from speculation.messages import FromWorker, Load, Loading, Welcome
 from transport.client import WorkerConnection

@@ -21,7 +21,7 @@ from random import Random
 import torch
 from torch import nn
 
-from engine.host.huge_pages import collapse
+from engine.host.memory import collapse
 from engine.interface import Chunk
 from engine.sampling.sampling import Draw, sample
 from engine.step import Engine

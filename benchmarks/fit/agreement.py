@@ -14,7 +14,7 @@ from benchmarks.fit.settings import DEPTH, Way
 from benchmarks.speculation.records import Depth
 from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
 from simulation.simulate import Bounds
-from simulation.simulated_sources import OwnSources
+from simulation.simulated_world import OwnSources
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
 from speculation.sources.local_sources import local_sources
 from speculation.sources.registry import LocalSource, Suggestion

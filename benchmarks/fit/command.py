@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from benchmarks.fit.settings import FitOptions
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput
-from cluster.checkout import BUNDLED
 from cluster.config.checks import check_heads, check_model, check_tokenizer
+from cluster.config.environment import BUNDLED
 
 if TYPE_CHECKING:
     from benchmarks.fit.prompts import Prompt

@@ -16,7 +16,7 @@ from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
 from benchmarks.fit.settings import FitOptions, short
 from benchmarks.fit.validate import Validation
 from benchmarks.harness.report import DPI, PlotLine, PlotPanel, Table, draw, table_of
-from simulation import estimates
+from simulation import costs
 from simulation.costs import Costs
 
 SHOWN = (1, 2, 4, 8, 12)
@@ -152,9 +152,9 @@ def _depths(result: FitResult) -> Table:
 def textbook(found: Agreement, cost: float, depth: int) -> dict[str, float]:
     """The closed forms for a way, and what of them can be counted."""
     return {
-        "committed": estimates.committed(found.first, depth),
-        "committed_along": estimates.committed_along(found.rights, depth),
-        "speedup": estimates.speedup(found.first, depth, cost),
+        "committed": costs.expected_tokens(found.first, depth),
+        "committed_along": costs.committed_along(found.rights, depth),
+        "speedup": costs.expected_speedup(found.first, depth, cost),
     }
 
 
@@ -202,8 +202,8 @@ def _sentences(result: FitResult) -> Iterator[str]:
     shown, found = result.shown, result.validation
     cost, first = _cost(result), shown.agreement.first
     if shown.way.draft is not None:
-        longest = estimates.best_length(first, cost, DEPTHS[-1])
-        speedup = estimates.speedup(first, longest, cost)
+        longest = costs.best_length(first, cost, DEPTHS[-1])
+        speedup = costs.expected_speedup(first, longest, cost)
         yield f"The textbook's best for {shown.way} (a = {first:.2f}, c = {cost:.3f}): K = {longest}, {speedup:.2f} x."
         least = result.least_acceptance
         below = "at no acceptance below 1" if least is None else f"from an acceptance of about {least:g} on"
@@ -329,7 +329,7 @@ def _panels(result: FitResult) -> list[PlotPanel]:
         for one in result.forecasts
     ]
     cost = _cost(result)
-    textbook = [(depth, estimates.speedup(shown.agreement.first, depth, cost)) for depth in shown.depths]
+    textbook = [(depth, costs.expected_speedup(shown.agreement.first, depth, cost)) for depth in shown.depths]
     by_depth.append(PlotLine("textbook, in turn", textbook, grey))
     if checked is not None:
         measured = [(one.depth, one.measured) for one in checked.depths]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.harness.options import BadInput, Options, flag
-from cluster.config.listed import count, round_trip
+from cluster.config.flags import count, round_trip
 from cluster.config.pools import DTYPES
 from cluster.local.threads import usable_cores
 from speculation.messages import Sampling, Source, Speculation

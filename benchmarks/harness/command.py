@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.options import BadInput, Options, add_flags
+from cluster.config.environment import is_folder
 from cluster.config.flags import FAILED, Parser
-from cluster.config.folders import is_folder
 from cluster.console import CommandError
 
 ENDED = {"router.generation": "GenerationError"}

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from cluster.checkout import CHECKOUT
+from cluster.config.environment import CHECKOUT
 from engine.medusa import read, save
 from models.corpus import read_prompts
 from models.pair import VOCABULARY, load, load_tokenizer, parameter_count, save_tokenizer

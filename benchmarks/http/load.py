@@ -20,7 +20,7 @@ from benchmarks.harness.processes import ReadyProcess, child
 from benchmarks.http.figures import BadAnswer
 from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, LoadPoint, ScaleOptions, result
 from benchmarks.http.workers import FakeWorker, Script, StepPace
-from cluster.checkout import BUNDLED
+from cluster.config.environment import BUNDLED
 from cluster.console import stages
 from router.http.asgi import REQUEST_ID_HEADER
 from router.http.exhaustion import raise_limit

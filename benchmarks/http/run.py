@@ -28,7 +28,7 @@ from benchmarks.http.figures import (
     StreamedReply,
     result,
 )
-from cluster.checkout import BUNDLED
+from cluster.config.environment import BUNDLED
 from cluster.console import stages
 from router.http.asgi import REQUEST_ID_HEADER
 

@@ -35,7 +35,7 @@ from starlette.types import ASGIApp
 from benchmarks.harness.processes import answer_lines
 from benchmarks.http.figures import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
 from benchmarks.http.workers import StepPace
-from cluster.checkout import BUNDLED
+from cluster.config.environment import BUNDLED
 from router.dispatch import DispatchLimits
 from router.generation import Committed, Ended, Generation, ServedModel
 from router.http.api import build_app

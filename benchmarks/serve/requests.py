@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.harness.options import BadInput
 from benchmarks.serve.settings import BUNDLED_PROMPTS, Json, Make, ServeOptions, ServerContender, Variant
-from cluster.checkout import BUNDLED
+from cluster.config.environment import BUNDLED
 
 DEPTH_PLACE = "{depth}"
 """A string in the user's fields that a sweep replaces by a number."""

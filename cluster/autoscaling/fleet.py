@@ -5,20 +5,27 @@ Requests are counted one by one, tokens flow: in each tick a target takes as man
 :mod:`target_service.scheduler`. A replica takes its time to start; one that is taken away hands its sessions over,
 which compute their tokens again elsewhere. Drafters are as good as one: their work is spread evenly.
 
+What drafting is worth there are averages, where :mod:`simulation.simulate` draws and compares tokens: a draft token is
+kept with the chance ``alpha`` if all before it were. The rules are those that serve, in small: a target verifies as
+many drafts as make the most tokens a second, and asks for no lead when that is none; else for a lead whose last token
+still has a fair chance (:mod:`speculation.verifying.lookahead_policy`).
+
 Knows nothing of policies: :mod:`cluster.autoscaling.simulation` asks it for reports and resizes its pools.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
-from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival
-from simulation.costs import Costs
+from simulation.costs import Costs, expected_tokens
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
+from speculation.verifying.lookahead_policy import FAIR_CHANCE
 
 TICK = 0.1
 STRETCH = 2.0
@@ -29,6 +36,9 @@ MIN_PREFILL = 16
 """Prompt tokens that any step takes."""
 MAX_PLACES = 64
 """Of a drafter's step."""
+
+
+MAX_LOOKAHEAD = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,3 +294,43 @@ class Fleet:
             delivered=self._drafted.delivered + asked * self._delivery,
             busy=self._drafted.busy + drafters * TICK * min(needed / able, 1.0),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingPlan:
+    """What a target wants of drafters while it decodes so many sessions."""
+
+    lead: int
+    """Tokens; 0: nothing."""
+    verified: int
+    """Draft tokens a step for every session, if they are there."""
+
+
+class Speculating:
+    """What drafting is worth in one set-up: how much is verified, how far drafters run ahead, what that costs them."""
+
+    def __init__(self, costs: Costs, alpha: float, max_lookahead: int) -> None:
+        """``max_lookahead``: draft tokens verified for a session in one step; 0: requests ask for no drafts."""
+        self.allowed = max_lookahead > 0
+        self._costs, self._alpha, self._max_lookahead = costs, min(alpha, 0.99), max_lookahead
+        self.wanted = cache(self._wanted)
+
+    def committed(self, drafts: float) -> float:
+        """Tokens that a step commits for a session that verifies so many drafts."""
+        return expected_tokens(self._alpha, drafts)
+
+    def _wanted(self, sessions: int) -> DraftingPlan:
+        """For a step of so many sessions that decode."""
+
+        def rate(drafts: int) -> float:
+            return self.committed(drafts) / self._costs.verify_seconds(sessions, sessions * (1 + drafts))
+
+        best = max(range(self._max_lookahead + 1), key=rate)
+        if not best or not self._alpha:
+            return DraftingPlan(0, 0)
+        return DraftingPlan(min(math.ceil(math.log(FAIR_CHANCE) / math.log(self._alpha)), MAX_LOOKAHEAD), best)
+
+    def places(self, drafting: DraftingPlan) -> float:
+        """Places that a drafter expands for each verification to keep the lead: all of it after a refusal."""
+        refused = 1.0 - float(self._alpha**drafting.verified)
+        return refused * drafting.lead + self.committed(drafting.verified)

@@ -15,10 +15,9 @@ from random import Random
 from typing import TypeVar
 
 from cluster.autoscaling import policy
-from cluster.autoscaling.fleet import TICK, Fleet, FleetLimits, FleetRequest
+from cluster.autoscaling.fleet import TICK, Fleet, FleetLimits, FleetRequest, Speculating
 from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
 from cluster.autoscaling.policy import DesiredReplicas
-from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival, seconds_of
 from cluster.config.config import AutoscalingConfig
 from simulation.costs import Costs

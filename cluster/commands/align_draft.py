@@ -11,8 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from cluster.config.flags import BAD_INPUT, Parser
-from cluster.config.listed import number, values
+from cluster.config.flags import BAD_INPUT, Parser, number, values
 from cluster.console import CommandError, complain, say
 from cluster.local.threads import usable_cores
 

@@ -29,8 +29,7 @@ from cluster.config.serving import router_settings
 from cluster.console import CommandError, stages, tell
 from cluster.discovery import StaticDirectory
 from cluster.processes.logs import add_flags, set_up
-from cluster.processes.notify import READY, STOPPING, notify
-from cluster.processes.parent import exit_with
+from cluster.processes.starting import READY, STOPPING, exit_with, notify
 from cluster.worker_list import FileDirectory, WorkerListError
 from speculation.events import Role
 from transport.address import check_free, join, parse

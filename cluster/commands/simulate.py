@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.commands import autoscale
 from cluster.config.config import default_of
-from cluster.config.flags import BAD_INPUT, Parser
-from cluster.config.listed import Value, count, number, round_trip, values
+from cluster.config.flags import BAD_INPUT, Parser, Value, count, number, round_trip, values
 from cluster.console import CommandError, stages
 
 if TYPE_CHECKING:

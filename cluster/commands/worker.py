@@ -36,9 +36,8 @@ from cluster.config.serving import draft_settings, shared_drafter, target_settin
 from cluster.console import CommandError, complain, stages, tell
 from cluster.processes.imports import worker_imports
 from cluster.processes.logs import add_flags, set_up
-from cluster.processes.notify import READY, STOPPING, notify
-from cluster.processes.parent import exit_with
 from cluster.processes.rank_processes import RankProcesses
+from cluster.processes.starting import READY, STOPPING, exit_with, notify
 from speculation.events import Role
 from speculation.messages import Loading
 

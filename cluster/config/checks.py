@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cluster.config.check_error import CheckError as CheckError
 from cluster.config.config import Config, max_replicas_of
-from cluster.config.folders import expanded, is_folder
+from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, Pool, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
+from cluster.config.settings import CheckError as CheckError
 from cluster.config.vocabularies import difference
 from speculation.events import Role
 from transport.address import check_free, join, parse

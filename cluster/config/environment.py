@@ -1,7 +1,7 @@
 """What Paceline reads of the environment it is started in; nothing else of it does. Its own settings are in files.
 
-Variables, and whether there are GPUs. All of the variables are said by others: systemd, CUDA, the XDG base directories,
-OpenAI's clients, and Ray, which hands a replica its settings that way.
+Variables, folders, and whether there are GPUs. All of the variables are said by others: systemd, CUDA, the XDG base
+directories, OpenAI's clients, and Ray, which hands a replica its settings that way.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Where this checkout lies."""
+BUNDLED = CHECKOUT / "models"
+"""Where the bundled model pair lies."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""
@@ -55,3 +59,13 @@ def visible_gpus() -> list[str]:
 def replica_settings() -> str:
     """What :data:`REPLICA_SETTINGS` holds; empty outside of a replica that has settings of its own."""
     return os.environ.get(REPLICA_SETTINGS, "")
+
+
+def expanded(path: str) -> Path:
+    """With the home folder that ``~`` stands for; as it is written where nobody has such a home."""
+    return Path(os.path.expanduser(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; where the name is too long for one, or cannot be looked up, there is none."""
+    return os.path.isdir(path)

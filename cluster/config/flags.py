@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from cluster.config import speculative_config
 from cluster.config.config import SECTIONS, Config, default_of, load, rule_of
 from cluster.config.pools import SHARED
 from cluster.config.reading import Override
 from cluster.config.settings import ConfigError
-from cluster.console import complain
+from cluster.console import CommandError, complain
 
 BAD_INPUT = 2
 """Exit code for what the user gave."""
@@ -24,6 +24,10 @@ AFTER_INPUT = "--after-input"
 """Flag of a router that is started before its workers are ready."""
 OVERRIDES = "overrides"
 """Where a parser collects the settings, in the order of the command line."""
+
+
+LONGEST_TRIP_MS = 60_000.0
+"""A minute there and back is no network."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -135,7 +139,7 @@ def add_speculative_config(parser: argparse._ActionsContainer) -> None:
 
 
 def add_parent(parser: argparse._ActionsContainer) -> None:
-    """The flag for processes that another one supervises; see :mod:`cluster.processes.parent`."""
+    """The flag for processes that another one supervises; see :mod:`cluster.processes.starting`."""
     parser.add_argument("--exit-with", type=int, metavar="PID", help="end when the parent process with this id ends")
 
 
@@ -169,3 +173,43 @@ def _short(default: object) -> str:
     """A default for help: bundled models by name, not by where the checkout happens to be."""
     path = Path(str(default))
     return f"the bundled {path.name} model" if path.is_absolute() else f"{default}"
+
+
+Value = TypeVar("Value")
+
+
+def values(args: argparse.Namespace, name: str, usual: str, parse: Callable[[str], Value]) -> tuple[Value, ...]:
+    """The values of a flag, in the order given, each once; ``usual``: what it has if it was not given.
+
+    ``parse`` raises ValueError saying what would be right. Raises :class:`cluster.console.CommandError`.
+    """
+    found: dict[Value, None] = {}
+    for text in ",".join(getattr(args, name) or [usual]).split(","):
+        try:
+            found[parse(text.strip())] = None
+        except ValueError as error:
+            raise CommandError(f"--{name.replace('_', '-')} {text!r}: must be {error}", BAD_INPUT) from None
+    return tuple(found)
+
+
+def count(text: str, maximum: int) -> int:
+    """A whole number from 1 to ``maximum``."""
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= maximum:
+        raise ValueError(f"a whole number from 1 to {maximum}")
+    return int(text)
+
+
+def number(text: str, maximum: float, what: str = "a number") -> float:
+    """One from 0 to ``maximum``; ``what`` it is called where it is not."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= maximum:
+        raise ValueError(f"{what} from 0 to {maximum:g}")
+    return value
+
+
+def round_trip(text: str) -> float:
+    """Seconds, given in milliseconds."""
+    return number(text, LONGEST_TRIP_MS, "milliseconds") / 1000

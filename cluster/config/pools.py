@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.checkout import BUNDLED
+from cluster.config.environment import BUNDLED
 from cluster.config.reading import DEFAULT_POOL, in_file_names
 from cluster.config.settings import AUTO
 from cluster.config.settings import setting as _setting

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config.folders import expanded, is_folder
+from cluster.config.environment import expanded, is_folder
 from cluster.config.settings import ConfigError, checked, described, nearest, parsed
 
 MODELS = "models"

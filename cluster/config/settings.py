@@ -122,3 +122,7 @@ def _wanted(kind: type[object], rule: SettingSpec) -> str:
     if low is not None and high is not None:
         return f"{name} from {low} to {high}"
     return name if low is None else f"{name}, at least {low}"
+
+
+class CheckError(Exception):
+    """Something that would fail later. One line that says what would be right."""

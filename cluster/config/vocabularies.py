@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.config.check_error import CheckError
 from cluster.config.config import Config
-from cluster.config.folders import expanded
+from cluster.config.environment import expanded
 from cluster.config.pools import DraftConfig, Pool
-from cluster.config.settings import AUTO
+from cluster.config.settings import AUTO, CheckError
 from speculation.messages import Schedule
 
 

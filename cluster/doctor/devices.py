@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config.config import Config, max_replicas_of
-from cluster.config.folders import expanded
+from cluster.config.environment import expanded
 from cluster.config.pools import NO_QUANTIZATION, DraftConfig, Pool, TargetConfig
 from cluster.doctor.finding import Finding, ok, problem, warning
 from cluster.doctor.weights import WeightsError, read_weights

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.config.checks import CheckError, check_model, check_tokenizer
 from cluster.config.config import Config
-from cluster.config.folders import expanded, is_folder
+from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.config.vocabularies import difference
 from cluster.doctor.finding import Finding, ok, problem, warning

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cluster.checkout import CHECKOUT
+from cluster.config.environment import CHECKOUT
 from cluster.doctor.finding import Finding, ok, problem, warning
 
 SUBJECT = "versions"

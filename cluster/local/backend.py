@@ -1,7 +1,7 @@
 """The local backend: workers and a router as child processes, watched and started again, without Ray.
 
 Every process keeps its port for life, so routers find a worker again where it was. Stopping stops all of them; if this
-process is killed, the kernel ends them (see :mod:`cluster.processes.parent`).
+process is killed, the kernel ends them (see :mod:`cluster.processes.starting`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from cluster.config.flags import AFTER_INPUT, FAILED
 from cluster.config.vocabularies import worker_config
 from cluster.console import CommandError, Stages, complain
 from cluster.local.gpus import Turns, here
-from cluster.processes import openmp
-from cluster.processes.child import Child, paceline
-from cluster.processes.ports import HeldPort
+from cluster.processes.child import Child, HeldPort, paceline
+from cluster.processes.starting import openmp_environment
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 8.0
@@ -50,7 +49,7 @@ class LocalProcesses:
             for index in range(max_replicas_of(pool.settings)):
                 port = HeldPort()
                 command = self._command(file, "worker", pool.role.value, "--listen", port.address)
-                variables = turns.environment(pool.settings) | openmp.environment()
+                variables = turns.environment(pool.settings) | openmp_environment()
                 self._workers.append(Child(f"{pool} {index}", command, self._heard, variables))
                 self._ports.append(port)
                 arguments += [f"--{pool.role}", port.address]

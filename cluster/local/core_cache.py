@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.config import Config
-from cluster.config.environment import cache_folder
-from cluster.config.folders import expanded
+from cluster.config.environment import cache_folder, expanded
 from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.local.cores import Measured, decoded, encoded
-from cluster.processes.openmp import environment as openmp_environment
+from cluster.processes.starting import openmp_environment
 
 LAYOUT = 2
 """Number of the file's layout; a file with another is not read."""

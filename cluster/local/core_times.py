@@ -20,11 +20,11 @@ from cluster.config.flags import FAILED, add_parent
 from cluster.console import complain, say
 from cluster.local.cores import DRAFTS, StepTimes, encoded
 from cluster.processes.imports import uncollected
-from cluster.processes.parent import exit_with
+from cluster.processes.starting import exit_with
 
 with uncollected():  # most of the time that this process has
     from engine.cache.kv_cache import KVCache
-    from engine.cpu.threads import set_threads
+    from engine.cpu.thread_choice import set_threads
     from engine.interface import Chunk
     from engine.loading.loader import load
     from engine.model import ModelError

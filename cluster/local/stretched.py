@@ -13,8 +13,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.checkout import BUNDLED
 from cluster.config.config import Config
+from cluster.config.environment import BUNDLED
 from cluster.config.flags import BAD_INPUT, FAILED
 from cluster.console import CommandError, Stages
 

@@ -27,7 +27,7 @@ from cluster.console import complain, stages, tell
 from cluster.local.core_cache import default_cache, key_of
 from cluster.local.cores import CoreDivision, Measured, decoded, divide, fastest, in_turn, thread_counts
 from cluster.processes.child import ours, spawn
-from cluster.processes.openmp import environment as openmp_environment
+from cluster.processes.starting import openmp_environment
 
 MEASURE_SECONDS = 10.0
 """How long measuring may take, loading included: it delays the first start, and gains little where cores are busy."""

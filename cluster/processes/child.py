@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -10,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from cluster.checkout import CHECKOUT
-from cluster.config.environment import current
+from cluster.config.environment import CHECKOUT, current
+from cluster.config.flags import FAILED
+from cluster.console import CommandError
 
 RESTART_SECONDS = (0.2, 1.0, 3.0, 10.0)
 """Pauses before starting a process again that ended; the last one repeats."""
@@ -180,3 +182,29 @@ def environment() -> dict[str, str]:
     inherited = current()
     paths = [str(CHECKOUT), *filter(None, [inherited.get("PYTHONPATH")])]
     return inherited | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+class HeldPort:
+    """A port that nobody else is given: neither whoever asks for a free one, nor a connection.
+
+    It is bound and not listened on. Linux lets one other socket listen there nevertheless, where both say SO_REUSEADDR,
+    as servers do; a second one is refused as ever. Elsewhere nothing is held: the port was free a moment ago.
+    """
+
+    def __init__(self) -> None:
+        """Raises :class:`cluster.console.CommandError` when no port is free."""
+        self._socket = socket.socket()
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(("127.0.0.1", 0))
+            self.number: int = self._socket.getsockname()[1]
+        except OSError as error:
+            self._socket.close()
+            raise CommandError(f"no port of 127.0.0.1 is free: {error.strerror}", FAILED) from error
+        self.address = f"127.0.0.1:{self.number}"
+        if sys.platform != "linux":
+            self._socket.close()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._socket.close()

@@ -24,8 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from cluster.config.config import Config
-from cluster.config.environment import on_cpu
-from cluster.config.folders import expanded
+from cluster.config.environment import expanded, on_cpu
 from cluster.config.pools import SHARED, DraftConfig, TargetConfig
 from speculation.events import Role
 

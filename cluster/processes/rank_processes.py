@@ -1,7 +1,10 @@
 """The ranks of a tensor-parallel worker as its child processes, on its machine.
 
-They end when the worker ends, however it does: the kernel ends them (see :mod:`cluster.processes.parent`), and where it
-does not, the end of their input tells them.
+They end when the worker ends, however it does: the kernel ends them (:func:`cluster.processes.starting.exit_with`), and
+where it does not, the end of their input tells them.
+
+``python -m cluster.processes.rank_processes PID`` is such a rank, of the worker with this process id: it reads its task
+from standard input, which the worker holds open for as long as it lives.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 import pickle
 import queue
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +24,8 @@ from typing import IO, TYPE_CHECKING
 from cluster.config.flags import BAD_INPUT, FAILED
 from cluster.console import complain
 from cluster.processes.child import environment, ours
+from cluster.processes.imports import uncollected
+from cluster.processes.starting import exit_with
 
 if TYPE_CHECKING:
     from engine.leader import Loss
@@ -38,8 +44,8 @@ class RankProcesses:
     """All ranks of one worker but its own. Implements :class:`engine.leader.Ranks`."""
 
     own_gpus = False
-    module = "cluster.processes.run_rank"
-    """What a rank runs."""
+    module = "cluster.processes.rank_processes"
+    """What a rank runs: :func:`main`."""
 
     def __init__(self) -> None:
         """Nothing is started yet."""
@@ -117,3 +123,30 @@ class RankProcesses:
                     rank.said.append(text)
         rank.process.wait()
         self._ended.put(number)
+
+
+def main() -> int:
+    """Compute until the worker says that it is over, or ends."""
+    exit_with(int(sys.argv[1]))
+    task = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_input, daemon=True, name="lifeline").start()
+    with uncollected():
+        from engine.build import serve_rank
+        from engine.model import ModelError
+
+    try:
+        serve_rank(task)
+    except ModelError as error:
+        complain(f"paceline: {error}")
+        return BAD_INPUT
+    return 0
+
+
+def _end_with_input() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(FAILED)
+
+
+if __name__ == "__main__":
+    os._exit(main())  # taking torch down takes seconds, and there is nothing to keep

@@ -20,7 +20,7 @@ from cluster.config.environment import current
 from cluster.config.flags import FAILED
 from cluster.console import CommandError
 from cluster.placement import APPLICATION
-from cluster.processes.niceness import NICENESS
+from cluster.processes.starting import NICENESS
 from transport.address import parse
 
 REFUSAL_SECONDS = 0.5

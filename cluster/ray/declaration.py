@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.autoscaling import serve_policy
-from cluster.checkout import CHECKOUT
 from cluster.config.config import Config, max_replicas_of
+from cluster.config.environment import CHECKOUT
 from cluster.config.pools import Pool
 from cluster.placement import APPLICATION, need, router_need
 from cluster.ray.parts import options, outline

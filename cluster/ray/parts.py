@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cluster.checkout import CHECKOUT
 from cluster.config.config import (
     AdmissionConfig,
     AutoscalingConfig,
@@ -24,13 +23,12 @@ from cluster.config.config import (
     from_mapping,
     max_replicas_of,
 )
+from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, replica_settings
 from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
-from cluster.config.environment import VISIBLE_GPUS, replica_settings
 from cluster.config.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.config.reading import DEFAULT_POOL
 from cluster.placement import need, router_need
-from cluster.processes.niceness import NICENESS
-from cluster.processes.openmp import environment as openmp_environment
+from cluster.processes.starting import NICENESS, openmp_environment
 from speculation.events import Role
 
 STOP_SECONDS = 5.0

@@ -35,9 +35,9 @@ class _RankActor:
 
     def serve(self, task: RankTask) -> Loss | None:
         """Be this rank; None when rank 0 has ended the group."""
+        from engine.build import serve_rank
         from engine.leader import Loss
         from engine.model import ModelError
-        from engine.rank import serve_rank
 
         try:
             serve_rank(task)

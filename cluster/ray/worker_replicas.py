@@ -28,7 +28,7 @@ from cluster.processes.imports import worker_imports
 from cluster.ray.metrics import RayExporter
 from cluster.ray.parts import known
 from cluster.ray.ranks import RayRanks
-from router.telemetry.certificates import collect_certificates
+from router.telemetry.metrics import collect_certificates
 from speculation.events import Role
 from transport.address import join
 

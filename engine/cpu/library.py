@@ -36,7 +36,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-pthread")
 
 COMPILERS = ("g++", "clang++", "c++")
-"""In the order they are tried, after ``CXX``."""
+"""In the order they are tried, after the one that torch compiles extensions with: ``CXX``, else ``c++``."""
 
 COMPILE_SECONDS = 300.0
 
@@ -187,7 +187,9 @@ def build(level: str) -> Path:
     paths = [folder / f"kernels-{level}-{digest}.so" for folder in folders]
     if found := next(filter(_ours, paths), None):
         return found
-    names = filter(None, (os.environ.get("CXX"), *COMPILERS))
+    from torch.utils.cpp_extension import get_cxx_compiler  # a quarter of a second, for this alone
+
+    names = filter(None, (get_cxx_compiler(), *COMPILERS))  # type: ignore[no-untyped-call]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise Unbuildable(f"there is no C++ compiler: none of {', '.join(COMPILERS)} is installed")

@@ -21,7 +21,7 @@ from engine.attention.row_attention import RowAttention
 from engine.cache.kv_store import BLOCK, KVStore
 from engine.cpu.library import DTYPES, CLayer, CRows, CStack, Library, find_library
 from engine.cpu.thread_choice import ThreadChoice
-from engine.host.huge_pages import collapse
+from engine.host.memory import collapse
 from engine.layers.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import has_tiles
 

@@ -3,11 +3,16 @@
 A worker that has the machine, or shares it with a draft worker that leaves its core idle for most of the time, gains
 from more threads in steps of many rows, which are bound by arithmetic. Whether it does depends on what else runs at the
 moment, so it is measured as it goes. No bit of a result depends on it.
+
+A worker has one thread by default: several usually share a machine, and threads that outnumber the cores make every
+step slower for all of them. One with the machine to itself passes ``threads`` to :func:`engine.loading.loader.load`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import torch
 
 MIN_ROWS = 8
 """Of a step that more threads are tried for: fewer take as long as reading the weights, of which one core does most."""
@@ -15,6 +20,9 @@ SMOOTHING, SHORTER = 0.25, 0.75
 """Weight of a new measurement, and of one that is shorter than expected: what disturbs a step makes it longer."""
 PROBE_AFTER, MAX_PROBE_AFTER = 16, 1024
 """Steps of a size after which the slower number is tried again; twice as many each time that it is slower still."""
+
+
+DEFAULT_THREADS = 1
 
 
 @dataclass(slots=True)
@@ -74,3 +82,16 @@ class ThreadChoice:
                 size.seconds[threads] = new
             else:
                 size.seconds[threads] = known + (SHORTER if new < known else SMOOTHING) * (new - known)
+
+
+def set_threads(threads: int | None, max_threads: int | None = None) -> int:
+    """Set the process-wide thread count of torch and of the C++ steps (None: the default) and return it.
+
+    ``max_threads``: of C++ steps with many rows (None: as many as of others).
+    """
+    count = DEFAULT_THREADS if threads is None else threads
+    if count < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    torch.set_num_threads(count)
+    COUNTS.few, COUNTS.most = count, max(count, max_threads or 0)
+    return count

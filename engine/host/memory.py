@@ -1,12 +1,19 @@
-"""How much memory this process may still use.
+"""How much memory this process may still use, and memory in pages of 2 MB.
 
 On a CPU that is what the machine has left, and no more than what is left to each control group the process is in
 (containers, systemd), of either version. Knows nothing of what the memory is for.
+
+A step reads every weight once, in order. With pages of 4 KB the processor looks up a new one for every 64 lines, and
+its prefetcher stops at the end of each; in huge pages the same products run some percent faster. Linux makes them of
+memory that is there already (madvise(2), MADV_COLLAPSE, from 6.1 on), so nothing is allocated or rounded up for it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +21,12 @@ from pathlib import Path
 import torch
 
 GIB = 1 << 30
+
+
+HUGE = 2 << 20
+"""Bytes of a huge page: on x86-64, and on arm64 with pages of 4 KB."""
+MADV_COLLAPSE = 25
+"""As in Linux's ``mman-common.h``; Python's mmap module does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +102,18 @@ def _left_in_group(folder: Path, files: _MappedFiles) -> int | None:
     except OSError:
         return None
     return None if limit == "max" else int(limit) - used + int(stat.get(files.cache, 0))
+
+
+def collapse(address: int, size: int) -> int:
+    """Ask for huge pages, as far as whole ones fit into ``size`` bytes at ``address``; return how many bytes got them.
+
+    Where the answer is no the memory stays as it is. What it holds does not change; what of it was never
+    written to is taken up by zeros.
+    """
+    first, end = -(-address // HUGE) * HUGE, (address + size) // HUGE * HUGE
+    if sys.platform != "linux" or mmap.PAGESIZE > 4096 or end <= first:
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    refused: int = madvise(first, end - first, MADV_COLLAPSE)
+    return 0 if refused else end - first

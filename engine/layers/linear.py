@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.host.huge_pages import collapse
+from engine.host.memory import collapse
 from engine.layers.int8_linear import Int8Linear, planes_of
 
 EXPECTED_TOKENS = 16

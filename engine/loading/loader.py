@@ -19,7 +19,7 @@ import torch
 from engine.attention.attention import NAME, current_step
 from engine.attention.row_attention import RowAttention, find_attention
 from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu
-from engine.cpu.threads import set_threads
+from engine.cpu.thread_choice import set_threads
 from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
 from engine.loading.checkpoint import (

@@ -1,4 +1,4 @@
-"""From logits to tokens: filters, the coupled draw, and a drafter's candidates.
+"""From logits to tokens: filters, the coupled draw, a drafter's candidates, and what the model thought of tokens.
 
 Decides the distribution a token is drawn from and draws it with the noise of :mod:`speculation.noise`. The logits have
 been through :mod:`engine.shaping.shaping`: a token whose logit is -inf is never drawn. Every row has its own settings,
@@ -6,7 +6,8 @@ and its outcome does not depend on the other rows of the call. Knows nothing abo
 target samples as if there were none. On CUDA nothing here waits for the device but the functions that return what is no
 tensor, each once.
 
-Tensor legend: N rows, V vocabulary, M rows that need a filter, C the most likely tokens looked at.
+Tensor legend: N rows, V vocabulary, M rows that need a filter, C the most likely tokens looked at, P rows of
+one part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from engine.host.upload import upload
 from engine.sampling.noise import RecentNoise, gumbel, noise_bits
 from speculation.drafting.draft_session import Candidate
-from speculation.messages import Sampling
+from speculation.messages import Sampling, Token, TokenLogprobs
 
 __all__ = ["Candidate", "Draw", "candidates", "drawn", "filtered_log_probs", "gumbel", "noise_bits", "sample"]
 
@@ -35,6 +36,10 @@ RIVALS = 4
 """Tokens beyond the candidates asked for that share in the confidence."""
 
 _recent_noise = RecentNoise()
+
+
+PART = 64
+"""Rows reduced at once; a device is waited for once for each such part."""
 
 
 class Draw(NamedTuple):
@@ -198,3 +203,28 @@ def _keep_min_p(scores_MV: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return upload(values, like.device, like.dtype)[:, None]
+
+
+def token_logprobs(logits_NV: Tensor, tokens: Sequence[Token], top_logprobs: Sequence[int]) -> list[TokenLogprobs]:
+    """The log-probability of ``tokens[i]`` under row i, and those of the ``most[i]`` likeliest tokens there.
+
+    Computed in float32 at least, whatever the format of the logits.
+    """
+    assert len(logits_NV) == len(tokens) == len(top_logprobs), "one row of logits per token"
+    parts = [slice(start, start + PART) for start in range(0, len(tokens), PART)]
+    return [one for part in parts for one in _part(logits_NV[part], tokens[part], top_logprobs[part])]
+
+
+def _part(logits_PV: Tensor, tokens: Sequence[Token], top_logprobs: Sequence[int]) -> list[TokenLogprobs]:
+    logits_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
+    total_P1 = logits_PV.logsumexp(-1, keepdim=True)
+    chosen_P1 = logits_PV.gather(1, upload(tokens, logits_PV.device)[:, None])
+    best_PC, tokens_PC = logits_PV.topk(min(max(top_logprobs), logits_PV.shape[-1]), dim=-1)
+    # One tensor, to be fetched at once. In float64 token ids are exact.
+    told_PX = torch.cat((chosen_P1.double(), best_PC.double()), 1) - total_P1.double()
+    rows = torch.cat((told_PX, tokens_PC.double()), 1).tolist()
+    best = best_PC.shape[-1]
+    return [
+        TokenLogprobs(row[0], tuple(map(int, row[1 + best :][:count])), tuple(row[1 : 1 + best][:count]))
+        for row, count in zip(rows, top_logprobs, strict=True)
+    ]

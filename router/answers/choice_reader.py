@@ -16,9 +16,8 @@ from router.schema.requests import ApiRequest
 from router.text.text import Delta, Piece, TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import Found, ToolCall, parser_of
-from speculation.events import StepMetadata
+from speculation.events import Origin, StepMetadata
 from speculation.messages import FinishReason, SourceName, Token, TokenLogprobs
-from speculation.origin import Origin
 
 
 @dataclass(frozen=True, slots=True)

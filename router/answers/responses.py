@@ -23,7 +23,7 @@ from router.schema.request_schema import Kind
 from router.text.text import Piece
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCall
-from speculation.origin import Own
+from speculation.events import Own
 
 Json = dict[str, Any]
 

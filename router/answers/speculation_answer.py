@@ -6,7 +6,7 @@ Every streamed chunk that stands for a commit, if ``stream_options.include_specu
 
 ``n`` tokens were committed at position ``p`` and after (positions count the prompt), ``a`` of them drafted, out of
 ``o`` draft tokens verified. The texts of the pieces together are the text of the chunk; ``s`` is a draft source, or
-``recovered``, ``bonus`` or ``target`` (:mod:`speculation.origin`). With ``speculation.details`` also
+``recovered``, ``bonus`` or ``target`` (:mod:`speculation.events`). With ``speculation.details`` also
 
     "step": {"start": s, "end": s, "waited": s},
     "proposals": [{"source": "draft", "start": s, "end": s, "anchor": p, "after": m,
@@ -28,8 +28,8 @@ from typing import Any
 from router.answers.choice_reader import TextChunk
 from router.generation import Passed
 from router.text.tokenizer import Tokenizer
+from speculation.events import Origin, Own
 from speculation.messages import Source, SourceName
-from speculation.origin import Origin, Own
 
 Json = dict[str, Any]
 DIGITS = 6

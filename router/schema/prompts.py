@@ -2,7 +2,7 @@
 
 Decides which forms are taken, what is cut off where a caller says so, and checks that every id is one of the model's.
 What is too large to be looked at is refused unread: tokenising takes seconds for megabytes. How long a prompt may be
-in tokens is decided in :mod:`router.schema.ending_fields`.
+in tokens is decided in :mod:`router.schema.answer_fields`.
 """
 
 from __future__ import annotations

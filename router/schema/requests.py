@@ -15,14 +15,19 @@ from typing import NoReturn
 
 from router.errors import ApiError
 from router.generation import Generation, ServedModel
-from router.schema.answer_fields import AnswerForm, answer_form_of
-from router.schema.ending_fields import length_of, min_tokens_of, stop_strings_of, stop_tokens_of
+from router.schema.answer_fields import (
+    AnswerForm,
+    answer_form_of,
+    length_of,
+    min_tokens_of,
+    stop_strings_of,
+    stop_tokens_of,
+)
+from router.schema.decoding_fields import prediction_of, sampling_of, speculation_of, wants_details, with_own_seed
 from router.schema.fields import missing, nearest, show, wrong_value
 from router.schema.prompts import Prompt, chat_prompt, check_sizes, completion_prompts, truncated
 from router.schema.request_objects import StreamOptions
 from router.schema.request_schema import BODIES, Body, ChatBody, CompletionBody, Kind
-from router.schema.sampling_fields import sampling_of, with_own_seed
-from router.schema.speculation_fields import prediction_of, speculation_of, wants_details
 from router.schema.structured import text_grammar
 from router.schema.tools import Tools, grammar_of, tools_of
 from router.text.tokenizer import Tokenizer

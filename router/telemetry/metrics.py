@@ -14,22 +14,28 @@ Labels are bounded: models that are served, workers that are listed, codes and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from cryptography import x509
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 
 from router.limits import Account
 from router.sessions.snapshot import Snapshot
 from router.sessions.tally import Buckets, ModelCounts, RouterCounters
-from router.telemetry.certificates import collect_certificates
 from router.telemetry.families import counter, gauge, histogram
 from router.telemetry.worker_metrics import collect_for_pickers, collect_workers
 from speculation.events import Role
 
 PER_ROUTER = " Per router: add routers up."
+
+
+log = logging.getLogger(__name__)
+UNREADABLE = 0.0
+"""What is said of a file that holds no certificate: it ended long ago, so that the alert for it comes."""
 
 
 class RouterMetrics:
@@ -240,3 +246,34 @@ def own_version() -> str:
         return version("paceline")
     except PackageNotFoundError:  # run from a checkout that was not installed
         return "unknown"
+
+
+def expiry(path: Path) -> float:
+    """When the first certificate of a PEM file to end does so, in seconds since 1970.
+
+    Raises ``OSError`` and ``ValueError``.
+    """
+    certificates = x509.load_pem_x509_certificates(path.read_bytes())
+    return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
+
+
+def collect_certificates(paths: Iterable[Path]) -> Iterator[Metric]:
+    """The family that says when TLS certificates end, for the alert that comes before they do."""
+    yield gauge(
+        "certificate_expiry_timestamp_seconds",
+        "When a TLS certificate in use ends, in seconds since 1970; 0: its file cannot be read.",
+        ("file",),
+        {(file,): at for file, at in expiries(paths).items()},
+    )
+
+
+def expiries(paths: Iterable[Path]) -> dict[str, float]:
+    """For each file by its path; :data:`UNREADABLE` for one that cannot be read. Reads them anew every time."""
+    found = {}
+    for path in paths:
+        try:
+            found[str(path)] = expiry(path)
+        except (OSError, ValueError) as error:
+            log.warning("no certificate in %s: %s", path, error)
+            found[str(path)] = UNREADABLE
+    return found

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from router.text.tokenizer import REPLACEMENT, Tokenizer
+from speculation.events import Origin, Own
 from speculation.messages import Token
-from speculation.origin import Origin, Own
 
 UTF8_LONGEST = 4
 """Most bytes, hence most tokens, of one character."""

@@ -38,8 +38,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from speculation.events import Own
 from speculation.messages import ANCHOR, Open, Source, SourceName, Token
-from speculation.origin import Own
 from speculation.sources.lookup import Continuation
 
 MAX_SOURCES = 32

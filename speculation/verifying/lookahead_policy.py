@@ -1,11 +1,11 @@
-"""How far drafters shall run ahead of one session, and when they rest. The target finds out and tells them.
+"""How far drafters shall run ahead of one session, when they rest, and what its time is worth.
 
-Two things are learned from each verification. How often the target says what was drafted gives the longest lead whose
-last token still has a fair chance; drafting further would only keep a processor from better work. And how many drafts
-are accepted a step tells whether drafting is of any use: drafts may be right and yet come too late, every time. Where
-fewer are than make up for what drafting costs the target's steps, the drafter rests, tries again after a while, and
-rests longer if nothing has changed. Whether drafting pays for all sessions together is another question
-(:mod:`speculation.verifying.payoff`).
+The target finds out and tells them. Two things are learned from each verification. How often the target says what was
+drafted gives the longest lead whose last token still has a fair chance; drafting further would only keep a processor
+from better work. And how many drafts are accepted a step tells whether drafting is of any use: drafts may be right and
+yet come too late, every time. Where fewer are than make up for what drafting costs the target's steps, the drafter
+rests, tries again after a while, and rests longer if nothing has changed. Whether drafting pays for all sessions
+together is another question (:mod:`speculation.verifying.payoff`).
 """
 
 from __future__ import annotations
@@ -72,3 +72,29 @@ class LookaheadPolicy:
             self._accepted = CREDIT * break_even
         elif self._accepted > CREDIT * break_even:
             self._next_rest = FIRST_REST
+
+
+class ThroughputEstimator:
+    """The tokens that a session makes a second while it has drafts at hand: of steps that found drafts in the trie.
+
+    Unknown before the first.
+    """
+
+    def __init__(self, wider: ThroughputEstimator | None = None) -> None:
+        """``wider``: where other sessions have got to; learns from this one too."""
+        self._wider = wider
+        self.tokens: float = wider.tokens if wider else 1.0
+        self._seconds: float = wider._seconds if wider else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; 0 if unknown."""
+        return self.tokens / self._seconds if self._seconds else 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step committed ``tokens``, ``seconds`` after the one before it."""
+        weight = WEIGHT if self._seconds else 1.0
+        self.tokens += weight * (tokens - self.tokens)
+        self._seconds += weight * (seconds - self._seconds)
+        if self._wider:
+            self._wider.observe(tokens, seconds)

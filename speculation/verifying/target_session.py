@@ -32,8 +32,7 @@ from speculation.sources.registry import Guarded, LocalSource, Suggestion
 from speculation.trie import InsertResult, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
 from speculation.verifying.calibration import Calibration
 from speculation.verifying.draft_latency import DraftLatencyEstimator, Miss
-from speculation.verifying.lookahead_policy import BREAK_EVEN, LookaheadPolicy
-from speculation.verifying.throughput_estimator import ThroughputEstimator
+from speculation.verifying.lookahead_policy import BREAK_EVEN, LookaheadPolicy, ThroughputEstimator
 
 MAX_LOOKAHEAD = 48
 FORCED_CONFIDENCE = 0.9

@@ -32,8 +32,8 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
+from speculation.verifying.lookahead_policy import ThroughputEstimator
 from speculation.verifying.planner import Planner
-from speculation.verifying.throughput_estimator import ThroughputEstimator
 from target_service.counters import TargetCounters
 from target_service.sequence import TargetSequence
 from transport.worker import Outgoing

@@ -6,7 +6,7 @@ import httpx
 import pytest
 import yaml
 
-from cluster.checkout import CHECKOUT
+from cluster.config.environment import CHECKOUT
 from tests.cluster.processes import PATIENCE, STARTS, Paceline
 from tests.cluster.streams import Streamed, body, prompts, stream
 from tests.ports import free_port

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cluster.checkout import CHECKOUT
+from cluster.config.environment import CHECKOUT
 from router.http.exhaustion import MAX_DESCRIPTORS, QUIET_SECONDS, ExhaustionLog, raise_limit
 from router.service import Router, RouterSettings
 from tests.fakes import FakeGenerator

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from engine.loading.revision import revision_of
+from engine.loading.checkpoint import revision_of
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation, GenerationError
 from router.service import Router, RouterSettings

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from router.service import Router, RouterSettings
-from speculation.origin import Own
+from speculation.events import Own
 from speculation.settings import Source
 from target_service.verify_loop import TargetLimits
 from tests.stack import draft_worker, target_worker

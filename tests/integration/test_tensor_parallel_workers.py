@@ -45,7 +45,7 @@ def address(process: Paceline) -> str:
 
 
 def rank_of(process: Paceline) -> psutil.Process:
-    (rank,) = process.descendants("cluster.processes.run_rank")
+    (rank,) = process.descendants("cluster.processes.rank_processes")
     return rank
 
 

@@ -19,7 +19,7 @@ import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.kv_store import CLEAR
-from engine.cpu.threads import set_threads
+from engine.cpu.thread_choice import set_threads
 from engine.interface import Chunk
 from engine.sampling.sampling import Draw, sample
 from engine.step import Engine

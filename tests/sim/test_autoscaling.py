@@ -5,12 +5,11 @@ from random import Random
 
 import pytest
 
-from cluster.autoscaling.fleet import Fleet, FleetLimits
+from cluster.autoscaling.fleet import Fleet, FleetLimits, Speculating
 from cluster.autoscaling.hysteresis import Decision, State, _whole
 from cluster.autoscaling.policy import Why
 from cluster.autoscaling.report import rows, summary
 from cluster.autoscaling.simulation import LONGEST_TAIL, POOLS, ScalingOutcome, Setup, Size, simulate
-from cluster.autoscaling.speculating import Speculating
 from cluster.autoscaling.traces import Arrival, made_up
 from cluster.config.config import AutoscalingConfig
 from simulation.costs import Costs, Curve

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import plugins
-from cluster.checkout import CHECKOUT
-from cluster.cli import COMMANDS, _parsers
+from cluster.cli import COMMANDS, _parsers, from_outside
+from cluster.config.environment import CHECKOUT
 from protos.paceline.v1 import worker_pb2
 from speculation.request.states import page_section
 
@@ -110,7 +109,7 @@ def test_make_has_what_is_documented():
 @pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in commands(page)])
 def test_a_command_is_one_that_our_parser_takes(page, line):
     arguments = [word for word in shlex.split(line, comments=True) if word != "..."]
-    known = COMMANDS | plugins.commands()
+    known = COMMANDS | from_outside()
     assert arguments[0] in known
     _parsers(known)[0].parse_args(arguments)
 

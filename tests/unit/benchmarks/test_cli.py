@@ -9,8 +9,8 @@ from benchmarks import drafting
 from benchmarks.harness.command import RESULTS
 from benchmarks.harness.workers import WorkerPlan, running
 from benchmarks.speculation import run as speculation
-from cluster.checkout import CHECKOUT
 from cluster.cli import main
+from cluster.config.environment import CHECKOUT
 from speculation.events import Role
 
 

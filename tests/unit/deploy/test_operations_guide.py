@@ -6,17 +6,16 @@ import shlex
 import pytest
 import yaml
 
-from cluster import plugins
-from cluster.checkout import CHECKOUT
-from cluster.cli import COMMANDS, _parsers
+from cluster.cli import COMMANDS, _parsers, from_outside
 from cluster.config.config import default_of
+from cluster.config.environment import CHECKOUT
 from deploy.reference_rules import SECRETS
 
 DOCS = CHECKOUT / "docs"
 PAGES = ("operations", "install", "size", "upgrade", "alerts", "troubleshooting")
 GUIDE = "\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
 ALERTS = CHECKOUT / "deploy" / "monitoring" / "alerts.yaml"
-KNOWN = COMMANDS | plugins.commands()
+KNOWN = COMMANDS | from_outside()
 HEADINGS = re.findall(r"^#+ (.+)$", GUIDE, re.MULTILINE)
 
 

@@ -10,10 +10,10 @@ import subprocess
 
 import pytest
 
-from cluster.checkout import CHECKOUT
 from cluster.cli import COMMANDS, _parsers
+from cluster.config.environment import CHECKOUT
 from cluster.config.flags import configuration
-from cluster.processes import notify
+from cluster.processes.starting import READY, STOPPING, notify
 from cluster.worker_list import read_list
 from speculation.events import Role
 from transport.address import parse
@@ -139,8 +139,8 @@ def test_readiness_reaches_who_started_the_service(tmp_path, monkeypatch):
             systemd.settimeout(60)
             systemd.bind(address)
             monkeypatch.setenv("NOTIFY_SOCKET", name)
-            notify.notify(notify.READY)
+            notify(READY)
             assert systemd.recv(100) == b"READY=1"
-    notify.notify(notify.STOPPING)  # nobody listens any more
+    notify(STOPPING)  # nobody listens any more
     monkeypatch.delenv("NOTIFY_SOCKET")
-    notify.notify(notify.READY)
+    notify(READY)

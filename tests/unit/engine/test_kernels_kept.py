@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cluster.checkout import CHECKOUT
+from cluster.config.environment import CHECKOUT
 from engine import KERNELS_KEPT
 
 NAMES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

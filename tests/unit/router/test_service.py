@@ -14,7 +14,7 @@ from cluster.commands import router as command
 from cluster.config import serving
 from cluster.config.config import from_mapping
 from cluster.discovery import StaticDirectory
-from cluster.processes.notify import READY, STOPPING
+from cluster.processes.starting import READY, STOPPING
 from router import service
 from router.service import Router, RouterSettings
 from speculation.events import Role

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from speculation import digest as digests
-from speculation.events import StepMetadata
+from speculation.events import StepMetadata, from_draft_models, origins, refused
 from speculation.messages import (
     ANCHOR,
     SUPPORT_TOTAL,
@@ -28,7 +28,6 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from speculation.origin import from_draft_models, origins, refused
 from speculation.trie import VerificationTree
 from speculation.verifying.planner import Asked, Planner
 from speculation.verifying.target_session import TargetSession

@@ -11,10 +11,10 @@ import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
 from router.errors import ApiError
+from router.schema.decoding_fields import speculation_of
 from router.schema.request_schema import Body
-from router.schema.speculation_fields import speculation_of
+from speculation.events import Own
 from speculation.messages import AllBut, Limits, Open, Sampling, SessionId, Source, Speculation, Token, Verification
-from speculation.origin import Own
 from speculation.sources import registry
 from speculation.sources.registry import MAX_SOURCES, SourceError, register, registered, unregister
 from speculation.verifying.target_session import TargetSession

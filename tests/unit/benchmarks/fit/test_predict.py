@@ -22,7 +22,7 @@ from benchmarks.fit.predict import (
 )
 from benchmarks.fit.settings import FitOptions, Way
 from cluster.config.config import load
-from simulation import estimates
+from simulation import costs
 from simulation.agreement import AgreementPassage
 from simulation.costs import Costs, Curve
 from speculation.drafting.draft_session import Candidate
@@ -70,7 +70,7 @@ def test_a_drafter_that_is_always_wrong_brings_nothing_and_is_not_recommended():
 def test_with_even_odds_and_free_drafts_the_speed_up_is_near_that_of_the_textbook(depth):
     """No more than a turn commits. No less than if every refusal cost a plain step: with no second choice, it may."""
     acceptance = 0.7
-    maximum = estimates.committed(acceptance, depth)
+    maximum = costs.expected_tokens(acceptance, depth)
     in_a_row = 1 / (1 - acceptance ** (depth + 1))
     minimum = (maximum * in_a_row + 1) / (in_a_row + 1)
     found = predictor(acceptance).speedup(A, depth=depth)

@@ -12,9 +12,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from cluster.checkout import CHECKOUT
 from cluster.config import environment
 from cluster.config.config import Config, Override, load
+from cluster.config.environment import CHECKOUT
 from cluster.config.pools import chosen_max_threads, chosen_threads
 from cluster.local import core_cache, threads
 from cluster.local.core_cache import CoreCache, default_cache, key_of
@@ -238,7 +238,8 @@ def alive(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_measuring_process_ends_with_its_parent(number):
     """Interrupted, the parent ends it; killed, the kernel does."""
-    inner = "import sys, time; from cluster.processes import parent; parent.exit_with(int(sys.argv[1])); time.sleep(60)"
+    program = "exit_with(int(sys.argv[1])); time.sleep(60)"
+    inner = f"import sys, time; from cluster.processes.starting import exit_with; {program}"
     command = f"[sys.executable, '-c', {inner!r}, str(os.getpid())]"
     outer = f"import os, sys; from cluster.local.threads import output_of; output_of({command}, 60)"
     parent = subprocess.Popen([sys.executable, "-c", outer], cwd=CHECKOUT, stderr=subprocess.DEVNULL)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.checkout import CHECKOUT
 from cluster.config.config import Config
+from cluster.config.environment import CHECKOUT
 from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.processes.imports import reads_plain_weights, uncollected
 from speculation.events import Role

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from cluster.processes import child
-from cluster.processes.ports import HeldPort
+from cluster.processes.child import HeldPort
 from transport.address import AddressError, check_free
 
 IP_LOCAL_PORT_RANGE = 51  # of Linux 6.3 and later

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checkout import CHECKOUT
 from cluster.config.config import Config
-from cluster.processes import openmp
+from cluster.config.environment import CHECKOUT
+from cluster.processes import starting
 from cluster.processes.child import environment as child_environment
 from cluster.ray.parts import options
 
@@ -30,15 +30,19 @@ for line in open("/proc/self/maps"):
 @pytest.fixture
 def library(tmp_path, monkeypatch) -> Path:
     """A runtime that is installed, in an environment where nobody has chosen."""
-    for name in (openmp.CHOICE, openmp.PRELOAD, openmp.WAITING):
+    for name in (starting.CHOICE, starting.PRELOAD, starting.WAITING):
         monkeypatch.delenv(name, raising=False)
     found = tmp_path / "libomp.so"
-    monkeypatch.setattr(openmp, "runtime", lambda: found)
+    monkeypatch.setattr(starting, "runtime", lambda: found)
     return found
 
 
 def test_the_runtime_is_chosen_where_nobody_has(library):
-    assert openmp.environment() == {"PACELINE_OPENMP": "llvm", "LD_PRELOAD": str(library), "KMP_BLOCKTIME": "0"}
+    assert starting.openmp_environment() == {
+        "PACELINE_OPENMP": "llvm",
+        "LD_PRELOAD": str(library),
+        "KMP_BLOCKTIME": "0",
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,20 +56,20 @@ def test_the_runtime_is_chosen_where_nobody_has(library):
 )
 def test_who_has_chosen_is_left_alone(library, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    assert openmp.environment() == {}
+    assert starting.openmp_environment() == {}
 
 
 def test_what_else_is_preloaded_and_how_long_to_wait_stay(library, monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libtcmalloc.so.4")
     monkeypatch.setenv("KMP_BLOCKTIME", "200")
-    chosen = openmp.environment()
+    chosen = starting.openmp_environment()
     assert chosen["LD_PRELOAD"] == f"{library} /usr/lib/libtcmalloc.so.4"
     assert chosen["KMP_BLOCKTIME"] == "200"
 
 
 def test_without_the_package_nothing_is_chosen(library, monkeypatch):
-    monkeypatch.setattr(openmp, "runtime", lambda: None)
-    assert openmp.environment() == {}
+    monkeypatch.setattr(starting, "runtime", lambda: None)
+    assert starting.openmp_environment() == {}
 
 
 def test_on_ray_workers_get_it_and_routers_do_not(library):
@@ -83,19 +87,19 @@ def test_a_worker_started_by_hand_begins_again_with_it_once(library, monkeypatch
     runs = []
     monkeypatch.setattr(os, "execve", lambda *command: runs.append(command))
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "cluster.cli", "worker", "target"])
-    openmp.begin_again()
+    starting.begin_again()
     ((program, command, environment),) = runs
     assert (program, command) == (sys.executable, [sys.executable, "-m", "cluster.cli", "worker", "target"])
-    for name in openmp.environment():
+    for name in starting.openmp_environment():
         monkeypatch.setenv(name, environment[name])
-    openmp.begin_again()
+    starting.begin_again()
     assert len(runs) == 1
 
 
-@pytest.mark.skipif(openmp.runtime() is None, reason="no such runtime is installed here")
+@pytest.mark.skipif(starting.runtime() is None, reason="no such runtime is installed here")
 def test_pytorch_computes_with_it():
-    chosen = {**child_environment(), openmp.PRELOAD: str(openmp.runtime()), openmp.WAITING: openmp.WAITING_MS}
+    chosen = {**child_environment(), starting.PRELOAD: str(starting.runtime()), starting.WAITING: starting.WAITING_MS}
     done = subprocess.run(
         [sys.executable, "-c", MAPPED], cwd=CHECKOUT, env=chosen, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == [str(openmp.runtime())]
+    assert done.stdout.split() == [str(starting.runtime())]

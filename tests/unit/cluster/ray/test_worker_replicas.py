@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import Metric
 
 from cluster.ray import worker_replicas
-from router.telemetry.certificates import UNREADABLE
+from router.telemetry.metrics import UNREADABLE
 
 
 class FakeExporter:

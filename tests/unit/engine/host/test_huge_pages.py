@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.host.huge_pages import HUGE, collapse
+from engine.host.memory import HUGE, collapse
 from engine.layers.linear import PackedLinear, can_pack
 
 

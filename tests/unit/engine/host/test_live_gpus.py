@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.checkout import CHECKOUT
+from cluster.config.environment import CHECKOUT
 from engine.host import live_gpus
 
 

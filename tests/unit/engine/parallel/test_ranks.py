@@ -123,7 +123,7 @@ def test_a_bad_chunk_leaves_the_ranks_in_step(pair):
 def test_ranks_listen_on_loopback_only(pair):
     """Nothing that they say to each other is encrypted. Torch itself would open its store on all interfaces."""
     me = psutil.Process()
-    ranks = [child for child in me.children() if "cluster.processes.run_rank" in child.cmdline()]
+    ranks = [child for child in me.children() if "cluster.processes.rank_processes" in child.cmdline()]
     assert ranks
     for process in (me, *ranks):
         hosts = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}

@@ -16,8 +16,8 @@ from router.answers.responses import Envelope, Usage
 from router.generation import GenerationError
 from router.schema.request_schema import Kind
 from router.text.text import Piece
+from speculation.events import Own
 from speculation.messages import FinishReason
-from speculation.origin import Own
 from tests.fakes import tiny_tokenizer
 
 

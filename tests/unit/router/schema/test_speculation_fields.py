@@ -9,8 +9,8 @@ import pytest
 
 from router.errors import ApiError
 from router.generation import ServedModel
+from router.schema.decoding_fields import prediction_of, speculation_of, wants_details
 from router.schema.request_schema import Body
-from router.schema.speculation_fields import prediction_of, speculation_of, wants_details
 from router.text.tokenizer import Tokenizer
 from speculation.messages import Rule, Schedule, Source, Speculation
 from tests.fakes import tiny_tokenizer

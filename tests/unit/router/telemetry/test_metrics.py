@@ -22,8 +22,7 @@ from router.generation import GenerationError
 from router.sessions.acceptance_watch import AcceptanceWatch, WatchLimits
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import Buckets, RouterCounters
-from router.telemetry.certificates import UNREADABLE
-from router.telemetry.metrics import RouterMetrics
+from router.telemetry.metrics import UNREADABLE, RouterMetrics
 from router.telemetry.worker_metrics import BY_SOURCE, COUNTERS, INSERT_RESULTS, TOTALS_OF_SOURCES
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Load

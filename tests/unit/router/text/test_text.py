@@ -19,8 +19,8 @@ from tokenizers import decoders, models
 from router.text.chat_template import ChatTemplate, TemplateError
 from router.text.text import WINDOW, Delta, Detokenizer, StopMatcher, TextRules, TextStream
 from router.text.tokenizer import Tokenizer, TokenizerError
+from speculation.events import Origin, Own
 from speculation.messages import Source
-from speculation.origin import Origin, Own
 from tests.fakes import BOS, EOS, TURN, tiny_tokenizer
 
 BUNDLED = Path(__file__).parents[4] / "models" / "target"
