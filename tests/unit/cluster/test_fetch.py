@@ -107,7 +107,7 @@ def test_a_model_is_pinned_by_a_whole_commit() -> None:
     assert [name for name, model in models.items() if model.pinned] == ["a"]
 
 
-def test_the_hub_is_asked_for_that_commit(monkeypatch, tmp_path: Path) -> None:
+def test_the_hub_is_asked_for_that_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, object]] = []
 
     def note(_self: object, name: str, *, revision: object, **_others: object) -> SimpleNamespace:
