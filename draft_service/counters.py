@@ -26,3 +26,9 @@ class DraftCounters:
     """Lead that targets asked for, added up at every verification ..."""
     delivered: int = 0
     """... and what there was of it by then."""
+    features: int = 0
+    """Tokens of which features came, for an EAGLE head."""
+    features_late: int = 0
+    """Messages with features of a session that is not open here, or was open under that epoch."""
+    features_refused: int = 0
+    """Messages with features that are none for this head: of another one, of another size, no numbers."""

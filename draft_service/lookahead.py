@@ -19,7 +19,7 @@ from draft_service.batch_entry import DraftBatchEntry, candidates_of, rows_drawn
 from draft_service.counters import DraftCounters
 from draft_service.draft_account import DraftAccount
 from draft_service.levels import DraftLevels, first_level, grow
-from draft_service.sequence import DraftSequence
+from draft_service.sequence import DraftEngine, DraftSequence
 from draft_service.staged_drafting import StagedDrafting
 from draft_service.translation.reading import Reader, SameVocabulary
 from engine.cache.kv_cache import CacheFull
@@ -28,11 +28,11 @@ from engine.recorder import Recorder
 from engine.shaping.compiling import Compiling
 from engine.shaping.grammar import GrammarConstraint, Grammars
 from engine.shaping.shaping import Shaping
-from engine.step import Engine
 from speculation.demand import DraftDemand
 from speculation.drafting.draft_session import Candidate, DraftLimits, DraftSession, Sync, best_places
 from speculation.messages import (
     Close,
+    Features,
     FromWorker,
     Load,
     Open,
@@ -78,7 +78,7 @@ class Lookahead:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DraftEngine,
         welcome: Welcome,
         limits: LookaheadLimits = LookaheadLimits(),
         recorder: Recorder | None = None,
@@ -396,5 +396,5 @@ class Lookahead:
 
 def _refused(
     link: Hashable, about: Open | Verification, code: RefusalCode, message: str
-) -> tuple[Hashable, FromWorker]:
+) -> tuple[Hashable, FromWorker | Features]:
     return link, Refused(about.session, about.epoch, code, message)

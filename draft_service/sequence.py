@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from torch import Tensor
 
 from draft_service.translation.reading import Text
-from engine.cache.kv_cache import CachedSequence
+from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.interface import Chunk
+from engine.model import Model
 from engine.shaping.shaping import Shaping
 from speculation.drafting.draft_session import DraftSession
 from speculation.messages import Verification
@@ -14,6 +19,28 @@ from speculation.trie import Node
 from transport.session_log import SessionLog
 from transport.tracing import SequenceTimings
 from transport.worker import Outgoing
+
+
+class DraftEngine(Protocol):
+    """What a draft worker drafts with: :class:`engine.step.Engine`, or a head alone."""
+
+    @property
+    def model(self) -> Model:
+        """Whose tokens it says."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Where its sequences come from."""
+
+    @property
+    def forward_seconds(self) -> float:
+        """How long the last step took it."""
+
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute; see :meth:`engine.step.Engine.run`."""
+
+    def close(self) -> None:
+        """Let go of what it has beyond this process. The last call."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,11 +84,16 @@ class DraftSequence:
         renumbered = self.cached.advance([pending[node] for node in kept])
         if len(kept) < session.trie.position - old_root.end or not len(session.trie):
             # The target went another way, or further than was computed: nothing computed beyond the path can be used.
-            self.cached.rollback()
-            self.pending = {}
-            self.cached.truncate(min(self.cached.length, self.text.settle()))
+            self.rewind(min(self.cached.length, self.text.settle()))
         else:
             self.pending = {node: renumbered[i] for node, i in pending.items() if i in renumbered}
+
+    def rewind(self, length: int) -> None:
+        """Keep so many of the committed tokens in the cache, and none of the nodes: these are to be computed anew."""
+        self.cached.rollback()
+        self.pending = {}
+        self.cached.truncate(length)
+        self.session.redraft()
 
     def pushes(self) -> Outgoing:
         """What is to be sent now, with the time that drafting it took."""

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from draft_service.assistant import Assistant
+from draft_service.eagle import HeadLookahead
+from draft_service.head_engine import HeadEngine
 from draft_service.in_turn import InTurn, limits_in_turn
 from draft_service.levels import DraftLevels
 from draft_service.lookahead import Lookahead, LookaheadLimits
@@ -15,17 +17,24 @@ from draft_service.staged_drafting import Guesser, Lookup, StagedDrafting
 from draft_service.translation.reading import Reader
 from draft_service.translation.translation import read_vocabularies, translator
 from engine.build import build, welcome
+from engine.cpu.thread_choice import set_threads
+from engine.eagle.cached import CachedHead
+from engine.eagle.loading import check_fit, load_alone
 from engine.leader import Ranks
+from engine.loading.checkpoint import head_revision
+from engine.loading.loader import describe
 from engine.model import Model, ModelError
 from engine.recorder import Recorder
 from engine.settings import EngineSettings
 from engine.step import Engine
 from speculation.drafting.draft_session import DraftLimits
-from speculation.messages import Progress, Welcome
+from speculation.messages import FeatureFormat, Loading, Progress, Welcome
 from transport.tracing import TraceSettings, Tracing
 from transport.worker import Door, Worker
 
 ROLE = "draft"
+HEAD_TOKENS = 65_536
+"""Room of an EAGLE head's cache, unless settings say."""
 ASSISTANT_TOKENS = 32_768
 """Room of an assistant's cache, unless settings say how much the draft model's has. It is not asked what is free, of
 which the draft model shall have most; a session without room goes without guesses."""
@@ -49,6 +58,8 @@ class DraftSettings:
     """Whether the draft model's own steps verify guesses copied from the text, unless that is in other tokens."""
     assistant: str = ""
     """Folder or hub id of a still smaller model, whose guesses they verify; none if empty."""
+    eagle_format: str = FeatureFormat.BF16
+    """How a target sends what the EAGLE head in ``engine`` reads, if there is one to draft with instead of a model."""
     validate: bool = False
     """Whether to check its own books whenever it is idle."""
 
@@ -71,20 +82,29 @@ async def start_draft(
 async def _start(settings: DraftSettings, door: Door, progress: Progress | None, ranks: Ranks | None) -> Worker:
     recorder = Recorder(Path(settings.record)) if settings.record else None
     tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
-    load, own = partial(_load, settings, ranks=ranks), settings.engine
-    loaded = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
-    machine = Lookahead(
-        loaded.engine,
-        loaded.welcome,
-        settings.limits,
-        recorder,
-        tracing,
-        loaded.reader,
-        loaded.staged_drafting,
-        loaded.levels,
-    )
+    own = settings.engine
+    seconds = own.join_timeout + own.load_timeout
+    machine: Lookahead
+    if own.eagle:
+        head, introduction = await door.load(partial(load_head, settings), own.served_name, seconds, progress)
+        machine, close = HeadLookahead(head, introduction, settings.limits, recorder, tracing), head.close
+    else:
+        loaded = await door.load(partial(_load, settings, ranks=ranks), own.served_name, seconds, progress)
+        machine, close = (
+            Lookahead(
+                loaded.engine,
+                loaded.welcome,
+                settings.limits,
+                recorder,
+                tracing,
+                loaded.reader,
+                loaded.staged_drafting,
+                loaded.levels,
+            ),
+            loaded.engine.close,
+        )
     ending = ExitStack()
-    ending.callback(loaded.engine.close)
+    ending.callback(close)
     if tracing is not None:
         ending.callback(tracing.close)
     worker = Worker(machine, ROLE, ending.close, settings.step_timeout, validate=settings.validate)
@@ -101,6 +121,39 @@ def build_in_turn(settings: DraftSettings, progress: Progress | None = None) -> 
     limits = limits_in_turn(settings.limits.draft, settings.limits.sessions)
     introduction = welcome(settings.engine, engine.model, ROLE)
     return InTurn(engine, introduction, limits, levels=_levels(engine, limits.draft))
+
+
+def load_head(settings: DraftSettings, progress: Progress | None = None) -> tuple[HeadEngine, Welcome]:
+    """An EAGLE-3 head without its target, of whose folder only the tokens and what the head lacks are read.
+
+    Raises :class:`engine.model.ModelError`.
+    """
+    chosen = settings.engine
+    others = {
+        "assistant": settings.assistant,
+        "target_tokenizer": settings.target_tokenizer,
+        "tensor_parallel_size": chosen.tensor_parallel_size > 1 and str(chosen.tensor_parallel_size),
+    }
+    for name, value in others.items():
+        if value:
+            raise ModelError(
+                f"{chosen.eagle}: an EAGLE head drafts alone, in the target's tokens; leave {name} ({value}) out"
+            )
+    if progress is not None:
+        progress(Loading(f"reading an EAGLE-3 head from {Path(chosen.eagle).name}"))
+    set_threads(chosen.threads, chosen.max_threads)
+    model = describe(chosen.model, chosen.dtype, chosen.device)
+    head = load_alone(chosen.eagle, chosen.model, model.device, model.dtype)
+    hidden = model.config.get_text_config(decoder=True)
+    check_fit(chosen.eagle, head, model.name, hidden.hidden_size, model.vocabulary, hidden.vocab_size, model.layers)
+    engine = HeadEngine(CachedHead(head, chosen.cache_tokens or HEAD_TOKENS), model)
+    introduction = replace(
+        welcome(chosen, model, ROLE),
+        model=chosen.name or Path(chosen.eagle).name,
+        head=head_revision(chosen.eagle, head.embed_tokens.weight),
+        features=FeatureFormat(settings.eagle_format),
+    )
+    return engine, introduction
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,15 @@ import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cuda.graphs import CudaRecorder, Record
+from engine.eagle.cached import row_bytes
+from engine.eagle.head import EagleHead
+from engine.eagle.loading import load_beside
+from engine.eagle.mtp import MTP, load_mtp
 from engine.forward import ForwardPass, StepInput
 from engine.interface import StepEngine
 from engine.leader import Leader, Ranks
 from engine.loading.cache_size import fitting_tokens
-from engine.loading.checkpoint import revision_of
+from engine.loading.checkpoint import head_revision, revision_of
 from engine.loading.loader import choose_device, load
 from engine.loading.split_check import check_devices, check_split
 from engine.medusa import MedusaHeads, load_heads
@@ -59,9 +63,10 @@ def build(
     leader = Leader(settings, ranks, device)
     with leader.loading() as group:
         model = load_model(settings, progress, group)
-        heads = heads_for(settings, model, progress)
-        cache = cache_for(settings, model, group)
-    engine = Engine(model, cache, invariant=invariant, leader=leader, record=recorder_for(model), heads=heads)
+        heads, eagle = heads_for(settings, model, progress), eagle_for(settings, model, progress)
+        cache = cache_for(settings, model, group, eagle)
+    record = recorder_for(model)
+    engine = Engine(model, cache, invariant=invariant, leader=leader, record=record, heads=heads, eagle=eagle)
     return _warmed(engine, progress)
 
 
@@ -72,8 +77,9 @@ def build_target(settings: EngineSettings, progress: Progress | None = None, ran
     model = load_model(settings, progress, without_speculation=True)
     if not model.no_speculation:
         return build_alone(settings, model, progress)
-    if settings.medusa:
-        raise ModelError(f"{settings.medusa}: {settings.model} cannot use Medusa heads: {model.no_speculation}")
+    if folder := settings.medusa or settings.eagle:
+        heads = "Medusa heads" if settings.medusa else "an EAGLE-3 head"
+        raise ModelError(f"{folder}: {settings.model} cannot use {heads}: {model.no_speculation}")
     log.warning("%s is served without speculation: %s", settings.model, model.no_speculation)
     capacity = settings.cache_tokens or max(model.context, STATEFUL_TOKENS)
     return StatefulEngine(model, StatefulCache(capacity, dtype=model.dtype, device=model.device))
@@ -110,15 +116,41 @@ def heads_for(settings: EngineSettings, model: Model, progress: Progress | None 
     return load_heads(settings.medusa, model)
 
 
-def cache_for(settings: EngineSettings, model: Model, group: Group | None = None) -> KVCache:
-    """A cache of the same size on every rank. Raises :class:`engine.model.ModelError`."""
+def eagle_for(settings: EngineSettings, model: Model, progress: Progress | None = None) -> EagleHead | None:
+    """The EAGLE-3 head, or layer of its own, to run beside ``model``, on rank 0 alone, if any.
+
+    Raises :class:`engine.model.ModelError`.
+    """
+    if not settings.eagle:
+        return None
+    if settings.eagle == MTP and settings.eagle_away:
+        raise ModelError("the target's own layer (mtp) drafts in its process; leave eagle_at out, or give a head")
+    if settings.eagle == MTP:
+        return load_mtp(model)
+    if progress is not None:
+        progress(Loading(f"reading an EAGLE-3 head from {Path(settings.eagle).name}"))
+    head = load_beside(settings.eagle, model)
+    if settings.eagle_away:  # of which only what fuses states is used here
+        head.fingerprint = head_revision(settings.eagle, head.embed_tokens.weight)
+        del head.layers, head.lm_head
+    return head
+
+
+def cache_for(
+    settings: EngineSettings, model: Model, group: Group | None = None, eagle: EagleHead | None = None
+) -> KVCache:
+    """A cache of the same size on every rank, beside which one for ``eagle`` has room.
+
+    Raises :class:`engine.model.ModelError`.
+    """
+    beside = 0 if eagle is None or settings.eagle_away else row_bytes(eagle)
     if settings.cache_tokens:
         capacity = settings.cache_tokens
     elif group is None:
-        capacity = fitting_tokens(model, gpu_share=settings.gpu_share)
+        capacity = fitting_tokens(model, gpu_share=settings.gpu_share, beside=beside)
     else:
         parts = group.world if splits_heads(model.module) else 1
-        capacity = group.minimum(fitting_tokens(model, parts, gpu_share=settings.gpu_share))
+        capacity = group.minimum(fitting_tokens(model, parts, gpu_share=settings.gpu_share, beside=beside))
     return KVCache(model.layers, capacity, block=model.block, spare=model.spare, dtype=model.dtype, device=model.device)
 
 
@@ -134,9 +166,9 @@ def build_alone(
 
     ``record``: how steps are recorded, instead of the usual way. Raises :class:`engine.model.ModelError`.
     """
-    heads = heads_for(settings, model, progress)
-    record = record or recorder_for(model)
-    engine = Engine(model, cache_for(settings, model), invariant=invariant, record=record, heads=heads)
+    heads, eagle = heads_for(settings, model, progress), eagle_for(settings, model, progress)
+    record, cache = record or recorder_for(model), cache_for(settings, model, eagle=eagle)
+    engine = Engine(model, cache, invariant=invariant, record=record, heads=heads, eagle=eagle)
     return _warmed(engine, progress)
 
 

@@ -4,7 +4,8 @@ Decides how a step is computed, once it is decided what: by rows (:mod:`engine.c
 rank of a tensor-parallel group computes the same step from the same :class:`StepInput`. Knows no books; those are kept
 once, by :mod:`engine.step` on rank 0.
 
-Tensor legend: T tokens of the step, R rows asked for, V vocabulary, D hidden size, X logits and hidden state together.
+Tensor legend: T tokens of the step, R rows asked for, V vocabulary, D hidden size, X logits and hidden state together,
+A auxiliary hidden states of a token.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import Step, forward_context
+from engine.attention.rows import ROW_CLASSES
 from engine.cache.kv_store import KVStore, Move
 from engine.cache.sequence_state import SequenceState
 from engine.cpu.steps import CpuSteps
 from engine.cuda.graphs import Record, RowSteps
 from engine.cuda.levels import Levels
+from engine.hidden import HiddenTap, LayerTap
 from engine.host.upload import upload
 from engine.layers.fused import fused_logits
 from engine.layers.linear import products
-from engine.model import HiddenTap, Model
+from engine.model import Model
 from engine.sampling.sampling import Draw
 
 
@@ -91,12 +94,13 @@ class ForwardPass:
         *,
         agreed: Callable[[bool], bool] = bool,
         keep_hidden: bool = False,
+        aux_layers: Sequence[int] = (),
         draws: bool = False,
     ) -> None:
         """``record``: how steps by rows are recorded to be replayed, if they are; ``agreed``: see :class:`RowSteps`.
 
-        ``keep_hidden``: keep what the output layer reads. Raises ModelError if the model does not show it. ``draws``:
-        plain draws are a part of what is recorded.
+        ``keep_hidden``: keep what the output layer reads; ``aux_layers``: see :class:`engine.hidden.LayerTap`. Raises
+        ModelError if the model does not show these. ``draws``: plain draws are a part of what is recorded.
         """
         self.calls: list[int] = []
         """How often each layer's attention was called in the last step that was not replayed."""
@@ -108,18 +112,21 @@ class ForwardPass:
         """Of the logits."""
         self.hidden_RD: Tensor | None = None
         """What the output layer read for each row of the last step, if that is kept."""
+        self.aux_TA: Tensor | None = None
+        """The states behind ``aux_layers`` of every token of the last step, one layer's behind the other's."""
         self._model = model
         self._store = store
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.module.forward).parameters
         self._tap = HiddenTap(model) if keep_hidden else None
         self._hidden_size: int = model.config.get_text_config(decoder=True).hidden_size if keep_hidden else 0
+        self._layer_tap = LayerTap(model, aux_layers, ROW_CLASSES[-1]) if aux_layers else None
         self._rows: RowSteps | CpuSteps | None = None
         if model.attention is not None and not model.attention.replayed:
-            self._rows = CpuSteps(self._logits, store, model.attention, model.layers, model.context)
+            self._rows = CpuSteps(self._logits, store, model.attention, model.layers, model.context, self._note)
         elif model.attention is not None:
             drawn = model.vocabulary if draws and self.dtype == torch.float32 else 0
             self._rows = RowSteps(
-                self._logits, store, model.attention, model.layers, model.context, record, agreed, drawn
+                self._logits, store, model.attention, model.layers, model.context, record, agreed, drawn, self._note
             )
 
     @torch.inference_mode()
@@ -133,6 +140,8 @@ class ForwardPass:
         self._store.move(inputs.moves)
         self.moved = True
         started = time.perf_counter()
+        if self._layer_tap is not None:
+            self._layer_tap.start()
         if self._rows is not None:
             if inputs.row_classes is not self._rows.classes:  # another rank's
                 for rows in set(self._rows.classes).difference(inputs.row_classes or self._rows.classes):
@@ -140,6 +149,9 @@ class ForwardPass:
             logits_RV = self._rows.run(inputs.tokens, inputs.rows, inputs.chunks, draws)
         else:
             logits_RV = self._computed(inputs)
+            self._note(len(inputs.tokens))
+        if self._layer_tap is not None:
+            self.aux_TA = self._layer_tap.take()
         if self._tap is not None:
             hidden_RD = logits_RV[: len(inputs.rows), -self._hidden_size :]
             self.hidden_RD = hidden_RD.to(self._model.dtype, copy=self.drawn is not None)
@@ -169,6 +181,11 @@ class ForwardPass:
         levels = Levels(basis, self._model.vocabulary, self.dtype, width=width, children=children)
         return levels if levels.max_sessions and levels.record() else None
 
+    def _note(self, rows: int) -> None:
+        """So many more tokens of the step have been computed."""
+        if self._layer_tap is not None:
+            self._layer_tap.computed(rows)
+
     def warm_up(self) -> bool:
         """Prepare for steps of every size, where that can be done without one; False: it cannot."""
         return self._rows is not None and self._rows.warm_up()
@@ -189,6 +206,7 @@ class ForwardPass:
 
         Hidden states that are kept stand behind them in their rows: one tensor is what is recorded and replayed.
         """
+        step.tap = self._layer_tap
         with forward_context(step), products(invariant=step.invariant):
             logits_RV = fused_logits(self._model.module, tokens_T, positions_T, rows_R)
             all_rows = logits_RV is None and not self._keeps_rows

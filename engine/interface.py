@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.eagle.head import EagleHead
 from engine.medusa import MedusaHeads
 from engine.model import Model
 from engine.parallel.group import RankError
@@ -83,8 +84,16 @@ class StepEngine(Protocol):
         """What drafts from its hidden states, if anything."""
 
     @property
+    def eagle(self) -> EagleHead | None:
+        """What drafts from its auxiliary hidden states, if anything."""
+
+    @property
     def hidden(self) -> Tensor | None:
         """See :attr:`engine.step.Engine.hidden`."""
+
+    @property
+    def aux(self) -> Tensor | None:
+        """See :attr:`engine.step.Engine.aux`."""
 
     @property
     def drawn(self) -> Tensor | None:

@@ -1,8 +1,6 @@
-"""What a loaded model is, as the rest of the engine sees it, and what its output layer reads.
+"""What a loaded model is, as the rest of the engine sees it.
 
 Decides nothing: a plain value that :mod:`engine.loading.loader` fills in.
-
-Tensor legend: R rows, D hidden size.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.attention.row_attention import RowAttention
 from engine.cache.kv_store import BLOCK
@@ -70,27 +68,3 @@ class Model:
     """What computes its attention by rows; None: see :mod:`engine.attention.attention`."""
     weights: str = ""
     """How the weights are quantised and what that saves, for people; empty if they are not."""
-
-
-class HiddenTap:
-    """Listens at the output layer of a model, behind the final norm; keeps what it read until somebody takes it."""
-
-    def __init__(self, model: Model) -> None:
-        """Listens from now on. Raises :class:`engine.model.ModelError` if there is nothing to listen to."""
-        module: Any = model.module
-        layer = module.get_output_embeddings()
-        if layer is None:
-            raise ModelError(f"model type {model.kind!r} has no output layer of its own whose input could be read")
-        self.layer: nn.Module = layer
-        self._read: Tensor | None = None
-        # First of all hooks: another may hand the layer something that only it understands.
-        layer.register_forward_pre_hook(self._note, prepend=True)
-
-    def take(self) -> Tensor:
-        """The hidden states of the rows that logits were computed for in the last forward, ``[..., R, D]``."""
-        read, self._read = self._read, None
-        assert read is not None, "the model did not call its output layer"
-        return read
-
-    def _note(self, _layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        self._read = given[0]

@@ -33,6 +33,10 @@ class EngineSettings:
     """Ranks that compute each step together."""
     medusa: str = ""
     """Folder of Medusa heads for a target to draft with; none if empty."""
+    eagle: str = ""
+    """Folder of an EAGLE-3 head for a target to draft with, or "mtp": the target's own layer; none if empty."""
+    eagle_away: bool = False
+    """Whether that head drafts on draft workers, to which the target sends what it reads."""
     join_timeout: float = 120.0
     """Seconds in which all ranks must have started."""
     load_timeout: float = 7200.0

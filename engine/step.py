@@ -19,6 +19,7 @@ from engine.cache.kv_cache import CachedSequence, CacheFull, KVCache
 from engine.cache.kv_store import Move
 from engine.cuda.graphs import Record
 from engine.cuda.levels import Levels
+from engine.eagle.head import EagleHead
 from engine.exactness import measure
 from engine.forward import ForwardPass, StepInput
 from engine.interface import Chunk
@@ -44,6 +45,8 @@ class Engine:
         leader: Leader | None = None,
         record: Record | None = None,
         heads: MedusaHeads | None = None,
+        eagle: EagleHead | None = None,
+        aux_layers: Sequence[int] = (),
     ) -> None:
         """``invariant``: give a token the same bits however it is batched, where that can be had.
 
@@ -51,7 +54,9 @@ class Engine:
         AMX, and a tree that its keys are gathered. Recorded steps of such an engine can draw.
         ``leader``: has the other ranks of a tensor-parallel group compute every step as well. ``record``: how
         steps are recorded to be replayed (:mod:`engine.cuda.graphs`), if they are. ``heads``: what drafts from hidden
-        states, which are kept for them. Raises ModelError if the model does not show these.
+        states, which are kept for them. ``aux_layers``: behind how many decoder layers states are kept (:attr:`aux`);
+        0: before the first. With ``eagle``, which drafts from such states, they are those that it reads. Raises
+        ModelError if the model does not show these.
         """
         self.model = model
         self.cache = cache
@@ -59,12 +64,18 @@ class Engine:
         """Whether a token has the same bits however it is computed, for people; empty: it was not measured."""
         self._wants_exact = invariant
         self.invariant = invariant and model.dtype == torch.bfloat16 and model.device.type == "cpu"
-        self.heads = heads
+        self.heads, self.eagle = heads, eagle
         agreed = bool if leader is None else leader.all_agree
         # Other ranks draw nothing, and have to record the same steps.
         draws = invariant and leader is None
         self._forward = ForwardPass(
-            model, cache.store, record, agreed=agreed, keep_hidden=heads is not None, draws=draws
+            model,
+            cache.store,
+            record,
+            agreed=agreed,
+            keep_hidden=heads is not None,
+            aux_layers=aux_layers if eagle is None else eagle.config.aux_layers_of(model.layers),
+            draws=draws,
         )
         self._leader = leader
 
@@ -77,6 +88,15 @@ class Engine:
     def hidden(self) -> Tensor | None:
         """What the output layer read for each row of the last step, in the model's own format; kept for heads only."""
         return self._forward.hidden_RD
+
+    @property
+    def aux(self) -> Tensor | None:
+        """Auxiliary hidden states of every token of the last step, in the order of its chunks; kept if asked for.
+
+        ``[T, L * D]`` in the model's own format, a tensor of its own: for each of the ``aux_layers``, in their order,
+        the residual stream behind so many decoder layers.
+        """
+        return self._forward.aux_TA
 
     @property
     def drawn(self) -> Tensor | None:

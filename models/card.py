@@ -86,8 +86,8 @@ def _acceptance_rows(facts: Facts) -> str:
     )
 
 
-def _medusa_rows(medusa: Facts) -> str:
-    shares = zip(medusa["before"]["by_head"], medusa["after"]["by_head"], strict=True)
+def _heads_rows(heads: Facts) -> str:
+    shares = zip(heads["before"]["by_head"], heads["after"]["by_head"], strict=True)
     return "\n".join(_row(f"+{head + 1}", *map(_percent, both)) for head, both in enumerate(shares))
 
 
@@ -116,10 +116,15 @@ def write_card(out: Path) -> None:
         train_megabytes=f"{corpus['train_characters'] / 1e6:.1f}",
         held_out_files=corpus["held_out_files"],
         held_out_tokens=corpus["held_out_tokens"],
-        medusa=_medusa_rows(facts["medusa"]),
+        medusa=_heads_rows(facts["medusa"]),
         medusa_steps=facts["medusa"]["steps"],
         heads=len(facts["medusa"]["after"]["by_head"]),
         run_before=f"{facts['medusa']['before']['run']:.2f}",
         run_after=f"{facts['medusa']['after']['run']:.2f}",
+        eagle=_heads_rows(facts["eagle"]),
+        eagle_steps=facts["eagle"]["steps"],
+        eagle_depth=len(facts["eagle"]["after"]["by_head"]),
+        eagle_before=f"{facts['eagle']['before']['run']:.2f}",
+        eagle_after=f"{facts['eagle']['after']['run']:.2f}",
     )
     (out / "README.md").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Decides the order of the phases that make the bundled models: tokenizer, target, draft, medusa, evaluate, card.
+"""Decides the order of the phases that make the bundled models: tokenizer, target, drafts, evaluate, card.
 
     python -m models.train all --target-minutes 40 --draft-minutes 12
     python -m models.train all --device cuda --target-steps 40000 --draft-steps 20000
@@ -23,8 +23,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.batches import Batches, BatchesInTurn, TokenIds, joined
 from alignment.encoding import Encoder
+from alignment.heads.eagle import EagleOptions, EagleTraining
+from alignment.heads.medusa import MedusaOptions, MedusaTraining
+from alignment.heads.training import HELD_OUT, load_target, settings_of
 from alignment.losses import distillation_loss, next_token_loss
-from alignment.medusa import HELD_OUT, HeadTraining, MedusaOptions, load_target, settings_of
 from alignment.training import Trainer, TrainingPlan
 from alignment.workplace import Workplace
 from alignment.writing import BATCH, TEMPERATURES, Writer
@@ -54,11 +56,11 @@ from models.pair import (
 )
 
 HERE = Path(__file__).resolve().parent
-PHASES = ("tokenizer", "target", "draft", "medusa", "evaluate", "card")
+PHASES = ("tokenizer", "target", "draft", "medusa", "eagle", "evaluate", "card")
 PROMPTS = 40
 CONTINUATION_TOKENS = 96
 WRITTEN_WEIGHT = 2
-MEDUSA_TEXT = "the corpus, and as much of the target's own"
+HEADS_TEXT = "the corpus, and as much of the target's own"
 DEFAULT_MINUTES = {"target": 40.0, "draft": 12.0}
 
 
@@ -86,8 +88,8 @@ class Pipeline:
                 self._target_phase()
             case "draft":
                 self._draft_phase()
-            case "medusa":
-                self._medusa_phase()
+            case "medusa" | "eagle":
+                self._heads_phase(phase)
             case "evaluate":
                 self._evaluate_phase()
             case "card":
@@ -134,25 +136,29 @@ class Pipeline:
         publish(trained, tokenizer, self._out / "draft")
         self._record("draft", trained, trainer)
 
-    def _medusa_phase(self) -> None:
+    def _heads_phase(self, name: str) -> None:
         arguments, tokenizer = self._arguments, self._tokenizer()
         target = load_target(
             os.path.relpath(self._out / "target"), arguments.dtype, arguments.device, arguments.threads
         )
         text, held_out = (encode_files(tokenizer, files) for files in (self._sources().train, self._sources().held_out))
         written = self._written(load(self._out / "target", target.dtype, target.device), text)
-        options = MedusaOptions(
-            shared_output=True, steps=arguments.medusa_steps, minutes=arguments.medusa_minutes, seed=arguments.seed
-        )
-        place = Workplace(self._out / "medusa", settings_of(options, target, MEDUSA_TEXT), resume=True)
+        limits = {unit: getattr(arguments, f"{name}_{unit}") for unit in ("steps", "minutes")}
+        medusa = MedusaOptions(shared_output=True, seed=arguments.seed, **limits)
+        options = medusa if name == "medusa" else EagleOptions(seed=arguments.seed, **limits)
+        place = Workplace(self._out / name, settings_of(options, target, HEADS_TEXT), resume=True)
         if place.finished is not None:
             return
         batches = BatchesInTurn((Batches(text, arguments.seed), 1), (Batches(written, arguments.seed), 1))
         apart = np.linspace(0, len(held_out) - options.sequence, HELD_OUT, dtype=int)
         rows = [held_out[start : start + options.sequence].tolist() for start in apart]
-        training = HeadTraining(target, Encoder(tokenizer), options, place, tqdm.write)
+        training: MedusaTraining | EagleTraining
+        if isinstance(options, MedusaOptions):
+            training = MedusaTraining(target, Encoder(tokenizer), options, place, tqdm.write)
+        else:
+            training = EagleTraining(target, Encoder(tokenizer), options, place, tqdm.write)
         figures = training.fit(batches, rows)
-        self._merge_card({"medusa": {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
+        self._merge_card({name: {"before": figures["before"], "after": figures["after"], "steps": figures["step"]}})
 
     def _evaluate_phase(self) -> None:
         tokenizer = self._tokenizer()
@@ -244,8 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, minutes in DEFAULT_MINUTES.items():
         add(f"--{name}-steps", type=int, help=f"end the {name} after this many steps")
         add(f"--{name}-minutes", type=float, help=f"or after this time ({minutes:.0f} if neither is given)")
-    add("--medusa-steps", type=int, default=1200, help="end the heads after this many steps (%(default)s)")
-    add("--medusa-minutes", type=float, default=0.0, help="or after this time (0: as long as it takes)")
+    for name in ("medusa", "eagle"):
+        add(f"--{name}-steps", type=int, default=1200, help="end these heads after this many steps (%(default)s)")
+        add(f"--{name}-minutes", type=float, default=0.0, help="or after this time (0: as long as it takes)")
     add("--written-tokens", type=int, default=350_000, help="text by the target for the draft (%(default)s)")
     add("--context", type=int, default=1024, help="longest context trained and declared (%(default)s)")
     add(

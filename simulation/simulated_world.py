@@ -17,7 +17,8 @@ from random import Random
 from simulation.agreement import ReplayedRequest
 from simulation.costs import Costs
 from speculation.drafting.draft_session import DraftLimits
-from speculation.drafting.medusa import GuessTree, HeadGuesses, MedusaDrafts
+from speculation.drafting.medusa import HeadGuesses, likeliest
+from speculation.drafting.state_drafts import NODES, GuessTree, StateDrafts
 from speculation.messages import Schedule, Source, Sources, Speculation, Token, Verification
 from speculation.sources.suffix import SuffixLookup, SuffixStore
 from speculation.verifying.budget import room_for_drafts
@@ -151,7 +152,7 @@ class RecordedHeads:
     def __init__(self, first: int, guesses: Sequence[HeadGuesses]) -> None:
         """``guesses[i]`` are those for position ``first + i``; none for a place where the heads had nothing to read."""
         self.depth = max(map(len, guesses), default=0)
-        self._drafts = MedusaDrafts(self.depth)
+        self._drafts = StateDrafts(Source.MEDUSA, self.depth)
         self._first, self._guesses = first, guesses
         self._end = 0
 
@@ -173,7 +174,8 @@ class RecordedHeads:
     def propose(self, depth: int) -> GuessTree:
         """The likeliest of what was guessed for this very place."""
         if self.guessing:
-            self._drafts.guess(self._end, self._guesses[self._end - self._first])
+            places = self._guesses[self._end - self._first]
+            self._drafts.guess(self._end, likeliest(places[:depth], NODES))
         return self._drafts.propose(depth)
 
 

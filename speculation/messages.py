@@ -273,6 +273,19 @@ class Load:
     """Monotone totals since the worker started: steps, committed, offered, accepted, dropped proposals ..."""
 
 
+class FeatureFormat(StrEnum):
+    """How the numbers of :class:`Features` are written."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """e4m3, with a scale a token."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 2 if self is FeatureFormat.BF16 else 1
+
+
 EXACT = "exact"
 
 
@@ -323,6 +336,10 @@ class Welcome:
     exactness: str = ""
     """``exact``: a token has the same bits however it is computed, as measured at the start; or why not; empty:
     unknown."""
+    head: int = 0
+    """Fingerprint of the EAGLE head that a target makes features for, or that a drafter drafts with; 0: none."""
+    features: FeatureFormat = FeatureFormat.BF16
+    """How a drafter with a head wants them."""
 
     @property
     def exact(self) -> bool | None:
@@ -330,5 +347,58 @@ class Welcome:
         return self.exactness == EXACT if self.exactness else None
 
 
-ToWorker = Open | Proposal | Verification | Close
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """Have a target send :class:`Features` of a session from now on, because its drafter has an EAGLE head."""
+
+    session: SessionId
+    epoch: int
+    head: int
+    """Fingerprint of the head; 0: send none any more."""
+    format: FeatureFormat = FeatureFormat.BF16
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What an EAGLE head reads of a target's hidden states, for some tokens that follow each other.
+
+    Of each token the fused hidden states that it was drawn from: those of the token before it. Hints, as proposals are:
+    any may be lost, late or doubled.
+    """
+
+    session: SessionId
+    epoch: int
+    position: int
+    """Of the first token."""
+    head: int
+    """Fingerprint of the head they were made for."""
+    width: int
+    """Numbers a token."""
+    values: bytes
+    """Token by token, little-endian."""
+    format: FeatureFormat = FeatureFormat.BF16
+    scales: bytes = b""
+    """Under :attr:`FeatureFormat.FP8`, a float32 a token that its values are multiplied with."""
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"width is {self.width}; a token has at least one number")
+        if not self.values or len(self.values) % (self.width * self.format.size):
+            whole = f"whole tokens of {self.width} numbers in {self.format}"
+            raise ValueError(f"values has {len(self.values)} bytes; they must be {whole}, one at least")
+        scaled = 4 * len(self) if self.format is FeatureFormat.FP8 else 0
+        if len(self.scales) != scaled:
+            raise ValueError(f"scales has {len(self.scales)} bytes for {len(self)} tokens in {self.format}")
+
+    def __len__(self) -> int:
+        """How many tokens."""
+        return len(self.values) // (self.width * self.format.size)
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.position + len(self)
+
+
+ToWorker = Open | Proposal | Verification | Close | Subscribe | Features
 FromWorker = Welcome | Proposal | Verification | Refused | Load

@@ -52,6 +52,10 @@ class TargetCounters:
     """Tokens of outputs taken into the index, ..."""
     suffix_forgotten: int = 0
     """... and taken out again."""
+    features: int = 0
+    """Tokens of which features were sent to drafters, ..."""
+    features_refused: int = 0
+    """... and times they were wanted for another head, or of no session here."""
     offered_from: dict[SourceName, int] = field(default_factory=_by_source)
     accepted_from: dict[SourceName, int] = field(default_factory=_by_source)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.sampling.sampling import token_logprobs
 from engine.shaping.grammar import GrammarConstraint, MaskBudget
 from engine.shaping.shaping import Shaping
-from speculation.drafting.medusa import MedusaDrafts
+from speculation.drafting.state_drafts import StateDrafts
 from speculation.messages import RefusalCode, Refused, TokenLogprobs, Verification
 from speculation.verifying.target_session import TargetSession
 from target_service.counters import TargetCounters
@@ -38,10 +38,12 @@ class TargetSequence:
     constraint: GrammarConstraint | None = None
     """Its grammar, if it has one: known from when it is compiled."""
     cached: CachedSequence = field(init=False)
-    medusa: MedusaDrafts | None = None
+    medusa: StateDrafts | None = None
     """What Medusa heads draft for it, if they do."""
     hidden_D: Tensor | None = None
     """What they read next: the target's hidden state where its last token was drawn, until they have read it."""
+    reusable: Callable[[int], int] | None = None
+    """How much of a cached prefix of so many tokens may be taken over, if what drafts here has a say in it."""
     computed: int = 0
     """Committed tokens that were computed for it since it was opened."""
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
@@ -105,7 +107,10 @@ class TargetSequence:
         A prompt that is to be told about is computed wholly.
         """
         if self.num_uncomputed_tokens > 1 and not self.missing_prompt_logprobs:
-            self.counters.reused += self.cached.reuse()
+            before = self.cached.length
+            if self.cached.reuse() and self.reusable is not None:
+                self.cached.truncate(max(before, self.reusable(self.cached.length)))
+            self.counters.reused += self.cached.length - before
 
     def preempt(self) -> None:
         """Give all blocks back; what was cached is computed again later."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -73,6 +73,8 @@ async def _start(
     load = partial(_load, own, ranks=ranks, make_drafter=make_drafter)
     engine, drafter = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
     introduction = welcome(settings.engine, engine.model, ROLE, engine.exactness)
+    if engine.eagle is not None:
+        introduction = replace(introduction, head=engine.eagle.fingerprint)
     machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter)
     ending = ExitStack()
     ending.callback(engine.close)

@@ -16,7 +16,7 @@ from speculation.demand import TargetDemand
 from speculation.verifying.planner import Planner
 from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
-from target_service.drafting.draft_model import DraftModel
+from target_service.drafting.own_drafters import OwnDrafters
 from target_service.sequence import TargetSequence
 from target_service.step_time import LongestStep, StepTime
 
@@ -25,10 +25,10 @@ class StepAccount:
     """The steps of one worker so far. Times are of one monotonic clock, in seconds."""
 
     def __init__(
-        self, counters: TargetCounters, planner: Planner, draft_model: DraftModel | None, recorder: Recorder | None
+        self, counters: TargetCounters, planner: Planner, drafters: OwnDrafters, recorder: Recorder | None
     ) -> None:
         """Nothing is known of any step."""
-        self._counters, self._planner, self._draft_model, self._recorder = counters, planner, draft_model, recorder
+        self._counters, self._planner, self._drafters, self._recorder = counters, planner, drafters, recorder
         self._waiting_since: float | None = None
         self.time = StepTime()
         self._longest = LongestStep()
@@ -102,12 +102,9 @@ class StepAccount:
         self._counters.step_microseconds += round((ended - started) * 1e6)
         self._counters.forward_microseconds += round(forward * 1e6)
         tokens, only_decodes = sum(entry.tokens for entry in entries), all(entry.decodes for entry in entries)
-        computing = ended - started
-        if self._draft_model is not None:
-            computing -= self._draft_model.seconds
-            if only_decodes:
-                self._draft_model.observe(len(entries), committed, ended - started)
+        computing = ended - started - self._drafters.seconds
         if only_decodes:
+            self._drafters.observe(len(entries), committed, ended - started)
             self._planner.observe(len(entries), tokens, computing, committed)
         self.time.observe(tokens, computing)
         self._longest.observe(tokens, ended - started)

@@ -29,9 +29,9 @@ from speculation.messages import (
     RefusalCode,
     Refused,
     SessionId,
+    Subscribe,
     TokenLogprobs,
     ToWorker,
-    Verification,
     Welcome,
 )
 from speculation.sources.local_sources import LookupBounds
@@ -39,8 +39,7 @@ from speculation.sources.registry import registered
 from speculation.verifying.planner import Asked, Planner
 from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
-from target_service.drafting.draft_model import Drafter, DraftModel
-from target_service.drafting.medusa import HeadDrafter
+from target_service.drafting.draft_model import Drafter
 from target_service.drafting.own_drafters import OwnDrafters
 from target_service.drafting.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSettings
 from target_service.logprobs import apart, of_committed
@@ -98,10 +97,8 @@ class VerifyLoop:
         self.counters = TargetCounters()
         self._planner = Planner(adaptive=limits.adaptive, lookup=limits.lookup, row_classes=engine.row_classes)
         self._suffix_cache = SuffixCache(limits.suffix)
-        heads = None if engine.heads is None else HeadDrafter(engine.heads, welcome.vocabulary)
-        model = None if drafter is None else DraftModel(drafter, self._planner, self.counters)
-        self._drafters = OwnDrafters(heads, model)
-        self._account = StepAccount(self.counters, self._planner, model, recorder)
+        self._drafters = OwnDrafters.of(engine, drafter, self._planner, self.counters, adaptive=limits.adaptive)
+        self._account = StepAccount(self.counters, self._planner, self._drafters, recorder)
         self._recorder, self._tracing = recorder, tracing
         self._due: float | None = None
         self._last_committed = 0
@@ -150,8 +147,10 @@ class VerifyLoop:
                 if sequence is not None and sequence.session.opened.epoch <= message.epoch:
                     self._suffix_cache.keep(sequence.session)
                     self._drop(sequence, "closed")
-            case Verification():
-                log.warning("a router sent a verification to a target; ignored")
+            case Subscribe():
+                return self._drafters.subscribe(sequence, message)
+            case _:
+                log.warning("a router sent a %s to a target; ignored", type(message).__name__)
         return []
 
     def _open(self, link: Hashable, opened: Open, sequence: TargetSequence | None, at: float) -> Outgoing:
@@ -165,8 +164,8 @@ class VerifyLoop:
             return [(link, refusal)]
         if not self._engine.speculates:
             opened = replace(opened, speculation=replace(opened.speculation, enabled=False))
-        medusa = self._drafters.drafts_for(opened)
-        sources = [*self._suffix_cache.sources(opened), *([medusa] if medusa else [])]
+        own = self._drafters.drafts_for(opened)
+        sources = [*self._suffix_cache.sources(opened), *filter(None, own)]
         session = self._planner.session(opened, self._welcome.vocabulary, sources)
         # A session that is opened again keeps its place.
         arrived = (at - opened.age_ms / 1000, next(self._numbers)) if sequence is None else sequence.arrived
@@ -176,7 +175,7 @@ class VerifyLoop:
         taken = TargetSequence(
             link, session, self._engine.cache, arrived, self.counters, session_log, SequenceTimings(at), shaping
         )
-        taken.medusa = medusa
+        self._drafters.open(taken, own)
         self._sequences[link, opened.session] = taken
         if opened.request_options.grammar:
             self._compiling.add(taken, opened, time.perf_counter())
@@ -256,7 +255,7 @@ class VerifyLoop:
             return outgoing or None
         self._account.resume(started, entries)
         committed = self.counters.committed
-        outgoing += self._compute(entries, started)
+        outgoing += self._compute(entries, started) + self._drafters.features()
         self._last_committed = self.counters.committed - committed
         self._account.observe(entries, started, time.perf_counter(), self._engine.forward_seconds, self._last_committed)
         return outgoing

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_service.head_engine import HeadEngine
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from draft_service.service import ROLE as DRAFT
 from engine.build import build, build_target, welcome
@@ -60,7 +61,7 @@ class Running:
 
     worker: Worker
     machine: Machine
-    engine: StepEngine
+    engine: StepEngine | HeadEngine
 
     async def quiescent(self) -> None:
         """Wait until nothing is left of any session, and check the cache's accounts."""
@@ -71,7 +72,7 @@ class Running:
 
 
 @asynccontextmanager
-async def _serving(machine: Machine, engine: StepEngine, role: str) -> AsyncIterator[Running]:
+async def serving_worker(machine: Machine, engine: StepEngine | HeadEngine, role: str) -> AsyncIterator[Running]:
     worker = Worker(machine, role, validate=True)
     await worker.start("127.0.0.1:0")
     running = Running(worker, machine, engine)
@@ -97,7 +98,7 @@ async def target_worker(
     """The bundled target (or another), listening; ``name``: of the model, if not that of its folder."""
     chosen = replace(settings(model, cache_tokens, dtype, quantization), name=name)
     engine = await asyncio.to_thread(build_target, chosen)
-    async with _serving(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
+    async with serving_worker(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
         yield up
 
 
@@ -111,7 +112,7 @@ async def draft_worker(
     """The bundled draft (or any bundled model as one), listening."""
     chosen = settings(model, cache_tokens, quantization=quantization)
     engine = await asyncio.to_thread(build, chosen)
-    async with _serving(Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits), engine, DRAFT) as up:
+    async with serving_worker(Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits), engine, DRAFT) as up:
         yield up
 
 

@@ -23,7 +23,7 @@ import grpc
 
 from protos.paceline.v1 import worker_pb2 as pb
 from protos.paceline.v1 import worker_pb2_grpc as rpc
-from speculation.messages import Proposal, SessionId, ToWorker
+from speculation.messages import Features, Proposal, SessionId, ToWorker
 from transport.codec import MAX_PROPOSAL_BYTES, encode_to_worker
 from transport.incoming import Incoming, Listener, Route, nothing_open
 from transport.liveness import MAX_PATIENCE, TICKS, Liveness, Patience, RoundTrip
@@ -104,6 +104,8 @@ class WorkerConnection:
         self.sent_bytes = 0
         """Bytes of all frames sent so far, as serialised; gRPC and HTTP/2 add some 14 per frame."""
         self.received_bytes = 0
+        self.unrouted = 0
+        """Features that came too late for anybody, or under an epoch that does not count."""
         self.routes: dict[SessionId, Route] = {}
         """Of the sessions of which others wait for what this worker says."""
         self._stream: _Stream | None = None
@@ -117,7 +119,7 @@ class WorkerConnection:
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; dropped while the worker is down."""
-        self.put(encode_to_worker(message), hint=isinstance(message, Proposal))
+        self.put(encode_to_worker(message), hint=isinstance(message, Proposal | Features))
 
     def put(self, entry: bytes, *, hint: bool = False) -> bool:
         """Queue an encoded message, or a ``hint`` that may be dropped; whether it was, and not dropped."""
@@ -129,6 +131,9 @@ class WorkerConnection:
         except PeerTooSlow as error:
             stream.reset(str(error))
             return False
+
+    def _drop(self) -> None:
+        self.unrouted += 1
 
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
@@ -161,7 +166,9 @@ class WorkerConnection:
                 reset(reason)
 
             later = asyncio.get_running_loop().call_soon
-            incoming = Incoming(self.address, self._role, self._listener, self.routes, later, reset, self._asked)
+            incoming = Incoming(
+                self.address, self._role, self._listener, self.routes, later, reset, self._drop, self._asked
+            )
 
             def hear(frame: pb.Frame) -> None:
                 was_up = incoming.up

@@ -1,6 +1,6 @@
 """Protobuf to values and back; the one place where the wire format is read or written.
 
-What a session is opened with is much, and has a module of its own: :mod:`transport.codec_open`.
+Messages with much in them have a module of their own: :mod:`transport.codec_parts`.
 
 Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
 raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is affected.
@@ -14,7 +14,6 @@ worker's counters once the stream has heard them. No state is kept here: who own
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -25,6 +24,7 @@ from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
     ANCHOR,
     Close,
+    Features,
     FinishReason,
     FromWorker,
     Load,
@@ -34,14 +34,25 @@ from speculation.messages import (
     Refused,
     SessionId,
     Source,
+    Subscribe,
     Support,
     TokenLogprobs,
     ToWorker,
     Verification,
     Welcome,
 )
-from speculation.sources.registry import MAX_SOURCES, NAME
-from transport.codec_open import decode_open, encode_open
+from transport.codec_parts import (
+    decode_features,
+    decode_load,
+    decode_open,
+    decode_subscribe,
+    decode_welcome,
+    encode_features,
+    encode_load,
+    encode_open,
+    encode_subscribe,
+    encode_welcome,
+)
 from transport.wire import (
     MAX_COMMITTED,
     MAX_TEXT,
@@ -67,8 +78,6 @@ MAX_SUPPORT = 1024
 """Most tokens in one q."""
 MAX_PROPOSAL_BYTES = 5 << 20
 """Longest proposal; one with the most tokens and the longest q is shorter."""
-MAX_COUNTERS = 256
-"""Most counters a worker reports."""
 MAX_UINT32 = (1 << 32) - 1
 
 _BYTE = tuple(value / 255 for value in range(256))
@@ -119,6 +128,10 @@ def encode_to_worker(message: ToWorker) -> bytes:
             return pb.ToWorker(verified=_verification(message)).SerializeToString()
         case Close():
             return pb.ToWorker(close=pb.Close(session=message.session, epoch=message.epoch)).SerializeToString()
+        case Subscribe():
+            return pb.ToWorker(subscribe=encode_subscribe(message)).SerializeToString()
+        case Features():
+            return pb.ToWorker(features=encode_features(message)).SerializeToString()
 
 
 def decode_to_worker(entry: bytes) -> ToWorker:
@@ -133,13 +146,17 @@ def decode_to_worker(entry: bytes) -> ToWorker:
             return _checked(message.verified, _read_verification)
         case "close":
             return Close(SessionId(message.close.session), message.close.epoch)
+        case "subscribe":
+            return decode_subscribe(message.subscribe)
+        case "features":
+            return _checked(message.features, decode_features)
     raise UnknownKind
 
 
 # -- from a worker -----------------------------------------------------------------------------------------------------
 
 
-def encode_from_worker(message: FromWorker, counter_names: Sequence[str] = ()) -> bytes:
+def encode_from_worker(message: FromWorker | Features, counter_names: Sequence[str] = ()) -> bytes:
     """One entry of a worker's frame. ``counter_names``: those of the last :class:`Load` of this stream."""
     match message:
         case Verification():
@@ -155,9 +172,11 @@ def encode_from_worker(message: FromWorker, counter_names: Sequence[str] = ()) -
             )
             return pb.FromWorker(refused=refused).SerializeToString()
         case Load():
-            return pb.FromWorker(load=_load(message, counter_names)).SerializeToString()
+            return pb.FromWorker(load=encode_load(message, counter_names)).SerializeToString()
         case Welcome():
-            return pb.FromWorker(welcome=_welcome(message)).SerializeToString()
+            return pb.FromWorker(welcome=encode_welcome(message)).SerializeToString()
+        case Features():
+            return pb.FromWorker(features=encode_features(message)).SerializeToString()
 
 
 def decode_from_worker(entry: bytes, counter_names: Sequence[str] = (), asked: Asked | None = None) -> FromWorker:
@@ -173,9 +192,14 @@ def decode_from_worker(entry: bytes, counter_names: Sequence[str] = (), asked: A
             code = _CODE.get(refused.code, RefusalCode.INTERNAL)
             return Refused(SessionId(refused.session), refused.epoch, code, refused.message[:MAX_TEXT])
         case "load":
-            return _read_load(message.load, counter_names)
+            try:
+                return decode_load(message.load, counter_names)
+            except ValueError as error:
+                raise MalformedMessage(str(error)) from error
         case "welcome":
-            return _read_welcome(message.welcome)
+            return decode_welcome(message.welcome)
+        case "features":
+            raise MalformedMessage("features that are not a target's, or not as it writes them: nobody here reads any")
     raise UnknownKind
 
 
@@ -310,75 +334,10 @@ def _read_verification(message: pb.Verification) -> Verification:
     )
 
 
-def _load(message: Load, known: Sequence[str]) -> pb.Load:
-    names = tuple(message.counters)
-    return pb.Load(
-        sessions=message.sessions,
-        waiting=message.waiting,
-        free_tokens=message.free_tokens,
-        capacity_tokens=message.capacity_tokens,
-        draining=message.draining,
-        counters=message.counters.values(),
-        counter_names=() if names == tuple(known) else names,
-    )
-
-
-def _read_load(message: pb.Load, known: Sequence[str]) -> Load:
-    if max(len(message.counters), len(message.counter_names)) > MAX_COUNTERS:
-        raise MalformedMessage(f"counters has {len(message.counters)} entries; at most {MAX_COUNTERS} are allowed")
-    names = tuple(message.counter_names or known) if message.counters else ()
-    if not len(message.counters) == len(names) == len(set(names)):
-        raise MalformedMessage(f"counters has {len(message.counters)} entries for {len(set(names))} names")
-    return Load(
-        sessions=message.sessions,
-        waiting=message.waiting,
-        free_tokens=message.free_tokens,
-        capacity_tokens=message.capacity_tokens,
-        draining=message.draining,
-        counters=dict(zip(names, message.counters, strict=True)),
-    )
-
-
-def _welcome(message: Welcome) -> pb.Welcome:
-    return pb.Welcome(
-        role=message.role,
-        model=message.model[:MAX_TEXT],
-        vocabulary=message.vocabulary,
-        context=message.context,
-        tokenizer=message.tokenizer,
-        instance=message.instance,
-        dtype=message.dtype,
-        source=message.source[:MAX_TEXT],
-        no_speculation=not message.speculates,
-        revision=message.revision,
-        started=message.started,
-        sources=message.sources,
-        exactness=message.exactness[:MAX_TEXT],
-    )
-
-
-def _read_welcome(message: pb.Welcome) -> Welcome:
-    return Welcome(
-        role=message.role[:MAX_TEXT],
-        model=message.model[:MAX_TEXT],
-        vocabulary=message.vocabulary,
-        context=message.context,
-        tokenizer=message.tokenizer,
-        instance=message.instance[:MAX_TEXT],
-        dtype=message.dtype[:MAX_TEXT],
-        source=message.source[:MAX_TEXT],
-        speculates=not message.no_speculation,
-        revision=message.revision,
-        started=message.started if math.isfinite(message.started) else 0.0,
-        sources=tuple(name for name in message.sources[:MAX_SOURCES] if NAME.fullmatch(name)),
-        exactness=message.exactness[:MAX_TEXT],
-    )
-
-
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 _Wire = TypeVar("_Wire", pb.ToWorker, pb.FromWorker)
-_Sessioned = TypeVar("_Sessioned", pb.Open, pb.Proposal, pb.Verification)
+_Sessioned = TypeVar("_Sessioned", pb.Open, pb.Proposal, pb.Verification, pb.Features)
 _Value = TypeVar("_Value")
 
 

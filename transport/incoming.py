@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId, Verification, Welcome
 from transport.codec import MalformedMessage, UnknownKind, decode_from_worker
-from transport.codec_open import decode_loading
+from transport.codec_parts import decode_loading
 from transport.outbox import MAX_FRAME_ENTRIES
 from transport.relayed import heading, heading_of_any, relayed
 from transport.wire import MAX_PLAIN_BYTES, Asked, AskedLogprobs
@@ -110,11 +110,13 @@ class Incoming:
         routes: Mapping[SessionId, Route],
         later: Later | None = None,
         give_up: Callable[[str], object] = log.warning,
+        unrouted: Callable[[], object] = lambda: None,
         asked: Asked = nothing_open,
     ) -> None:
         """``worker`` is for logs. Without ``later`` nothing is put off. ``asked``: which log-probabilities it may tell.
 
-        ``give_up`` is called once, with the reason, if the stream is to be ended because of what came on it.
+        ``give_up`` is called once, with the reason, if the stream is to be ended because of what came on it;
+        ``unrouted`` for features that nobody waits for.
         """
         self.up = False
         """Whether the worker introduced itself."""
@@ -126,7 +128,7 @@ class Incoming:
         """Whether the stream was given up: nothing that comes on it is heard any more."""
         self._worker, self._role, self._listener, self._routes, self._later = worker, role, listener, routes, later
         self._hints = role == "draft"
-        self._give_up, self._asked = give_up, asked
+        self._give_up, self._unrouted, self._asked = give_up, unrouted, asked
         self._unread: deque[_Unread] = deque()
         self._held: Counter[SessionId] = Counter()
         """Of each session, what is unread and was not passed on: nothing may overtake it."""
@@ -152,13 +154,13 @@ class Incoming:
             return
         idle = not self._unread
         for entry in frame.messages:
-            if self.up:
-                self._unread.append(self._relay(entry))
-            elif loading := decode_loading(entry):
+            if not self.up and (loading := decode_loading(entry)):
                 self.loading = True
                 self._listener.loading(loading)
-            else:
-                self._unread.append(_Unread(entry))
+                continue
+            unread = self._relay(entry) if self.up else _Unread(entry)
+            if unread is not None:
+                self._unread.append(unread)
         if not self.up and self._unread:
             self._read()
         if self._later is None:
@@ -171,11 +173,18 @@ class Incoming:
         while self._unread:
             self._read()
 
-    def _relay(self, entry: bytes) -> _Unread:
+    def _relay(self, entry: bytes) -> _Unread | None:
+        """Pass an entry on if it can be; what is to be read of it, if anything."""
         head = heading(entry)
         if head is None or head.role != self._role:
             return _Unread(entry)
         route = self._routes.get(head.session)
+        if head.features:  # which may overtake: they say of which tokens they are
+            if route is None or route.epoch != head.epoch:
+                self._unrouted()
+            else:
+                route.onto.put(relayed(entry, head, route.there), hint=True)
+            return None
         known = route is not None and route.epoch == head.epoch and not self._held[head.session]
         if route is not None and known and route.onto.put(relayed(entry, head, route.there), hint=self._hints):
             return _Unread(entry, route.there)

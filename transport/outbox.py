@@ -18,6 +18,8 @@ MAX_WAITING = 65_536
 """Messages that may wait on one stream. A peer that reads so slowly is as good as lost."""
 MAX_HINTS_WAITING = MAX_WAITING // 4
 """With so many, drafts are not queued any more: whoever floods a target with them does not cost it its stream."""
+MAX_HINT_BYTES = 32 << 20
+"""With so many bytes waiting, hints are not queued either: features are long."""
 MAX_FRAME_BYTES = 1 << 20
 """A frame is closed once it holds this much; one larger message still goes out alone."""
 MAX_FRAME_ENTRIES = 8192
@@ -95,6 +97,8 @@ class Outbox:
     def __init__(self, delay: Callable[[], float] = no_delay) -> None:
         """Open and empty. Messages and heartbeats are held back for ``delay`` seconds."""
         self._entries: deque[bytes] = deque()
+        self._bytes = 0
+        """Of all that waits, held back or not."""
         self._probe: Probe | None = None
         self._line: DelayLine[bytes | Probe] = DelayLine(self._append, delay)
         self._ready = asyncio.Event()
@@ -102,10 +106,13 @@ class Outbox:
 
     def put(self, entry: bytes, *, hint: bool = False) -> bool:
         """Queue one encoded message; raises :class:`PeerTooSlow`. Whether it was: a ``hint`` may be dropped instead."""
+        if hint and self._bytes >= MAX_HINT_BYTES:
+            return False
         if len(self._entries) + len(self._line) >= (MAX_HINTS_WAITING if hint else MAX_WAITING):
             if hint:
                 return False
             raise PeerTooSlow(f"{MAX_WAITING} messages wait to be sent")
+        self._bytes += len(entry)
         self._line.put(entry)
         return True
 
@@ -140,6 +147,7 @@ class Outbox:
         while self._entries and size < MAX_FRAME_BYTES and len(entries) < MAX_FRAME_ENTRIES:
             entries.append(self._entries.popleft())
             size += len(entries[-1])
+        self._bytes -= size
         probe, self._probe = self._probe or Probe(), None
         return pb.Frame(messages=filter(None, entries), ping=probe.ping, pong=probe.pong)
 

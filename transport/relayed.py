@@ -18,19 +18,24 @@ MAX_RELAYED_BYTES = 1 << 12
 MAX_SHIFT = 63
 """Of the last seven bits of a number of 64."""
 
+_FEATURES = bytes((pb.FromWorker.DESCRIPTOR.fields_by_name["features"].number << 3 | 2,))
 _KINDS = {
     bytes((pb.FromWorker.DESCRIPTOR.fields_by_name[said].number << 3 | 2,)): (
         role,
         bytes((pb.ToWorker.DESCRIPTOR.fields_by_name[told].number << 3 | 2,)),
     )
-    for role, said, told in (("target", "verified", "verified"), ("draft", "proposed", "propose"))
+    for role, said, told in (
+        ("target", "verified", "verified"),
+        ("draft", "proposed", "propose"),
+        ("target", "features", "features"),
+    )
 }
 """By the first byte of what a worker says: the role that says it, and the first byte of what the other is told."""
 RELAYED = frozenset(told for _, told in _KINDS.values())
 """First bytes of entries that a router may have passed on unread."""
 _SESSION = bytes((pb.Verification.DESCRIPTOR.fields_by_name["session"].number << 3,))
 _EPOCH = bytes((pb.Verification.DESCRIPTOR.fields_by_name["epoch"].number << 3,))
-for _fields in (pb.Verification.DESCRIPTOR.fields_by_name, pb.Proposal.DESCRIPTOR.fields_by_name):
+for _fields in (each.DESCRIPTOR.fields_by_name for each in (pb.Verification, pb.Proposal, pb.Features)):
     assert (_fields["session"].number << 3, _fields["epoch"].number << 3) == (_SESSION[0], _EPOCH[0])
 
 
@@ -43,11 +48,13 @@ class Heading(NamedTuple):
     epoch: int
     start: int
     """Where its own fields begin."""
+    features: bool = False
+    """Whether these are features, of which whoever passes them on reads no more than this."""
 
 
 def heading(entry: bytes) -> Heading | None:
     """Of one entry of a worker's frame; None: something else, long, or written in an unusual way."""
-    return None if len(entry) > MAX_RELAYED_BYTES else heading_of_any(entry)
+    return None if len(entry) > MAX_RELAYED_BYTES and not is_features(entry) else heading_of_any(entry)
 
 
 def heading_of_any(entry: bytes) -> Heading | None:
@@ -62,7 +69,12 @@ def heading_of_any(entry: bytes) -> Heading | None:
         usual = start + length == len(entry) and entry[start] == _SESSION[0] and entry[after_session] == _EPOCH[0]
     except IndexError:
         return None
-    return Heading(kind[0], SessionId(session), epoch, start) if usual else None
+    return Heading(kind[0], SessionId(session), epoch, start, is_features(entry)) if usual else None
+
+
+def is_features(entry: bytes) -> bool:
+    """Whether an entry of a worker's frame holds features: a hint, and a long one."""
+    return entry[:1] == _FEATURES
 
 
 def relayed(entry: bytes, head: Heading, epoch: int) -> bytes:

@@ -21,9 +21,9 @@ from protos.paceline.v1 import worker_pb2_grpc as rpc
 from speculation.messages import FromWorker, Load, Loading, RefusalCode, Refused, ToWorker, Welcome
 from transport import address as addresses
 from transport.codec import MalformedMessage, UnknownKind, decode_to_worker, encode_from_worker
-from transport.codec_open import encode_loading
+from transport.codec_parts import encode_loading
 from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
-from transport.relayed import RELAYED
+from transport.relayed import RELAYED, is_features
 from transport.tls import Identity, objection_to
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Link:
         if not self.alive:
             return
         try:
-            self.outbox.put(entry)
+            self.outbox.put(entry, hint=is_features(entry))
         except PeerTooSlow as error:
             log.warning("router %s does not read: %s", self.peer, error)
             self.cut()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from protos.paceline.v1 import worker_pb2 as pb
-from speculation.messages import SessionId, Source, SourceName
+from speculation.messages import FeatureFormat, SessionId, Source, SourceName
 from speculation.sources.registry import MAX_SOURCES, NAME
 
 MAX_TOKENS = 1 << 20
@@ -29,8 +29,14 @@ SOURCE = {
     pb.SOURCE_GRAMMAR: Source.GRAMMAR,
     pb.SOURCE_MEDUSA: Source.MEDUSA,
     pb.SOURCE_SUFFIX: Source.SUFFIX,
+    pb.SOURCE_EAGLE: Source.EAGLE,
 }
 SOURCE_OUT: dict[SourceName, pb.Source] = {value: number for number, value in SOURCE.items()}
+FEATURE_FORMAT = {
+    pb.FEATURE_FORMAT_BF16: FeatureFormat.BF16,
+    pb.FEATURE_FORMAT_FP8: FeatureFormat.FP8,
+}
+FEATURE_FORMAT_OUT = {value: number for number, value in FEATURE_FORMAT.items()}
 FIRST_NAMED = 64
 
 

@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 from speculation.demand import WorkerDemand
 from speculation.messages import (
     Close,
+    Features,
     FromWorker,
     Load,
     Loading,
@@ -47,7 +48,7 @@ SWITCH_SECONDS = 1e-4
 """After which the computing thread lets the event loop have the GIL. Python's own 5 ms are longer than most steps."""
 
 T = TypeVar("T")
-Outgoing = list[tuple[Hashable, FromWorker]]
+Outgoing = list[tuple[Hashable, FromWorker | Features]]
 """Messages with the link each goes to."""
 
 

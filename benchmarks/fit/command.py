@@ -79,7 +79,7 @@ def _check_models(options: FitOptions) -> None:
     if "medusa" in options.sources:
         if not options.medusa:
             raise BadInput("--source medusa: give the folder of the heads with --medusa DIR")
-        check_heads(options.medusa, "--medusa")
+        check_heads(options.medusa, "--medusa", "Medusa heads")
     for draft in options.drafts:
         check_model(draft, "--draft")
 

@@ -30,12 +30,14 @@ from speculation.demand import DraftDemand, WorkerDemand
 from speculation.events import Role
 from speculation.messages import (
     Close,
+    Features,
     FromWorker,
     Load,
     Open,
     Proposal,
     Sampling,
     SessionId,
+    Subscribe,
     ToWorker,
     Verification,
     Welcome,
@@ -67,8 +69,9 @@ def work(seconds: float) -> None:
 class StandIn:
     """What the two machines have in common: sessions, and how late what they hear is. Implements ``Machine``."""
 
-    def __init__(self, role: Role, host_ms: float) -> None:
-        """No session is open."""
+    def __init__(self, role: Role, host_ms: float, width: int = 0) -> None:
+        """No session is open. ``width``: numbers of the features that go with a committed token; 0: none do."""
+        self.width = width
         self.heard: list[float] = []
         """Milliseconds from one machine to the event loop of the other."""
         self.taken: list[float] = []
@@ -78,7 +81,8 @@ class StandIn:
 
     def welcome(self) -> Welcome:
         """See ``Machine``."""
-        return Welcome(self._role.value, "stand-in", CLOCK_US, 1 << 30, tokenizer=1, revision=1)
+        head = int(self.width > 0)
+        return Welcome(self._role.value, "stand-in", CLOCK_US, 1 << 30, tokenizer=1, revision=1, head=head)
 
     def forget(self, link: Hashable) -> None:
         """See ``Machine``."""
@@ -105,9 +109,11 @@ class StandIn:
 class Target(StandIn):
     """Steps at a fixed pace, with all sessions in each step."""
 
-    def __init__(self, host_ms: float, steps: float) -> None:
+    def __init__(self, host_ms: float, steps: float, width: int = 0) -> None:
         """``steps``: a second."""
-        super().__init__(Role.TARGET, host_ms)
+        super().__init__(Role.TARGET, host_ms, width)
+        self._subscribed: set[tuple[Hashable, SessionId]] = set()
+        self._values = bytes(2 * width * COMMIT_TOKENS)
         self._interval = 1 / steps
         self._next = 0.0
         self._ends: dict[tuple[Hashable, SessionId], tuple[int, int]] = {}
@@ -123,6 +129,8 @@ class Target(StandIn):
                 self._opened.pop((link, message.session), None)
             case Proposal():
                 self._hear(message.tokens[0], at)
+            case Subscribe():
+                self._subscribed.add((link, message.session))
         return []
 
     def step(self) -> Outgoing | None:
@@ -132,7 +140,13 @@ class Target(StandIn):
         work(self._host)
         self._next = max(self._next + self._interval, time.perf_counter())
         time.sleep(max(self._next - time.perf_counter(), 0.0))
-        return [(link, self._commit(link, opened)) for (link, _), opened in self._opened.items()]
+        said: Outgoing = [(link, self._commit(link, opened)) for (link, _), opened in self._opened.items()]
+        return said + [(key[0], self._features(key)) for key in self._opened if key in self._subscribed]
+
+    def _features(self, key: tuple[Hashable, SessionId]) -> Features:
+        """Of what was committed just now."""
+        opened, (end, _) = self._opened[key], self._ends[key]
+        return Features(opened.session, opened.epoch, end - COMMIT_TOKENS, 1, self.width, self._values)
 
     def _commit(self, link: Hashable, opened: Open) -> Verification:
         position, digest = self._ends[link, opened.session]
@@ -148,9 +162,9 @@ class Target(StandIn):
 class Draft(StandIn):
     """Answers every verification with a proposal."""
 
-    def __init__(self, host_ms: float) -> None:
+    def __init__(self, host_ms: float, width: int = 0) -> None:
         """No session is open."""
-        super().__init__(Role.DRAFT, host_ms)
+        super().__init__(Role.DRAFT, host_ms, width)
         self._verified: list[tuple[Hashable, Verification]] = []
 
     def receive(self, link: Hashable, message: ToWorker, at: float) -> Outgoing:
@@ -335,15 +349,15 @@ async def bare_router(target: str, draft: str) -> None:
 def main(part: str, *given: str) -> None:
     """Run one part."""
     match part, given:
-        case "target", (host_ms, steps, _):
-            asyncio.run(worker(Target(float(host_ms), float(steps)), Role.TARGET))
-        case "draft", (host_ms, _, _):
-            asyncio.run(worker(Draft(float(host_ms)), Role.DRAFT))
+        case "target", (host_ms, steps, _, width):
+            asyncio.run(worker(Target(float(host_ms), float(steps), int(width)), Role.TARGET))
+        case "draft", (host_ms, _, _, width):
+            asyncio.run(worker(Draft(float(host_ms), int(width)), Role.DRAFT))
         case "router", (target, draft, sessions):
             asyncio.run(router(target, draft, int(sessions)))
-        case "bare-target", (_, steps, sessions):
+        case "bare-target", (_, steps, sessions, _):
             asyncio.run(BareWorker(int(sessions), float(steps)).serve())
-        case "bare-draft", (_, _, sessions):
+        case "bare-draft", (_, _, sessions, _):
             asyncio.run(BareWorker(int(sessions), None).serve())
         case "bare-caller", (target, sessions):
             asyncio.run(bare_caller(target, int(sessions)))

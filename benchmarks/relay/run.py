@@ -23,10 +23,11 @@ from benchmarks.harness.processes import ReadyProcess, WorkerFailed, child
 from benchmarks.harness.report import Result, Table
 from cluster.console import stages
 
-PACELINE, BARE, DIRECT = "paceline", "bare", "bare, no router"
-"""What is measured: a router between two workers; three processes that pass the same bytes on through gRPC; and two
-that send them to each other, which is the least that a stream between target and drafter would take."""
-CONTENDERS = (PACELINE, BARE, DIRECT)
+PACELINE, FEATURES, BARE, DIRECT = "paceline", "with features", "bare", "bare, no router"
+"""What is measured: a router between two workers; the same with features of every committed token; three processes that
+pass as many bytes on through gRPC as the first; and two that send them to each other, which is the least that a stream
+between target and drafter would take."""
+CONTENDERS = (PACELINE, FEATURES, BARE, DIRECT)
 VERIFIED, PROPOSED = "target to drafter", "drafter to target"
 """The two ways."""
 WAYS = (VERIFIED, PROPOSED)
@@ -52,6 +53,8 @@ class RelayOptions(Options):
     """Every session is in each."""
     host_ms: float = flag(1.0, "Python in each step of the target", metavar="MS")
     """How long either worker is busy in Python in each step: meanwhile its event loop has to get hold of the GIL."""
+    feature_width: int = flag(4096, "numbers of a committed token's features, where they travel", least=1, most=65536)
+    """In bfloat16, as an EAGLE head away from its target reads them."""
     rounds: int = flag(3, "turns of the router and of the bare relay", least=1, most=100)
     """In each of which every contender has its turn."""
     seconds: float = flag(4.0, "how long a turn is measured", least=0.1, most=600, metavar="S")
@@ -68,7 +71,9 @@ BENCH = Bench(
     "benchmarks.relay.run",
 )
 WARM_UP_SECONDS = 1.0
-PARTS = {PACELINE: ("target", "draft", "router"), BARE: ("bare-target", "bare-draft", "bare-router")}
+PARTS = dict.fromkeys((PACELINE, FEATURES), ("target", "draft", "router")) | {
+    BARE: ("bare-target", "bare-draft", "bare-router")
+}
 """Of those with a router: what each process is told to be."""
 
 
@@ -123,6 +128,7 @@ def summary(turns: Sequence[RelayTurn]) -> dict[str, float]:
         "verified_over_bare": ours[VERIFIED].p50_ms / bare[VERIFIED].p50_ms,
         "proposed_over_bare": ours[PROPOSED].p50_ms / bare[PROPOSED].p50_ms,
         "router_cpu_us": cpu(turns, PACELINE, "router"),
+        "router_cpu_us_with_features": cpu(turns, FEATURES, "router"),
     }
 
 
@@ -143,7 +149,8 @@ async def _turn(contender: str, options: RelayOptions) -> RelayTurn:
         before = {name: json.loads(await part.ask()) for name, part in parts.items()}
         await asyncio.sleep(options.seconds)
         told = {name: json.loads(await part.ask()) for name, part in parts.items()}
-    frames = 1 if contender == PACELINE else options.sessions  # a bare frame is as long as the messages of a step
+    # A bare frame is as long as the messages of a step.
+    frames = options.sessions if contender in (BARE, DIRECT) else 1
     proposals = max(len(told["target"]["heard"]) * frames, 1)
     return RelayTurn(
         contender,
@@ -155,17 +162,18 @@ async def _turn(contender: str, options: RelayOptions) -> RelayTurn:
 
 async def _started(stack: AsyncExitStack, contender: str, options: RelayOptions) -> dict[str, ReadyProcess]:
     """The processes of a contender by what they are, until the stack is left."""
-    size = [f"{options.host_ms}", f"{options.steps}", f"{options.sessions}"]
+    width = options.feature_width if contender == FEATURES else 0
+    size = [f"{options.host_ms}", f"{options.steps}", f"{options.sessions}", f"{width}"]
 
     async def start(part: str, *arguments: str) -> ReadyProcess:
         return await stack.enter_async_context(child(f"{part} of the relay", "benchmarks.relay.part", part, *arguments))
 
     if contender == DIRECT:
         target = await start("bare-target", *size)
-        return {"target": target, "draft": await start("bare-caller", target.first, size[-1])}
+        return {"target": target, "draft": await start("bare-caller", target.first, size[2])}
     target_part, draft_part, router_part = PARTS[contender]
     target, draft = await start(target_part, *size), await start(draft_part, *size)
-    router = await start(router_part, target.first, draft.first, size[-1])
+    router = await start(router_part, target.first, draft.first, size[2])
     return {"target": target, "draft": draft, "router": router}
 
 
@@ -198,6 +206,7 @@ def notes(options: RelayOptions) -> list[str]:
         "of Python in each at the target. Target, drafter and router are processes on the same machine.",
         "From a machine that made a message to the event loop of the other one; taken: until its machine took it up. "
         "CPU: for a verification and its proposal together.",
+        f"With features: {COMMIT_TOKENS} tokens of {options.feature_width} numbers in bf16 go with each verification.",
     ]
 
 

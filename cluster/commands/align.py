@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from types import ModuleType
+from typing import Protocol
 
-from cluster.commands import align_draft, align_medusa
+from cluster.commands import align_draft, align_heads
 from cluster.config.flags import BAD_INPUT, FAILED, Parser
 from cluster.console import CommandError
 
@@ -15,10 +15,30 @@ The text of a deployment never depends on it; its speed does, and so does what a
 
   paceline align draft --target ./llama-8b --draft ./llama-1b --data ./texts --out ./llama-1b-aligned
   paceline align medusa --target ./llama-8b --data ./texts --out ./llama-8b-medusa
+  paceline align eagle --target ./llama-8b --data ./texts --out ./llama-8b-eagle
 """
-KINDS: dict[str, ModuleType] = {"draft": align_draft, "medusa": align_medusa}
-"""What can be trained. A module has ``ABOUT``, ``DETAILS``, ``add`` and ``run``, as a command has."""
 INTERRUPTED = 130
+
+
+class Kind(Protocol):
+    """What can be trained: as a command is."""
+
+    @property
+    def ABOUT(self) -> str:  # noqa: N802
+        """In a few words."""
+
+    @property
+    def DETAILS(self) -> str:  # noqa: N802
+        """At length."""
+
+    def add(self, parser: Parser, /) -> None:
+        """Its flags."""
+
+    def run(self, args: argparse.Namespace, /) -> int:
+        """Train, and say what it brought."""
+
+
+KINDS: dict[str, Kind] = {"draft": align_draft, "medusa": align_heads.MEDUSA, "eagle": align_heads.EAGLE}
 
 
 def add(parser: Parser) -> None:
@@ -37,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from engine.model import ModelError
 
     try:
-        return int(KINDS[args.kind].run(args))
+        return KINDS[args.kind].run(args)
     except (DataError, SettingsError, ModelError) as error:
         raise CommandError(str(error), BAD_INPUT) from error
     except Interrupted as error:

@@ -74,6 +74,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_setting(parser, "--draft-placement", "draft.placement")
     add_setting(parser, "--medusa", "target.medusa")
+    add_setting(parser, "--draft-eagle", "target.eagle")
+    add_setting(parser, "--eagle-at", "target.eagle_at")
     add_setting(parser, "--dtype", "target.dtype", "draft.dtype")
     add_setting(parser, "--device", "target.device", "draft.device")
     add_setting(parser, "--quantization", "target.quantization")

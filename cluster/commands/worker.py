@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config.checks import (
     check_assistant,
+    check_eagle,
     check_heads,
     check_listen,
     check_model,
@@ -53,6 +54,7 @@ sessions move or end, for up to drain_timeout seconds, and stop it; a second one
   paceline worker target --model ./llama-8b --draft-model ./llama-1b      both in one process, in turn
   paceline worker draft --model ./llama-1b --listen 127.0.0.1:7002 --threads 2
   paceline worker draft --model ./qwen-0.5b --target-tokenizer ./llama-8b
+  paceline worker draft --model ./llama-8b --draft-eagle ./eagle3     a head, for targets with --eagle-at drafter
 """
 LISTEN = {"target": "127.0.0.1:7001", "draft": "127.0.0.1:7002"}
 
@@ -66,15 +68,19 @@ def add(parser: Parser) -> None:
             "--listen", default=LISTEN[role], metavar="HOST:PORT", help=f"default: {LISTEN[role]}; port 0: any free one"
         )
         add_section(
-            worker, role, without=("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement")
+            worker,
+            role,
+            without=("replicas", "standby", "gpus", "gpu_class", "labels", "sources", "placement", "eagle"),
         )
         add_setting(worker, "--allow-remote", "router.allow_remote")
         add_section(worker, "security", without=("api_keys",))
         if role == "target":
+            add_setting(worker, "--draft-eagle", "target.eagle")
             add_setting(worker, "--max-draft", "speculation.max_draft")
             add_repeated(worker, "--source", "target.sources")
             add_shared_draft(worker, "--draft-model")
         else:
+            add_setting(worker, "--draft-eagle", "draft.eagle")
             add_setting(worker, "--lead", "speculation.lead")
         add_tracing(worker)
         add_file(worker)
@@ -91,12 +97,14 @@ def run(args: argparse.Namespace) -> int:
     check_listen(args.listen, config)
     check_security(config, (args.role,))
     check_model(config.target.model if args.role == "target" else config.draft.model, "--model")
-    if args.role == "target" and config.target.medusa:
-        check_heads(config.target.medusa, "--medusa")
+    if args.role == "target":
+        check_heads(config.target.medusa, "--medusa", "Medusa heads")
+        check_eagle(config.target.eagle, "--draft-eagle")
     if args.role == "target" and config.draft.placement == SHARED and config.drafts_with_models:
         check_model(config.draft.model, "--draft-model")
         check_shared_draft(config.target, config.draft, "--draft-model")
     if args.role == "draft":
+        check_heads(config.draft.eagle, "--draft-eagle", "an EAGLE-3 head")
         check_assistant(config.draft, "--assistant")
         if config.draft.target_tokenizer:
             check_target_tokenizer(config.draft.target_tokenizer, "--target-tokenizer")

@@ -333,7 +333,7 @@ def from_mapping(
     """
     values, shape = _READER.read(where, document, base, overrides)
     sections = {name: kind(**_under(values, name)) for name, kind in SECTIONS.items()}
-    sections["draft"] = _placed(where, "draft", sections["draft"])
+    sections["draft"] = _placed(where, "draft", sections["draft"].beside(sections["target"]))
     models = {name: _model(where, name, shape[name], sections, values) for name in shape}
     if models and sections["router"].model_name:
         given = sections["router"].model_name
@@ -371,7 +371,7 @@ def _model(where: object, name: str, drafts: Iterable[str], sections: Mapping[st
         )
     return ModelConfig(
         target,
-        {pool: _placed(where, f"models.{name}.drafts.{pool}", settings) for pool, settings in pools.items()},
+        {pool: _placed(where, f"models.{name}.drafts.{pool}", own.beside(target)) for pool, own in pools.items()},
     )
 
 
@@ -383,7 +383,7 @@ def _placed(where: object, path: str, draft: DraftConfig) -> DraftConfig:
             raise ConfigError(f"{at}.placement is cpu, but its device is {draft.device}; leave one of them out")
         return replace(draft, device="cpu")
     if draft.placement == SHARED:
-        for name in ("target_tokenizer", "assistant"):
+        for name in ("target_tokenizer", "assistant", "eagle"):
             if getattr(draft, name):
                 raise ConfigError(
                     f"{at}.placement is shared, which {path}.{name} cannot be used with; leave it out, or set "

@@ -6,7 +6,7 @@ They are the sections ``target`` and ``draft`` of :mod:`cluster.config.config`, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from cluster.config.environment import BUNDLED
@@ -20,6 +20,8 @@ NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8", "int8-dynamic", "fp8")
 OWN, SHARED, CPU = "own", "shared", "cpu"
 """Where drafting takes place: on draft workers, in the process of the target, or on draft workers' CPUs."""
+AT_TARGET, AT_DRAFTER = "target", "drafter"
+"""Where an EAGLE-3 head drafts."""
 DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32", "float64", "fp64")
 TARGET_POOL = "target"
 """Name of a model's target pool."""
@@ -134,6 +136,15 @@ class TargetConfig:
     quantization: str = _quantization()
     plain_cuda: bool = _plain_cuda()
     medusa: str = _setting("", "folder of Medusa heads for this model: it then drafts by itself too, without a worker")
+    eagle: str = _setting(
+        "", "folder of an EAGLE-3 head for this model, or mtp: its own layer; it then drafts by itself too"
+    )
+    eagle_at: str = _setting(
+        AT_TARGET,
+        "where that head drafts: target (in its process) or drafter (on draft workers, to which the target sends what "
+        "the head reads of it)",
+        choices=(AT_TARGET, AT_DRAFTER),
+    )
     tensor_parallel_size: int = _ranks()
     join_timeout: float = _join_timeout()
     load_timeout: float = _load_timeout()
@@ -211,11 +222,27 @@ class DraftConfig:
     assistant: str = _setting(
         "", "model folder, or a hub id, of a still smaller model that guesses so; same tokenizer as the draft model"
     )
+    eagle: str = _setting(
+        "",
+        "folder of an EAGLE-3 head to draft with instead of a model; `model` is then the target's, of which only "
+        "tokenizer, config.json and embeddings are read",
+    )
+    eagle_format: str = _setting(
+        "bf16", "how the target sends what the head reads: bf16, or fp8 in half the bytes", choices=("bf16", "fp8")
+    )
     max_sessions: int = _setting(256, "sessions one worker drafts for; more are refused", at_least=1, at_most=65536)
     record: str = _record()
     gpus: float = _gpus()
     gpu_class: str = _setting("", "only on Ray nodes with this label paceline.io/gpu-class (production: small)")
     labels: str = node_labels()
+
+    def beside(self, target: TargetConfig) -> DraftConfig:
+        """The same for this target: with its EAGLE head instead of a model, where that is to draft away from it."""
+        if self.eagle or not target.eagle or target.eagle_at != AT_DRAFTER:
+            return self
+        return replace(
+            self, model=target.model, eagle=target.eagle, placement=OWN if self.placement == AUTO else self.placement
+        )
 
 
 @dataclass(frozen=True, slots=True)

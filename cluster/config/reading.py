@@ -25,9 +25,11 @@ _MODEL_NAME, _POOL_NAME = r"[A-Za-z0-9][\w.:/-]{0,127}", r"[a-z0-9]([a-z0-9-]{0,
 _FOLDERS = (
     "target.model",
     "target.medusa",
+    "target.eagle",
     "draft.model",
     "draft.target_tokenizer",
     "draft.assistant",
+    "draft.eagle",
     "router.text.tokenizer",
 )
 """Settings that may be folders."""

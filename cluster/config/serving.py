@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config.config import Config, RouterConfig
-from cluster.config.pools import SHARED, DraftConfig, TargetConfig, chosen_max_threads, chosen_threads
+from cluster.config.pools import AT_DRAFTER, SHARED, DraftConfig, TargetConfig, chosen_max_threads, chosen_threads
 from cluster.config.security import api_keys, identity
 from cluster.config.settings import AUTO
 from speculation.events import Role
@@ -103,6 +103,7 @@ def draft_settings(config: Config) -> DraftSettings:
         target_tokenizer=config.draft.target_tokenizer,
         lookup=config.draft.second_level == "lookup",
         assistant=config.draft.assistant,
+        eagle_format=config.draft.eagle_format,
         validate=config.validate,
     )
 
@@ -216,6 +217,8 @@ def _engine(worker: TargetConfig | DraftConfig) -> EngineSettings:
         cache_tokens=worker.cache_tokens,
         gpu_share=_gpu_share(worker),
         medusa=worker.medusa if isinstance(worker, TargetConfig) else "",
+        eagle=worker.eagle,
+        eagle_away=isinstance(worker, TargetConfig) and worker.eagle_at == AT_DRAFTER,
         tensor_parallel_size=worker.tensor_parallel_size,
         join_timeout=worker.join_timeout,
         load_timeout=worker.load_timeout,

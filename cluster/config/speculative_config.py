@@ -14,13 +14,17 @@ from cluster.config.reading import Override
 from cluster.config.settings import ConfigError, described, nearest
 
 FLAG = "--speculative-config"
-NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA = "ngram", "suffix", "draft_model", "medusa"
+NGRAM, SUFFIX, DRAFT_MODEL, MEDUSA, EAGLE = "ngram", "suffix", "draft_model", "medusa", "eagle3"
+_HEADS = {MEDUSA: ("target.medusa", "the heads"), EAGLE: ("target.eagle", "the EAGLE-3 head")}
+"""Methods that read the target's hidden states: the setting that holds their folder, and what is in it."""
+_MTP = ("mtp", "deepseek_mtp", "glm4_moe_mtp")
 _OTHER_METHODS = {
     "mlp_speculator": "MLP speculators are not supported",
-    **dict.fromkeys(("eagle", "eagle3", "dflash"), "EAGLE heads are not supported"),
+    "eagle": "heads of EAGLE-1 and EAGLE-2 are not supported, those of EAGLE-3 are, as method eagle3",
+    "dflash": "DFlash drafters are not supported",
     **dict.fromkeys(
-        ("mtp", "deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "ernie_mtp", "qwen3_next_mtp", "longcat_flash_mtp"),
-        "multi-token prediction heads are not supported",
+        ("mimo_mtp", "ernie_mtp", "qwen3_next_mtp", "longcat_flash_mtp"),
+        "multi-token prediction layers of this family are not supported",
     ),
 }
 _INSTEAD = {
@@ -86,10 +90,13 @@ def _method(given: Mapping[str, object]) -> dict[str, object]:
     method = given.get("method", NGRAM if model in (NGRAM, f"[{NGRAM}]") else DRAFT_MODEL)
     if method in (NGRAM, f"[{NGRAM}]", SUFFIX):
         return {"speculation.lookup": True, "speculation.drafters": False}
-    if method == MEDUSA:
+    if method in _MTP:
+        return {"target.eagle": "mtp", "speculation.drafters": False}
+    if str(method) in _HEADS:
+        setting, what = _HEADS[str(method)]
         if not model:
-            raise ConfigError(f"{FLAG}: method medusa needs a model: the folder of the heads")
-        return {"target.medusa": model, "speculation.drafters": False}
+            raise ConfigError(f"{FLAG}: method {method} needs a model: the folder of {what}")
+        return {setting: model, "speculation.drafters": False}
     if method != DRAFT_MODEL:
         why = _OTHER_METHODS.get(str(method), f"there is no method {method!r}")
         raise ConfigError(f"{FLAG}: {why}; use method draft_model with a small model of the same tokenizer, or ngram")

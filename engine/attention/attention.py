@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,18 @@ class UnsupportedAttention(Exception):
     """The model asks its attention for something this engine does not compute."""
 
 
+class KeepsStates(Protocol):
+    """Takes in states between layers; see :class:`engine.hidden.LayerTap`."""
+
+    layers: tuple[int, ...]
+
+    def keep(self, layer: int, states_TD: Tensor) -> None:
+        """What stands behind so many layers."""
+
+    def room(self, rows: int) -> Tensor:
+        """Where they all go, ``[T, L, D]``."""
+
+
 class Step:
     """What the attention layers need to know about the forward in progress."""
 
@@ -82,12 +94,19 @@ class Step:
         self.first = first
         self.invariant = invariant
         self.rows, self.attention = rows, attention
+        self.tap: KeepsStates | None = None
+        """What wants the states between layers, if anything."""
         self.calls = [0] * layers
         """How often each layer called; a model that computes attention elsewhere leaves zeros here."""
         self._chunks = chunks
         self._starts = list(accumulate((tokens for _, tokens in chunks), initial=0))
         self._batches: dict[int | None, list[KeyBatch]] = {}
         self._plan: RowPlan | None = None
+
+    def keep(self, layer: int, states_TD: Tensor) -> None:
+        """What stands behind so many layers, before any norm; it is copied if it is wanted."""
+        if self.tap is not None:
+            self.tap.keep(layer, states_TD)
 
     def attend(
         self,

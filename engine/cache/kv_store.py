@@ -103,6 +103,12 @@ class KVStore:
             self._keys[layer], self._values[layer] = keys_SHD, values_SHE
         return keys_SHD, values_SHE
 
+    def beside(self, size: int) -> Tensor:
+        """Room for so many numbers more in every slot, ``[S, size]``, which move with it. Zeros at first."""
+        beside_S1D = self._allocate(1, size)
+        self._values.append(beside_S1D)
+        return beside_S1D[:, 0]
+
     def move(self, moves: Sequence[Move]) -> None:
         """Copy slots to slots in every layer, all at once: a slot may be both a source and a destination.
 

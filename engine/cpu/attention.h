@@ -69,6 +69,9 @@ struct Rows {  // see engine/attention/rows.py
   int count;
   int page;  // slots of a page of the cache
   const int *slots, *keys, *home, *pages, *branch, *group, *common, *numbers;
+  const int* kept;  // behind how many layers the states are wanted
+  float* states;    // [T, kept_count, D]
+  int kept_count;
 };
 
 }  // extern "C"

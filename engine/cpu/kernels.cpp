@@ -65,10 +65,18 @@ void compute(void* data, int) {
   };
   float *hidden = step.hidden, *normed = step.normed.data(), *qkv = step.qkv.data();
   float *found = step.found.data(), *gated = step.gated.data();
+  const auto keep_states = [&](int layers, int t) {
+    const Rows& rows = *step.rows;
+    for (int k = 0; k < rows.kept_count; ++k)
+      if (rows.kept[k] == layers)
+        std::copy_n(hidden + (size_t)t * s.hidden, s.hidden,
+                    rows.states + ((size_t)t * rows.kept_count + k) * s.hidden);
+  };
   for (int l = 0; l < s.count; ++l) {
     const Layer& layer = s.layers[l];
     each(count, [&](int t) {
       const size_t at = (size_t)t * s.hidden;
+      keep_states(l, t);
       normalise(hidden + at, layer.input_norm, layer.input_eps, s.hidden, normed + at);
     });
     product(layer.qkv, layer.qkv_bias, s.hidden, width, Then::STORE, normed, qkv, width);
@@ -98,6 +106,7 @@ void compute(void* data, int) {
   }
   each(count, [&](int t) {
     const size_t at = (size_t)t * s.hidden;
+    keep_states(s.count, t);
     normalise(hidden + at, s.norm, s.eps, s.hidden, step.out + at);
   });
 }

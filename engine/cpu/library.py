@@ -85,6 +85,9 @@ class CRows(Structure):
         ("count", c_int),
         ("page", c_int),
         *((n, c_void_p) for n in ("slots", "keys", "home", "pages", "branch", "group", "common", "numbers")),
+        ("kept", POINTER(c_int)),
+        ("states", c_void_p),
+        ("kept_count", c_int),
     )
 
 

@@ -8,6 +8,7 @@ Tensor legend: T tokens, D hidden size, E head size, O outputs, I inputs.
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
 from collections.abc import Callable
@@ -148,6 +149,7 @@ class CpuStack(FusedStack):
             common=rows.common_T.data_ptr(),
             numbers=rows.numbers_F.data_ptr(),
         )
+        states_TLD = self._wanted(step, described)
         cos_TE, sin_TE = (each[0].float().contiguous() for each in position_embeddings)
         hidden_TD = hidden_1TD[0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for layer, of_layer in zip(self.layers, self._of_layers, strict=True):
@@ -157,7 +159,19 @@ class CpuStack(FusedStack):
         found_TD = self._library.step(self._all, described, hidden_TD, cos_TE, sin_TE, threads)
         self._threads.observe(rows_count, threads, time.perf_counter() - started)
         step.calls = [calls + 1 for calls in step.calls]
+        if step.tap is not None and states_TLD is not None:
+            step.tap.room(rows_count).copy_(states_TLD)
         return found_TD.to(hidden_1TD.dtype)[None]
+
+    def _wanted(self, step: Step, described: CRows) -> Tensor | None:
+        """Where the states between layers are written, ``[T, L, D]`` in float32; None if none are wanted."""
+        if step.tap is None:
+            return None
+        layers = step.tap.layers
+        states_TLD = torch.empty(described.count, len(layers), self._all.hidden)
+        described.kept, described.states = (ctypes.c_int * len(layers))(*layers), states_TLD.data_ptr()
+        described.kept_count = len(layers)
+        return states_TLD
 
     def restore(self) -> tuple[nn.ModuleList, nn.Module]:
         """The layers and the norm that this stands for, with their weights."""

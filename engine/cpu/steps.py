@@ -5,7 +5,7 @@ Tensor legend: R rows wanted, X logits and whatever stands behind them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -29,9 +29,18 @@ class CpuSteps:
     drawn_R2: Tensor | None = None
     """Nothing is drawn in a step."""
 
-    def __init__(self, compute: Compute, store: KVStore, attention: RowAttention, layers: int, context: int) -> None:
-        """``context``: tokens of the longest sequence."""
+    def __init__(
+        self,
+        compute: Compute,
+        store: KVStore,
+        attention: RowAttention,
+        layers: int,
+        context: int,
+        computed: Callable[[int], None],
+    ) -> None:
+        """``context``: tokens of the longest sequence. ``computed``: told of each piece of a step how many rows."""
         self._compute, self._store, self._attention, self._layers = compute, store, attention, layers
+        self._computed = computed
         self._context = context
 
     def run(
@@ -59,4 +68,6 @@ class CpuSteps:
         rows = Rows.within(piece.host_buffer(len(piece), 0), len(piece))
         step = Step(self._store, (), rows.slots_T, self._layers, rows=rows, attention=self._attention)
         wanted_R = rows.wanted_R[: len(piece.wanted)].long()
-        return self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), wanted_R)
+        found_RX = self._compute(step, rows.tokens_T.long(), rows.positions_T.long(), wanted_R)
+        self._computed(len(piece))
+        return found_RX

@@ -115,12 +115,14 @@ class RowSteps:
         record: Record | None = None,
         agreed: Callable[[bool], bool] = bool,
         vocabulary: int = 0,
+        computed: Callable[[int], None] = lambda _: None,
     ) -> None:
         """``context``: tokens of the longest sequence. ``record``: how steps are recorded, if they are.
 
         ``agreed``: whether what succeeded here did so on all ranks that compute the same, which ask at the same time.
         ``vocabulary``: how many of the X are logits to draw from, where recorded steps of up to
-        :data:`~engine.sampling.draws.DRAWN_ROWS` rows do so; 0: none does.
+        :data:`~engine.sampling.draws.DRAWN_ROWS` rows do so; 0: none does. ``computed``: told of each piece of a step,
+        once it is computed, how many rows it has.
         """
         self.drawn_R2: Tensor | None = None
         """What the last step drew, as :func:`~engine.sampling.draws.drawn_in_step` has it; None: it did not."""
@@ -130,7 +132,7 @@ class RowSteps:
         self.classes = tuple(rows for rows in ROW_CLASSES if rows <= store.spare)
         """Numbers of rows that steps are padded to."""
         self._recordings: dict[StepShape, Recording] = {}
-        self._vocabulary = vocabulary
+        self._vocabulary, self._told = vocabulary, computed
         self._drawn_R2 = torch.zeros(DRAWN_ROWS, 2, dtype=torch.int32, device=store.device)
 
     @property
@@ -159,11 +161,13 @@ class RowSteps:
             shape = StepShape(rows, noise=bool(numbers[0].any()))
             found_RX = self._computed(shape, pieces[0], numbers)
             if self._record is not None:  # it was not given up just now
+                self._told(len(pieces[0]))
                 self.drawn_R2 = self._drawn_R2[: len(wanted)]
                 return found_RX[: len(wanted)]
         found: list[Tensor] = []
         for piece in pieces:
             found.append(self._piece(piece)[: len(piece.wanted)].clone())  # the next replay overwrites it
+            self._told(len(piece))
         return as_wanted(found, order, wanted)
 
     def avoid(self, rows: int) -> None:

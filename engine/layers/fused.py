@@ -53,6 +53,10 @@ class LayerStep(Protocol):
     slots_T: Tensor
     """Where the keys and values of each token go."""
 
+    def keep(self, layer: int, states_TD: Tensor) -> None:
+        """What stands behind so many layers, before any norm; it is copied if it is wanted."""
+        ...
+
     def attend(
         self,
         layer: int,
@@ -132,6 +136,7 @@ class RowOpsStack(FusedStack):
         residual_TD, delta_TD = hidden_1TD[0], None
         for index, layer in enumerate(self.layers):
             residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.input_norm)
+            step.keep(index, residual_TD)
             keys_SHE, values_SHE = step.store.layer(index, layer.key_heads, layer.head_size, layer.head_size)
             places = (step.slots_T, keys_SHE, values_SHE)
             norms = (layer.query_norm, layer.key_norm)
@@ -140,7 +145,9 @@ class RowOpsStack(FusedStack):
             delta_TD = layer.output(found_TQE.flatten(1))
             residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, layer.mlp_norm)
             delta_TD = layer.down(ops.gate(layer.gate_up(normed_TD), layer.activation))
-        return ops.add_norm(residual_TD, delta_TD, self.norm)[1][None]
+        residual_TD, normed_TD = ops.add_norm(residual_TD, delta_TD, self.norm)
+        step.keep(len(self.layers), residual_TD)
+        return normed_TD[None]
 
 
 def fuse(module: Any, dtypes: Collection[torch.dtype], build: Callable[[Any], FusedStack]) -> str:

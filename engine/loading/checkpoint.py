@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
@@ -256,6 +257,17 @@ def revision_of(model: str, number_format: str) -> int:
     except OSError:
         return 0
     return (int.from_bytes(digest.digest(), "big") or 1) if files else 0
+
+
+def head_revision(path: str, embedding_VD: Tensor) -> int:
+    """The same of an EAGLE head that was read from ``path``, with the embeddings it stands beside: the target's.
+
+    By it both ends know that they have the same head of the same target. Embeddings are compared as bfloat16, whatever
+    each end computes in.
+    """
+    rows_S = torch.linspace(0, len(embedding_VD) - 1, SAMPLES, device=embedding_VD.device).long()
+    sampled_SD = embedding_VD[rows_S].to(torch.bfloat16).cpu().contiguous()
+    return revision_of(path, hashlib.blake2b(sampled_SD.view(torch.uint8).numpy().tobytes()).hexdigest())
 
 
 def _folder(model: str) -> Path:

@@ -119,6 +119,17 @@ def load(
     )
 
 
+def describe(path: str, dtype: str = "auto", device: str = "auto") -> Model:
+    """The model in the folder ``path`` without its weights: what is known of its tokens. Raises ModelError."""
+    is_folder(path)
+    chosen_device = choose_device(device)
+    shell: Any = torch.nn.Module()
+    with quiet():
+        shell.config, shell.generation_config = read_config(path), None
+        tokens = tokens_of(read_tokenizer(path))
+    return _describe(path, shell, tokens, choose_dtype(dtype, chosen_device), chosen_device)
+
+
 def from_module(
     name: str,
     module: Any,

@@ -66,6 +66,8 @@ class WantedWorker:
     """Tokens that it may have at last."""
     blocks: tuple[int, ...] = ()
     """Of the prompt; see :mod:`router.sessions.prefixes`."""
+    head: int = 0
+    """Of a drafter: fingerprint of the EAGLE head that its target makes features for; 0: for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +140,16 @@ def _of_newest_revision(usable: Sequence[WorkerCandidate], wanted: WantedWorker)
 def choose_drafter(
     candidates: Iterable[WorkerCandidate], wanted: WantedWorker, rng: Random, weights: ChoiceWeights = ChoiceWeights()
 ) -> PeerId | None:
-    """The drafter for a session, of any model with the same tokenizer; None when none fits."""
+    """The drafter for a session, of any model with the same tokenizer; None when none fits.
+
+    One with an EAGLE head is of use only where the target makes features for that very head.
+    """
     usable = [
         candidate
         for candidate in candidates
-        if not candidate.load.draining and same_tokenizer(candidate.welcome.tokenizer, wanted.tokenizer)
+        if not candidate.load.draining
+        and same_tokenizer(candidate.welcome.tokenizer, wanted.tokenizer)
+        and candidate.welcome.head in (0, wanted.head)
     ]
     return _pick([(_draft_cost(candidate, weights), candidate.peer) for candidate in usable], rng)
 

@@ -7,7 +7,7 @@ target may come back, and until then its requests wait instead of being refused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from router.generation import ServedModel
 from speculation.messages import FromWorker, Proposal, Welcome
@@ -47,6 +47,15 @@ def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage
         return None
     why = f"token {worst} is outside the vocabulary of {vocabulary}"
     return MalformedMessage(why, message.session, message.epoch)
+
+
+def why_useless(drafter: Welcome, tokenizers: Sequence[int], heads: Collection[int]) -> str:
+    """Why a drafter has nothing to do beside targets with these tokenizers and EAGLE heads, if so."""
+    if tokenizers and not any(same_tokenizer(drafter.tokenizer, tokenizer) for tokenizer in tokenizers):
+        return "its tokenizer is that of no served model; start it with --target-tokenizer"
+    if heads and drafter.head not in {0, *heads}:
+        return "no target makes features for its EAGLE head; give both the same head, of the same target"
+    return ""
 
 
 def why_unavailable(model: str, began_with: int | None, present: set[int], why: str) -> str:

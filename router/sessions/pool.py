@@ -17,7 +17,8 @@ from random import Random
 from router.generation import ServedModel
 from router.sessions.choice import WantedWorker, WorkerCandidate, choose_drafter, choose_target
 from router.sessions.event_log import EventKind, EventLog
-from router.sessions.models import ServedModels, revisions_of, same_tokenizer
+from router.sessions.joined import JoinedEnd, JoinedWorkers
+from router.sessions.models import ServedModels, revisions_of, why_useless
 from router.sessions.prefixes import Prefixes
 from router.sessions.recent import Recent
 from router.sessions.record import AcceptanceRecord
@@ -40,7 +41,6 @@ from speculation.messages import (
 from speculation.request.drafting import Opening
 from transport.client import Traffic, WorkerConnection
 from transport.codec import MalformedMessage
-from transport.incoming import Route
 from transport.tls import Identity
 from transport.wire import AskedLogprobs
 
@@ -163,8 +163,8 @@ class WorkerPool:
     """Who the router is to the workers; None: connections are in plain text."""
     standby: Mapping[str, StandbyTargets] = field(default_factory=dict)
     """By the name of a model, or under no name for any: those of which targets are to stand by."""
-    _joined: dict[SessionId, tuple[WorkerConnection, WorkerConnection]] = field(default_factory=dict)
-    """Sessions whose two workers hear each other at once."""
+    unrouted: int = 0  # features that nobody waited for, of workers that have left
+    _joined: JoinedWorkers = field(default_factory=JoinedWorkers)
     _departed: dict[Role, Traffic] = field(default_factory=dict)
     _models: ServedModels = field(default_factory=ServedModels)
 
@@ -216,15 +216,14 @@ class WorkerPool:
 
     def join(self, session: SessionId, target: Opening | None, draft: Opening | None) -> None:
         """From now on, have what these two say of a session passed on to each other at once, and nobody else's word."""
-        for connection in self._joined.pop(session, ()):
-            connection.routes.pop(session, None)
-        ends = [self.peers.get(opening.peer) for opening in (target, draft) if opening is not None]
-        connections = [peer.connection for peer in ends if peer is not None and peer.connection is not None]
-        if target is not None and draft is not None and len(connections) == 2:
-            verifier, drafter = connections
-            verifier.routes[session] = Route(target.epoch, drafter, draft.epoch)
-            drafter.routes[session] = Route(draft.epoch, verifier, target.epoch)
-            self._joined[session] = verifier, drafter
+        for connection, message in self._joined.join(session, self._end(target), self._end(draft)):
+            connection.send(message)
+
+    def _end(self, opening: Opening | None) -> JoinedEnd | None:
+        peer = self.peers.get(opening.peer) if opening is not None else None
+        if opening is None or peer is None or peer.connection is None:
+            return None
+        return JoinedEnd(peer.connection, opening.epoch, peer.welcome)
 
     def choose(
         self, role: Role, avoid: frozenset[PeerId], wanted: WantedWorker = WantedWorker(), target: PeerId | None = None
@@ -241,6 +240,8 @@ class WorkerPool:
             return choose_target(known, wanted, self.rng)
         if not self.speculates(target):
             return None
+        verifier = self.peers.get(target) if target is not None else None
+        wanted = replace(wanted, head=verifier.welcome.head if verifier and verifier.welcome else 0)
         return choose_drafter([self._candidate(peer, wanted) for peer in usable], wanted, self.rng)
 
     def idle(self) -> set[PeerId]:
@@ -376,10 +377,9 @@ class WorkerPool:
         self.event_log.note(kind, f"worker {peer.peer} {what}", peer.peer)
 
     def _warn_if_useless(self, drafter: Peer, welcome: Welcome) -> None:
-        models = self.models()
-        fits = (same_tokenizer(welcome.tokenizer, model.tokenizer) for model in models.values())
-        if drafter.role is Role.DRAFT and models and not any(fits):
-            why = "its tokenizer is that of no served model; start it with --target-tokenizer"
+        heads = {peer.welcome.head for peer in self.peers.values() if peer.role is Role.TARGET and peer.welcome}
+        why = why_useless(welcome, [model.tokenizer for model in self.models().values()], heads)
+        if drafter.role is Role.DRAFT and why:
             log.warning("drafter %s has nothing to do: %s", drafter.peer, why)
 
     def _let_go(self, peer: Peer) -> None:
@@ -391,6 +391,7 @@ class WorkerPool:
         self.models()  # so that its model is remembered
         del self.peers[peer.peer]
         self.record.forget(peer.peer)
+        self.unrouted += peer.connection.unrouted if peer.connection else 0
         self._departed[peer.role] = self._departed.get(peer.role, Traffic()) + peer.traffic
         if peer.task:
             peer.task.cancel()

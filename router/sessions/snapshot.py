@@ -156,6 +156,7 @@ class Snapshot:
         for session in sessions:
             totals.take(session)
         kept, idle = pool.record.measured(), pool.idle()
+        unrouted = pool.unrouted + sum(peer.connection.unrouted for peer in pool.peers.values() if peer.connection)
         return cls(
             workers=tuple(
                 WorkerView.of(peer, kept.get(name), standby=name in idle) for name, peer in pool.peers.items()
@@ -170,7 +171,7 @@ class Snapshot:
             moved=totals.moved,
             condemned=totals.condemned,
             malformed=totals.malformed,
-            stale=totals.stale,
+            stale=totals.stale + unrouted,
             strikes=totals.strikes,
             quarantined=totals.quarantined,
             traffic={role: pool.traffic(role) for role in Role},

@@ -65,24 +65,40 @@ COUNTERS = (
     Counted("prefix_cache_hits", "Tokens of these that it held.", ("reused",), role=Role.TARGET),
     Counted(
         "draft_model_seconds",
-        "Time that draft models in targets' processes took, part of the time in steps.",
+        "Time that draft models and EAGLE heads in targets' processes took, part of the time in steps.",
         ("draft_microseconds",),
         MICROSECONDS,
         Role.TARGET,
     ),
     Counted(
         "draft_model_left_out",
-        "Times a session had no room in, or text unknown to, the draft model in its target's process.",
+        "Times a session had no room in, or text unknown to, the draft model or EAGLE head in its target's process.",
         ("draft_left_out",),
         role=Role.TARGET,
     ),
     Counted(
         "draft_model_faults",
-        "Sessions that go on without the draft model in their target's process since it failed.",
+        "Sessions that go on without the draft model or EAGLE head in their target's process since it failed.",
         ("draft_faults",),
         role=Role.TARGET,
     ),
     Counted("suffix_indexed_tokens", "Tokens of outputs kept to draft from.", ("suffix_indexed",), role=Role.TARGET),
+    Counted("feature_tokens", "Tokens whose features went to drafters with a head.", ("features",), role=Role.TARGET),
+    Counted(
+        "features_refused",
+        "Features wanted for a head that the target does not have, or of no session.",
+        ("features_refused",),
+        role=Role.TARGET,
+    ),
+    Counted(
+        "features_received_tokens", "Tokens whose features came for an EAGLE head.", ("features",), role=Role.DRAFT
+    ),
+    Counted(
+        "features_dropped",
+        "Messages with features that were late, or none for the head.",
+        ("features_late", "features_refused"),
+        role=Role.DRAFT,
+    ),
     Counted("suffix_forgotten_tokens", "Of these, those no longer kept.", ("suffix_forgotten",), role=Role.TARGET),
     Counted(
         "draft_source_faults", "Sessions without a registered source that failed.", ("source_faults",), role=Role.TARGET

@@ -124,7 +124,9 @@ class DraftSession:
 
         Counts under the coupled rule alone, where no choice among drafts changes the law of the text.
         """
-        trie_limits = TrieLimits(limits.nodes, limits.lead, self.children)
+        # Drafted anew, a place may get others than it had: room for both.
+        most = 1 if opened.speculation.chains else 2 * self.children
+        trie_limits = TrieLimits(limits.nodes, limits.lead, most)
         self.trie = SpeculationTrie(opened.tokens, vocabulary=vocabulary, limits=trie_limits, odds=self.calibration)
         self._lead = 0 if resting and opened.speculation.schedule is Schedule.TRIE else limits.lead
         self._leaves: dict[Node, None] = {self.trie.root: None}  # an ordered set: what may be expanded
@@ -216,6 +218,20 @@ class DraftSession:
             return None
         return child if self._worth_expanding([child]) else None
 
+    def redraft(self) -> None:
+        """Go through it all again from the end of the text, whose drafts may come out otherwise now.
+
+        What was sent stays: the target has it. Under the rejection rule so does the rest, which was drawn once.
+        """
+        if self.opened.speculation.rule is not Rule.REJECTION:
+            for node in sorted(self._unsent, key=lambda node: -node.end):
+                self.trie.remove(node)
+            self._unsent = {}
+            if 2 * len(self.trie) > self.limits.nodes:
+                self.trie.clear()
+                self._sent_end = self.trie.position
+        self._leaves, self._said = {self.trie.root: None}, {}
+
     def _branch(self, node: Node) -> int:
         """Add those candidates at an expanded place that are worth it by now; return how many.
 
@@ -225,6 +241,8 @@ class DraftSession:
         added = 0
         for rank, candidate in enumerate(self._said[node][: self.children]):
             if candidate.token in node.children:
+                if (drafted := node.children[candidate.token]) not in self._said:
+                    self._leaves[drafted] = None  # again, after :meth:`redraft`
                 continue
             child = self.trie.add(node, candidate.token, candidate.confidence, q=candidate.q)
             if child is None:
@@ -325,9 +343,9 @@ class DraftSession:
         if self.opened.speculation.schedule is Schedule.SEQUENTIAL:
             self.trie.clear()
         standing = list(self.trie)
-        self._leaves = {node: None for node in (self.trie.root, *standing) if not node.children}
         self._unsent = {node: None for node in standing if node in self._unsent}
         self._said = {node: self._said[node] for node in (self.trie.root, *standing) if node in self._said}
+        self._leaves = dict.fromkeys(filter(self._is_leaf, (self.trie.root, *standing)))
         if offered:
             self._ignored, self._repush_after = 0, IGNORED_BEFORE_REPUSH
         elif self._lead and len(standing) > len(self._unsent):
@@ -339,6 +357,10 @@ class DraftSession:
         self._sent_end = max(sent, default=self.trie.position)
         for node in self._said:
             self._branch(node)
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Whether a node is the end of what was drafted, and not left over from before :meth:`redraft`."""
+        return not node.children and (node is self.trie.root or node.parent in self._said)
 
     def _learn(self, tokens: Sequence[Token]) -> None:
         node = self.trie.root

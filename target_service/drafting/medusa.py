@@ -17,12 +17,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.interface import Chunk
+from engine.interface import Chunk, StepEngine
 from engine.medusa import MedusaHeads
 from engine.sampling.sampling import Candidate, Draw, candidates
 from engine.shaping.shaping import RowShaping, shaped
 from speculation.acceptance import AcceptanceResult
-from speculation.drafting.medusa import HeadGuesses, MedusaDrafts
+from speculation.drafting.medusa import HeadGuesses, likeliest
+from speculation.drafting.state_drafts import NODES, StateDrafts
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
 from speculation.trie import VerificationTree
 from target_service.batch_entry import BatchEntry
@@ -36,27 +37,40 @@ WIDTH = 4
 
 
 class HeadDrafter:
-    """The heads of a worker, for all its sessions."""
+    """The heads of a worker, for all its sessions. A :class:`target_service.drafting.own_drafters.StateReader`."""
+
+    seconds = 0.0
+    """What they take counts as part of the step."""
 
     def __init__(self, heads: MedusaHeads, vocabulary: int) -> None:
         """Token ids are below ``vocabulary``; rows that the heads have beyond are padding."""
         self._heads, self._vocabulary = heads, vocabulary
         self._failed = False
 
-    def drafts_for(self, opened: Open) -> MedusaDrafts | None:
+    def drafts_for(self, opened: Open) -> StateDrafts | None:
         """The draft source of a session that is opened; None if it allows no heads."""
         speculation = opened.speculation
         allowed = Source.MEDUSA in speculation.sources and speculation.schedule is Schedule.TRIE
-        return MedusaDrafts(len(self._heads)) if speculation.enabled and allowed else None
+        return StateDrafts(Source.MEDUSA, len(self._heads)) if speculation.enabled and allowed else None
+
+    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
+        """Draft for a session from now on."""
+        sequence.medusa = drafts
+
+    def drop(self, sequence: TargetSequence) -> None:
+        """A session has ended."""
+
+    def validate(self) -> None:
+        """There are no books."""
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
+        """What a step brought is of no interest."""
 
     def note(
-        self,
-        hidden_RD: Tensor | None,
-        chunks: Sequence[Chunk],
-        entries: Sequence[BatchEntry],
-        decided: Sequence[Verdict],
+        self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
         """Keep, for each session that goes on, what its own token was drawn from in the step just computed."""
+        hidden_RD = engine.hidden
         assert hidden_RD is not None
         ends = accumulate(len(chunk.rows) for chunk in chunks)
         for entry, verdict, end in zip(entries, decided, ends, strict=True):
@@ -69,10 +83,10 @@ class HeadDrafter:
         if sequence.medusa is not None:
             sequence.medusa.stepped(verified=any(node.source is Source.MEDUSA for node in tree.nodes))
 
-    def draft(self, sessions: Sequence[TargetSequence]) -> None:
-        """Let the heads guess for all of these that have something to read, unless theirs rest."""
-        ready: list[tuple[TargetSequence, MedusaDrafts, Tensor]] = []
-        for sequence in sessions:
+    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:  # noqa: ARG002
+        """Let the heads guess for all of those ``wanting`` that have something to read, unless theirs rest."""
+        ready: list[tuple[TargetSequence, StateDrafts, Tensor]] = []
+        for sequence in wanting:
             if sequence.medusa is not None and sequence.hidden_D is not None and not sequence.medusa.rests:
                 ready.append((sequence, sequence.medusa, sequence.hidden_D))
             sequence.hidden_D = None
@@ -87,7 +101,7 @@ class HeadDrafter:
             self._failed = True
             return
         for (sequence, drafts, _), places in zip(ready, guesses, strict=True):
-            drafts.guess(sequence.session.trie.position, places)
+            drafts.guess(sequence.session.trie.position, likeliest(places[: sequence.session.room], NODES))
 
     @torch.inference_mode()
     def _guesses(self, sessions: Sequence[TargetSequence], hidden_ND: Tensor) -> list[HeadGuesses]:

@@ -1,66 +1,159 @@
-"""What drafts in the target's own process, just before a step: Medusa heads, a draft model in turn, or neither."""
+"""What drafts in the target's own process, just before a step: by its hidden states, or a draft model in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
+from engine.eagle.cached import CachedHead
 from engine.interface import Chunk, StepEngine
-from speculation.drafting.medusa import MedusaDrafts
-from speculation.messages import Open, Verification
+from speculation.drafting.state_drafts import StateDrafts
+from speculation.messages import Open, Subscribe, Verification
 from speculation.trie import VerificationTree
+from speculation.verifying.planner import Planner
 from target_service.batch_entry import BatchEntry
-from target_service.drafting.draft_model import DraftModel
+from target_service.counters import TargetCounters
+from target_service.drafting.draft_model import Drafter, DraftModel
+from target_service.drafting.eagle import EagleDrafter
+from target_service.drafting.features import FeatureSender
 from target_service.drafting.medusa import HeadDrafter
 from target_service.sequence import TargetSequence
 from target_service.verdicts import Verdict
+from transport.worker import Outgoing
+
+
+class StateReader(Protocol):
+    """What drafts from hidden states of the target. How many positions it guesses at once is its own affair."""
+
+    @property
+    def seconds(self) -> float:
+        """What drafting took before the step at hand, if that is no part of the step."""
+        ...
+
+    def drafts_for(self, opened: Open) -> StateDrafts | None:
+        """The draft source of a session that is opened; None if it allows none of this kind."""
+
+    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
+        """Draft for a session from now on, which asks ``drafts``."""
+
+    def note(
+        self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
+    ) -> None:
+        """The engine has computed a step, of which nothing is committed yet: keep what is read next."""
+
+    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
+        """Read what the sessions that take ``part`` in the next step have brought, and guess for those ``wanting``."""
+
+    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+        """A step of a session is over, in which the tree was verified."""
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
+        """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
+
+    def drop(self, sequence: TargetSequence) -> None:
+        """A session has ended."""
+
+    def validate(self) -> None:
+        """See :meth:`transport.worker.Machine.validate`."""
 
 
 class OwnDrafters:
     """All that drafts here, for all sessions."""
 
-    def __init__(self, heads: HeadDrafter | None, model: DraftModel | None) -> None:
+    def __init__(self, readers: Sequence[StateReader], model: DraftModel | None) -> None:
         """None of either: there is none."""
-        self._heads, self._model = heads, model
+        self._readers, self._model = list(readers), model
 
-    def drafts_for(self, opened: Open) -> MedusaDrafts | None:
-        """The draft source that the heads have for a session that is opened, if any."""
-        return None if self._heads is None else self._heads.drafts_for(opened)
+    @classmethod
+    def of(
+        cls,
+        engine: StepEngine,
+        drafter: Drafter | None,
+        planner: Planner,
+        counters: TargetCounters,
+        *,
+        adaptive: bool,
+    ) -> OwnDrafters:
+        """Those that an engine brings, and a draft model."""
+        readers: list[StateReader] = []
+        vocabulary = engine.model.vocabulary
+        if engine.heads is not None:
+            readers.append(HeadDrafter(engine.heads, vocabulary))
+        if engine.eagle is not None and engine.eagle.fingerprint:
+            readers.append(FeatureSender(engine.eagle, counters))
+        elif engine.eagle is not None:
+            cached = CachedHead(engine.eagle, engine.cache.capacity)
+            readers.append(EagleDrafter(cached, vocabulary, counters, adaptive=adaptive))
+        return cls(readers, None if drafter is None else DraftModel(drafter, planner, counters))
+
+    def subscribe(self, sequence: TargetSequence | None, message: Subscribe) -> Outgoing:
+        """Send features of a session from now on, if any are made here; what is sent at once."""
+        return [sent for sender in self._senders for sent in sender.subscribe(sequence, message)]
+
+    def features(self) -> Outgoing:
+        """What is to be sent of the step just computed."""
+        return [sent for sender in self._senders for sent in sender.taken()]
+
+    @property
+    def _senders(self) -> list[FeatureSender]:
+        return [reader for reader in self._readers if isinstance(reader, FeatureSender)]
+
+    def drafts_for(self, opened: Open) -> list[StateDrafts | None]:
+        """The draft source of a session that is opened, of each that reads hidden states."""
+        return [reader.drafts_for(opened) for reader in self._readers]
+
+    def open(self, sequence: TargetSequence, drafts: Sequence[StateDrafts | None]) -> None:
+        """Draft for a session from now on; ``drafts``: its sources, as :meth:`drafts_for` made them."""
+        for reader, own in zip(self._readers, drafts, strict=True):
+            if own is not None:
+                reader.open(sequence, own)
 
     def draft(
         self, running: Sequence[TargetSequence], entries: Sequence[BatchEntry], drawing: Sequence[BatchEntry]
     ) -> None:
         """Propose for those of ``drawing`` that have room for drafts; ``entries``: of the whole step."""
+        part = [entry.sequence for entry in entries]
         wanting = [entry.sequence for entry in drawing if entry.drafts]
-        if self._heads is not None:
-            self._heads.draft(wanting)
-        if self._model is not None and not self._model.draft(running, [entry.sequence for entry in entries], wanting):
+        for reader in self._readers:
+            reader.draft(part, wanting)
+        if self._model is not None and not self._model.draft(running, part, wanting):
             for entry in drawing:
                 entry.drafts = 0
 
     def note(
-        self,
-        engine: StepEngine,
-        chunks: Sequence[Chunk],
-        entries: Sequence[BatchEntry],
-        decided: Sequence[Verdict],
+        self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
     ) -> None:
-        """The engine has computed a step: keep the hidden states that the heads read next."""
-        if self._heads is not None:
-            self._heads.note(engine.hidden, chunks, entries, decided)
+        """The engine has computed a step: keep the hidden states that are read next."""
+        for reader in self._readers:
+            reader.note(engine, chunks, entries, decided)
 
     def verified(self, sequence: TargetSequence, tree: VerificationTree, verification: Verification) -> None:
         """A step of a session is over, in which the tree was verified."""
-        if self._heads is not None:
-            self._heads.settled(sequence, tree)
+        for reader in self._readers:
+            reader.settled(sequence, tree)
         if self._model is not None:
             self._model.verified(sequence, verification)
 
+    @property
+    def _all(self) -> list[StateReader | DraftModel]:
+        return [*self._readers, *([] if self._model is None else [self._model])]
+
+    @property
+    def seconds(self) -> float:
+        """What drafting took before the step at hand, as far as that is known apart."""
+        return sum(each.seconds for each in self._all)
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
+        """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
+        for each in self._all:
+            each.observe(sessions, tokens, seconds)
+
     def drop(self, sequence: TargetSequence) -> None:
         """A session has ended."""
-        if self._model is not None:
-            self._model.drop(sequence)
+        for each in self._all:
+            each.drop(sequence)
 
     def validate(self) -> None:
         """See :meth:`transport.worker.Machine.validate`."""
-        if self._model is not None:
-            self._model.validate()
+        for each in self._all:
+            each.validate()

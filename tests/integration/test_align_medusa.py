@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from alignment import medusa
 from alignment.errors import Interrupted
-from alignment.medusa import HeadTraining, MedusaOptions
+from alignment.heads import training as head_training
+from alignment.heads.medusa import MedusaOptions, MedusaTraining
 from alignment.workplace import Workplace
 from cluster.cli import main
 from engine.loading.loader import Model, load
@@ -47,9 +47,9 @@ class OneText:
         return torch.tensor(self.rows[:sequences])[:, : length + 1]
 
 
-def training(model: Model, out: Path, options: MedusaOptions = OPTIONS) -> HeadTraining:
+def training(model: Model, out: Path, options: MedusaOptions = OPTIONS) -> MedusaTraining:
     place = Workplace(out, {"options": str(options)}, resume=True)
-    return HeadTraining(model, cast(Any, None), options, place, lambda _: None)
+    return MedusaTraining(model, cast(Any, None), options, place, lambda _: None)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -69,6 +69,7 @@ def test_heads_learn_what_the_target_says(model: Model, tmp_path: Path, shared: 
 def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -> None:
     """By hand: head i read at t against what the target says after t + 1 + i."""
     one = training(model, tmp_path / "out")
+    one.begin(OneText())
     row = random_tokens(20, seed=3)
     with torch.inference_mode():
         output = model.module(input_ids=torch.tensor([row]), use_cache=False, output_hidden_states=True)
@@ -83,7 +84,7 @@ def test_measured_is_how_many_in_a_row_are_right(model: Model, tmp_path: Path) -
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(medusa, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(head_training, "CHECKPOINT_SECONDS", 0.0)
     text = OneText()
     whole = training(model, tmp_path / "whole").fit(text, text.rows)
     with pytest.raises(Interrupted, match="goes on from the last checkpoint"):
@@ -122,7 +123,10 @@ BAD: list[tuple[Change, str]] = [
     (lambda path: command(path, "--heads", "0"), "--heads must be from 1 to 32, got 0"),
     (lambda path: command(path, "--rate", "nan"), "--rate must be from 1e-09 to 1, got nan"),
     (lambda path: command(path, data=str(path / "none.txt")), "none.txt: no such file or folder"),
-    (lambda path: command(path, "--heads", "20", "--sequence", "16"), "--sequence must be more than --heads (20) + 1"),
+    (
+        lambda path: command(path, "--heads", "20", "--sequence", "16"),
+        "--sequence must be more than the 21 tokens that are guessed",
+    ),
     (lambda path: command(path, "--sequence", "9000"), "at most the context (1024), got 9000"),
 ]
 

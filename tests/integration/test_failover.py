@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,10 @@ class Process:
     model: Path
     address: str
     child: asyncio.subprocess.Process | None = None
+    flags: Sequence[str] = ()
 
     async def start(self) -> None:
-        flags = ["--model", str(self.model), "--dtype", "float32", "--listen", self.address]
+        flags = ["--model", str(self.model), "--dtype", "float32", "--listen", self.address, *self.flags]
         self.child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "cluster.cli", "worker", self.role, *flags, stdout=asyncio.subprocess.PIPE
         )

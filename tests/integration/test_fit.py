@@ -24,9 +24,9 @@ from router.text.tokenizer import Tokenizer
 from simulation.agreement import AgreementPassage
 from simulation.costs import Costs, Curve
 from speculation import digest as digests
-from speculation.drafting.medusa import MedusaDrafts
 from speculation.events import Role
 from speculation.messages import Limits, Open, SessionId, Source, Verification
+from target_service.drafting.medusa import HeadDrafter
 from target_service.drafting.suffix_cache import SuffixSettings
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
@@ -213,7 +213,13 @@ def learned_in(record) -> list:
 def test_what_heads_are_said_to_say_is_what_they_say_while_they_serve(engines, monkeypatch, temperature):
     """Asked along the text, against a target worker that drafts with them and writes it."""
     said = {}
-    monkeypatch.setattr(MedusaDrafts, "guess", lambda _, position, places: said.update({position: places}))
+    guesses_of = HeadDrafter._guesses
+
+    def unused(drafter, sessions, hidden_ND):
+        said[sessions[0].session.trie.position] = guesses_of(drafter, sessions, hidden_ND)[0]
+        return [[]]
+
+    monkeypatch.setattr(HeadDrafter, "_guesses", unused)
     options = replace(OPTIONS, temperature=temperature, seed=3, medusa=HEADS, sources=("medusa",))
     prompt = tokens_of(options)[0]
     text = serving.TargetText("code", prompt, written_with_heads(engines[Role.TARGET], prompt, options))

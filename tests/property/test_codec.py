@@ -121,7 +121,22 @@ def verifications(draw: st.DrawFn) -> m.Verification:
     )  # fmt: skip
 
 
-to_worker = st.one_of(opens(), proposals(), verifications(), st.builds(m.Close, sessions, u32))
+@st.composite
+def features(draw: st.DrawFn) -> m.Features:
+    count, width = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    written = draw(st.sampled_from(m.FeatureFormat))
+    size = count * width * written.size
+    scales = 4 * count if written is m.FeatureFormat.FP8 else 0
+    return m.Features(
+        *(draw(sessions), draw(u32), draw(u32), draw(u64), width),
+        *(draw(st.binary(min_size=size, max_size=size)), written, draw(st.binary(min_size=scales, max_size=scales))),
+    )
+
+
+subscriptions = st.builds(m.Subscribe, sessions, u32, u64, st.sampled_from(m.FeatureFormat))
+to_worker = st.one_of(
+    opens(), proposals(), verifications(), st.builds(m.Close, sessions, u32), subscriptions, features()
+)
 from_worker = st.one_of(
     verifications(),
     proposals(),
@@ -131,6 +146,8 @@ from_worker = st.one_of(
         m.Welcome,
         *(st.text(max_size=9), st.text(max_size=9), u32, u32, u64),
         *(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9), st.booleans()),
+        head=st.integers(1, 2**64 - 1),
+        features=st.sampled_from(m.FeatureFormat),
     ),
 )
 
@@ -155,6 +172,39 @@ def test_what_is_relayed_arrives_as_it_was_sent_under_another_epoch(message, epo
         assert head.role == ("target" if isinstance(message, m.Verification) else "draft")
         assert (head.session, head.epoch) == (message.session, message.epoch)
         assert decode_to_worker(relayed(entry, head, epoch)) == replace(message, epoch=epoch)
+
+
+@given(features(), u32)
+def test_features_are_passed_on_however_long(message, epoch):
+    times = 1 + MAX_RELAYED_BYTES // len(message.values)
+    long = replace(message, values=message.values * times, scales=message.scales * times)
+    entry = encode_from_worker(long)
+    head = heading(entry)
+    if head is None:
+        assert not message.session or not message.epoch
+    else:
+        assert head.features and head.role == "target"
+        assert decode_to_worker(relayed(entry, head, epoch)) == replace(long, epoch=epoch)
+    with pytest.raises(MalformedMessage):
+        decode_from_worker(entry)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        pb.Features(session=1, epoch=2, width=0, values=b"1234"),
+        pb.Features(session=1, epoch=2, width=2, values=b""),
+        pb.Features(session=1, epoch=2, width=3, values=b"1234"),
+        pb.Features(session=1, epoch=2, width=1 << 17, values=bytes(1 << 18)),
+        pb.Features(session=1, epoch=2, width=1, values=bytes((1 << 20) + 2)),
+        pb.Features(session=1, epoch=2, width=2, values=b"1234", format=pb.FEATURE_FORMAT_FP8, scales=b"123"),
+    ],
+    ids=["no width", "nothing", "half a token", "too wide", "too long", "scales"],
+)
+def test_features_of_a_wrong_size_are_refused(spoilt):
+    with pytest.raises(MalformedMessage) as refused:
+        decode_to_worker(pb.ToWorker(features=spoilt).SerializeToString())
+    assert (refused.value.session, refused.value.epoch) == (1, 2)
 
 
 def test_the_heading_of_a_usual_message_is_read():

@@ -39,6 +39,8 @@ class Round:
     """Which of the choices at each place it follows, or the last one."""
     offered: int
     """Draft tokens it verifies at most; 0: it seems to have none."""
+    redrafts: bool = False
+    """Whether all is drafted again afterwards, since more is known of the text."""
 
 
 rounds = st.builds(
@@ -47,6 +49,7 @@ rounds = st.builds(
     agreed=st.integers(0, 4),
     rank=st.sampled_from([0, 0, 0, 1, 2]),
     offered=st.sampled_from([0, 8, 8, 8]),
+    redrafts=st.sampled_from([False, False, True]),
 )
 limits = st.builds(
     DraftLimits,
@@ -81,6 +84,10 @@ class Pair:
             self.push()
         self.verify(one)
         self.push()
+        if one.redrafts:
+            self.drafter.redraft()
+            self.expanded.clear()
+            assert self.drafter.frontier() in ([self.drafter.trie.root], [])
         self.drafter.trie.validate()
         self.target.trie.validate()
 

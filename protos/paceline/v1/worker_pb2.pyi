@@ -29,6 +29,13 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_GRAMMAR: _ClassVar[Source]
     SOURCE_MEDUSA: _ClassVar[Source]
     SOURCE_SUFFIX: _ClassVar[Source]
+    SOURCE_EAGLE: _ClassVar[Source]
+
+class FeatureFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEATURE_FORMAT_UNSPECIFIED: _ClassVar[FeatureFormat]
+    FEATURE_FORMAT_BF16: _ClassVar[FeatureFormat]
+    FEATURE_FORMAT_FP8: _ClassVar[FeatureFormat]
 
 class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -58,6 +65,10 @@ SOURCE_PREDICTION: Source
 SOURCE_GRAMMAR: Source
 SOURCE_MEDUSA: Source
 SOURCE_SUFFIX: Source
+SOURCE_EAGLE: Source
+FEATURE_FORMAT_UNSPECIFIED: FeatureFormat
+FEATURE_FORMAT_BF16: FeatureFormat
+FEATURE_FORMAT_FP8: FeatureFormat
 FINISH_UNSPECIFIED: Finish
 FINISH_STOP: Finish
 FINISH_LENGTH: Finish
@@ -79,35 +90,41 @@ class Frame(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[bytes]] = ..., ping: _Optional[int] = ..., pong: _Optional[int] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("open", "propose", "verified", "close")
+    __slots__ = ("open", "propose", "verified", "close", "subscribe", "features")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PROPOSE_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     open: Open
     propose: Proposal
     verified: Verification
     close: Close
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+    subscribe: Subscribe
+    features: Features
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., features: _Optional[_Union[Features, _Mapping]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("welcome", "verified", "proposed", "refused", "load", "loading")
+    __slots__ = ("welcome", "verified", "proposed", "refused", "load", "features", "loading")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     verified: Verification
     proposed: Proposal
     refused: Refused
     load: Load
+    features: Features
     loading: Loading
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., loading: _Optional[_Union[Loading, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., verified: _Optional[_Union[Verification, _Mapping]] = ..., proposed: _Optional[_Union[Proposal, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., features: _Optional[_Union[Features, _Mapping]] = ..., loading: _Optional[_Union[Loading, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started", "sources", "exactness")
+    __slots__ = ("role", "model", "vocabulary", "context", "tokenizer", "instance", "dtype", "source", "no_speculation", "revision", "started", "sources", "exactness", "head", "features")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +138,8 @@ class Welcome(_message.Message):
     STARTED_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     EXACTNESS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     vocabulary: int
@@ -134,7 +153,9 @@ class Welcome(_message.Message):
     started: float
     sources: _containers.RepeatedScalarFieldContainer[str]
     exactness: str
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., exactness: _Optional[str] = ...) -> None: ...
+    head: int
+    features: FeatureFormat
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., tokenizer: _Optional[int] = ..., instance: _Optional[str] = ..., dtype: _Optional[str] = ..., source: _Optional[str] = ..., no_speculation: _Optional[bool] = ..., revision: _Optional[int] = ..., started: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., exactness: _Optional[str] = ..., head: _Optional[int] = ..., features: _Optional[_Union[FeatureFormat, str]] = ...) -> None: ...
 
 class Loading(_message.Message):
     __slots__ = ("doing", "fraction", "model")
@@ -337,6 +358,38 @@ class Logprobs(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, chosen: _Optional[float] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Subscribe(_message.Message):
+    __slots__ = ("session", "epoch", "head", "format")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    head: int
+    format: FeatureFormat
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., head: _Optional[int] = ..., format: _Optional[_Union[FeatureFormat, str]] = ...) -> None: ...
+
+class Features(_message.Message):
+    __slots__ = ("session", "epoch", "position", "head", "format", "width", "values", "scales")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    position: int
+    head: int
+    format: FeatureFormat
+    width: int
+    values: bytes
+    scales: bytes
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., head: _Optional[int] = ..., format: _Optional[_Union[FeatureFormat, str]] = ..., width: _Optional[int] = ..., values: _Optional[bytes] = ..., scales: _Optional[bytes] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("session", "epoch", "code", "message")

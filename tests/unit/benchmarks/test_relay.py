@@ -13,6 +13,7 @@ from benchmarks.relay.run import (
     CLOCK_US,
     CONTENDERS,
     DIRECT,
+    FEATURES,
     PACELINE,
     PROPOSED,
     VERIFIED,
@@ -36,6 +37,7 @@ def test_figures_are_over_all_turns_of_a_contender() -> None:
         turn(PACELINE, [0.2, 0.4], [1.0], 10.0),
         turn(BARE, [0.1], [0.5]),
         turn(PACELINE, [0.6], [3.0, 2.0], 30.0),
+        turn(FEATURES, [0.6], [3.0, 2.0], 35.0),
     ]
     found = figures(turns, PACELINE, VERIFIED)
     assert (found.messages, found.p50_ms, found.p99_ms, found.taken_p50_ms) == pytest.approx((3, 0.4, 0.6, 1.4))
@@ -48,6 +50,7 @@ def test_figures_are_over_all_turns_of_a_contender() -> None:
             "verified_over_bare": 4.0,
             "proposed_over_bare": 4.0,
             "router_cpu_us": 20.0,
+            "router_cpu_us_with_features": 35.0,
         }
     )
 

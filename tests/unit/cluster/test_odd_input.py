@@ -25,6 +25,7 @@ LISTEN = ["--listen", "127.0.0.1:0"]
         (["up", "--draft", NO_HOME], f"--draft {NO_HOME}: no such folder"),
         (["up", "--medusa", NO_HOME], f"target.medusa {NO_HOME}: not a folder of Medusa heads"),
         (["up", "--medusa", ENDLESS], "not a folder of Medusa heads"),
+        (["up", "--draft-eagle", NO_HOME], f"target.eagle {NO_HOME}: not a folder of an EAGLE-3 head"),
         (["up", "--api-keys", NO_HOME], "cannot be read: No such file or directory"),
         (["up", "--api-keys", ENDLESS], "cannot be read: File name too long"),
         (["up", "--host", "\u00e9" * 70], "cannot be a host's name"),

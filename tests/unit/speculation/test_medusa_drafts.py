@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from speculation.drafting.draft_session import Candidate
-from speculation.drafting.medusa import PATIENCE, REST, GuessTree, MedusaDrafts, likeliest
+from speculation.drafting.medusa import likeliest
+from speculation.drafting.state_drafts import NODES, PATIENCE, REST, GuessTree, StateDrafts
 from speculation.messages import ANCHOR, Limits, Open, Rule, Sampling, SessionId, Source, Speculation
 from speculation.verifying.target_session import TargetSession
 
@@ -54,9 +55,11 @@ def opened(speculation: Speculation) -> Open:
 
 
 def test_a_tree_hangs_from_the_text_and_each_guess_is_credited() -> None:
-    drafts = MedusaDrafts(2)
+    drafts = StateDrafts(Source.MEDUSA, 2)
     one = TargetSession(opened(Speculation()), vocabulary=50, sources=[drafts])
-    drafts.guess(len(PROMPT), [[Candidate(7, 0.6), Candidate(8, 0.3)], [Candidate(9, 0.5), Candidate(7, 0.4)]])
+    drafts.guess(
+        len(PROMPT), likeliest([[Candidate(7, 0.6), Candidate(8, 0.3)], [Candidate(9, 0.5), Candidate(7, 0.4)]], NODES)
+    )
     offer = one.begin_verification(one.candidates(12))
     assert sorted(paths(GuessTree(offer.tokens, offer.parents))) == [(7,), (7, 7), (7, 9), (8,), (8, 7), (8, 9)]
     assert {node.source for node in offer.nodes} == {Source.MEDUSA}
@@ -67,28 +70,28 @@ def test_a_tree_hangs_from_the_text_and_each_guess_is_credited() -> None:
 
 
 def test_guesses_are_good_for_one_place_only() -> None:
-    drafts = MedusaDrafts(1)
+    drafts = StateDrafts(Source.MEDUSA, 1)
     one = TargetSession(opened(Speculation()), vocabulary=50, sources=[drafts])
-    drafts.guess(len(PROMPT), [[Candidate(7, 0.9)]])
+    drafts.guess(len(PROMPT), likeliest([[Candidate(7, 0.9)]], NODES))
     assert one.candidates(4).tokens == (7,)
     one.begin_verification(one.candidates(0))
     one.commit([5])
     assert one.candidates(4).tokens == ()
-    drafts.guess(len(PROMPT) + 1, [[Candidate(6, 0.9)]])
+    drafts.guess(len(PROMPT) + 1, likeliest([[Candidate(6, 0.9)]], NODES))
     drafts.extend(())
     assert drafts.propose(1).tokens == (6,)
 
 
 def test_of_a_tree_a_chain_takes_what_comes_first() -> None:
     speculation = Speculation(rule=Rule.REJECTION, sources=frozenset({Source.MEDUSA}))
-    drafts = MedusaDrafts(2)
+    drafts = StateDrafts(Source.MEDUSA, 2)
     one = TargetSession(opened(speculation), vocabulary=50, sources=[drafts])
-    drafts.guess(len(PROMPT), [[Candidate(7, 0.6), Candidate(8, 0.3)], [Candidate(9, 0.5)]])
+    drafts.guess(len(PROMPT), likeliest([[Candidate(7, 0.6), Candidate(8, 0.3)], [Candidate(9, 0.5)]], NODES))
     assert one.candidates(8).tokens == (7, 9)
 
 
 def test_heads_rest_that_bring_nothing_and_are_tried_again() -> None:
-    drafts = MedusaDrafts(2)
+    drafts = StateDrafts(Source.MEDUSA, 2)
     asked = []
     for step in range(PATIENCE + 2 * REST + 1):
         if not drafts.rests:

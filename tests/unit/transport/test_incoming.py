@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
+    Features,
     FromWorker,
     Load,
     Loading,
@@ -26,7 +27,7 @@ from transport.codec import (
     decode_to_worker,
     encode_from_worker,
 )
-from transport.codec_open import encode_loading
+from transport.codec_parts import encode_loading
 from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route
 from transport.outbox import MAX_FRAME_ENTRIES
 from transport.relayed import _varint, heading
@@ -49,10 +50,19 @@ class Router:
     def __post_init__(self) -> None:
         self.routes: dict[SessionId, Route] = {}
         self.given_up: list[str] = []
-        self.incoming = Incoming("w", "target", self, self.routes, self.later.append, self.given_up.append)
+        self.unrouted: list[None] = []
+        self.incoming = Incoming(
+            "w",
+            "target",
+            self,
+            self.routes,
+            self.later.append,
+            self.given_up.append,
+            lambda: self.unrouted.append(None),
+        )
         self.take(Welcome("target", "m", 100, 100))
 
-    def take(self, *messages: FromWorker | bytes) -> None:
+    def take(self, *messages: FromWorker | Features | bytes) -> None:
         entries = [message if isinstance(message, bytes) else encode_from_worker(message) for message in messages]
         self.incoming.take(pb.Frame(messages=entries))
 
@@ -370,3 +380,23 @@ def test_a_long_message_that_names_no_session_is_not_parsed(monkeypatch):
     (error,) = target.router.heard
     assert str(error) == f"a message of {MAX_PLAIN_BYTES + 2} bytes; at most {MAX_PLAIN_BYTES} are allowed"
     assert not target.parsed
+
+
+def test_features_are_passed_on_and_never_read():
+    """Those of a session without a drafter, or of another opening, are dropped and counted."""
+    router = Router()
+    router.join(ONE)
+    features = Features(ONE, HERE, 3, 9, 4, bytes(8 * 2000))
+    router.take(features, replace(features, epoch=HERE - 1), replace(features, session=TWO))
+    assert [decode_to_worker(entry) for entry in router.sent] == [replace(features, epoch=THERE)]
+    assert router.incoming.unread == 0 and not router.heard and len(router.unrouted) == 2
+
+
+def test_features_of_a_drafter_are_malformed():
+    router = Router()
+    router.incoming = Incoming("w", "draft", router, router.routes, router.later.append, router.given_up.append)
+    router.take(Welcome("draft", "m", 100, 100))
+    router.join(ONE)
+    router.take(Features(ONE, HERE, 3, 9, 4, bytes(8)))
+    router.turn()
+    assert not router.sent and isinstance(router.heard[-1], MalformedMessage)

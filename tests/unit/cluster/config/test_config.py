@@ -3,9 +3,9 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from cluster.config.config import SECTIONS, Config, Override, default_of, load, rule_of
+from cluster.config.config import SECTIONS, Config, Override, default_of, from_mapping, load, rule_of
 from cluster.config.flags import Parser, add_file, add_repeated, add_section, add_tracing, configuration
-from cluster.config.pools import DraftConfig, ModelConfig, TargetConfig, chosen_threads
+from cluster.config.pools import OWN, DraftConfig, ModelConfig, TargetConfig, chosen_threads
 from cluster.config.serving import draft_settings, router_settings, shared_drafter, target_settings, trace_settings
 from cluster.config.settings import ConfigError
 from speculation.events import Role
@@ -331,3 +331,19 @@ def test_a_router_may_read_the_tokenizers_of_its_targets_and_no_others():
         "small": ModelConfig(TargetConfig(model="Org/Small")),
     }
     assert router_settings(Config(models=pools)).models == ["./large", "Org/Small"]
+
+
+def test_an_eagle_head_that_drafts_away_from_its_target_is_what_draft_workers_have() -> None:
+    config = from_mapping({"target": {"model": "t", "eagle": "h", "eagle_at": "drafter"}}, "here")
+    (target, draft) = config.pools()
+    assert (draft.settings.model, draft.settings.eagle) == (config.target.model, config.target.eagle)
+    assert isinstance(draft.settings, DraftConfig) and draft.settings.placement == OWN
+    assert target_settings(config.of_worker(target)).engine.eagle_away
+    assert not draft_settings(config.of_worker(draft)).engine.eagle_away
+    assert not from_mapping({"target": {"eagle": "h"}}, "here").draft.eagle
+
+
+def test_an_eagle_head_of_a_draft_worker_cannot_share_the_targets_process() -> None:
+    shared = {"target": {"eagle": "h", "eagle_at": "drafter"}, "draft": {"placement": "shared"}}
+    with pytest.raises(ConfigError, match=r"draft.placement is shared, which draft.eagle cannot be used with"):
+        from_mapping(shared, "here")

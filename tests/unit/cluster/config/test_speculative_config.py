@@ -49,10 +49,17 @@ def test_medusa_heads_need_no_draft_workers() -> None:
     assert speculation(config).sources == AllBut(frozenset({Source.DRAFT}))
 
 
+def test_an_eagle_head_needs_no_draft_workers() -> None:
+    config = configured(method="eagle3", model="./head", num_speculative_tokens=5)
+    assert (config.target.eagle, config.speculation.max_depth) == ("./head", 5)
+    assert speculation(config).sources == AllBut(frozenset({Source.DRAFT}))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ('{"method": "eagle3"}', "EAGLE heads are not supported; use method draft_model"),
+        ('{"method": "eagle3"}', "method eagle3 needs a model: the folder of the EAGLE-3 head"),
+        ('{"method": "eagle", "model": "x"}', "heads of EAGLE-1 and EAGLE-2 are not supported, those of EAGLE-3 are"),
         ('{"method": "nonsense"}', "there is no method 'nonsense'; use method draft_model"),
         ('{"suffix_decoding_max_cached_requests": 9}', "counted in tokens; use --set target.suffix_tokens=N"),
         ('{"method": "medusa"}', "method medusa needs a model: the folder of the heads"),
@@ -79,4 +86,4 @@ def test_what_cannot_be_is_refused_by_name(given: str, said: str) -> None:
 @pytest.mark.parametrize("command", [["up"], ["router", "--target", "127.0.0.1:1"]])
 def test_commands_take_the_flag_and_end_in_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--speculative-config", '{"method": "eagle"}']) == 2
-    assert "EAGLE heads are not supported" in capsys.readouterr().err
+    assert "heads of EAGLE-1 and EAGLE-2 are not supported" in capsys.readouterr().err

@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention.attention import NAME
 from engine.cache.kv_store import KVStore
+from engine.hidden import HiddenTap
 from engine.layers.fused import FAMILIES, FusedStack, LayerStep, RowOpsStack, unfuse
 from engine.layers.fused import fuse as fuse_with
 from engine.layers.layer_ops import LayerOps, PlainOps
 from engine.loading.loader import load
 from engine.loading.quantisation import quantise
 from engine.loading.self_test import STOCK
-from engine.model import HiddenTap
 from tests.unit.engine.engine_models import FAMILIES as CONFIGS
 from tests.unit.engine.engine_models import TINY, random_tokens, save_model
 
@@ -71,6 +71,9 @@ class OneSequence:
         self.store = KVStore(layers, 3 * TOKENS, dtype=dtype, device=device)
         self.slots_T = torch.arange(3 * TOKENS, dtype=torch.int32, device=device).flip(0)[::3].contiguous()
         self.calls: list[int] = []
+
+    def keep(self, layer: int, states_TD: Tensor) -> None:
+        """Nothing asks for states between layers."""
 
     def attend(
         self,

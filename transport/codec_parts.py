@@ -1,10 +1,14 @@
-"""What a session is opened with, to the wire and back: its tokens, and all that its request says of them.
+"""Messages with much in them, to the wire and back.
 
-And what a worker says before any can be opened there: what it loads.
+What a session is opened with: its tokens, and all that its request says of them. What a worker says of itself: who it
+is, how busy, and before that what it loads. What an EAGLE head away from the target is told: its numbers are bytes here
+as everywhere but at their two ends, and a router passes them on unread (:mod:`transport.relayed`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -12,7 +16,10 @@ from google.protobuf.message import DecodeError
 from protos.paceline.v1 import worker_pb2 as pb
 from speculation.messages import (
     AllBut,
+    FeatureFormat,
+    Features,
     Limits,
+    Load,
     Loading,
     Open,
     RequestOptions,
@@ -22,8 +29,21 @@ from speculation.messages import (
     SessionId,
     Sources,
     Speculation,
+    Subscribe,
+    Welcome,
 )
-from transport.wire import MAX_TEXT, MAX_TOKENS, SOURCE, SOURCE_OUT, at_most, names_in, read_names
+from speculation.sources.registry import MAX_SOURCES, NAME
+from transport.wire import (
+    FEATURE_FORMAT,
+    FEATURE_FORMAT_OUT,
+    MAX_TEXT,
+    MAX_TOKENS,
+    SOURCE,
+    SOURCE_OUT,
+    at_most,
+    names_in,
+    read_names,
+)
 
 MAX_STOP_TOKENS = 1024
 MAX_SHAPED = 1 << 16
@@ -32,6 +52,12 @@ MAX_GRAMMAR = 1 << 20
 """Longest grammar, in characters."""
 MAX_LOGPROBS = 128
 """Most likeliest tokens reported with one token."""
+MAX_COUNTERS = 256
+"""Most counters a worker reports."""
+MAX_WIDTH = 1 << 16
+"""Most numbers a token."""
+MAX_FEATURE_BYTES = 1 << 20
+"""Most bytes of values in one message; a target sends more of a prompt in several."""
 
 _RULE = {pb.RULE_COUPLED: Rule.COUPLED, pb.RULE_REJECTION: Rule.REJECTION}
 _SCHEDULE = {
@@ -197,3 +223,133 @@ def decode_loading(entry: bytes) -> Loading | None:
     loading = message.loading
     known = loading.HasField("fraction") and 0 <= loading.fraction <= 1
     return Loading(loading.doing[:MAX_TEXT], round(loading.fraction, 3) if known else None, loading.model[:MAX_TEXT])
+
+
+# -- what a worker says of itself --------------------------------------------------------------------------------------
+
+
+def encode_load(message: Load, known: Sequence[str]) -> pb.Load:
+    """As it is sent; the names of counters that are ``known`` on this stream are left out."""
+    names = tuple(message.counters)
+    return pb.Load(
+        sessions=message.sessions,
+        waiting=message.waiting,
+        free_tokens=message.free_tokens,
+        capacity_tokens=message.capacity_tokens,
+        draining=message.draining,
+        counters=message.counters.values(),
+        counter_names=() if names == tuple(known) else names,
+    )
+
+
+def decode_load(message: pb.Load, known: Sequence[str]) -> Load:
+    """As it was sent; raises ValueError."""
+    if max(len(message.counters), len(message.counter_names)) > MAX_COUNTERS:
+        raise ValueError(f"counters has {len(message.counters)} entries; at most {MAX_COUNTERS} are allowed")
+    names = tuple(message.counter_names or known) if message.counters else ()
+    if not len(message.counters) == len(names) == len(set(names)):
+        raise ValueError(f"counters has {len(message.counters)} entries for {len(set(names))} names")
+    return Load(
+        sessions=message.sessions,
+        waiting=message.waiting,
+        free_tokens=message.free_tokens,
+        capacity_tokens=message.capacity_tokens,
+        draining=message.draining,
+        counters=dict(zip(names, message.counters, strict=True)),
+    )
+
+
+def encode_welcome(message: Welcome) -> pb.Welcome:
+    """As it is sent."""
+    return pb.Welcome(
+        role=message.role,
+        model=message.model[:MAX_TEXT],
+        vocabulary=message.vocabulary,
+        context=message.context,
+        tokenizer=message.tokenizer,
+        instance=message.instance,
+        dtype=message.dtype,
+        source=message.source[:MAX_TEXT],
+        no_speculation=not message.speculates,
+        revision=message.revision,
+        started=message.started,
+        sources=message.sources,
+        exactness=message.exactness[:MAX_TEXT],
+        head=message.head,
+        features=FEATURE_FORMAT_OUT[message.features] if message.head else None,
+    )
+
+
+def decode_welcome(message: pb.Welcome) -> Welcome:
+    """As it was sent, as far as it makes sense."""
+    return Welcome(
+        role=message.role[:MAX_TEXT],
+        model=message.model[:MAX_TEXT],
+        vocabulary=message.vocabulary,
+        context=message.context,
+        tokenizer=message.tokenizer,
+        instance=message.instance[:MAX_TEXT],
+        dtype=message.dtype[:MAX_TEXT],
+        source=message.source[:MAX_TEXT],
+        speculates=not message.no_speculation,
+        revision=message.revision,
+        started=message.started if math.isfinite(message.started) else 0.0,
+        sources=tuple(name for name in message.sources[:MAX_SOURCES] if NAME.fullmatch(name)),
+        exactness=message.exactness[:MAX_TEXT],
+        head=message.head,
+        features=read_format(message.features),
+    )
+
+
+# -- features ----------------------------------------------------------------------------------------------------------
+
+
+def encode_subscribe(message: Subscribe) -> pb.Subscribe:
+    """As it is sent."""
+    return pb.Subscribe(
+        session=message.session,
+        epoch=message.epoch,
+        head=message.head,
+        format=FEATURE_FORMAT_OUT[message.format],
+    )
+
+
+def decode_subscribe(message: pb.Subscribe) -> Subscribe:
+    """As it was sent."""
+    return Subscribe(SessionId(message.session), message.epoch, message.head, read_format(message.format))
+
+
+def encode_features(message: Features) -> pb.Features:
+    """As they are sent."""
+    return pb.Features(
+        session=message.session,
+        epoch=message.epoch,
+        position=message.position,
+        head=message.head,
+        format=FEATURE_FORMAT_OUT[message.format],
+        width=message.width,
+        values=message.values,
+        scales=message.scales,
+    )
+
+
+def decode_features(message: pb.Features) -> Features:
+    """As they were sent; raises ValueError."""
+    at_most("values", len(message.values), MAX_FEATURE_BYTES)
+    if message.width > MAX_WIDTH:
+        raise ValueError(f"width is {message.width}; at most {MAX_WIDTH} numbers a token are allowed")
+    return Features(
+        session=SessionId(message.session),
+        epoch=message.epoch,
+        position=message.position,
+        head=message.head,
+        width=message.width,
+        values=message.values,
+        format=read_format(message.format),
+        scales=message.scales,
+    )
+
+
+def read_format(number: int) -> FeatureFormat:
+    """What a number means; one that is not known here, as of a newer peer, is read as bf16 and fails by its size."""
+    return FEATURE_FORMAT.get(number, FeatureFormat.BF16)  # type: ignore[call-overload, no-any-return]  # any number

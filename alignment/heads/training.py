@@ -1,12 +1,8 @@
-"""Trains Medusa heads for a target, which itself stays as it is ("Medusa-1" of Cai et al. 2024, arXiv:2401.10774).
+"""How heads of a target are trained, whatever they are: data, rates, what is measured on the way, and going on again.
 
-A head learns the target's own next-token distribution, not the text's: where it reads the hidden state that the token
-after position t is drawn from, head i is to say what the target says after position t + 1 + i, by forward KL. The
-hidden states of a batch are computed once for all heads. Heads start as the paper's do: blocks that change nothing, and
-the target's output layer. Losses of farther heads count less.
-
-Measured on text held out: how often the first choice of a head is the target's, and how many heads
-in a row are right. The weights that are best by the latter are kept.
+The target itself stays as it is; heads learn what it says of text. On text held out is measured how many of their
+guesses in a row are right, and the weights that are best by that are kept. It knows neither what a head computes nor
+its loss: :mod:`alignment.heads.medusa` and :mod:`alignment.heads.eagle` do.
 
 Tensor legend: B sequences, T positions, V vocabulary, D hidden size.
 """
@@ -15,9 +11,11 @@ from __future__ import annotations
 
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +28,12 @@ from alignment.encoding import Encoder, gather
 from alignment.errors import DataError, Interrupted, SettingsError
 from alignment.training import BAR, CHECKPOINT_SECONDS, rate_share
 from alignment.workplace import Workplace
+from engine.hidden import HiddenTap
 from engine.loading.checkpoint import revision_of
 from engine.loading.loader import load
 from engine.loading.self_test import STOCK
-from engine.medusa import MedusaHeads, save
-from engine.model import HiddenTap, Model
+from engine.model import Model
 
-FARTHER = 0.8
-"""What the loss of a head counts, relative to the one before (as in the authors' training)."""
 WARM_UP = 20
 """Steps in which the learning rate rises."""
 DECAY_FROM = 0.4
@@ -50,25 +46,43 @@ PATIENCE = 4
 """Measurements in a row without anything better, after which training ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class MedusaOptions:
-    """How heads are made. Any of it that differs makes them others."""
+class HeadOptions(Protocol):
+    """What the making of any heads is asked for."""
 
-    heads: int = 4
-    layers: int = 1
-    """Residual blocks of a head."""
-    shared_output: bool = False
-    """Whether all heads have one output layer."""
-    data_tokens: int = 1_000_000
-    """Most tokens that are taken from the data."""
-    steps: int = 400
-    minutes: float = 0.0
-    """Most minutes in steps; 0: as many as it takes."""
-    batch_tokens: int = 2048
-    sequence: int = 256
-    rate: float = 3e-3
-    """Peak learning rate."""
-    seed: int = 0
+    @property
+    def data_tokens(self) -> int:
+        """Most tokens that are taken from the data."""
+
+    @property
+    def steps(self) -> int:
+        """At most."""
+
+    @property
+    def minutes(self) -> float:
+        """Most minutes in steps; 0: as many as it takes."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Of a step."""
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence."""
+
+    @property
+    def rate(self) -> float:
+        """Peak learning rate."""
+
+    @property
+    def seed(self) -> int:
+        """Same seed, same heads."""
+
+    @property
+    def reach(self) -> int:
+        """How many tokens ahead of a text's last one is guessed."""
+
+
+Options = TypeVar("Options", bound=HeadOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +90,13 @@ class Accuracy:
     """Of heads, on held-out text."""
 
     by_head: tuple[float, ...]
-    """How often each head's first choice is the target's."""
+    """How often each guess is the target's first choice, nearest first."""
     run: float
-    """How many heads in a row are right, from the first on, in the mean."""
+    """How many guesses in a row are right, from the first on, in the mean."""
 
 
 @dataclass(slots=True)
-class MedusaProgress:
+class HeadProgress:
     """What was spent and found so far; survives a restart."""
 
     step: int = 0
@@ -93,13 +107,13 @@ class MedusaProgress:
     before: dict[str, Any] = field(default_factory=dict)
     after: dict[str, Any] = field(default_factory=dict)
 
-    def fraction(self, options: MedusaOptions) -> float:
+    def fraction(self, options: HeadOptions) -> float:
         """Share of the budget used, 0 to 1."""
         spent = self.seconds / (60 * options.minutes) if options.minutes else 0.0
         return min(1.0, max(self.step / options.steps, spent))
 
 
-def settings_of(options: MedusaOptions, target: Model, data: object) -> dict[str, Any]:
+def settings_of(options: Any, target: Model, data: object) -> dict[str, Any]:
     """All that the heads depend on, as plain values; ``data`` in words."""
     fingerprint = revision_of(target.name, str(target.dtype))
     machine = {"device": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
@@ -116,28 +130,57 @@ def load_target(path: str, dtype: str, device: str, threads: int) -> Model:
     return model
 
 
-class HeadTraining:
+def run_of(hits_HN: Tensor) -> Accuracy:
+    """``hits_HN``: of each place, which guesses were right, nearest first."""
+    hits_HN = hits_HN.double()
+    run = float(hits_HN.cumprod(0).sum(0).mean())
+    return Accuracy(tuple(round(share, 4) for share in hits_HN.mean(-1).tolist()), round(run, 4))
+
+
+class HeadTraining(ABC, Generic[Options]):
     """The making of one set of heads, in its folder."""
 
     def __init__(
-        self, target: Model, encoder: Encoder, options: MedusaOptions, place: Workplace, report: Callable[[str], None]
+        self,
+        target: Model,
+        encoder: Encoder,
+        options: Options,
+        place: Workplace,
+        report: Callable[[str], None],
     ) -> None:
         """``report`` hears a line before each part. Raises ModelError if the target shows no hidden states."""
         self._target, self._encoder, self._options, self._place = target, encoder, options, place
         self._report = report
         self._tap = HiddenTap(target)
         self._checkpoint = place.work / "heads.pt"
-        output: Any = self._tap.layer
-        vocabulary, hidden = output.weight.shape
-        self._heads = MedusaHeads(hidden, vocabulary, options.heads, options.layers, shared=options.shared_output)
-        with torch.no_grad():
-            for layer in self._heads.outputs:
-                assert isinstance(layer, nn.Linear)
-                layer.weight.copy_(output.weight)
-        self._heads.to(target.device)
-        self._best = copy.deepcopy(self._heads.state_dict())
-        self._optimizer = torch.optim.AdamW(self._heads.parameters(), options.rate, (0.9, 0.95), weight_decay=0.0)
-        self._progress = MedusaProgress()
+        self._progress = HeadProgress()
+        self._heads: nn.Module
+        self._best: dict[str, Any]
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]]
+
+    @abstractmethod
+    def _fresh(self, batches: BatchSource) -> nn.Module:
+        """Heads as training with these begins, on the target's device, in float32."""
+
+    @abstractmethod
+    def _make_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
+        """Each with its share of the learning rate."""
+
+    @abstractmethod
+    def _learn(self, tokens_BT: Tensor) -> float:
+        """Leave gradients of one batch; returns the mean loss, in nats."""
+
+    @abstractmethod
+    def _write(self, folder: Path) -> None:
+        """Write the heads in their published layout."""
+
+    def _held_out(self, rows: list[Sequence[int]]) -> list[Sequence[int]]:
+        """What is measured on, of the texts held out."""
+        return rows
+
+    @abstractmethod
+    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
+        """How right the heads are on these texts, wherever all of them have something to say."""
 
     def run(self, data: Data) -> dict[str, Any]:
         """Do all that is not done yet with text; the folder then holds the heads. Returns the figures.
@@ -148,16 +191,17 @@ class HeadTraining:
         self._report(f"reading {data}")
         pieces = gather(data, self._encoder, options.data_tokens, HELD_OUT, options.seed)
         held_out = [piece.ids for piece in pieces.held_out]
-        if not any(len(row) > options.heads + 1 for row in held_out):
-            raise DataError(f"{data}: nothing held out is longer than the {options.heads} heads reach; give more")
+        if not any(len(row) > options.reach for row in held_out):
+            raise DataError(f"{data}: nothing held out is longer than the {options.reach} tokens guessed; give more")
         ids = joined([piece.ids for piece in pieces.train], self._encoder.separator)
         self._report(f"training on {len(ids)} tokens")
         return self.fit(Batches(ids, options.seed), held_out)
 
     def fit(self, batches: BatchSource, held_out: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The same with token ids; of ``held_out`` as much of each row is read as a sequence has tokens."""
-        min_tokens = self._options.heads + 1
-        rows = [row[: self._options.sequence] for row in held_out if len(row) > min_tokens]
+        rows = [row[: self._options.sequence] for row in held_out if len(row) > self._options.reach]
+        rows = self._held_out(rows)
+        self.begin(batches)
         self._resume()
         if not self._progress.before:
             self._progress.before = self._progress.after = asdict(self.measure(rows))
@@ -168,25 +212,14 @@ class HeadTraining:
             raise Interrupted(f"{self._place.out}: stopped; {again}") from None
         self._heads.load_state_dict(self._best)
         figures = asdict(self._progress)
-        self._place.finish(figures, lambda folder: save(self._heads, folder, self._target.name))
+        self._place.finish(figures, self._write)
         return figures
 
-    @torch.no_grad()
-    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
-        """How right the heads are on these texts, wherever all of them have something to say."""
-        heads = len(self._heads)
-        hits: list[Tensor] = []
-        for row in rows:
-            hidden_TD, logits_TV = (part[0] for part in self._read(torch.tensor([row], device=self._target.device)))
-            said_T = logits_TV.argmax(-1)
-            places = len(row) - heads
-            with self._mixed():
-                guessed_HT = self._heads(hidden_TD[:places]).argmax(-1)
-            right_HT = torch.stack([said_T[head + 1 : head + 1 + places] for head in range(heads)])
-            hits.append(guessed_HT == right_HT)
-        hits_HT = torch.cat(hits, -1).double()
-        runs_T = hits_HT.cumprod(0).sum(0)
-        return Accuracy(tuple(round(share, 4) for share in hits_HT.mean(-1).tolist()), round(float(runs_T.mean()), 4))
+    def begin(self, batches: BatchSource) -> None:
+        """Make the heads as training with these begins."""
+        self._heads = self._fresh(batches)
+        self._best = copy.deepcopy(self._heads.state_dict())
+        self._optimizers = self._make_optimizers()
 
     def _train(self, batches: BatchSource, held_out: Sequence[Sequence[int]]) -> None:
         progress, options = self._progress, self._options
@@ -210,30 +243,16 @@ class HeadTraining:
         self._save()
 
     def _step(self, tokens_BT: Tensor, fraction: float) -> float:
-        """Learn from one batch; returns the mean loss of the heads, in nats."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._options.rate * rate_share(self._progress.step, WARM_UP, fraction, DECAY_FROM)
-        with torch.no_grad():
-            hidden_BTD, logits_BTV = self._read(tokens_BT)
-            p_BTV = logits_BTV.float().softmax(-1)
-        total = 0.0
-        for head in range(len(self._heads)):
-            with self._mixed():
-                scores_BTV = self._heads.head(head, hidden_BTD[:, : -1 - head])
-            # KL(p || q) but for the entropy of p, which has no gradient.
-            scores_BTV = scores_BTV.float()
-            loss = (scores_BTV.logsumexp(-1) - (p_BTV[:, 1 + head :] * scores_BTV).sum(-1)).mean()
-            torch.autograd.backward(loss * FARTHER**head)
-            total += float(loss.detach())
+        share = rate_share(self._progress.step, WARM_UP, fraction, DECAY_FROM)
+        for optimizer, rate in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * share
+        loss = self._learn(tokens_BT)
         nn.utils.clip_grad_norm_(self._heads.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return total / len(self._heads)
-
-    def _read(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states ``[B, T, D]`` and logits ``[B, T, V]`` of the target."""
-        answer = self._target.module(input_ids=tokens_BT, use_cache=False)
-        return self._tap.take().to(torch.float32), answer.logits
+        for optimizer, _ in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
 
     def _mixed(self) -> torch.autocast:
         """Products in the target's format, where that is a short one; the weights stay in float32."""
@@ -253,7 +272,7 @@ class HeadTraining:
         state = {
             "heads": self._heads.state_dict(),
             "best": self._best,
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
             "progress": asdict(self._progress),
         }
         write_checkpoint(self._checkpoint, state)
@@ -264,5 +283,6 @@ class HeadTraining:
             return
         self._heads.load_state_dict(state["heads"])
         self._best = state["best"]
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._progress = MedusaProgress(**state["progress"])
+        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._progress = HeadProgress(**state["progress"])

@@ -1,0 +1,108 @@
+"""Trains Medusa heads for a target, which itself stays as it is ("Medusa-1" of Cai et al. 2024, arXiv:2401.10774).
+
+A head learns the target's own next-token distribution, not the text's: where it reads the hidden state that the token
+after position t is drawn from, head i is to say what the target says after position t + 1 + i, by forward KL. The
+hidden states of a batch are computed once for all heads. Heads start as the paper's do: blocks that change nothing, and
+the target's output layer. Losses of farther heads count less.
+
+Tensor legend: B sequences, T positions, V vocabulary, D hidden size, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignment.batches import BatchSource
+from alignment.heads.training import Accuracy, HeadTraining, run_of
+from engine.medusa import MedusaHeads, save
+
+FARTHER = 0.8
+"""What the loss of a head counts, relative to the one before (as in the authors' training)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaOptions:
+    """How heads are made. Any of it that differs makes them others."""
+
+    heads: int = 4
+    layers: int = 1
+    """Residual blocks of a head."""
+    shared_output: bool = False
+    """Whether all heads have one output layer."""
+    data_tokens: int = 1_000_000
+    steps: int = 400
+    minutes: float = 0.0
+    batch_tokens: int = 2048
+    sequence: int = 256
+    rate: float = 3e-3
+    seed: int = 0
+
+    @property
+    def reach(self) -> int:
+        """How far the last head guesses."""
+        return self.heads + 1
+
+
+class MedusaTraining(HeadTraining[MedusaOptions]):
+    """The making of one set of Medusa heads, in its folder."""
+
+    _heads: MedusaHeads
+
+    def _fresh(self, _batches: BatchSource) -> MedusaHeads:
+        output: Any = self._tap.layer
+        vocabulary, hidden = output.weight.shape
+        options = self._options
+        heads = MedusaHeads(hidden, vocabulary, options.heads, options.layers, shared=options.shared_output)
+        with torch.no_grad():
+            for layer in heads.outputs:
+                assert isinstance(layer, nn.Linear)
+                layer.weight.copy_(output.weight)
+        return heads.to(self._target.device)
+
+    def _make_optimizers(self) -> list[tuple[torch.optim.Optimizer, float]]:
+        rate = self._options.rate
+        return [(torch.optim.AdamW(self._heads.parameters(), rate, (0.9, 0.95), weight_decay=0.0), rate)]
+
+    def _write(self, folder: Path) -> None:
+        save(self._heads, folder, self._target.name)
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[Sequence[int]]) -> Accuracy:
+        """How right the heads are on these texts, wherever all of them have something to say."""
+        heads = len(self._heads)
+        hits: list[Tensor] = []
+        for row in rows:
+            hidden_TD, logits_TV = (part[0] for part in self._read(torch.tensor([row], device=self._target.device)))
+            said_T = logits_TV.argmax(-1)
+            places = len(row) - heads
+            with self._mixed():
+                guessed_HT = self._heads(hidden_TD[:places]).argmax(-1)
+            right_HT = torch.stack([said_T[head + 1 : head + 1 + places] for head in range(heads)])
+            hits.append(guessed_HT == right_HT)
+        return run_of(torch.cat(hits, -1))
+
+    def _learn(self, tokens_BT: Tensor) -> float:
+        with torch.no_grad():
+            hidden_BTD, logits_BTV = self._read(tokens_BT)
+            p_BTV = logits_BTV.float().softmax(-1)
+        total = 0.0
+        for head in range(len(self._heads)):
+            with self._mixed():
+                scores_BTV = self._heads.head(head, hidden_BTD[:, : -1 - head])
+            # KL(p || q) but for the entropy of p, which has no gradient.
+            scores_BTV = scores_BTV.float()
+            loss = (scores_BTV.logsumexp(-1) - (p_BTV[:, 1 + head :] * scores_BTV).sum(-1)).mean()
+            torch.autograd.backward(loss * FARTHER**head)
+            total += float(loss.detach())
+        return total / len(self._heads)
+
+    def _read(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[B, T, D]`` and logits ``[B, T, V]`` of the target."""
+        answer = self._target.module(input_ids=tokens_BT, use_cache=False)
+        return self._tap.take().to(torch.float32), answer.logits

@@ -1,0 +1,132 @@
+"""How many tokens a step each way to draft gives by itself: a draft model, Medusa heads, an EAGLE-3 head; in chains.
+
+    python -m benchmarks.heads --tokens 128
+
+The bundled target writes greedily behind prompts that nothing was trained on. A step begins where the one before ended,
+drafts a chain, and ends at its first token that is not the target's; that one comes from the target. What is drafted
+behind the target's own tokens is all that counts, so every place is computed at once, from the text: no serving, no
+time. The draft model reads all of the text; heads read hidden states of all but its last token.
+
+Tensor legend: T tokens, N places, K guesses in a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.heads.eagle import guesses, read_target
+from alignment.writing import Writer
+from benchmarks.harness.pair import BUNDLED, HEADS, ROOT, held_out
+from benchmarks.harness.report import tell
+from cluster.console import say
+from engine.eagle.loading import load_alone
+from engine.medusa import read
+from models.pair import load
+
+CPU = torch.device("cpu")
+Guesses = Callable[[Tensor], Tensor]
+"""Of a text ``[T]``: column p holds what is drafted behind token p, ``[K, T]``; -1: nothing."""
+
+
+def draft_model(folder: Path, depth: int) -> Guesses:
+    """A chain of a draft model is its next choices, as long as they are the text's own."""
+    model: Any = load(folder, torch.float32)
+
+    def guess(tokens_T: Tensor) -> Tensor:
+        said_T = model(input_ids=tokens_T[None], use_cache=False).logits[0].argmax(-1)
+        return _columns([said_T[step:] for step in range(depth)], 0, len(tokens_T))
+
+    return guess
+
+
+def medusa(target: Any, folder: Path) -> Guesses:
+    """Head i, where token p - 1 was read, guesses token p + 1 + i."""
+    heads = read(folder).float()
+
+    def guess(tokens_T: Tensor) -> Tensor:
+        hidden_TD = target(input_ids=tokens_T[None], output_hidden_states=True).hidden_states[-1][0]
+        return _columns(list(heads(hidden_TD).argmax(-1)), 1, len(tokens_T))
+
+    return guess
+
+
+def eagle(target: Any, folder: Path, depth: int) -> Guesses:
+    """The state of token p - 1 with the embedding of token p guesses token p + 1, and on from there."""
+    head = load_alone(str(folder), str(BUNDLED), CPU, torch.float32)
+
+    def guess(tokens_T: Tensor) -> Tensor:
+        padded_1T = torch.cat((tokens_T, tokens_T[-1:].expand(depth)))[None]
+        aux_1TA, _ = read_target(target, padded_1T, head.config)
+        return _columns(list(guesses(head, padded_1T, aux_1TA, depth)), 1, len(tokens_T))
+
+    return guess
+
+
+def _columns(rows: Sequence[Tensor], behind: int, length: int) -> Tensor:
+    """Rows of guesses as columns by the last token known, which is so many places behind what was read."""
+    out_KT = torch.full((len(rows), length), -1)
+    for step, row in enumerate(rows):
+        row = row[: length - behind]
+        out_KT[step, behind : behind + len(row)] = row
+    return out_KT
+
+
+def accepted(guess_KT: Tensor, tokens_T: Tensor, start: int) -> list[int]:
+    """Of each step of greedy decoding, the first of which knows the text up to ``start``: how many drafts it keeps."""
+    depth, length = guess_KT.shape
+    kept, place = [], start
+    while place + depth < length:
+        right = guess_KT[:, place] == tokens_T[place + 1 : place + 1 + depth]
+        kept.append(int(right.long().cumprod(0).sum()))
+        place += kept[-1] + 1
+    return kept
+
+
+def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
+    """Tokens a step, the target's own included, and the share of steps that keep so many drafted tokens or more."""
+    steps = len(kept)
+    return {
+        "tokens_per_step": round(1 + sum(kept) / steps, 3),
+        "drafted_tokens_kept": round(sum(kept) / steps, 3),
+        "steps_reaching_place": [round(sum(count > place for count in kept) / steps, 3) for place in range(depth)],
+        "steps": steps,
+    }
+
+
+@torch.inference_mode()
+def main(prompts: int, tokens: int, depth: int) -> None:
+    """Measure and print, a line of JSON for each way."""
+    target: Any = load(BUNDLED, torch.float32)
+    ways = {
+        "draft model": draft_model(ROOT / "models" / "draft", depth),
+        "medusa": medusa(target, HEADS),
+        "eagle": eagle(target, ROOT / "models" / "eagle", depth),
+    }
+    kept: dict[str, list[int]] = {name: [] for name in ways}
+    began = time.monotonic()
+    writer = Writer(target, {target.config.eos_token_id})
+    written = writer.write([*held_out(prompts)], tokens, 0.0, 0)
+    for row in written:
+        row_T = torch.tensor(row.tokens)
+        for name, guess in ways.items():
+            kept[name] += accepted(guess(row_T), row_T, row.start)
+    for name, counts in kept.items():
+        tell({"way": name, "depth": depth, **figures(counts, depth)})
+    say(f"{len(written)} prompts, up to {tokens} tokens each, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Tokens a step of ways to draft, greedy, in chains")
+    parser.add_argument("--prompts", type=int, default=40, help="prompts (default: 40, all there are)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default: 128)")
+    parser.add_argument("--depth", type=int, default=5, help="drafted tokens of a step, at most (default: 5)")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    main(chosen.prompts, chosen.tokens, chosen.depth)

@@ -1,0 +1,182 @@
+"""A draft worker that holds an EAGLE-3 head and no model: it drafts from what the target sends of its hidden states.
+
+All is :class:`draft_service.lookahead.Lookahead`'s but this: a session's rows begin with the first token whose features
+have come, the head runs ahead from there on its own word, and when features come of tokens that it has read so, it
+reads them again and drafts again from the end of the text. Without features nothing is drafted; late ones, and those
+that never come, cost acceptance. What is none (of another session, epoch, head or size, not a number) is dropped and
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import overload
+
+from torch import Tensor
+
+from draft_service.head_engine import HeadEngine
+from draft_service.lookahead import Lookahead, LookaheadLimits
+from draft_service.sequence import DraftSequence
+from engine.eagle.features import unpacked
+from engine.model import Model
+from engine.recorder import Recorder
+from speculation.messages import Features, Open, Rule, Token, ToWorker, Verification, Welcome
+from transport.tracing import Tracing
+from transport.worker import Outgoing
+
+MAX_EARLY = 512
+"""Features that are kept of tokens which are not known to be committed yet: a verification may be overtaken."""
+
+
+class _Suffix(Sequence[Token]):
+    """The end of a list of tokens that grows."""
+
+    def __init__(self, tokens: Sequence[Token], first: int) -> None:
+        self._tokens, self._first = tokens, first
+
+    def __len__(self) -> int:
+        return len(self._tokens) - self._first
+
+    @overload
+    def __getitem__(self, index: int) -> Token: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Token]: ...
+    def __getitem__(self, index: int | slice) -> Token | Sequence[Token]:
+        if isinstance(index, int):
+            return self._tokens[self._first + range(len(self))[index]]
+        start, stop, step = index.indices(len(self))
+        return self._tokens[self._first + start : self._first + stop : step]
+
+
+class HeadText:
+    """What a head reads of a text. Implements :class:`draft_service.translation.reading.Text`."""
+
+    def __init__(self, committed: Sequence[Token]) -> None:
+        """Nothing, as long as no features have come."""
+        self._committed = committed
+        self.first: int | None = None
+        """Position of the first token it reads."""
+        self.tokens: Sequence[Token] = ()
+        self.come: dict[int, Tensor] = {}
+        """Features that have come and are not given to the head yet, by the position of their token."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether drafts can hang from its end."""
+        return self.first is not None
+
+    def begin(self, position: int) -> None:
+        """Read the text from there on."""
+        self.first, self.tokens = position, _Suffix(self._committed, position)
+
+    def own(self, token: Token) -> Token:
+        """The same."""
+        return token
+
+    def follow(self, count: int) -> None:
+        """Nothing to do: the list has grown by itself."""
+
+    def settle(self) -> int:
+        """All of them are the same."""
+        return len(self.tokens)
+
+
+class HeadReader:
+    """Implements :class:`draft_service.translation.reading.Reader`."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def text(self, committed: Sequence[Token]) -> HeadText:
+        """Of a session."""
+        return HeadText(committed)
+
+    def read(self, logits_RV: Tensor) -> Tensor:
+        """The logits themselves."""
+        return logits_RV
+
+
+class HeadLookahead(Lookahead):
+    """The sessions of a draft worker with a head."""
+
+    def __init__(
+        self,
+        engine: HeadEngine,
+        welcome: Welcome,
+        limits: LookaheadLimits = LookaheadLimits(),
+        recorder: Recorder | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        """As of :class:`Lookahead`; ``welcome`` names the head."""
+        super().__init__(engine, welcome, limits, recorder, tracing, HeadReader(engine.model))
+        self._head = engine
+
+    def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:
+        """Take one message of a router."""
+        if not isinstance(message, Features):
+            return super().receive(link, message, at)
+        sequence = self._sequences.get((link, message.session))
+        if sequence is None or sequence.session.opened.epoch != message.epoch:
+            self.counters.features_late += 1
+        elif why := self._take(sequence, message):
+            self.counters.features_refused += 1
+            if self.counters.features_refused.bit_count() == 1:  # the 1st, 2nd, 4th ...
+                sequence.log.warning("refused features at %d: %s", message.position, why)
+        else:
+            self.counters.features += len(message)
+            self._absorb(sequence)
+        return []
+
+    def _take(self, sequence: DraftSequence, features: Features) -> str:
+        """Keep features of a session until they are read; returns why not, if so."""
+        text, position = _text_of(sequence), sequence.session.trie.position
+        if features.head != self._welcome.head:
+            return "they are for another head, or from beside another target"
+        if features.position < 1 or features.end > position + MAX_EARLY:
+            return f"they are of tokens {features.position} to {features.end}, the text has {position}"
+        try:
+            states_ND = unpacked(features, self._head.width, self._head.dtype)
+        except ValueError as error:
+            return str(error)
+        text.come.update(enumerate(states_ND, features.position))
+        return ""
+
+    def _absorb(self, sequence: DraftSequence) -> None:
+        """Give the head what has come of committed tokens; what it has read without, it will read again."""
+        text, session = _text_of(sequence), sequence.session
+        known = sorted(position for position in text.come if position < session.trie.position)
+        if not known or (session.opened.speculation.rule is Rule.REJECTION and len(session.trie)):
+            return  # what was drawn from a q stands: it goes on when that is decided
+        if text.first is None:
+            text.begin(known[0])
+            self._head.begin(sequence.cached, known[0])
+        assert text.first is not None
+        rows = {position - text.first: text.come.pop(position) for position in known}
+        rows = {row: state_D for row, state_D in rows.items() if row >= 0}
+        for row, state_D in rows.items():
+            self._head.feed(sequence.cached, row, state_D)
+        if rows and (first := min(rows)) < sequence.cached.length:
+            sequence.rewind(first)
+
+    def _open(self, link: Hashable, opened: Open, sequence: DraftSequence | None, at: float) -> Outgoing:
+        refused = super()._open(link, opened, sequence, at)
+        taken = self._sequences.get((link, opened.session))
+        if taken is not None and taken is not sequence:
+            taken.cached.free()
+            taken.cached = self._head.cache.sequence()  # rows depend on more than tokens: nothing is shared
+        return refused
+
+    def _verified(self, link: Hashable, verification: Verification, sequence: DraftSequence | None) -> Outgoing:
+        outgoing = super()._verified(link, verification, sequence)
+        if sequence is not None and self._sequences.get((link, verification.session)) is sequence:
+            self._absorb(sequence)
+        return outgoing
+
+    def _drop(self, sequence: DraftSequence, why: str) -> None:
+        super()._drop(sequence, why)
+        self._head.forget(sequence.cached)
+
+
+def _text_of(sequence: DraftSequence) -> HeadText:
+    assert isinstance(sequence.text, HeadText)
+    return sequence.text

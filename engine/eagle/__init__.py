@@ -1,0 +1,1 @@
+"""EAGLE-3 heads: what a checkpoint says, the head as plain torch, and how it is read."""

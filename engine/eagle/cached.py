@@ -1,0 +1,114 @@
+"""An EAGLE-3 head over a cache of its own: rows of many sessions in one forward, chains or trees.
+
+The cache is kept as the target's is (:mod:`engine.cache.kv_cache`), one slot a row: what sessions begin with is shared,
+and guesses are pending nodes that are dropped. Row p of a session is what the head makes of the target's state at
+position p and the token after it (:mod:`engine.eagle.head`). A session's rows need not begin at position 0.
+
+Tensor legend: N rows of a forward, R of them, A auxiliary states times the target's hidden size, D hidden size of the
+head, Q query heads, K key/value heads, E head size, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.attention.attention import Step, forward_context, paged_attention
+from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.eagle.head import EagleHead
+from engine.host.upload import upload
+from engine.layers.linear import products
+
+
+class HeadChunk(NamedTuple):
+    """Rows to append to one sequence, as pending nodes."""
+
+    sequence: CachedSequence
+    first: int
+    """Position of the sequence's first row."""
+    tokens: Sequence[int]
+    """The token after each row's position."""
+    states_ND: Tensor
+    """What :meth:`CachedHead.fuse` made of the target's states there, or the head's own next state."""
+    parents: Sequence[int]
+    """As of :class:`engine.interface.Chunk`."""
+
+
+def row_bytes(head: EagleHead) -> int:
+    """What a row takes in the cache."""
+    config = head.config
+    return 2 * config.layers * config.kv_heads * config.head_size * head.norm.weight.itemsize
+
+
+class CachedHead:
+    """Computes rows of a head; the books of the cache are the caller's to keep."""
+
+    def __init__(self, head: EagleHead, capacity: int) -> None:
+        """``capacity``: rows that fit, of all sessions together."""
+        config, weight = head.config, head.norm.weight
+        self.head = head
+        self.cache = KVCache(config.layers, capacity, dtype=weight.dtype, device=weight.device)
+        self._says_all = head.target_ids.tolist() == list(range(config.vocab_size))
+        self._layers: list[Any] = [SimpleNamespace(layer_idx=layer) for layer in range(config.layers)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.cache.store.device
+
+    @torch.inference_mode()
+    def fuse(self, aux_NA: Tensor) -> Tensor:
+        """One state for each token, ``[N, D]``."""
+        return self.head.fuse(aux_NA)
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[HeadChunk]) -> tuple[Tensor, Tensor]:
+        """Next and normed states of all rows, in the order of the chunks, ``[N, D]`` each.
+
+        The rows become pending nodes of their sequences. Raises :class:`engine.cache.kv_cache.CacheFull`; then, as
+        after any other exception, no sequence has changed.
+        """
+        appended: list[tuple[CachedSequence, int]] = []
+        try:
+            for chunk in chunks:
+                chunk.sequence.append(chunk.parents)
+                appended.append((chunk.sequence, len(chunk.tokens)))
+            self.cache.store.move(self.cache.take_moves())
+            tokens, positions, slots = list[int](), list[int](), list[int]()
+            for chunk in chunks:
+                rows, count = chunk.sequence, len(chunk.tokens)
+                tokens += chunk.tokens
+                positions += [chunk.first + rows.length + depth for depth in rows.depths[-count:]]
+                slots += rows.pending_slots[-count:]
+            tokens_N, positions_N, slots_N = upload([*tokens, *positions, *slots], self.device).view(3, len(slots))
+            first = slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None
+            step = Step(self.cache.store, appended, slots_N, len(self._layers), first=first)
+            states_ND = torch.cat([chunk.states_ND for chunk in chunks])
+            with forward_context(step), products(invariant=False):
+                found: tuple[Tensor, Tensor] = self.head(
+                    self.head.embed(tokens_N), states_ND, positions_N, self._attend
+                )
+            return found
+        except BaseException:
+            for sequence, count in appended:
+                sequence.retract(count)
+            raise
+
+    @torch.inference_mode()
+    def logits(self, normed_RD: Tensor, vocabulary: int) -> Tensor:
+        """What it says of the target's tokens below ``vocabulary``, ``[R, V]`` float32; -inf of those it cannot say."""
+        with products(invariant=False):
+            own_RV = self.head.logits(normed_RD).float()
+        if self._says_all:
+            return own_RV[:, :vocabulary]
+        logits_RV = own_RV.new_full((len(own_RV), self.head.config.vocab_size), float("-inf"))
+        return logits_RV.index_copy_(1, self.head.target_ids, own_RV)[:, :vocabulary]
+
+    def _attend(self, layer: int, q_NQE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
+        q_1QNE, k_1KNE, v_1KNE = (x.transpose(0, 1)[None] for x in (q_NQE, k_NKE, v_NKE))
+        found_1NQE, _ = paged_attention(self._layers[layer], q_1QNE, k_1KNE, v_1KNE, None)
+        return found_1NQE[0]

@@ -1,0 +1,113 @@
+"""What a model computes on the way: what its output layer reads, and the states between its decoder layers.
+
+The states between layers are read by hooks where transformers computes the layers; where we do, the layers hand them to
+the step (:meth:`engine.attention.attention.Step.keep`). They are written to memory that stays where it is, as a step
+that is replayed needs it.
+
+Tensor legend: R rows, T tokens, L layers asked for, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.attention import current_step
+from engine.layers.fused import FusedStack
+from engine.model import Model, ModelError
+
+
+class HiddenTap:
+    """Listens at the output layer of a model; keeps what it read last until somebody takes it."""
+
+    def __init__(self, model: Model) -> None:
+        """Listens from now on. Raises :class:`engine.model.ModelError` if there is nothing to listen to."""
+        module: Any = model.module
+        layer = module.get_output_embeddings()
+        if layer is None:
+            raise ModelError(f"model type {model.kind!r} has no output layer of its own whose input could be read")
+        self.layer: nn.Module = layer
+        self._read: Tensor | None = None
+        # First of all hooks: another may hand the layer something that only it understands.
+        layer.register_forward_pre_hook(self._note, prepend=True)
+
+    def take(self) -> Tensor:
+        """The hidden states of the rows that logits were computed for in the last forward, ``[..., R, D]``."""
+        read, self._read = self._read, None
+        assert read is not None, "the model did not call its output layer"
+        return read
+
+    def _note(self, _layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        self._read = given[0]
+
+
+class LayerTap:
+    """Auxiliary hidden states: of every token of a step, the states behind some decoder layers, before any norm."""
+
+    def __init__(self, model: Model, layers: Sequence[int], rows: int) -> None:
+        """``layers``: behind how many decoder layers; 0: what the first one reads. ``rows``: see :meth:`room`.
+
+        Raises :class:`engine.model.ModelError` for other numbers, or a model that does not show its layers.
+        """
+        if wrong := [layer for layer in layers if not 0 <= layer <= model.layers]:
+            raise ModelError(
+                f"{model.name}: hidden states behind layer {wrong[0]} are asked for, it has {model.layers} layers; "
+                f"each must be from 0 to {model.layers}"
+            )
+        self.layers = tuple(layers)
+        size = model.config.get_text_config(decoder=True).hidden_size
+        self._states_TLD = torch.zeros(rows, len(layers), size, dtype=model.dtype, device=model.device)
+        self._read: list[Tensor] = []
+        self._listen(model)
+
+    def keep(self, layer: int, states_TD: Tensor) -> None:
+        """Take in what stands behind so many layers, of all tokens that are computed at once."""
+        for place, wanted in enumerate(self.layers):
+            if wanted == layer:
+                self.room(len(states_TD))[:, place].copy_(states_TD)
+
+    def room(self, rows: int) -> Tensor:
+        """Where the states of the forward in progress go, ``[T, L, D]``.
+
+        It lies where it lay before as long as there are no more rows than there was room for at first.
+        """
+        if len(self._states_TLD) < rows:
+            self._states_TLD = self._states_TLD.new_zeros(rows, *self._states_TLD.shape[1:])
+        return self._states_TLD[:rows]
+
+    def start(self) -> None:
+        """A step begins: forget what was read and not taken."""
+        self._read.clear()
+
+    def computed(self, rows: int) -> None:
+        """So many more tokens of the step have been computed."""
+        self._read.append(self._states_TLD[:rows].flatten(1).clone())
+
+    def take(self) -> Tensor:
+        """Of all tokens of the step, ``[T, L * D]``."""
+        read, self._read = self._read, []
+        return torch.cat(read) if len(read) > 1 else read[0]
+
+    def _listen(self, model: Model) -> None:
+        module: Any = model.module
+        decoder = module.get_decoder() if hasattr(module, "get_decoder") else module.base_model
+        layers = getattr(decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ModelError(f"model type {model.kind!r} has no list of decoder layers whose states could be read")
+        if isinstance(layers[0], FusedStack):
+            return
+        for wanted in set(self.layers):
+            keep = partial(_keep, wanted)
+            if wanted:
+                layers[wanted - 1].register_forward_hook(lambda _layer, _given, found, keep=keep: keep(found))
+            else:
+                layers[0].register_forward_pre_hook(lambda _layer, given, keep=keep: keep(given))
+
+
+def _keep(layer: int, states: Tensor | tuple[Tensor, ...]) -> None:
+    """Hand on what a decoder layer reads or returns, ``[1, T, D]``, perhaps before other things."""
+    current_step().keep(layer, (states if isinstance(states, Tensor) else states[0])[0])

@@ -1,0 +1,158 @@
+"""What an EAGLE-3 head away from here is sent: the states that it reads, of every token that is committed.
+
+They are fused here (a third of the bytes of what fc reads) in every step, and kept of the last :data:`KEPT` tokens of
+each session. A router that has joined the session to a drafter with this very head subscribes: then what is kept is
+sent, and what each step brings, right behind its verification. So a drafter that comes late, or after another one, gets
+as much as one that was there before the prompt was computed. A session that is taken over from another target has what
+this one computes of it, which is all but what lay in the cache.
+
+Tensor legend: N rows, T tokens of a step, D hidden size of the head.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.eagle.features import packed
+from engine.eagle.head import EagleHead
+from engine.host.upload import upload
+from engine.interface import Chunk, StepEngine
+from speculation.acceptance import AcceptanceResult
+from speculation.drafting.state_drafts import StateDrafts
+from speculation.messages import Features, Open, Subscribe
+from speculation.trie import VerificationTree
+from target_service.batch_entry import BatchEntry
+from target_service.counters import TargetCounters
+from target_service.sequence import TargetSequence
+from target_service.verdicts import Fault, Verdict
+from transport.worker import Outgoing
+
+KEPT = 256
+"""Tokens of a session whose features are kept, and sent to a drafter that comes: 2 MiB of 4096 numbers in bf16."""
+SENT_AT_ONCE = 64
+"""Tokens in one message."""
+
+
+@dataclass(slots=True, eq=False)
+class _SentSession:
+    """What is known of a session's features."""
+
+    subscribed: Subscribe | None = None
+    kept: deque[Tensor] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """``[D]`` each, of tokens that follow each other."""
+    end: int = 0
+    """Position after the last of them."""
+
+
+class FeatureSender:
+    """For all sessions of a worker. A :class:`target_service.drafting.own_drafters.StateReader` that drafts nothing."""
+
+    seconds = 0.0
+    """All it does is a part of the step."""
+
+    def __init__(self, head: EagleHead, counters: TargetCounters) -> None:
+        """Of the head only what fuses states is used."""
+        self._head, self._fingerprint, self._counters = head, head.fingerprint, counters
+        self._sessions: dict[TargetSequence, _SentSession] = {}
+        self._outgoing: Outgoing = []
+
+    def subscribe(self, sequence: TargetSequence | None, message: Subscribe) -> Outgoing:
+        """Send a session's features from now on, or no more; what is sent at once."""
+        if sequence is None or message.epoch != sequence.session.opened.epoch:
+            self._counters.features_refused += 1
+            return []
+        session = self._sessions.setdefault(sequence, _SentSession())
+        session.subscribed = message if message.head == self._fingerprint else None
+        self._counters.features_refused += message.head not in (0, self._fingerprint)
+        if session.subscribed is None or not session.kept:
+            return []
+        self._send(sequence, session, session.end - len(session.kept), torch.stack(list(session.kept)))
+        return self.taken()
+
+    def taken(self) -> Outgoing:
+        """What is to be sent of the last step."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def drafts_for(self, opened: Open) -> StateDrafts | None:  # noqa: ARG002 - as others have it
+        """None: what is drafted elsewhere comes as proposals."""
+        return None
+
+    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
+        """Never asked for."""
+
+    @torch.inference_mode()
+    def note(
+        self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], decided: Sequence[Verdict]
+    ) -> None:
+        """Fuse the states of what stays of the step just computed."""
+        aux_TA = engine.aux
+        assert aux_TA is not None
+        wanted: list[int] = []
+        found: list[tuple[TargetSequence, _SentSession, int, int]] = []
+        first = 0
+        for chunk, entry, verdict in zip(chunks, entries, decided, strict=True):
+            speculates = entry.sequence.session.opened.speculation.enabled
+            if speculates and not isinstance(verdict, Fault):
+                rows = _rows(entry, verdict)
+                # The state at a position is what the token behind it was drawn from.
+                start = entry.sequence.cached.length + 1
+                session = self._sessions.setdefault(entry.sequence, _SentSession())
+                skipped = max(session.end - start, len(rows) - KEPT, 0)
+                if rows := rows[skipped:]:
+                    wanted += [first + row for row in rows]
+                    found.append((entry.sequence, session, start + skipped, len(rows)))
+            first += len(chunk.tokens)
+        if not wanted:
+            return
+        states_ND = self._head.fuse(aux_TA[upload(wanted, aux_TA.device)])
+        for sequence, session, position, count in found:
+            part_ND, states_ND = states_ND[:count], states_ND[count:]
+            if position != session.end:
+                session.kept.clear()
+            session.kept.extend(part_ND)
+            session.end = position + count
+            if session.subscribed is not None:
+                self._send(sequence, session, position, part_ND)
+
+    def _send(self, sequence: TargetSequence, session: _SentSession, position: int, states_ND: Tensor) -> None:
+        assert session.subscribed is not None
+        opened, wanted = sequence.session.opened, session.subscribed.format
+        for part_ND in torch.split(states_ND, SENT_AT_ONCE):
+            values, scales = packed(part_ND, wanted)
+            width = part_ND.shape[1]
+            message = Features(opened.session, opened.epoch, position, self._fingerprint, width, values, wanted, scales)
+            self._outgoing.append((sequence.link, message))
+            self._counters.features += len(part_ND)
+            position += len(part_ND)
+
+    def draft(self, part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
+        """Nothing."""
+
+    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+        """Of no interest."""
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None:
+        """Of no interest."""
+
+    def drop(self, sequence: TargetSequence) -> None:
+        """A session has ended."""
+        if self._sessions.pop(sequence, None) is not None:
+            about = sequence.link, sequence.session.opened.session
+            self._outgoing = [sent for sent in self._outgoing if (sent[0], getattr(sent[1], "session", 0)) != about]
+
+    def validate(self) -> None:
+        """Raise AssertionError where its books contradict each other."""
+        assert not self._outgoing, "features of a step were not sent"
+
+
+def _rows(entry: BatchEntry, verdict: Verdict) -> list[int]:
+    """Which tokens of a session's chunk stay."""
+    scheduled = entry.num_scheduled_tokens
+    kept = verdict.kept if isinstance(verdict, AcceptanceResult) else ()
+    return [*range(scheduled), *(scheduled + node for node in kept)]

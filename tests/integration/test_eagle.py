@@ -1,0 +1,460 @@
+"""An EAGLE-3 head at a target worker: the text is the target's own, and the head reads what it has to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.build import build, build_target, welcome
+from engine.cache.kv_cache import KVCache
+from engine.eagle.cached import CachedHead, HeadChunk
+from engine.eagle.config import EagleConfig
+from engine.eagle.head import EagleHead
+from engine.eagle.loading import load_beside, save
+from engine.interface import Chunk, StepEngine
+from engine.loading.loader import Model
+from engine.model import ModelError
+from engine.sampling.sampling import candidates
+from engine.settings import EngineSettings
+from engine.step import Engine
+from speculation.drafting.state_drafts import GuessTree, StateDrafts
+from speculation.messages import (
+    ANCHOR,
+    Limits,
+    Open,
+    Rule,
+    Sampling,
+    SessionId,
+    Source,
+    Speculation,
+    Token,
+    Verification,
+)
+from speculation.trie import VerificationTree
+from target_service import scheduler
+from target_service.batch_entry import BatchEntry
+from target_service.drafting import eagle
+from target_service.sequence import TargetSequence
+from target_service.verdicts import Verdict
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.bundled import MODELS, held_out_prompts
+from tests.ranks import needs_no_gpu, on_ranks
+from tests.unit.engine.engine_models import Stock, load_tiny, random_tokens, save_model
+
+LINK = "router"
+HIDDEN, VOCABULARY, LAYERS = 64, 256, 4
+AUX = (2, 1, 3)
+NEW = 16
+ALONE = Speculation(sources=frozenset({Source.EAGLE}))
+PLAIN = Speculation(enabled=False)
+GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=5)
+
+
+def config_of(**changes: Any) -> EagleConfig:
+    known: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "target_hidden_size": HIDDEN,
+        "vocab_size": VOCABULARY,
+        "draft_vocab_size": 100,
+        "layers": 1,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 16,
+        "intermediate_size": 96,
+        "rms_eps": 1e-5,
+        "max_positions": 256,
+        "rope": {"rope_type": "default", "rope_theta": 10000.0},
+        "aux_layers": AUX,
+    }
+    return EagleConfig(**{**known, **changes})
+
+
+def tiny_head(**changes: Any) -> EagleHead:
+    """A random one, which can say every second of the target's tokens."""
+    head = EagleHead(config_of(**changes))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15, generator=generator)
+    if head.config.draft_vocab_size < VOCABULARY:
+        head.target_ids = 2 * torch.arange(head.config.draft_vocab_size)
+    return head.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model("llama", tmp_path_factory.mktemp("tiny") / "model", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_tiny("llama", tmp_path_factory.mktemp("loaded"), num_hidden_layers=LAYERS)
+
+
+def engine_of(model: Model, head: EagleHead | None, capacity: int = 1024) -> Engine:
+    cache = KVCache(model.layers, capacity, block=8, dtype=model.dtype, device=model.device)
+    return Engine(model, cache, eagle=head)
+
+
+def loop_of(engine: StepEngine, **limits: object) -> VerifyLoop:
+    """Verifies all there is, so that what is tested does not depend on how fast the machine is."""
+    chosen = replace(TargetLimits(adaptive=False), **limits)  # type: ignore[arg-type]
+    return VerifyLoop(engine, welcome(EngineSettings("tiny"), engine.model, "target"), chosen)
+
+
+def opening(number: int, sampling: Sampling, speculation: Speculation = ALONE, new: int = NEW) -> Open:
+    prompt = tuple(random_tokens(10 + number, seed=number))
+    chosen = replace(sampling, seed=sampling.seed + number)
+    return Open(SessionId(number), 1, prompt, chosen, Limits(len(prompt) + new), speculation=speculation)
+
+
+def texts(loop: VerifyLoop, openings: Sequence[Open]) -> dict[int, list[Token]]:
+    """What the sessions say, all at once."""
+    for one in openings:
+        loop.receive(LINK, one)
+    said: dict[int, list[Token]] = {one.session: [] for one in openings}
+    while (sent := loop.step()) is not None:
+        loop.validate()
+        for _, message in sent:
+            assert isinstance(message, Verification), message
+            said[message.session] += message.tokens
+    assert loop.load().free_tokens == loop.load().capacity_tokens
+    return said
+
+
+def plain_texts(model: Model, openings: Sequence[Open]) -> dict[int, list[Token]]:
+    return texts(loop_of(engine_of(model, None)), [replace(one, speculation=PLAIN) for one in openings])
+
+
+def of_eagle(loop: VerifyLoop) -> eagle.EagleDrafter:
+    (drafter,) = loop._drafters._readers
+    assert isinstance(drafter, eagle.EagleDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize(
+    ("sources", "capacity"),
+    [({Source.EAGLE}, 1024), (set(Source) - {Source.DRAFT}, 72)],
+    ids=["alone", "among others, preempted"],
+)
+def test_texts_are_those_without_a_head(
+    model: Model, rule: Rule, sources: set[Source], capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, many at once; under the rejection rule where nothing is random."""
+    monkeypatch.setattr(scheduler, "HEADROOM", 0)
+    openings = [opening(n, GREEDY if n % 2 or rule is Rule.REJECTION else WARM) for n in range(6)]
+    speculation = Speculation(rule=rule, sources=frozenset(sources))
+    loop = loop_of(engine_of(model, tiny_head(), capacity))
+    expected = plain_texts(model, openings)
+    assert texts(loop, [replace(one, speculation=speculation) for one in openings]) == expected
+    assert loop.counters.offered_from[Source.EAGLE] > 50
+    assert bool(loop.counters.preempted) is (capacity < 100)
+    assert not of_eagle(loop)._sessions and not of_eagle(loop)._head.cache.sequences
+
+
+@pytest.mark.parametrize("kind", ["whole vocabulary", "two layers", "norms of its own"])
+def test_other_shapes_of_heads(model: Model, kind: str) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "whole vocabulary": {"draft_vocab_size": VOCABULARY},
+        "two layers": {"layers": 2, "kv_heads": 4},
+        "norms of its own": {"norm_before_residual": True, "norm_output": True, "fc_norm": True},
+    }
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(3)]
+    loop = loop_of(engine_of(model, tiny_head(**changes[kind])))
+    assert texts(loop, openings) == plain_texts(model, openings)
+    assert loop.counters.offered_from[Source.EAGLE] > 50
+
+
+class Watched(CachedHead):
+    """Notes what the rows of committed tokens come to."""
+
+    read: dict[tuple[int, ...], Tensor]
+
+    def run(self, chunks: Sequence[HeadChunk]) -> tuple[Tensor, Tensor]:
+        starts = [chunk.first + chunk.sequence.length for chunk in chunks]
+        states_ND, normed_ND = super().run(chunks)
+        row = 0
+        for chunk, start in zip(chunks, starts, strict=True):
+            for i in range(len(chunk.tokens) if isinstance(chunk.parents, range) else 0):
+                self.read[start + i, chunk.tokens[i]] = normed_ND[row + i]
+            row += len(chunk.tokens)
+        return states_ND, normed_ND
+
+
+def reference(folder: str, head: EagleHead, tokens: Sequence[Token]) -> Tensor:
+    """The normed states of all rows by transformers' hidden states and one causal pass, ``[T - 1, D]``."""
+    module = Stock(folder)._module
+    with torch.inference_mode():
+        hidden = module(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
+        states_ND = head.fuse(torch.cat([hidden[layer][0] for layer in head.config.aux_layers], -1))[:-1]
+
+        def attend(_layer: int, q_NQE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
+            q_QNE, k_KNE, v_KNE = (x.transpose(0, 1) for x in (q_NQE, k_NKE, v_NKE))
+            attention = torch.nn.functional.scaled_dot_product_attention
+            return attention(q_QNE, k_KNE, v_KNE, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+        embedded = head.embed(torch.tensor(tokens[1:]))
+        found: tuple[Tensor, Tensor] = head(embedded, states_ND, torch.arange(len(tokens) - 1), attend)
+    return found[1]
+
+
+@pytest.mark.parametrize("kept", ["anything", "its own drafts"])
+def test_the_head_reads_the_states_of_committed_tokens(folder: str, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was verified beside them and whatever of it was kept; prompts in parts, too."""
+    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Watched)
+    head = load_head(folder, tiny_head(draft_vocab_size=VOCABULARY))
+    engine = build_target(EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=1024))
+    engine = Engine(engine.model, engine.cache, eagle=head)
+    limits = replace(TargetLimits(), budget=scheduler.Budget(tokens=6)) if kept == "anything" else TargetLimits()
+    loop = loop_of(engine, budget=limits.budget)
+    watched = of_eagle(loop)._head
+    assert isinstance(watched, Watched)
+    watched.read = {}
+    if kept == "its own drafts":
+        say_the_truth(loop, folder, monkeypatch)
+    one = opening(4, GREEDY)
+    truth = [*one.tokens, *texts(loop, [one])[4]]
+    expected = reference(folder, head, truth)
+    read = {position for position, _ in watched.read}
+    assert read == set(range(len(read))) and len(read) > len(one.tokens), "without gaps, but for the last step"
+    for (position, token), normed_D in watched.read.items():
+        assert token == truth[position + 1]
+        torch.testing.assert_close(normed_D, expected[position], atol=1e-4, rtol=1e-4)
+    if kept == "its own drafts":
+        assert loop.counters.accepted_from[Source.EAGLE] > NEW // 2
+
+
+def load_head(folder: str, head: EagleHead) -> EagleHead:
+    """Through a checkpoint in the published layout."""
+    place = Path(folder).parent / f"head-{head.config.draft_vocab_size}-{head.config.layers}"
+    save(head, place, embedding=True, dtype=torch.float32)
+    return load_beside(str(place), build_target(EngineSettings(folder, dtype="fp32", device="cpu")).model)
+
+
+def say_the_truth(loop: VerifyLoop, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the head guess what the target says, among other things."""
+    stock = Stock(folder)
+
+    def guesses(logits_NV: Tensor, draws: Sequence[Any], k: int) -> Any:
+        (sequence,) = of_eagle(loop)._sessions
+        found = candidates(logits_NV, draws, k)
+        tokens = list(sequence.session.tokens)
+        for draw, row in zip(draws, found, strict=True):
+            while len(tokens) <= draw.position:
+                tokens.append(int(stock(tokens)[-1].argmax()))
+            row[0] = replace(row[0], token=tokens[draw.position], confidence=0.9)
+        return found
+
+    monkeypatch.setattr("target_service.drafting.eagle.candidates", guesses)
+
+
+@pytest.mark.parametrize("recomputed", [eagle.RECOMPUTED, 0], ids=["known to the head", "not"])
+def test_a_prefix_taken_over_from_the_cache(model: Model, recomputed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head takes it over as well, and what it lacks is computed again; or it begins behind the prefix."""
+    monkeypatch.setattr(eagle, "RECOMPUTED", recomputed)
+    shared = tuple(random_tokens(40, seed=7))
+    tails = [(11, 12, 13), (11, 90, 33, 4), (7,), (11, 12, 13)]
+    openings = [
+        Open(SessionId(n), 1, (*shared, *tail), GREEDY, Limits(60), speculation=ALONE) for n, tail in enumerate(tails)
+    ]
+    expected = plain_texts(model, openings)
+    loop = loop_of(engine_of(model, tiny_head()))
+    for one in openings:
+        alone = loop_of(engine_of(model, tiny_head()))
+        assert texts(alone, [one])[one.session] == texts(loop, [one])[one.session] == expected[one.session]
+    assert loop.counters.reused > 3 * 30
+
+
+def test_a_head_says_the_same_behind_a_prefix_from_the_cache(model: Model) -> None:
+    """What is guessed first behind a prompt is what is guessed where nothing was cached."""
+    shared = tuple(random_tokens(40, seed=7))
+    one = Open(SessionId(1), 1, (*shared, 11, 12, 13), GREEDY, Limits(60), speculation=ALONE)
+    other = replace(one, session=SessionId(2), tokens=(*shared, 11, 90, 33, 4))
+    drafted: list[list[GuessTree]] = []
+    for before in ([], [one]):
+        loop = loop_of(engine_of(model, tiny_head()))
+        texts(loop, before)
+        loop.receive(LINK, other)
+        trees: list[GuessTree] = []
+        while loop.step() is not None:
+            trees += [session.drafts._tree for session in of_eagle(loop)._sessions.values()]
+        drafted.append(trees)
+        assert bool(loop.counters.reused) is bool(before)
+    (alone, behind) = drafted
+    assert [tree.tokens for tree in alone if tree.tokens] == [tree.tokens for tree in behind if tree.tokens] != []
+
+
+def test_a_head_that_says_no_numbers_costs_speed_only(model: Model) -> None:
+    head = tiny_head()
+    with torch.no_grad():
+        head.get_parameter("layers.0.mlp.down_proj.weight")[3, 4] = float("nan")
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    loop = loop_of(engine_of(model, head))
+    assert texts(loop, openings) == plain_texts(model, openings)
+    assert loop.counters.draft_faults == 4 and loop.counters.offered == 0
+    assert loop.counters.flat()["draft_faults"] == 4
+
+
+def test_an_output_layer_of_no_numbers_costs_speed_only(model: Model) -> None:
+    head = tiny_head()
+    with torch.no_grad():
+        head.lm_head.weight[3] = float("nan")
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    assert texts(loop_of(engine_of(model, head)), openings) == plain_texts(model, openings)
+
+
+def test_a_head_that_fails_costs_speed_only(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(CachedHead):
+        calls = 0
+
+        def logits(self, normed_RD: Tensor, vocabulary: int) -> Tensor:
+            self.calls += 1
+            if self.calls == 5:
+                raise RuntimeError("out of memory")
+            return super().logits(normed_RD, vocabulary)
+
+    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Failing)
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    loop = loop_of(engine_of(model, tiny_head()))
+    assert texts(loop, openings) == plain_texts(model, openings)
+    assert caplog.text.count("the EAGLE head failed") == 1
+    assert 0 < loop.counters.draft_faults <= 4
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_a_head_without_room_costs_speed_only(model: Model, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "target_service.drafting.own_drafters.CachedHead", lambda head, _capacity: CachedHead(head, rows)
+    )
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    loop = loop_of(engine_of(model, tiny_head()))
+    assert texts(loop, openings) == plain_texts(model, openings)
+    assert loop.counters.draft_left_out > 0
+
+
+def test_requests_that_allow_no_head_have_none(model: Model) -> None:
+    loop = loop_of(engine_of(model, tiny_head()))
+    texts(loop, [opening(1, GREEDY, Speculation(sources=frozenset({Source.LOOKUP}))), opening(2, GREEDY, PLAIN)])
+    assert loop.counters.offered_from[Source.EAGLE] == 0
+
+
+def test_a_depth_that_a_request_allows(model: Model) -> None:
+    loop = loop_of(engine_of(model, tiny_head()))
+    loop.receive(LINK, opening(1, GREEDY, replace(ALONE, max_depth=2)))
+    deepest = 0
+    while loop.step() is not None:
+        for session in of_eagle(loop)._sessions.values():
+            tree = session.drafts._tree
+            assert tree.cut(2) == tree
+            deepest = max(deepest, len(tree.tokens) > len(tree.cut(1).tokens))
+    assert deepest
+
+
+class InOnePass:
+    """A toy of a head that guesses several positions at once, as P-EAGLE and DFlash do: by copies of one state."""
+
+    seconds = 0.0
+    depth = 3
+
+    def __init__(self, weight_HAV: Tensor) -> None:
+        self.weight_HAV = weight_HAV
+        self.passes = 0
+        self._drafts: dict[TargetSequence, StateDrafts] = {}
+        self._states: dict[TargetSequence, Tensor] = {}
+
+    def drafts_for(self, opened: Open) -> StateDrafts | None:
+        return StateDrafts(Source.EAGLE, self.depth) if Source.EAGLE in opened.speculation.sources else None
+
+    def open(self, sequence: TargetSequence, drafts: StateDrafts) -> None:
+        self._drafts[sequence] = drafts
+
+    def note(
+        self, engine: StepEngine, chunks: Sequence[Chunk], entries: Sequence[BatchEntry], _decided: Sequence[Verdict]
+    ) -> None:
+        assert engine.aux is not None
+        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+        for entry, state_A in zip(entries, engine.aux[ends], strict=True):
+            self._states[entry.sequence] = state_A
+
+    def draft(self, _part: Sequence[TargetSequence], wanting: Sequence[TargetSequence]) -> None:
+        ready = [sequence for sequence in wanting if sequence in self._states]
+        if not ready:
+            return
+        self.passes += 1
+        logits_HNV = torch.stack([self._states[sequence] for sequence in ready]) @ self.weight_HAV
+        for sequence, tokens in zip(ready, logits_HNV.argmax(-1).T.tolist(), strict=True):
+            tree = GuessTree(tuple(tokens), tuple(range(ANCHOR, len(tokens) - 1)), (0.5,) * len(tokens))
+            self._drafts[sequence].guess(sequence.session.trie.position, tree)
+
+    def settled(self, sequence: TargetSequence, tree: VerificationTree) -> None:
+        self._drafts[sequence].stepped(verified=bool(tree.nodes))
+
+    def observe(self, sessions: int, tokens: int, seconds: float) -> None: ...
+
+    def drop(self, sequence: TargetSequence) -> None:
+        self._drafts.pop(sequence, None)
+
+    def validate(self) -> None: ...
+
+
+def test_a_source_may_guess_all_positions_in_one_pass(model: Model) -> None:
+    """Nothing between hidden states and the trie assumes one token after the other."""
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    cache = KVCache(model.layers, 1024, block=8, dtype=model.dtype, device=model.device)
+    loop = loop_of(Engine(model, cache, aux_layers=AUX))
+    toy = InOnePass(torch.randn(3, len(AUX) * HIDDEN, VOCABULARY, generator=torch.Generator().manual_seed(1)))
+    loop._drafters._readers.append(toy)
+    assert texts(loop, openings) == plain_texts(model, openings)
+    assert toy.passes <= loop.counters.steps
+    assert loop.counters.offered_from[Source.EAGLE] > 2 * toy.passes
+
+
+@needs_no_gpu
+def test_on_two_ranks_a_head_says_what_it_says_on_one(model: Model, folder: str, tmp_path: Path) -> None:
+    save(tiny_head(), tmp_path / "head", embedding=True, dtype=torch.float32)
+    settings = EngineSettings(folder, dtype="fp32", device="cpu", cache_tokens=512, eagle=str(tmp_path / "head"))
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    expected = plain_texts(model, openings)
+    alone = loop_of(build(settings))
+    assert texts(alone, openings) == expected
+    with on_ranks(settings) as engine:
+        loop = loop_of(engine)
+        assert texts(loop, openings) == expected
+    assert loop.counters.offered_from[Source.EAGLE] == alone.counters.offered_from[Source.EAGLE] > 50
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target_hidden_size": 32}, "reads hidden states of 32 numbers"),
+        ({"vocab_size": 200}, "knows 200 tokens"),
+        ({"aux_layers": (1, 2, 9)}, "9"),
+    ],
+)
+def test_a_head_for_another_target(folder: str, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    save(tiny_head(**changes), tmp_path / "head", embedding=True, dtype=torch.float32)
+    with pytest.raises(ModelError, match=said):
+        build_target(EngineSettings(folder, dtype="fp32", device="cpu", eagle=str(tmp_path / "head")))
+
+
+def test_the_bundled_head_is_often_right() -> None:
+    """More often than Medusa heads are, whose share here is a fifth."""
+    settings = EngineSettings(str(MODELS / "target"), dtype="float32", device="cpu", cache_tokens=2048)
+    openings = [
+        Open(SessionId(n), 1, prompt, replace(WARM if n % 2 else GREEDY, seed=n), Limits(len(prompt) + NEW))
+        for n, prompt in enumerate(held_out_prompts()[:6])
+    ]
+    plain = texts(loop_of(build_target(settings)), [replace(one, speculation=PLAIN) for one in openings])
+    loop = loop_of(build_target(replace(settings, eagle=str(MODELS / "eagle"))))
+    assert texts(loop, [replace(one, speculation=ALONE) for one in openings]) == plain
+    assert loop.counters.accepted_from[Source.EAGLE] > 0.4 * loop.counters.committed

@@ -1,0 +1,426 @@
+"""An EAGLE-3 head on a draft worker of its own: features travel, texts stay the target's own, whatever is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draft_service.eagle import HeadLookahead
+from draft_service.lookahead import LookaheadLimits
+from draft_service.service import ROLE as DRAFT
+from draft_service.service import DraftSettings, load_head
+from engine.build import build_target, welcome
+from engine.eagle.features import packed, unpacked
+from engine.eagle.loading import save
+from engine.model import ModelError
+from engine.settings import EngineSettings
+from speculation.drafting.draft_session import DraftLimits
+from speculation.messages import (
+    Close,
+    FeatureFormat,
+    Features,
+    Limits,
+    Open,
+    Proposal,
+    Rule,
+    Sampling,
+    SessionId,
+    Source,
+    Speculation,
+    Subscribe,
+    Token,
+    ToWorker,
+    Verification,
+)
+from target_service.service import ROLE as TARGET
+from target_service.verify_loop import TargetLimits, VerifyLoop
+from tests.integration.test_eagle import HIDDEN, LAYERS, VOCABULARY, reference, tiny_head
+from tests.integration.test_failover import Process, busiest, stream
+from tests.ports import free_port
+from tests.stack import decode, dispatcher, serving_worker
+from tests.unit.engine.engine_models import random_tokens, save_model
+
+NEW = 24
+GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.8, seed=5)
+DRAFTED = Speculation(sources=frozenset({Source.DRAFT}))
+PLAIN = Speculation(enabled=False)
+EAGER = LookaheadLimits(draft=DraftLimits(min_weight=0.0, bytes_a_token=1e9))
+
+
+@dataclass(frozen=True)
+class Folders:
+    target: str
+    head: str
+
+    @property
+    def of_target(self) -> EngineSettings:
+        return EngineSettings(
+            self.target, dtype="fp32", device="cpu", cache_tokens=2048, eagle=self.head, eagle_away=True
+        )
+
+    @property
+    def of_drafter(self) -> EngineSettings:
+        return EngineSettings(self.target, dtype="fp32", device="cpu", cache_tokens=2048, eagle=self.head)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    place = tmp_path_factory.mktemp("tiny")
+    target = save_model("llama", place / "model", num_hidden_layers=LAYERS)
+    save(tiny_head(draft_vocab_size=VOCABULARY), place / "head", dtype=torch.float32)
+    return Folders(target, str(place / "head"))
+
+
+def target_loop(folders: Folders) -> VerifyLoop:
+    """Verifies all there is, so that what is tested does not depend on how fast the machine is."""
+    engine = build_target(folders.of_target)
+    assert engine.eagle is not None
+    told = replace(welcome(folders.of_target, engine.model, TARGET), head=engine.eagle.fingerprint)
+    return VerifyLoop(engine, told, TargetLimits(adaptive=False))
+
+
+def head_lookahead(folders: Folders, wanted: str = "bf16", limits: LookaheadLimits = EAGER) -> HeadLookahead:
+    engine, told = load_head(DraftSettings(folders.of_drafter, eagle_format=wanted))
+    return HeadLookahead(engine, told, limits)
+
+
+def opening(number: int, sampling: Sampling, speculation: Speculation = DRAFTED, length: int = 12) -> Open:
+    prompt = tuple(random_tokens(length + number, seed=number))
+    chosen = replace(sampling, seed=sampling.seed + number)
+    return Open(SessionId(number), 1, prompt, chosen, Limits(len(prompt) + NEW), speculation=speculation)
+
+
+class Pair:
+    """A target and a drafter that take turns, with everything between them in the test's hands."""
+
+    def __init__(self, target: VerifyLoop, drafter: HeadLookahead, levels: int = 3) -> None:
+        self.target, self.drafter, self.levels = target, drafter, levels
+        self.on_the_way: Callable[[Features], Sequence[ToWorker]] = lambda features: [features]
+        self.said: dict[SessionId, list[Token]] = {}
+        self.accepted = 0
+
+    def open(self, one: Open, *, subscribes: bool = True) -> None:
+        self.said[one.session] = []
+        self.target.receive("r", one)
+        self.drafter.receive("r", one)
+        if subscribes:
+            told = self.drafter.welcome()
+            self._hear(self.target.receive("r", Subscribe(one.session, one.epoch, told.head, told.features)))
+
+    def run(self) -> dict[SessionId, list[Token]]:
+        """Until all is said."""
+        for _ in range(500):
+            found = self.target.step()
+            self.target.validate()
+            if found is None:
+                return self.said
+            self._hear(found)
+            for _ in range(self.levels):
+                self._push(self.drafter.step() or [])
+                self.drafter.validate()
+        raise AssertionError("it does not end")
+
+    def _hear(self, found: Sequence[tuple[object, object]]) -> None:
+        for _, message in found:
+            if isinstance(message, Verification):
+                self.said[message.session] += message.tokens
+                self.accepted += message.accepted
+                self._push(self.drafter.receive("r", message))
+            elif isinstance(message, Features):
+                for arriving in self.on_the_way(message):
+                    self._push(self.drafter.receive("r", arriving))
+            else:
+                raise AssertionError(message)
+
+    def _push(self, outgoing: Sequence[tuple[object, object]]) -> None:
+        for _, message in outgoing:
+            assert isinstance(message, Proposal), message
+            self.target.receive("r", message)
+
+
+def plain(folders: Folders, openings: Sequence[Open]) -> dict[SessionId, list[Token]]:
+    engine = build_target(replace(folders.of_target, eagle="", eagle_away=False))
+    loop = VerifyLoop(engine, welcome(folders.of_target, engine.model, TARGET), TargetLimits(adaptive=False))
+    said: dict[SessionId, list[Token]] = {one.session: [] for one in openings}
+    for one in openings:
+        loop.receive("r", replace(one, speculation=PLAIN))
+    while (found := loop.step()) is not None:
+        for _, message in found:
+            assert isinstance(message, Verification)
+            said[message.session] += message.tokens
+    return said
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("wanted", list(FeatureFormat))
+def test_texts_are_the_targets_own(folders: Folders, rule: Rule, wanted: FeatureFormat) -> None:
+    speculation = replace(DRAFTED, rule=rule)
+    openings = [opening(n, GREEDY if n % 2 or rule is Rule.REJECTION else WARM, speculation) for n in range(5)]
+    pair = Pair(target_loop(folders), head_lookahead(folders, wanted))
+    for one in openings:
+        pair.open(one)
+    assert pair.run() == plain(folders, openings)
+    assert pair.target.counters.offered_from[Source.DRAFT] > 50
+    counters = pair.drafter.counters
+    assert counters.features > 5 * NEW and not counters.features_refused
+    assert not pair.drafter._sequences and not pair.drafter._head.cache.sequences and not pair.drafter._head._known
+
+
+def test_the_head_reads_what_the_target_has_of_committed_tokens(folders: Folders) -> None:
+    """Every row comes to what one causal pass over the true states makes of it, however it was drafted before."""
+    pair = Pair(target_loop(folders), head_lookahead(folders))
+    drafter, engine = pair.drafter, pair.drafter._head
+    one = opening(3, GREEDY)
+    pair.open(one)
+    rows: dict[int, torch.Tensor] = {}
+    real = engine._head.run
+
+    def watched(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        (chunk,) = chunks
+        start, pending = chunk.sequence.length, chunk.sequence.pending
+        found = real(chunks)
+        if not pending:
+            known = engine._known[chunk.sequence].states
+            rows.update((chunk.first + start + i, row) for i, row in enumerate(found[1]) if start + i in known)
+        return found
+
+    engine._head.run = watched  # type: ignore[method-assign]
+    said = pair.run()[one.session]
+    text = [*one.tokens, *said]
+    expected = reference(folders.target, engine._head.head, text)
+    assert len(rows) > NEW // 2
+    for position, normed_D in rows.items():
+        torch.testing.assert_close(normed_D, expected[position], atol=1e-2, rtol=1e-2)
+    assert drafter.counters.features >= len(text) - 2
+
+
+def test_a_drafter_that_comes_late_gets_what_was_kept(folders: Folders) -> None:
+    target, one = target_loop(folders), opening(2, GREEDY)
+    target.receive("r", one)
+    target.step()
+    drafter = head_lookahead(folders)
+    told = drafter.welcome()
+    (sent,) = target.receive("r", Subscribe(one.session, 1, told.head, told.features))
+    assert isinstance(sent[1], Features)
+    assert (sent[1].position, sent[1].end) == (1, len(one.tokens) + 1)
+    assert target.receive("r", Subscribe(one.session, 1, 0)) == []
+    assert not any(isinstance(message, Features) for _, message in target.step() or [])
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [Subscribe(SessionId(2), 1, 12345), Subscribe(SessionId(2), 7, -1), Subscribe(SessionId(9), 1, -1)],
+    ids=["another head", "another epoch", "no session"],
+)
+def test_what_nobody_may_want_is_not_sent(folders: Folders, wanted: Subscribe) -> None:
+    target = target_loop(folders)
+    if wanted.head == -1:
+        wanted = replace(wanted, head=target.welcome().head)
+    target.receive("r", opening(2, GREEDY))
+    assert target.receive("r", wanted) == []
+    assert not any(isinstance(message, Features) for _, message in target.step() or [])
+    assert target.counters.features_refused == 1
+
+
+def spoilt(kind: str) -> Callable[[Features], Sequence[ToWorker]]:
+    """What becomes of features on the way."""
+
+    def spoil(features: Features) -> Sequence[ToWorker]:
+        count = len(features)
+        match kind:
+            case "lost":
+                return []
+            case "doubled":
+                return [features, features]
+            case "of an old epoch":
+                return [replace(features, epoch=features.epoch - 1)]
+            case "of no session":
+                return [replace(features, session=SessionId(99))]
+            case "of another head":
+                return [replace(features, head=features.head ^ 1)]
+            case "NaN":
+                values, _ = packed(torch.full((count, HIDDEN), float("nan")), FeatureFormat.BF16)
+                return [replace(features, values=values)]
+            case "of another size":
+                return [replace(features, width=HIDDEN // 2)]
+            case "of the future":
+                return [replace(features, position=features.position + 10_000)]
+            case "random":
+                generator = torch.Generator().manual_seed(features.position)
+                values, _ = packed(1e3 * torch.randn(count, HIDDEN, generator=generator), FeatureFormat.BF16)
+                return [replace(features, values=values)]
+        raise AssertionError(kind)
+
+    return spoil
+
+
+REFUSED = ("of another head", "NaN", "of another size", "of the future")
+KINDS = ("lost", "doubled", "of an old epoch", "of no session", *REFUSED, "random")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_of_any_kind_leave_the_text_alone(folders: Folders, kind: str) -> None:
+    """One session's are spoilt from the second step on; the other's drafts come as ever."""
+    openings = [opening(1, WARM), opening(2, GREEDY)]
+    pair = Pair(target_loop(folders), head_lookahead(folders))
+    spoil = spoilt(kind)
+
+    def on_the_way(features: Features) -> Sequence[ToWorker]:
+        return spoil(features) if features.session == 1 and features.position > 13 else [features]
+
+    pair.on_the_way = on_the_way
+    for one in openings:
+        pair.open(one)
+    assert pair.run() == plain(folders, openings)
+    counters = pair.drafter.counters
+    assert bool(counters.features_refused) is (kind in REFUSED)
+    assert bool(counters.features_late) is (kind in ("of an old epoch", "of no session"))
+    assert pair.target.counters.offered_from[Source.DRAFT] > 20
+
+
+def test_without_features_nothing_is_drafted(folders: Folders) -> None:
+    one = opening(1, GREEDY)
+    pair = Pair(target_loop(folders), head_lookahead(folders))
+    pair.open(one, subscribes=False)
+    assert pair.run() == plain(folders, [one])
+    assert not pair.target.counters.offered and not pair.drafter.counters.proposed
+
+
+def test_features_that_overtake_their_verification_wait_for_it(folders: Folders) -> None:
+    one = opening(1, GREEDY)
+    target, drafter = target_loop(folders), head_lookahead(folders)
+    told = drafter.welcome()
+    for machine in (target, drafter):
+        machine.receive("r", one)
+    target.receive("r", Subscribe(one.session, 1, told.head, told.features))
+    (_, verification), (_, features) = target.step() or []
+    assert isinstance(verification, Verification) and isinstance(features, Features)
+    drafter.receive("r", features)
+    assert drafter.counters.features == len(one.tokens)
+    drafter.receive("r", verification)
+    assert drafter.step() is not None
+    assert drafter.counters.proposed
+    drafter.receive("r", Close(one.session, 1))
+    drafter.validate()
+
+
+@pytest.mark.parametrize("wanted", list(FeatureFormat))
+def test_features_arrive_as_they_were_sent_but_for_rounding(wanted: FeatureFormat) -> None:
+    states_ND = torch.randn(7, 40, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 7)[:, None]
+    values, scales = packed(states_ND, wanted)
+    features = Features(SessionId(1), 1, 5, 9, 40, values, wanted, scales)
+    assert len(features) == 7 and features.end == 12
+    found_ND = unpacked(features, 40, torch.float32)
+    error = (found_ND - states_ND).abs().amax(-1) / states_ND.abs().amax(-1)
+    assert error.max() < (2**-8 if wanted is FeatureFormat.BF16 else 2**-4)
+
+
+def test_a_router_passes_features_on_to_the_drafter_of_the_session(folders: Folders) -> None:
+    """Real streams, several sessions at once, one of them without drafts."""
+
+    async def run() -> None:
+        target, drafter = target_loop(folders), head_lookahead(folders)
+        async with AsyncExitStack() as stack:
+            up = await stack.enter_async_context(serving_worker(target, target._engine, TARGET))
+            head = await stack.enter_async_context(serving_worker(drafter, drafter._head, DRAFT))
+            serving = await stack.enter_async_context(dispatcher([up.worker.address], [head.worker.address]))
+            openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(1, 5)]
+            expected = plain(folders, openings)
+            spoken = [DRAFTED, DRAFTED, DRAFTED, PLAIN]
+            found = await asyncio.gather(
+                *(
+                    decode(serving, one.tokens, NEW, one.sampling, speculation=speculation)
+                    for one, speculation in zip(openings, spoken, strict=True)
+                )
+            )
+            assert [result.tokens for result in found] == list(expected.values())
+            assert target.counters.features and drafter.counters.features
+            assert not drafter.counters.features_refused and not target.counters.features_refused
+            assert serving.totals.malformed == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("beside", ["another head", "no head"])
+def test_a_head_that_no_target_feeds_gets_no_sessions(folders: Folders, beside: str) -> None:
+    async def run() -> None:
+        target, drafter = target_loop(folders), head_lookahead(folders)
+        head = drafter._welcome.head ^ 1 if beside == "another head" else 0
+        target._welcome = replace(target._welcome, head=head)
+        async with AsyncExitStack() as stack:
+            up = await stack.enter_async_context(serving_worker(target, target._engine, TARGET))
+            idle = await stack.enter_async_context(serving_worker(drafter, drafter._head, DRAFT))
+            serving = await stack.enter_async_context(dispatcher([up.worker.address], [idle.worker.address]))
+            one = opening(1, GREEDY)
+            found = await decode(serving, one.tokens, NEW, one.sampling, speculation=DRAFTED)
+            assert found.tokens == plain(folders, [one])[one.session]
+            assert not drafter.counters.verified and not target.counters.features
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+async def test_killed_workers_do_not_change_the_text(slow_target: Path, tmp_path: Path) -> None:
+    """kill -9 of the drafter, then of the target: the next ones go on, and get features again."""
+    changes: dict[str, Any] = {"vocab_size": 4096, "draft_vocab_size": 4096, "target_hidden_size": 1024}
+    save(tiny_head(**changes, aux_layers=(2, 4, 6)), tmp_path / "head", embedding=True)
+    flags = ["--draft-eagle", str(tmp_path / "head")]
+    processes = [
+        Process(role, slow_target, f"127.0.0.1:{free_port()}", flags=[*flags, *more])
+        for role, more in 2 * [("target", ["--eagle-at", "drafter"]), ("draft", ["--eagle-format", "fp8"])]
+    ]
+    addresses = {role: [each.address for each in processes if each.role == role] for role in ("target", "draft")}
+    async with AsyncExitStack() as stack:
+        for process in processes:
+            stack.push_async_callback(process.end)
+        await asyncio.gather(*(process.start() for process in processes))
+        async with dispatcher(addresses["target"], addresses["draft"]) as serving:
+            plain, _, _ = await stream(serving, speculate=False)
+
+            def kill(role: str) -> Callable[[], None]:
+                return lambda: busiest(serving, processes, role).signal(signal.SIGKILL)
+
+            killed, _, reopened = await stream(serving, kill("draft"))
+            assert (killed, reopened) == (plain, 0)
+            killed, _, reopened = await stream(serving, kill("target"))
+            assert (killed, reopened) == (plain, 1)
+            up = [peer for peer in serving.pool.peers.values() if peer.welcome is not None]
+            assert len(up) == 2
+            assert all(peer.load.counters["features"] for peer in up)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"assistant": "./small"}, r"an EAGLE head drafts alone, .* leave assistant \(./small\) out"),
+        ({"target_tokenizer": "./other"}, r"leave target_tokenizer \(./other\) out"),
+    ],
+)
+def test_what_a_head_has_no_use_for_is_refused(folders: Folders, changes: dict[str, str], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        load_head(replace(DraftSettings(folders.of_drafter), **changes))  # type: ignore[arg-type]
+
+
+def test_a_head_for_another_target_is_refused(folders: Folders, tmp_path: Path) -> None:
+    save(tiny_head(target_hidden_size=2 * HIDDEN), tmp_path / "head", embedding=True, dtype=torch.float32)
+    settings = DraftSettings(replace(folders.of_drafter, eagle=str(tmp_path / "head")))
+    with pytest.raises(ModelError, match=f"reads hidden states of {2 * HIDDEN} numbers"):
+        load_head(settings)
+
+
+def test_the_fingerprint_tells_heads_and_targets_apart(folders: Folders, tmp_path: Path) -> None:
+    _, told = load_head(DraftSettings(folders.of_drafter))
+    assert told.head == target_loop(folders).welcome().head != 0
+    other = tiny_head(draft_vocab_size=VOCABULARY, rms_eps=1e-6)
+    save(other, tmp_path / "head", dtype=torch.float32)
+    assert load_head(DraftSettings(replace(folders.of_drafter, eagle=str(tmp_path / "head"))))[1].head != told.head
+    other_target = save_model("llama", tmp_path / "model", num_hidden_layers=LAYERS + 1)
+    assert load_head(DraftSettings(replace(folders.of_drafter, model=other_target)))[1].head != told.head

@@ -1,0 +1,115 @@
+"""Multi-token prediction layers of a model's own checkpoint: read, equal to a plain reference, and lossless."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.build import build_target
+from engine.interface import StepEngine
+from engine.model import ModelError
+from engine.settings import EngineSettings
+from speculation.messages import Source
+from tests.integration.test_eagle import GREEDY, WARM, Watched, loop_of, of_eagle, opening, plain_texts, texts
+from tests.unit.engine.engine_models import save_model
+
+LAYERS, SIZE = 3, 64
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A DeepSeek of four layers, and one of three whose checkpoint has the fourth for a prediction layer."""
+    whole, folder = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("mtp")
+    sizes = {"num_hidden_layers": LAYERS + 1, "first_k_dense_replace": 1}
+    save_model("deepseek_v3", whole, **sizes)
+    tensors = load_file(whole / "model.safetensors")
+    generator, prefix = torch.Generator().manual_seed(2), f"model.layers.{LAYERS}."
+    tensors |= {f"{prefix}{name}.weight": 1 + torch.rand(SIZE, generator=generator) for name in ("enorm", "hnorm")}
+    tensors[f"{prefix}eh_proj.weight"] = torch.randn(SIZE, 2 * SIZE, generator=generator) * 0.15
+    tensors[f"{prefix}shared_head.norm.weight"] = 1 + torch.rand(SIZE, generator=generator)
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((whole / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    return whole, folder
+
+
+def engine_of(folder: Path) -> StepEngine:
+    return build_target(EngineSettings(str(folder), dtype="fp32", device="cpu", cache_tokens=512, eagle="mtp"))
+
+
+def reference(whole: Path, folder: Path, tokens: list[int]) -> Tensor:
+    """The normed states of all rows in one causal pass of transformers' own layer, ``[T - 1, D]``."""
+    module: Any = AutoModelForCausalLM.from_pretrained(whole, attn_implementation="eager", dtype=torch.float32)
+    module.eval()
+    layer = module.model.layers[LAYERS]
+    module.model.layers = module.model.layers[:LAYERS]
+    module.config.num_hidden_layers = LAYERS
+    stored = load_file(folder / "model.safetensors")
+
+    def normed(x_ND: Tensor, name: str) -> Tensor:
+        weight_D = stored[f"model.layers.{LAYERS}.{name}.weight"]
+        scale_N1 = torch.rsqrt(x_ND.pow(2).mean(-1, keepdim=True) + float(module.config.rms_norm_eps))
+        return x_ND * scale_N1 * weight_D
+
+    with torch.inference_mode():
+        states_ND = module.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0, :-1]
+        embedded_ND = module.model.embed_tokens(torch.tensor(tokens[1:]))
+        both = torch.cat((normed(embedded_ND, "enorm"), normed(states_ND, "hnorm")), -1)
+        x_1ND = (both @ stored[f"model.layers.{LAYERS}.eh_proj.weight"].T)[None]
+        count = len(tokens) - 1
+        positions = torch.arange(count)[None]
+        mask = torch.full((1, 1, count, count), float("-inf")).triu(1)
+        angles = module.model.rotary_emb(x_1ND, positions)
+        out = layer(x_1ND, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        return normed(out[0], "shared_head.norm")
+
+
+def test_the_layer_is_what_transformers_computes(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, folder = folders
+    monkeypatch.setattr("target_service.drafting.own_drafters.CachedHead", Watched)
+    loop = loop_of(engine_of(folder))
+    watched = of_eagle(loop)._head
+    assert isinstance(watched, Watched)
+    watched.read = {}
+    one = opening(4, GREEDY)
+    truth = [*one.tokens, *texts(loop, [one])[4]]
+    expected = reference(whole, folder, truth)
+    assert len(watched.read) >= len(truth) - 4
+    for (position, token), normed_D in watched.read.items():
+        assert token == truth[position + 1]
+        torch.testing.assert_close(normed_D, expected[position], atol=1e-4, rtol=1e-4)
+
+
+def test_texts_are_those_without(folders: tuple[Path, Path]) -> None:
+    engine = engine_of(folders[1])
+    openings = [opening(n, WARM if n % 2 else GREEDY) for n in range(4)]
+    loop = loop_of(engine)
+    assert texts(loop, openings) == plain_texts(engine.model, openings)
+    assert loop.counters.offered_from[Source.EAGLE] > 50
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [("eh_proj.weight", "lacks model.layers.3.eh_proj.weight"), ("mlp.gate.weight", "layer lacks")],
+)
+def test_what_is_missing_is_named(folders: tuple[Path, Path], tmp_path: Path, lost: str, said: str) -> None:
+    tensors = load_file(folders[1] / "model.safetensors")
+    del tensors[f"model.layers.{LAYERS}.{lost}"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folders[1] / "config.json").read_text())
+    with pytest.raises(ModelError, match=said):
+        engine_of(tmp_path)
+
+
+def test_a_family_without(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="layers of model type 'llama' are not read"):
+        engine_of(Path(save_model("llama", tmp_path)))
