@@ -1,10 +1,7 @@
 """The words that cross the wire, as plain values.
 
-Everything here is immutable and knows nothing about protobuf, sockets or clocks. ``transport.codec`` turns these into
-protobuf and back; ``speculation.request.session`` and the simulator exchange them directly.
-
-A session id is chosen by the router and is scoped to one (router, worker) stream. What the words mean here and
-everywhere:
+Immutable, without protobuf, sockets or clocks: ``transport.codec`` turns these into protobuf and back. A session id is
+chosen by the router and is scoped to one (router, worker) stream. What the words mean here and everywhere:
 
     committed   decided by the target; never taken back
     position    index in the full token sequence, prompt included
@@ -301,8 +298,7 @@ class Loading:
     """As it will introduce itself."""
 
 
-Progress = Callable[[Loading], None]
-"""Hears of every slow part of a start, before it and on the way."""
+Progress = Callable[[Loading], None]  # of every slow part of a start, before it and on the way
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,11 +77,10 @@ async def _address(plan: WorkerPlan, process: Process) -> str:
     """Where it listens: from the line it prints when it is ready."""
     assert process.stdout is not None
     async with asyncio.timeout(READY_SECONDS):
-        line = (await process.stdout.readline()).decode()
-    ready = re.search(r"ready on (\S+)", line)
-    if ready is None:
-        raise WorkerFailed(f"the {plan.role.value} worker of {plan.model.name} did not start")
-    return ready[1]
+        while line := await process.stdout.readline():
+            if ready := re.search(r"ready on (\S+)", line.decode()):
+                return ready[1]
+    raise WorkerFailed(f"the {plan.role.value} worker of {plan.model.name} did not start")
 
 
 @asynccontextmanager

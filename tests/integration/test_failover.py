@@ -44,8 +44,8 @@ class Process:
         )
         assert self.child.stdout is not None
         async with asyncio.timeout(READY_SECONDS):
-            line = await self.child.stdout.readline()
-        assert b"ready" in line, line
+            said = await self.child.stdout.readuntil(b"ready on ")
+        assert b"loading on" in said, said
 
     def signal(self, number: int) -> None:
         assert self.child is not None
