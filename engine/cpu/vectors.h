@@ -85,12 +85,16 @@ constexpr bool PAIRS = false;
 inline void to_pairs(const float*, int, Pair*, int) {}
 #endif
 
+// Of all lanes: the upper half is added to the lower one, until one is left.
 inline float sum(Vec v) {
-  float lanes[WIDTH];
-  store(lanes, v);
-  for (int half = WIDTH / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+#ifdef __AVX512F__
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+  const __m256 eight = v;
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 inline float maximum(Vec v) {
