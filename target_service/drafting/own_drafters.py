@@ -76,14 +76,13 @@ class OwnDrafters:
     ) -> OwnDrafters:
         """Those that an engine brings, and a draft model."""
         readers: list[StateReader] = []
-        vocabulary = engine.model.vocabulary
         if engine.heads is not None:
-            readers.append(HeadDrafter(engine.heads, vocabulary))
+            readers.append(HeadDrafter(engine.heads, engine.model.vocabulary))
         if engine.eagle is not None and engine.eagle.fingerprint:
             readers.append(FeatureSender(engine.eagle, counters))
         elif engine.eagle is not None:
             cached = CachedHead(engine.eagle, engine.cache.capacity)
-            readers.append(EagleDrafter(cached, vocabulary, counters, adaptive=adaptive))
+            readers.append(EagleDrafter(cached, engine.model.vocabulary, counters, adaptive=adaptive))
         return cls(readers, None if drafter is None else DraftModel(drafter, planner, counters))
 
     def subscribe(self, sequence: TargetSequence | None, message: Subscribe) -> Outgoing:

@@ -39,6 +39,7 @@ DRAFTS = Speculation(sources=frozenset({Source.DRAFT}))
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 async def test_greedy_text_equals_transformers(slow_target, reference, drafted: bool, at_once: int):
     """All drafts that come are verified: whether that pays depends on the machine and what else it does."""
+    accepted = 0
     async with target_worker(TargetLimits(adaptive=False), model=slow_target) as target, draft_worker() as draft:
         drafts = [draft.worker.address] if drafted else []
         async with dispatcher([target.worker.address], drafts) as serving:
@@ -48,9 +49,13 @@ async def test_greedy_text_equals_transformers(slow_target, reference, drafted: 
                 async with gate:
                     return await decode(serving, prompt, NEW_TOKENS, stop_tokens=STOP, speculation=DRAFTS)
 
-            results = await asyncio.gather(*map(one, held_out_prompts()[:20]))
-    assert [result.tokens for result in results] == reference
-    assert (sum(result.accepted for result in results) > 0) is drafted
+            for _ in range(5 if drafted else 1):  # a busy machine may let no draft come in time
+                results = await asyncio.gather(*map(one, held_out_prompts()[:20]))
+                assert [result.tokens for result in results] == reference
+                accepted += sum(result.accepted for result in results)
+                if accepted:
+                    break
+    assert (accepted > 0) is drafted
 
 
 SAMPLINGS = [

@@ -412,7 +412,7 @@ def test_the_text_is_that_of_plain_decoding(bench: Bench, number: int, request: 
 WHO = {
     "model alike": Source.DRAFT,
     "model of another tokenizer": Source.DRAFT,
-    **{source: source for source in Source if source is not Source.DRAFT},
+    **{source: source for source in Source if source not in (Source.DRAFT, Source.EAGLE)},  # see test_eagle.py
     OWN: OWN,
 }
 """Who drafts in the mixtures, and under which name."""

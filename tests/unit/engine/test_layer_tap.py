@@ -75,7 +75,7 @@ def test_states_between_layers(family: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_states_between_layers_in_cpp(tmp_path: Path, cut: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cpu.stack.packs_bfloat16", lambda: False)
+    monkeypatch.setattr("engine.cpu.stack.has_tiles", lambda: False)
     if cut:
         monkeypatch.setattr(steps, "MAX_ROWS", 4)
     model = load(save_model("llama", tmp_path, **SIZES), dtype=dtype, device="cpu", self_test=False)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from engine.attention.invariance import COLUMNS, GROUP, SEGMENT, position_ordered
-from engine.build import build
+from engine.build import build, build_alone
 from engine.cache.kv_cache import CachedSequence, KVCache
 from engine.interface import Chunk
 from engine.layers.linear import PackedLinear
+from engine.loading.loader import load
 from engine.settings import EngineSettings
 from engine.step import Engine
 from tests.stack import MODELS, forget_prefixes, held_out_prompts, needs_exact_bf16, needs_invariant_bf16
@@ -192,6 +193,19 @@ def target() -> Engine:
     return build(EngineSettings(str(MODELS / "target"), dtype="bfloat16", cache_tokens=4096))
 
 
+@pytest.fixture(scope="module")
+def one_by_one() -> Engine:
+    """The same model computed one operation at a time, as those are that the C++ does not know."""
+    settings = EngineSettings(str(MODELS / "target"), dtype="bfloat16", cache_tokens=4096)
+    return build_alone(settings, load(settings.model, dtype="bfloat16", device="cpu", by_rows=False))
+
+
+@needs_invariant_bf16
+def test_it_does_one_operation_at_a_time(one_by_one: Engine) -> None:
+    contexts = Random(5).sample(CONTEXTS, 3)
+    assert differing_rows(one_by_one, 5, contexts, sizes=[1, 4, 9, 14]) == 0
+
+
 @needs_exact_bf16
 @pytest.mark.parametrize("seed", range(4))
 def test_a_node_of_a_tree_equals_plain_decoding_of_its_path(target: Engine, seed: int) -> None:
@@ -230,9 +244,9 @@ def test_windows_caps_sinks_and_head_groups(family: str, changes: dict[str, Any]
 
 
 @needs_invariant_bf16
-def test_the_comparison_finds_differences(target: Engine) -> None:
+def test_the_comparison_finds_differences(one_by_one: Engine) -> None:
     """Without the order of keys it is made for, the same comparison fails."""
-    engine = Engine(target.model, target.cache, invariant=False)
+    engine = Engine(one_by_one.model, one_by_one.cache, invariant=False)
     assert differing_rows(engine, 0, [100, 300], sizes=[9, 14]) > 0
 
 

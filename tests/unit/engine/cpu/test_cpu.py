@@ -42,6 +42,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
+@pytest.fixture(autouse=True)
+def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor whose oneDNN does not multiply in tiles."""
+    monkeypatch.setattr("engine.cpu.stack.has_tiles", lambda: False)
+
+
 @pytest.fixture
 def library() -> Library:
     found = find_library()

@@ -95,7 +95,7 @@ def test_a_token_that_the_model_has_not_is_refused() -> None:
     [
         ({"details": 1}, "invalid_type", "speculation.details"),
         ({"sources": "draft"}, "invalid_type", "speculation.sources"),
-        ({"sources": ["eagle"]}, "invalid_value", "speculation.sources"),
+        ({"sources": ["oracle"]}, "invalid_value", "speculation.sources"),
         ({"sources": [["draft"]]}, "invalid_value", "speculation.sources"),
         ({"rule": "typical"}, "invalid_value", "speculation.rule"),
         ({"max_depth": 65}, "invalid_value", "speculation.max_depth"),
