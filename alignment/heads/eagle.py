@@ -29,14 +29,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from alignment.batches import BatchSource
-from alignment.heads.training import Accuracy, HeadTraining, run_of
+from alignment.heads.training import FARTHER, Accuracy, HeadTraining, run_of
 from alignment.writing import Writer
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
 from engine.eagle.loading import save
 
-FARTHER = 0.8
-"""What the loss of a step counts, relative to the one before (as in the authors' training)."""
 MUON = 2.0
 """Learning rate of the matrices inside, relative to that of the output layer and the norms."""
 COUNTED = 64

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from alignment.batches import BatchSource
-from alignment.heads.training import Accuracy, HeadTraining, run_of
+from alignment.heads.training import FARTHER, Accuracy, HeadTraining, run_of
 from engine.medusa import MedusaHeads, save
-
-FARTHER = 0.8
-"""What the loss of a head counts, relative to the one before (as in the authors' training)."""
 
 
 @dataclass(frozen=True, slots=True)

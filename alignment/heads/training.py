@@ -34,6 +34,8 @@ from engine.loading.loader import load
 from engine.loading.self_test import STOCK
 from engine.model import Model
 
+FARTHER = 0.8
+"""What the loss of a guess counts, relative to the one before it (as in Medusa's and EAGLE-3's own training)."""
 WARM_UP = 20
 """Steps in which the learning rate rises."""
 DECAY_FROM = 0.4

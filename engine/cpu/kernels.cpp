@@ -53,13 +53,9 @@ void compute(void* data, int) {
   Pair* pairs = step.pairs.data();
   const auto product = [&](const void* weights, const float* bias, int inputs, int outputs, Then then, const float* x,
                            float* out, int stride) {
-    const Product wanted{weights, bias, inputs, outputs};
     if (PAIRS && s.half)
       each(rounding_pieces(count, inputs), [&](int i) { round_piece(x, count, inputs, i, pairs); });
-    if (s.half)
-      multiply<Half>(wanted, then, as_input<Half>(x, pairs), count, out, stride, step.counters, phase, threads);
-    else
-      multiply<float>(wanted, then, x, count, out, stride, step.counters, phase, threads);
+    multiply({weights, bias, inputs, outputs}, s.half, then, x, pairs, count, out, stride, step.counters, phase, threads);
     ++phase;
     team->barrier();
   };
@@ -123,18 +119,13 @@ struct Alone {
 
 void compute_alone(void* data, int) {
   Alone& job = *static_cast<Alone*>(data);
-  const auto run = [&]<typename W>(const Input<W>* x) {
-    multiply<W>(job.product, Then::STORE, x, job.rows, job.out, job.product.outputs, job.counters, 1, team->threads());
-  };
   if (PAIRS && job.half) {
     const int pieces = rounding_pieces(job.rows, job.product.inputs);
     for (int i; (i = job.counters.take(0, 1)) < pieces;) round_piece(job.x, job.rows, job.product.inputs, i, job.pairs);
     team->barrier();
   }
-  if (job.half)
-    run.operator()<Half>(as_input<Half>(job.x, job.pairs));
-  else
-    run.operator()<float>(job.x);
+  multiply(job.product, job.half, Then::STORE, job.x, job.pairs, job.rows, job.out, job.product.outputs, job.counters,
+           1, team->threads());
 }
 
 }  // namespace

@@ -218,4 +218,13 @@ void multiply(const Product& product, Then then, const Input<W>* x, int rows, fl
   }
 }
 
+// The same, of weights in bfloat16 (`half`) or float32; `pairs` is what of x was rounded, where pairs are multiplied.
+inline void multiply(const Product& product, bool half, Then then, const float* x, const Pair* pairs, int rows,
+                     float* out, int stride, Counters& counters, int phase, int threads) {
+  if (half)
+    multiply<Half>(product, then, as_input<Half>(x, pairs), rows, out, stride, counters, phase, threads);
+  else
+    multiply<float>(product, then, x, rows, out, stride, counters, phase, threads);
+}
+
 }  // namespace
