@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from benchmarks.chaos.records import FaultResult, Requirement, tally
 from benchmarks.chaos.settings import (
@@ -74,6 +75,18 @@ class PoolSizes:
 
 
 @asynccontextmanager
+async def meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Do it until this is left, then cancel it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
 async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Meanwhile take a sample every second."""
 
@@ -82,13 +95,8 @@ async def sampled(sample: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
             await sample()
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    task = asyncio.create_task(repeat())
-    try:
+    async with meanwhile(repeat()):
         yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def ramp(stage: Stage, options: ChaosOptions) -> FaultResult:

@@ -7,7 +7,6 @@ they have ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 from benchmarks.chaos import faults
-from benchmarks.chaos.pressure import sampled
+from benchmarks.chaos.pressure import meanwhile, sampled
 from benchmarks.chaos.records import FaultResult, Reply, Requirement, difference, tally
 from benchmarks.chaos.settings import (
     AFTER_SECONDS,
@@ -170,12 +169,9 @@ async def _held_back(stage: Stage, replies: Sequence[Reply]) -> AsyncIterator[No
                     process.send(signal.SIGCONT)
             await asyncio.sleep(WORKS_SECONDS)
 
-    task = asyncio.create_task(hold())
     try:
-        yield
+        async with meanwhile(hold()):
+            yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
         for process in processes:
             process.send(signal.SIGCONT)
