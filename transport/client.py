@@ -44,7 +44,7 @@ MAX_REASONS = 8
 CHANNEL_OPTIONS: list[tuple[str, str | int]] = [
     # Our own retry decides when to try again; gRPC's would double the pauses up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", int(1000 * WORKER_SILENCE_SECONDS)),  # how long connecting may take, that is
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 

@@ -18,12 +18,13 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import copy
-from functools import wraps
+from functools import cache, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -73,8 +74,7 @@ class Grammars:
 
     def __init__(self, model: Model) -> None:
         """Reads and starts nothing yet."""
-        self._model = model
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary = cache(lambda: Vocabulary(model))
         self._known: OrderedDict[str, Future[Compiled]] = OrderedDict()
         self._jobs: Jobs | None = None
         self._open: deque[Future[Compiled]] = deque()
@@ -127,22 +127,23 @@ class Grammars:
     def _post(self, grammar: str, future: Future[Compiled]) -> None:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(self._jobs,), name="grammars", daemon=True).start()
+            threading.Thread(target=_compile, args=(self._jobs, self._vocabulary), name="grammars", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
         self._open.append(future)
         self._jobs.put((grammar, future))
 
-    def _work(self, jobs: Jobs) -> None:
-        while (job := jobs.get()) is not None:
-            grammar, future = job
-            try:
-                if self._vocabulary is None:
-                    self._vocabulary = Vocabulary(self._model)
-                future.set_result(Compiled(grammar, self._vocabulary))
-            except GrammarError as error:
-                future.set_exception(error)
-            except BaseException as error:  # whatever the compiler raises, a panic included, is about this grammar
-                log.exception("a grammar could not be compiled")
-                future.set_exception(GrammarError(f"the grammar cannot be compiled: {type(error).__name__}"))
+
+def _compile(jobs: Jobs, vocabulary: Callable[[], Vocabulary]) -> None:
+    """The thread: one grammar after the other, until there will be no more."""
+    while (job := jobs.get()) is not None:
+        grammar, future = job
+        try:
+            future.set_result(Compiled(grammar, vocabulary()))
+        except GrammarError as error:
+            future.set_exception(error)
+        except BaseException as error:  # whatever the compiler raises, a panic included, is about this grammar
+            log.exception("a grammar could not be compiled")
+            future.set_exception(GrammarError(f"the grammar cannot be compiled: {type(error).__name__}"))
 
 
 class Vocabulary:

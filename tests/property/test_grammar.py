@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -189,6 +190,17 @@ def test_nobody_waits_for_ever(model):
     assert len(compiling) == 0
     assert isinstance(found["bad"], GrammarError)
     assert isinstance(found["good"], GrammarConstraint)
+
+
+def test_its_thread_ends_with_it(model):
+    before = set(threading.enumerate())
+    grammars = Grammars(model)
+    grammars.compiled(regex("a")).result(SECONDS)
+    (thread,) = set(threading.enumerate()) - before
+    del grammars
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
 
 
 def test_who_takes_too_long_is_left_behind(model):
