@@ -68,7 +68,7 @@ struct Stack {
 struct Rows {  // see engine/attention/rows.py
   int count;
   int page;  // slots of a page of the cache
-  const int *slots, *keys, *home, *pages, *branch, *group, *common, *numbers;
+  const int *slots, *keys, *home, *pages, *branch, *group, *common, *reach, *numbers;
   const int* kept;  // behind how many layers the states are wanted
   float* states;    // [T, kept_count, D]
   int kept_count;
@@ -93,26 +93,34 @@ struct Attention {
   float* out;  // [T, Q * E]
 };
 
-// Memory of one thread.
+// Memory of one thread, for some key heads of a group of rows.
 struct Workspace {
-  std::vector<float> keys, values, scores, sums, totals, part;
+  std::vector<float> copies;                // keys, then values as float32: [head][COPIES][E]
+  std::vector<const float*> keys, values;   // where they are: [head][PLACES]
+  std::vector<float> scores, sums, totals, maxima, part;  // of each query head: [SPLIT], [E], one, one, and one [E]
 };
 
-int slot_of(const Attention& a, int row, int position) {
-  const Rows& rows = a.rows;
-  if (position >= rows.home[row]) return rows.numbers[rows.branch[row] + position - rows.home[row]];
+constexpr int PLACES = SPLIT + WIDTH;  // of a head: positions of a split, filled up to whole vectors
+constexpr int COPIES = 2 * SPLIT;      // what rows share, and what one has of its own
+
+// Where the page table of a row's sequence says that a position is.
+inline int paged_slot(const Rows& rows, int row, int position) {
   return rows.numbers[rows.pages[row] + position / rows.page] * rows.page + position % rows.page;
+}
+inline int slot_of(const Rows& rows, int row, int position) {
+  if (position >= rows.home[row]) return rows.numbers[rows.branch[row] + position - rows.home[row]];
+  return paged_slot(rows, row, position);
 }
 
 // Where a key (or value) is as float32: in the cache itself, or written out to `copy`.
-const float* widened_at(const void* cache, size_t at, int size, bool half, float* copy) {
+inline const float* widened_at(const void* cache, size_t at, int size, bool half, float* copy) {
   if (!half) return static_cast<const float*>(cache) + at;
   const uint16_t* source = static_cast<const uint16_t*>(cache) + at;
   for (int i = 0; i < size; i += WIDTH) store(copy + i, widened(source + i));
   return copy;
 }
 
-// Have a key or a value fetched that is read soon: one head's lie apart, so the processor does not see them coming.
+// Have keys or values fetched that are read soon.
 inline void fetch(const void* cache, size_t at, int size, bool half) {
   const size_t bytes = half ? 2 : 4;
   const char* line = static_cast<const char*>(cache) + at * bytes;
@@ -127,122 +135,161 @@ inline void scores_of(const float* query, const float* const* keys, int size, fl
     const Vec q = load(query + i);
     for (int j = 0; j < WIDTH; ++j) acc[j] = fma(q, load(keys[j] + i), acc[j]);
   }
-#ifdef __AVX512F__
-  for (int j = 0; j < WIDTH; ++j) out[j] = sum(acc[j]) * scale;
-#else
-  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(acc[0], acc[1]), _mm256_hadd_ps(acc[2], acc[3]));
-  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(acc[4], acc[5]), _mm256_hadd_ps(acc[6], acc[7]));
-  const __m128 low = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  const __m128 high = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
-  store(out, _mm256_set_m128(high, low) * all(scale));
-#endif
+  store(out, sums_of(acc) * all(scale));
 }
 
-// out [size] = sum over keys of weight * value, from the first to the last.
-inline void weigh(const float* weights, const float* const* values, int count, int size, float* out) {
-  constexpr int AT_ONCE = 8;
-  int i = 0;
-  for (; i + AT_ONCE * WIDTH <= size; i += AT_ONCE * WIDTH) {
-    Vec acc[AT_ONCE];
-    for (auto& each : acc) each = zero();
-    for (int k = 0; k < count; ++k) {
-      const Vec weight = all(weights[k]);
-      for (int v = 0; v < AT_ONCE; ++v) acc[v] = fma(weight, load(values[k] + i + v * WIDTH), acc[v]);
+// out [R][size] = sums over keys of weights [R][SPLIT] * values, from the first to the last.
+template <int R, int V>
+inline void weigh_part(const float* weights, const float* const* values, int count, int size, int i, float* out) {
+  Vec acc[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) acc[r][v] = zero();
+  for (int k = 0; k < count; ++k) {
+    Vec value[V];
+    for (int v = 0; v < V; ++v) value[v] = load(values[k] + i + v * WIDTH);
+    for (int r = 0; r < R; ++r) {
+      const Vec weight = all(weights[r * SPLIT + k]);
+      for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
     }
-    for (int v = 0; v < AT_ONCE; ++v) store(out + i + v * WIDTH, acc[v]);
   }
-  for (; i < size; i += WIDTH) {
-    Vec acc = zero();
-    for (int k = 0; k < count; ++k) acc = fma(all(weights[k]), load(values[k] + i), acc);
-    store(out + i, acc);
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) store(out + r * size + i + v * WIDTH, acc[r][v]);
+}
+template <int R>
+inline void weigh(const float* weights, const float* const* values, int count, int size, float* out) {
+  int i = 0;
+  for (; i + 4 * WIDTH <= size; i += 4 * WIDTH) weigh_part<R, 4>(weights, values, count, size, i, out);
+  if (i + 2 * WIDTH <= size) weigh_part<R, 2>(weights, values, count, size, i, out), i += 2 * WIDTH;
+  if (i < size) weigh_part<R, 1>(weights, values, count, size, i, out);
+}
+
+// The scores of a split, of query heads [first, first + heads) that read the same keys, become weights, and what
+// they weigh is added to what the splits before it came to.
+inline void softmax_and_weigh(Workspace& space, size_t first, int heads, const float* const* values, int hidden,
+                              int count, int size) {
+  const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
+  for (int g = 0; g < heads;) {
+    const int at_once = heads - g >= 4 ? 4 : heads - g >= 2 ? 2 : 1;
+    float* all_scores = &space.scores[(first + g) * SPLIT];
+    float peaks[4], totals[4];
+    for (int r = 0; r < at_once; ++r) {
+      float* scores = all_scores + r * SPLIT;
+      std::fill(scores, scores + hidden, LOWEST);
+      std::fill(scores + count, scores + padded, LOWEST);
+      Vec top = all(LOWEST), total = zero();
+      for (int i = 0; i < padded; i += WIDTH) top = larger(top, load(scores + i));
+      peaks[r] = maximum(top);
+      for (int i = 0; i < padded; i += WIDTH) store(scores + i, exponential(load(scores + i) - all(peaks[r])));
+      std::fill(scores, scores + hidden, 0.0f);
+      std::fill(scores + count, scores + padded, 0.0f);
+      for (int i = 0; i < padded; i += WIDTH) total = total + load(scores + i);
+      totals[r] = sum(total);
+    }
+    const auto weigh_all = at_once == 4 ? weigh<4> : at_once == 2 ? weigh<2> : weigh<1>;
+    weigh_all(all_scores + hidden, values + hidden, count - hidden, size, space.part.data());
+    for (int r = 0; r < at_once; ++r) {
+      const size_t h = first + g + r;
+      const float before = space.maxima[h], now = std::max(before, peaks[r]);
+      const float old_scale = before == LOWEST ? 0.0f : std::exp(before - now), new_scale = std::exp(peaks[r] - now);
+      float* sums = &space.sums[h * size];
+      const float* part = &space.part[(size_t)r * size];
+      for (int i = 0; i < size; i += WIDTH)
+        store(sums + i, fma(load(part + i), all(new_scale), load(sums + i) * all(old_scale)));
+      space.totals[h] = space.totals[h] * old_scale + totals[r] * new_scale;
+      space.maxima[h] = now;
+    }
+    g += at_once;
   }
 }
 
-// One key head for the rows that read common keys together, the first of which is `first`.
-void attend(const Attention& a, int first, int head, Workspace& space) {
+// How many key heads are read side by side: they lie so in the cache, and the processor sees such reads coming.
+inline int heads_together(const Stack& s, int leaders, int threads) {
+  int heads = std::max(1, 128 / s.head_size);
+  while (heads > 1 && leaders * ((s.key_heads + heads - 1) / heads) < 2 * threads) heads /= 2;
+  return std::min(heads, s.key_heads);
+}
+
+// Key heads `from` to `to` for the rows that read common keys together, the first of which is `first`.
+inline void attend(const Attention& a, int first, int from, int to, Workspace& space) {
   const Stack& s = a.stack;
   const int size = s.head_size, per_key = s.query_heads / s.key_heads, members = a.rows.group[first];
-  const int heads = members * per_key, common = a.rows.common[first];
-  space.keys.resize((size_t)(SPLIT + SPLIT) * size);
-  space.values.resize((size_t)(SPLIT + SPLIT) * size);
-  space.scores.resize((size_t)heads * SPLIT);
-  space.sums.assign((size_t)heads * size, 0.0f);
-  space.totals.assign(heads, 0.0f);
-  space.part.resize(size);
-  std::vector<float> maxima(heads, LOWEST);
-  static thread_local const float *keys[SPLIT + WIDTH], *values[SPLIT + WIDTH];
+  const int queries = members * per_key, common = std::max(a.rows.common[first], a.rows.reach[first]);
+  const size_t of_head = (size_t)COPIES * size, of_all = of_head * (to - from);
+  const auto room = [](auto& memory, size_t count) {
+    if (memory.size() < count) memory.resize(count);
+  };
+  if (s.half) room(space.copies, 2 * of_all);
+  room(space.keys, (size_t)(to - from) * PLACES);
+  room(space.values, (size_t)(to - from) * PLACES);
+  room(space.scores, (size_t)(to - from) * queries * SPLIT);
+  space.sums.assign((size_t)(to - from) * queries * size, 0.0f);
+  space.totals.assign((to - from) * queries, 0.0f);
+  space.maxima.assign((to - from) * queries, LOWEST);
+  room(space.part, (size_t)per_key * size);
   int longest = 0, nearest_start = std::numeric_limits<int>::max();
   for (int m = 0; m < members; ++m) {
     const int seen = a.rows.keys[first + m];
     longest = std::max(longest, seen);
     nearest_start = std::min(nearest_start, a.layer.window ? std::max(0, seen - a.layer.window) : 0);
   }
+  const auto query_of = [&](int head, int q) {
+    return a.query + (size_t)(first + q / per_key) * a.stride + (size_t)(head * per_key + q % per_key) * size;
+  };
   for (int start = nearest_start / SPLIT * SPLIT; start < longest; start += SPLIT) {
-    const auto place = [&](int row, int i, int copy, int end) {
-      const auto where = [&](int j) { return ((size_t)slot_of(a, row, start + j) * s.key_heads + head) * size; };
-      const size_t at = where(i);
-      if (i + SOON < end) {
-        const size_t next = where(i + SOON);
-        fetch(a.layer.keys, next, size, s.half);
-        fetch(a.layer.values, next, size, s.half);
+    // The keys and values of positions [begin, end) of this split, whose slots are `slots`, are where copies begin.
+    const auto place = [&](int begin, int end, int copy, auto&& slot) {
+      const auto where = [&](int i) { return ((size_t)slot(start + i) * s.key_heads + from) * size; };
+      for (int i = begin; i < end; ++i) {
+        const size_t at = where(i);
+        if (i + SOON < end) {
+          const size_t next = where(i + SOON);
+          fetch(a.layer.keys, next, (to - from) * size, s.half);
+          fetch(a.layer.values, next, (to - from) * size, s.half);
+        }
+        for (int h = 0; h < to - from; ++h) {
+          float* memory = space.copies.data() + h * of_head + (size_t)(copy + i) * size;
+          const size_t own = at + (size_t)h * size;
+          space.keys[h * PLACES + i] = widened_at(a.layer.keys, own, size, s.half, memory);
+          space.values[h * PLACES + i] = widened_at(a.layer.values, own, size, s.half, memory + of_all);
+        }
       }
-      keys[i] = widened_at(a.layer.keys, at, size, s.half, space.keys.data() + (size_t)copy * size);
-      values[i] = widened_at(a.layer.values, at, size, s.half, space.values.data() + (size_t)copy * size);
     };
     const int shared = std::clamp(common - start, 0, SPLIT);
-    for (int i = 0; i < shared; ++i) place(first, i, i, shared);
+    place(0, shared, 0, [&](int position) { return paged_slot(a.rows, first, position); });
     const int together = shared / WIDTH * WIDTH;  // scored for all rows while the keys are near
-    for (int i = 0; i < together; i += WIDTH)
-      for (int h = 0; h < heads; ++h) {
-        const int row = first + h / per_key;
-        const float* query = a.query + (size_t)row * a.stride + (size_t)(head * per_key + h % per_key) * size;
-        scores_of(query, keys + i, size, a.layer.scaling, space.scores.data() + (size_t)h * SPLIT + i);
-      }
+    for (int h = 0; h < to - from; ++h)
+      for (int i = 0; i < together; i += WIDTH)
+        for (int q = 0; q < queries; ++q)
+          scores_of(query_of(from + h, q), &space.keys[h * PLACES + i], size, a.layer.scaling,
+                    &space.scores[((size_t)h * queries + q) * SPLIT + i]);
     for (int m = 0; m < members; ++m) {
       const int row = first + m, seen = a.rows.keys[row];
-      const int count = std::min(seen - start, SPLIT);
+      const int count = std::min(seen - start, SPLIT), padded = (count + WIDTH - 1) / WIDTH * WIDTH;
       const int hidden = a.layer.window ? std::clamp(seen - a.layer.window - start, 0, SPLIT) : 0;
       if (count <= hidden) continue;
-      for (int i = shared; i < count; ++i) place(row, i, SPLIT + i, count);
-      for (int i = count; i < (count + WIDTH - 1) / WIDTH * WIDTH; ++i) keys[i] = keys[0];
-      for (int g = 0; g < per_key; ++g) {
-        const int h = m * per_key + g;
-        const float* query = a.query + (size_t)row * a.stride + (size_t)(head * per_key + g) * size;
-        float* scores = space.scores.data() + (size_t)h * SPLIT;
-        for (int i = together; i < count; i += WIDTH)
-          scores_of(query, keys + i, size, a.layer.scaling, scores + i);
-        const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
-        std::fill(scores, scores + hidden, LOWEST);
-        std::fill(scores + count, scores + padded, LOWEST);
-        Vec top = all(LOWEST);
-        for (int i = 0; i < padded; i += WIDTH) top = larger(top, load(scores + i));
-        const float peak = maximum(top);
-        Vec total = zero();
-        for (int i = 0; i < padded; i += WIDTH) {
-          const Vec weight = exponential(load(scores + i) - all(peak));
-          store(scores + i, weight);
+      place(shared, count, SPLIT, [&](int position) { return slot_of(a.rows, row, position); });
+      for (int h = 0; h < to - from; ++h) {
+        const float** keys = &space.keys[h * PLACES];
+        const float* const* values = &space.values[h * PLACES];
+        for (int i = std::max(count, shared); i < padded; ++i) keys[i] = keys[0];
+        const size_t q0 = (size_t)h * queries + m * per_key;
+        for (int g = 0; g < per_key; ++g) {
+          float* scores = &space.scores[(q0 + g) * SPLIT];
+          for (int i = together; i < count; i += WIDTH)
+            scores_of(query_of(from + h, m * per_key + g), keys + i, size, a.layer.scaling, scores + i);
         }
-        std::fill(scores, scores + hidden, 0.0f);
-        std::fill(scores + count, scores + padded, 0.0f);
-        for (int i = 0; i < padded; i += WIDTH) total = total + load(scores + i);
-        weigh(scores + hidden, values + hidden, count - hidden, size, space.part.data());
-        // Splits are added from the first to the last.
-        const float before = maxima[h], now = std::max(before, peak);
-        const float old_scale = before == LOWEST ? 0.0f : std::exp(before - now), new_scale = std::exp(peak - now);
-        float* sums = space.sums.data() + (size_t)h * size;
-        for (int i = 0; i < size; i += WIDTH)
-          store(sums + i, fma(load(space.part.data() + i), all(new_scale), load(sums + i) * all(old_scale)));
-        space.totals[h] = space.totals[h] * old_scale + sum(total) * new_scale;
-        maxima[h] = now;
+        softmax_and_weigh(space, q0, per_key, values, hidden, count, size);
       }
     }
   }
-  for (int h = 0; h < heads; ++h) {
-    const int row = first + h / per_key;
-    float* out = a.out + ((size_t)row * s.query_heads + head * per_key + h % per_key) * size;
-    const Vec total = all(space.totals[h]);
-    for (int i = 0; i < size; i += WIDTH) store(out + i, load(space.sums.data() + (size_t)h * size + i) / total);
-  }
+  for (int h = 0; h < to - from; ++h)
+    for (int q = 0; q < queries; ++q) {
+      const int row = first + q / per_key;
+      float* out = a.out + ((size_t)row * s.query_heads + (from + h) * per_key + q % per_key) * size;
+      const size_t at = (size_t)h * queries + q;
+      const Vec total = all(space.totals[at]);
+      for (int i = 0; i < size; i += WIDTH) store(out + i, load(&space.sums[at * size + i]) / total);
+    }
 }
 
 }  // namespace

@@ -41,6 +41,8 @@ void compute(void* data, int) {
   const Stack& s = *step.stack;
   const int count = step.rows->count, threads = team->threads(), size = s.head_size;
   const int heads = s.query_heads + 2 * s.key_heads, width = heads * size, found_width = s.query_heads * size;
+  const int together = heads_together(s, (int)step.leaders.size(), threads);
+  const int blocks = (s.key_heads + together - 1) / together;
   static thread_local Workspace space;
   int phase = 0;
   const auto each = [&](int items, auto&& work) {
@@ -89,8 +91,10 @@ void compute(void* data, int) {
       keep(own, key ? layer.keys : layer.values, at, size, s.half);
     });
     const Attention attention{s, layer, *step.rows, qkv, width, found};
-    each((int)step.leaders.size() * s.key_heads,
-         [&](int i) { attend(attention, step.leaders[i / s.key_heads], i % s.key_heads, space); });
+    each((int)step.leaders.size() * blocks, [&](int i) {
+      const int from = i % blocks * together;
+      attend(attention, step.leaders[i / blocks], from, std::min(from + together, s.key_heads), space);
+    });
     product(layer.output, layer.output_bias, found_width, s.hidden, Then::ADD, found, hidden, s.hidden);
     each(count, [&](int t) {
       const size_t at = (size_t)t * s.hidden;

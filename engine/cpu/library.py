@@ -84,7 +84,7 @@ class CRows(Structure):
     _fields_ = (
         ("count", c_int),
         ("page", c_int),
-        *((n, c_void_p) for n in ("slots", "keys", "home", "pages", "branch", "group", "common", "numbers")),
+        *((n, c_void_p) for n in ("slots", "keys", "home", "pages", "branch", "group", "common", "reach", "numbers")),
         ("kept", POINTER(c_int)),
         ("states", c_void_p),
         ("kept_count", c_int),

@@ -16,7 +16,7 @@ namespace {
 constexpr int PANEL = 2 * WIDTH;  // outputs that are computed together
 constexpr int ROWS = WIDTH == 16 ? 12 : 6;
 constexpr int ROW_BLOCK = 16 * ROWS;
-constexpr int AHEAD = 2048;  // bytes
+constexpr int AHEAD = 4096;  // bytes
 constexpr int DEPTH = 256;  // inputs at a time where there are several tiles of rows
 
 // Two vectors of a panel: of one input, the weights of its first and second WIDTH outputs. In bfloat16 these lie side
@@ -62,8 +62,7 @@ inline void tile(const Input<W>* x, int stride, const W* panels, size_t panel_si
                      _MM_HINT_T0);
     if (ahead_step && !(k & 1)) {
       const char* line = ahead + (size_t)(k >> 1) * ahead_step;
-      _mm_prefetch(line, _MM_HINT_T0);
-      if (ahead_step > 64) _mm_prefetch(line + 64, _MM_HINT_T0);
+      for (int byte = 0; byte < std::max(ahead_step, 64); byte += 64) _mm_prefetch(line + byte, _MM_HINT_T0);
     }
     Vec w[P][2];
     for (int p = 0; p < P; ++p) weights_at(panels + p * panel_size, k, w[p][0], w[p][1]);

@@ -147,6 +147,7 @@ class CpuStack(FusedStack):
             branch=rows.branch_T.data_ptr(),
             group=rows.group_T.data_ptr(),
             common=rows.common_T.data_ptr(),
+            reach=rows.reach_T.data_ptr(),
             numbers=rows.numbers_F.data_ptr(),
         )
         states_TLD = self._wanted(step, described)

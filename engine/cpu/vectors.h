@@ -97,6 +97,29 @@ inline float sum(Vec v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// The sum of all lanes of each of WIDTH vectors: every one of them is added up in the same order.
+inline Vec sums_of(const Vec (&v)[WIDTH]) {
+#ifdef __AVX512F__
+  Vec two[8], four[4], eight[2];  // how many numbers each lane of them adds up
+  for (int i = 0; i < 8; ++i)
+    two[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(two[2 * i]), b = _mm512_castps_pd(two[2 * i + 1]);
+    four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  }
+  for (int i = 0; i < 2; ++i)
+    eight[i] = _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x88) +
+               _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd);
+  return _mm512_shuffle_f32x4(eight[0], eight[1], 0x88) + _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd);
+#else
+  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  const __m128 low = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 high = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+  return _mm256_set_m128(high, low);
+#endif
+}
+
 inline float maximum(Vec v) {
   float lanes[WIDTH];
   store(lanes, v);
