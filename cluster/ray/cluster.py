@@ -19,6 +19,7 @@ from cluster.console import CommandError, Stages, complain
 from cluster.placement import APPLICATION, ClusterNode, lacking, needs
 from cluster.ray.connection import end_own_processes, first_line, is_broken, join, prepare_environment
 from cluster.ray.declaration import declaration
+from cluster.ray.parts import proxy_environment
 from cluster.ray.status import ApplicationStatus, application_details, applications
 from cluster.ray.token import check_token
 from transport.address import join as join_address
@@ -151,6 +152,7 @@ class RayCluster:
         router = self._config.router
         patience = str(int(self._config.ray.placement_timeout))
         environment = {"RAY_SERVE_SLOW_STARTUP_WARNING_S": patience, "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "2"}
+        environment |= proxy_environment(self._config)
         try:
             serve.start(
                 proxy_location="HeadOnly" if self._local else "EveryNode",
