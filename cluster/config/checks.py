@@ -13,6 +13,7 @@ from cluster.config.config import Config, max_replicas_of
 from cluster.config.environment import expanded, is_folder
 from cluster.config.pools import DraftConfig, Pool, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
+from cluster.config.settings import AUTO
 from cluster.config.settings import CheckError as CheckError
 from cluster.config.vocabularies import difference
 from speculation.events import Role
@@ -24,7 +25,7 @@ ROLES = ("router", "target", "draft")
 def check(config: Config) -> None:
     """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, SecurityError, AddressError."""
     check_bounds(config)
-    if config.backend == "local" and config.router.replicas > 1:
+    if config.backend == "local" and config.router.replicas not in (AUTO, 1):
         raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     check_http_exposure(config)
     check_security(config, ROLES if config.on_this_machine else ())
