@@ -125,7 +125,7 @@ def check_model(model: str, flag: str) -> None:
 
 
 def check_pin(model: str, flag: str) -> None:
-    """Whether the commit of HUB-ID@COMMIT is one, and here: reading the settings puts its folder in its place if it is."""
+    """Whether the commit of HUB-ID@COMMIT is one, and here: where it is, its folder stands in the settings instead."""
     if (pin := pinned(model)) is None:
         return
     name, commit = pin

@@ -2,8 +2,8 @@
 
 Left alone, a proxy ends a request whose router died before it answered with a bare 500, and holds a new one until some
 router runs again, however long that takes. Serve lets in at two places whoever wants it otherwise: middleware round
-each proxy (:data:`cluster.ray.parts.PROXY_SETTINGS`) and the class that chooses a replica for each request, which knows whether there are any.
-Both work in the proxy's process, and talk to each other through this module.
+each proxy (:data:`cluster.ray.parts.PROXY_SETTINGS`), and the class that chooses a replica for each request, which
+knows whether there are any. Both work in the proxy's process, and talk to each other through this module.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def test_serve_finds_what_it_is_told(monkeypatch):
     assert chosen.get_request_router_class() is proxy.RouterChoice
 
 
-async def test_haproxy_says_the_same_where_it_reaches_no_router(tmp_path):
+def test_haproxy_says_the_same_where_it_reaches_no_router(tmp_path):
     (tmp_path / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
     port = free_port()
     configuration = tmp_path / "haproxy.cfg"
@@ -183,10 +183,10 @@ async def test_haproxy_says_the_same_where_it_reaches_no_router(tmp_path):
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     process = subprocess.Popen([SCRIPT, "-db", "-f", configuration], env=environment)
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        with httpx.Client(trust_env=False, timeout=60) as http:
             while True:
                 try:
-                    answer = await http.post(f"http://127.0.0.1:{port}/v1/completions", content=b"{}")
+                    answer = http.post(f"http://127.0.0.1:{port}/v1/completions", content=b"{}")
                     break
                 except httpx.ConnectError:
                     assert process.poll() is None, "HAProxy ended"
