@@ -19,12 +19,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
+from cluster.config.environment import COMMIT
 from cluster.console import complain, say
 
 READABLE, COMPLETE = ".tokenizer", ".complete"
 """In a model's folder once what routers read is there, and once all is."""
-COMMIT = "[0-9a-f]{40}"
-"""What a hub names a commit by."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx")
 COPIES = ("original/*", "consolidated*")
 """The same weights once more, in the formats of those who trained them."""

@@ -6,17 +6,20 @@ Labels, not accelerator types, name the class of a node's GPUs, so the same conf
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.config.config import Config, max_replicas_of, min_replicas_of
 from cluster.config.pools import Pool
+from cluster.config.settings import AUTO
 
 APPLICATION = "paceline"
 ROUTER = "Router"
 """Name of the routers' deployment in Ray Serve; those of workers are called as their pools say."""
 GPU_CLASS = "paceline.io/gpu-class"
 ROUTER_CPUS = 0.1
+ROUTERS = 2
+"""For the loss of one to be survivable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,12 @@ class ClusterNode:
     labels: Mapping[str, str]
 
 
+def described_node(node: Mapping[str, Any]) -> ClusterNode:
+    """One of ``ray.nodes()``."""
+    resources = node["Resources"]
+    return ClusterNode(resources.get("CPU", 0.0), resources.get("GPU", 0.0), node.get("Labels") or {})
+
+
 @dataclass(slots=True)
 class _Room:
     """What is left of a node."""
@@ -99,6 +108,17 @@ def need(pool: Pool, config: Config) -> Need:
     labels = ({GPU_CLASS: worker.gpu_class} if worker.gpu_class else {}) | labels_in(worker.labels)
     ranks, cpus = worker.tensor_parallel_size, config.ray.cpus_per_worker
     return Need(str(pool), min_replicas_of(worker), cpus, worker.gpus, labels, ranks, pool.deployment)
+
+
+def with_routers(config: Config, nodes: Iterable[ClusterNode]) -> Config:
+    """The same with as many routers as ``auto`` stands for: two where two of the nodes may each hold one, else one.
+
+    One alone holds all connections and is all that answers.
+    """
+    if config.router.replicas != AUTO or config.router.max_replicas:
+        return config
+    fitting = sum(may_hold(node, router_need(config)) for node in nodes)
+    return replace(config, router=replace(config.router, replicas=min(max(fitting, 1), ROUTERS)))
 
 
 def labels_in(text: str) -> dict[str, str]:

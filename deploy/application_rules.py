@@ -14,7 +14,7 @@ from cluster.config.environment import BUNDLED
 from cluster.config.security import SecurityError, check_worker_exposure
 from cluster.config.settings import ConfigError
 from cluster.placement import ROUTER as ROUTER_DEPLOYMENT
-from cluster.placement import ClusterNode, Need, lacking, needs
+from cluster.placement import ClusterNode, Need, lacking, needs, with_routers
 from deploy.manifests import Manifests, Object, group_name, groups, mount_of, ray_container, selects, where
 from deploy.model_rules import LIST, fetched_by
 from deploy.pod_rules import GPU
@@ -48,6 +48,7 @@ def application_faults(application: Object, service: Object, manifests: Manifest
     if config.security.api_keys:
         yield from _of_picker(manifests)
     yield from scaling_faults(config, application)
+    config = with_routers(config, _nodes(service))
     wanted, faults = _wanted(config, application)
     why = lacking(wanted, _nodes(service))
     faults += [why] if why else []

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from deploy.manifests import ManifestFinding, Manifests, Object, Pod, mount_of, where
 
 GPU = "nvidia.com/gpu"
+DIGEST = "@sha256:[0-9a-f]{64}$"
 PROBE = "engine.host.live_gpus"
 
 
@@ -25,6 +26,18 @@ def pod_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
             options = cluster.get("autoscalerOptions", {})
             for what in [*_of_security(options.get("securityContext", {})), *_of_resources(options)]:
                 yield ManifestFinding(where(service, "autoscaler"), what)
+
+
+def image_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """Of images that may be others tomorrow: a version is a name that its owner can give again, a digest is not.
+
+    That of our own image also settles what it was built from.
+    """
+    for pod in manifests.pods():
+        for container in pod.containers():
+            if not re.search(DIGEST, container["image"]):
+                what = f"the image {container['image']!r} may be another one tomorrow; name it by digest, @sha256:..."
+                yield ManifestFinding(f"{pod.where} {container['name']}", what)
 
 
 def _of_pod(pod: Pod) -> Iterator[str]:
@@ -61,7 +74,7 @@ def _of_container(container: Object) -> Iterator[str]:
         if shown and "secretKeyRef" in variable.get("valueFrom", {}):
             yield f"{variable['name']} is a secret, and arguments are seen by every process; read it from a file"
     image = container["image"]
-    if not re.search(r":[\w.-]+$|@sha256:[0-9a-f]{64}$", image) or image.endswith(":latest"):
+    if not re.search(rf":[\w.-]+$|{DIGEST}", image) or image.endswith(":latest"):
         yield f"the image {image!r} needs a version or a digest, and not latest"
     if container["name"].startswith("ray-") and mount_of(container, "/tmp/ray") is None:
         yield "Ray writes to /tmp and the root file system is read-only; mount an emptyDir there"

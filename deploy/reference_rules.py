@@ -55,6 +55,11 @@ SERVE_SERVICE = "-serve-svc"
 HTTP_PORT = 8000
 CLOSED = {8404: "HAProxy's statistics", 9101: "HAProxy's metrics"}
 """Ports of pods that serve HTTP, on which Serve's proxy asks nobody who they are."""
+NAMES, OF_NAMES = 53, {"k8s-app": "kube-dns"}
+"""Port of Kubernetes' DNS, and the label of its pods."""
+NODE_LOCAL = "169.254.20.10/32"
+"""Where NodeLocal DNSCache answers on every node, by default: an address of the node, so of no pod. With it, no pod is
+asked for names any more."""
 READY = "/ready"
 """What a router says of itself."""
 HOST = "kubernetes.io/hostname"
@@ -84,6 +89,7 @@ def reference_findings(manifests: Manifests) -> Iterator[ManifestFinding]:
     yield from _budgets(manifests)
     yield from _apart(manifests)
     yield from _ports(manifests)
+    yield from _names(manifests)
 
 
 def secrets_by_hand(manifests: Manifests) -> dict[str, ByHand]:
@@ -339,6 +345,32 @@ def _policy_ports(policies: Iterable[Object], pods: Sequence[Pod]) -> Iterator[M
             for number, what in CLOSED.items() if HTTP_PORT in opened else ():
                 if any(_covers(port, number) for port in rule.get("ports", [{"port": number}])):
                     yield ManifestFinding(where(policy), f"lets others see {what}, on port {number}")
+
+
+def _names(manifests: Manifests) -> Iterator[ManifestFinding]:
+    """Everything is denied but what policies let out, and no pod does without names."""
+    for pod in manifests.pods():
+        ways = [
+            way
+            for policy in manifests.of("NetworkPolicy")
+            if selects(policy["spec"]["podSelector"], pod.labels)
+            for way in policy["spec"].get("egress", [])
+        ]
+        for protocol in ("UDP", "TCP"):
+            there = [way for way in ways if _lets_out(way, NAMES, protocol)]
+            places = [place for way in there for place in way.get("to", [{"ipBlock": {"cidr": NODE_LOCAL}}])]
+            if not any(place.get("ipBlock", {}).get("cidr") == NODE_LOCAL for place in places):
+                what = f"no NetworkPolicy lets it ask NodeLocal DNSCache ({NODE_LOCAL}, {protocol} port {NAMES})"
+                yield ManifestFinding(pod.where, what)
+            if not any("podSelector" in place and selects(place["podSelector"], OF_NAMES) for place in places):
+                yield ManifestFinding(
+                    pod.where, f"no NetworkPolicy lets it ask Kubernetes' DNS ({protocol} port {NAMES})"
+                )
+
+
+def _lets_out(way: Object, number: int, protocol: str) -> bool:
+    ports = way.get("ports", [{"port": number, "protocol": protocol}])
+    return any(port.get("protocol", "TCP") == protocol and _covers(port, number) for port in ports)
 
 
 def _covers(port: Object, number: int) -> bool:

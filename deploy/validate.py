@@ -1,6 +1,7 @@
 """Checks an overlay before it is applied, without a cluster.
 
     python -m deploy.validate deploy/kubernetes/overlays/gpu
+    python -m deploy.validate --production deploy/kubernetes/overlays/gpu
 
 Renders it with the real ``kubectl kustomize`` and asks the schemas of every kind, the rules of KubeRay, Ray Serve's and
 Paceline's own readers of their configuration, and whether the parts fit together. Ends with status 1 if anything was
@@ -17,7 +18,7 @@ from pathlib import Path
 from cluster.console import complain, say
 from deploy.manifests import ManifestFinding, Manifests, RenderError, render
 from deploy.model_rules import model_findings
-from deploy.pod_rules import pod_findings
+from deploy.pod_rules import image_findings, pod_findings
 from deploy.ray_rules import ray_findings
 from deploy.reference_rules import CLAIM, MODELS, models_by_hand, reference_findings, secrets_by_hand
 from deploy.schema_rules import schema_findings
@@ -43,13 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m deploy.validate", description="Check a kustomize overlay.")
     parser.add_argument("overlay", type=Path, help="its folder, such as deploy/kubernetes/overlays/gpu")
-    overlay: Path = parser.parse_args(arguments).overlay
+    parser.add_argument("--production", action="store_true", help="every image by its digest, too")
+    given = parser.parse_args(arguments)
+    overlay: Path = given.overlay
     try:
         manifests = render(overlay)
     except RenderError as error:
         complain(f"deploy.validate: {error}")
         return 2
     found = findings(manifests)
+    if given.production and not found:
+        found = list(image_findings(manifests))
     lines = [str(finding) for finding in found] or _summary(overlay, manifests)
     say("\n".join(lines))
     return 1 if found else 0

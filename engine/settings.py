@@ -7,6 +7,8 @@ from pathlib import Path
 
 NONE = "none"
 """No quantisation: weights as they are."""
+SNAPSHOTS = "snapshots"
+"""In the cache of a hub, what holds a model's files by their commits, below a folder called as the model is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,12 @@ class EngineSettings:
     load_timeout: float = 7200.0
     """Seconds in which the model must be loaded, on all ranks, once these have started."""
     name: str = ""
-    """Name the model is served under; default: the last part of ``model``."""
+    """Name the model is served under; default: the last part of ``model``, or of the hub id whose cache that is in."""
 
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        return self.name or Path(self.model).name
+        folder = Path(self.model)
+        if folder.parent.name == SNAPSHOTS:
+            return self.name or folder.parent.parent.name.rpartition("--")[2]
+        return self.name or folder.name

@@ -7,12 +7,14 @@ workers.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from cluster.config.config import Config, max_replicas_of
-from cluster.config.environment import expanded, is_folder
+from cluster.config.environment import COMMIT, expanded, is_folder, pinned
 from cluster.config.pools import DraftConfig, Pool, TargetConfig
 from cluster.config.security import check_http_exposure, check_security, check_worker_exposure
+from cluster.config.settings import AUTO
 from cluster.config.settings import CheckError as CheckError
 from cluster.config.vocabularies import difference
 from speculation.events import Role
@@ -24,7 +26,7 @@ ROLES = ("router", "target", "draft")
 def check(config: Config) -> None:
     """All that ``paceline up`` can know beforehand. Raises :class:`CheckError`, SecurityError, AddressError."""
     check_bounds(config)
-    if config.backend == "local" and config.router.replicas > 1:
+    if config.backend == "local" and config.router.replicas not in (AUTO, 1):
         raise CheckError(f"router.replicas is {config.router.replicas}, but the local backend runs one router")
     check_http_exposure(config)
     check_security(config, ROLES if config.on_this_machine else ())
@@ -116,9 +118,22 @@ def check_model(model: str, flag: str) -> None:
         return
     if exists:
         raise CheckError(f"{flag} {model}: is a file; give the folder that holds config.json and the weights")
+    check_pin(model, flag)
     parts = model.split("/")
     if len(parts) != 2 or not all(parts) or model[0] in "./~" or Path(parts[0]).is_dir():
         raise CheckError(f"{flag} {model}: no such folder; give a model folder or a hub id such as Org/Name")
+
+
+def check_pin(model: str, flag: str) -> None:
+    """Whether the commit of HUB-ID@COMMIT is one, and here: where it is, its folder stands in the settings instead."""
+    if (pin := pinned(model)) is None:
+        return
+    name, commit = pin
+    if not re.fullmatch(COMMIT, commit):
+        raise CheckError(f"{flag} {model}: {commit!r} is no commit; give its 40 digits, as the hub lists under History")
+    raise CheckError(
+        f"{flag} {model}: the hub's cache here has no such commit; fetch it: `hf download {name} --revision {commit}`"
+    )
 
 
 def check_assistant(settings: TargetConfig | DraftConfig, flag: str) -> None:
@@ -167,6 +182,7 @@ def check_target_tokenizer(path: str, flag: str) -> None:
 
 def check_tokenizer(model: str) -> None:
     """Whether a model folder has the tokenizer that the router needs."""
+    check_pin(model, "--tokenizer")
     folder = expanded(model)
     if is_folder(folder) and not (folder / "tokenizer.json").is_file():
         raise CheckError(f"{model}: has no tokenizer.json; give a folder that has with --tokenizer")

@@ -41,7 +41,9 @@ class RouterConfig:
 
     host: str = _setting("127.0.0.1", "interface to serve HTTP on")
     port: int = _setting(8000, "port to serve HTTP on", at_least=1, at_most=65535)
-    replicas: int = _setting(1, "number of routers (one with the local backend)", at_least=1, at_most=256)
+    replicas: int | Literal["auto"] = _setting(
+        AUTO, "number of routers (auto: two where two nodes may hold one, else one)", at_least=1, at_most=256, auto=True
+    )
     min_replicas: int = _setting(1, "never fewer, where their number follows the load", at_least=1, at_most=256)
     max_replicas: int = _setting(
         0, "never more; their number follows the load (0: it stays as it is)", at_least=0, at_most=256
@@ -290,9 +292,9 @@ def min_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
 
 
 def max_replicas_of(pool: TargetConfig | DraftConfig | RouterConfig) -> int:
-    """How many replicas a pool may come to have; 0: there is no such pool."""
+    """How many replicas a pool may come to have; 0: there is no such pool. One for `auto`; see `cluster.placement`."""
     standby = pool.standby if isinstance(pool, TargetConfig) else 0
-    return pool.max_replicas or pool.replicas + standby
+    return pool.max_replicas or (1 if pool.replicas == AUTO else pool.replicas) + standby
 
 
 SECTIONS: Mapping[str, type[Any]] = {

@@ -7,6 +7,7 @@ directories, OpenAI's clients, and Ray, which hands a replica its settings that 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -16,6 +17,8 @@ BUNDLED = CHECKOUT / "models"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """One of these is there where torch may find a GPU. Asking torch itself would cost every start two seconds."""
+COMMIT = "[0-9a-f]{40}"
+"""How a hub names a model's commit."""
 REPLICA_SETTINGS = "PACELINE_SETTINGS"
 """Variable with the settings of a replica, in JSON."""
 
@@ -64,6 +67,23 @@ def replica_settings() -> str:
 def expanded(path: str) -> Path:
     """With the home folder that ``~`` stands for; as it is written where nobody has such a home."""
     return Path(os.path.expanduser(path))
+
+
+def pinned(model: str) -> tuple[str, str] | None:
+    """Hub id and commit of a model that is given as HUB-ID@COMMIT; None where it is given otherwise."""
+    name, at, commit = model.partition("@")
+    return (name, commit) if at and re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
+
+
+def pinned_folder(model: str) -> Path | None:
+    """Where the hub's cache on this machine has a model given as HUB-ID@COMMIT; None where it has not. Asks no hub."""
+    pin = pinned(model)
+    if pin is None or not re.fullmatch(COMMIT, pin[1]):
+        return None
+    from huggingface_hub import try_to_load_from_cache  # only for such models
+
+    found = try_to_load_from_cache(pin[0], "config.json", revision=pin[1])
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def is_folder(path: Path) -> bool:

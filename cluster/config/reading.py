@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config.environment import expanded, is_folder
+from cluster.config.environment import expanded, is_folder, pinned_folder
 from cluster.config.settings import ConfigError, checked, described, nearest, parsed
 
 MODELS = "models"
@@ -30,7 +30,7 @@ _FOLDERS = (
     "draft.target_tokenizer",
     "draft.assistant",
     "draft.eagle",
-    "router.text.tokenizer",
+    "router.tokenizer",
 )
 """Settings that may be folders."""
 
@@ -195,6 +195,8 @@ def _located(base: Path, path: tuple[str, ...], value: object) -> object:
         folder = base / expanded(str(value))
         if is_folder(folder):
             return str(folder.resolve())
+        if snapshot := pinned_folder(str(value)):
+            return str(snapshot)
     if (path[0] == "security" or path == ("router", "record_prompts")) and value:
         return str((base / expanded(str(value))).absolute())
     return value

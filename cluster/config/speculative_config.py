@@ -31,7 +31,7 @@ _INSTEAD = {
     "disable_by_batch_size": "drafts are verified only while they pay, at every batch size; leave it out",
     "speculative_disable_by_batch_size": "drafts are verified only while they pay, at every batch size; leave it out",
     "max_model_len": "a drafter stops where its own model's context ends; leave it out",
-    "revision": "name a folder that holds the revision as model",
+    "revision": "write it into model, as HUB-ID@COMMIT",
     "code_revision": "code of models is never run",
     "enforce_eager": "use --set draft.plain_cuda=true",
     "parallel_drafting": "drafters run ahead on workers of their own; leave it out",

@@ -16,9 +16,10 @@ from cluster.config.config import Config
 from cluster.config.flags import FAILED
 from cluster.config.security import check_worker_exposure
 from cluster.console import CommandError, Stages, complain
-from cluster.placement import APPLICATION, ClusterNode, lacking, needs
+from cluster.placement import APPLICATION, Need, described_node, lacking, needs, with_routers
 from cluster.ray.connection import end_own_processes, first_line, is_broken, join, prepare_environment
 from cluster.ray.declaration import declaration
+from cluster.ray.parts import proxy_environment
 from cluster.ray.status import ApplicationStatus, application_details, applications
 from cluster.ray.token import check_token
 from transport.address import join as join_address
@@ -51,7 +52,7 @@ class RayCluster:
         """Nothing is started yet. ``detach``: what is deployed already may be changed, since it is left at the end."""
         self._config, self._detach = config, detach
         self._local = config.ray.address == "local"
-        self._needs = {need.deployment: need for need in needs(config)}
+        self._needs: dict[str, Need] = {}
         self._connected = self._found = self._deployed = self._serves = False
         self._room_since = 0.0
 
@@ -136,10 +137,9 @@ class RayCluster:
             for host in hosts:
                 check_worker_exposure(host, self._config)
             check_token(self._config, ray.get_runtime_context().gcs_address, hosts)
-        described = [
-            ClusterNode(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0), node.get("Labels") or {})
-            for node in nodes
-        ]
+        described = [described_node(node) for node in nodes]
+        self._config = with_routers(self._config, described)
+        self._needs = {need.deployment: need for need in needs(self._config)}
         # A larger cluster may be on its way where an autoscaler runs; here only what is there counts.
         reason = lacking(self._needs.values(), described)
         if reason:
@@ -151,6 +151,7 @@ class RayCluster:
         router = self._config.router
         patience = str(int(self._config.ray.placement_timeout))
         environment = {"RAY_SERVE_SLOW_STARTUP_WARNING_S": patience, "RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S": "2"}
+        environment |= proxy_environment(self._config)
         try:
             serve.start(
                 proxy_location="HeadOnly" if self._local else "EveryNode",

@@ -38,6 +38,10 @@ LOCAL_DRAIN_SECONDS = 10.0
 ROUTER_SURGE = 25
 """Percent of the routers, one at least, that are started before those they replace stop: one alone leaves no gap.
 Workers need the GPUs of those they replace."""
+PROXY_SETTINGS = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ray.proxy.middleware"}
+"""What the environment of Serve's proxies has to say for them to answer while no router can."""
+ROUTER_CHOICE = "cluster.ray.proxy.RouterChoice"
+"""What tells them whether there is a router."""
 
 
 def outline(config: Config) -> Config:
@@ -111,7 +115,13 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
         return need(pool, config).deployment_options(environment) | drain
     # Its requests are streams of minutes, which a replacement must not cut.
     drain = {"graceful_shutdown_timeout_s": LOCAL_DRAIN_SECONDS if local else config.router.drain_timeout}
-    return router_need(config).deployment_options(environment) | drain | {"max_surge_percent": ROUTER_SURGE}
+    choice = {"request_router_config": {"request_router_class": ROUTER_CHOICE}}
+    return router_need(config).deployment_options(environment) | drain | choice | {"max_surge_percent": ROUTER_SURGE}
+
+
+def proxy_environment(config: Config) -> dict[str, str]:
+    """What Serve's controller and proxies need in their environment, where we start them."""
+    return PROXY_SETTINGS | ({"PYTHONPATH": str(CHECKOUT)} if config.ray.address == "local" else {})
 
 
 def _default(pool: Pool) -> Any:

@@ -59,7 +59,7 @@ def objections(text: str) -> list[str]:
     if any(word == "HEALTHCHECK" for word, _ in lines):
         found.append("health is checked by Kubernetes")
     labels = " ".join(argument for word, argument in final if word == "LABEL")
-    for label in ("title", "description", "licenses", "version", "revision"):
+    for label in ("title", "description", "licenses", "base.name", "version", "revision"):
         if f"org.opencontainers.image.{label}=" not in labels:
             found.append(f"the label org.opencontainers.image.{label} is missing")
     commands = [command for word, argument in lines if word == "RUN" for command in argument.split("&&")]
@@ -99,6 +99,22 @@ def test_planted_fault_in_dockerfile_is_found(old: str, new: str, objection: str
     text = DOCKERFILE.read_text()
     assert old in text
     assert any(objection in found for found in objections(text.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("release", "base", "refused"),
+    [
+        ("", "python:3.11-slim-bookworm", False),
+        ("1", f"python:3.11-slim-bookworm@sha256:{'0' * 64}", False),
+        ("1", "python:3.11-slim-bookworm", True),
+    ],
+)
+def test_a_release_is_built_from_a_base_by_digest(release: str, base: str, refused: bool) -> None:
+    (check,) = [rest for word, rest in instructions(DOCKERFILE.read_text()) if word == "RUN" and "RELEASE" in rest]
+    command = ["/bin/bash", "-euo", "pipefail", "-c", check]
+    done = subprocess.run(command, env={"RELEASE": release, "PYTHON_IMAGE": base}, capture_output=True, text=True)
+    assert done.returncode == refused
+    assert done.stderr == (f"PYTHON_IMAGE is {base}; a release names it by digest, @sha256:...\n" if refused else "")
 
 
 def test_requirements_are_current() -> None:

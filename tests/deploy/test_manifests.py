@@ -14,7 +14,7 @@ from ray import serve
 from ray._private import ray_constants
 from ray.serve._private import constants as serve_constants
 
-from deploy import ray_rules
+from deploy import ray_rules, validate
 from deploy.crd import strict_schema
 from deploy.manifests import Manifests, RenderError, render, selects
 from deploy.monitoring import prometheus_rule
@@ -324,3 +324,17 @@ def test_schema_of_a_crd_is_strict() -> None:
         "none": {"type": ["string", "null"]},
         "count": {"type": "integer"},
     }
+
+
+def test_production_wants_every_image_by_its_digest(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    manifests = rendered("gpu")
+    monkeypatch.setattr(validate, "render", lambda overlay: manifests)
+    assert validate.main(["gpu"]) == 0
+    capsys.readouterr()
+    assert validate.main(["--production", "gpu"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert "RayService paceline head ray-head: the image 'registry.example.com/paceline:0.1.0-cuda' may be" in said[0]
+    for pod in manifests.pods():
+        for container in pod.containers():
+            container["image"] = f"{container['image'].partition(':')[0]}@sha256:{'0' * 64}"
+    assert validate.main(["--production", "gpu"]) == 0

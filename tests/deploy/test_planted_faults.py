@@ -605,6 +605,24 @@ FAULTS = [
         lambda c: put(c.get("NetworkPolicy", "models-from-hub")["spec"], "podSelector", {"matchLabels": {"app": "x"}}),
         "podSelector: selects no pod",
     ),
+    Fault(
+        "no names where a node has its own cache of them",
+        lambda c: c.get("NetworkPolicy", "names")["spec"]["egress"][0]["to"].pop(1),
+        "lets it ask NodeLocal DNSCache (169.254.20.10/32, ",
+        places=12,
+    ),
+    Fault(
+        "no names where a node has no cache of them",
+        lambda c: c.get("NetworkPolicy", "names")["spec"]["egress"][0]["to"].pop(0),
+        "lets it ask Kubernetes' DNS (",
+        places=12,
+    ),
+    Fault(
+        "no long names",
+        lambda c: c.get("NetworkPolicy", "names")["spec"]["egress"][0]["ports"].pop(1),
+        "TCP port 53)",
+        places=12,
+    ),
     Fault("nothing denied", lambda c: c.drop("NetworkPolicy", "default-deny"), "denies everything, in and out"),
     Fault(
         "policy for another port",

@@ -4,6 +4,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import ray
 from ray import serve
 from ray.serve import context
 from ray.serve.config import HTTPOptions
@@ -144,3 +145,30 @@ def test_what_serve_says_is_read_as_its_own_status_has_it(monkeypatch):
     assert dict(found.replica_states) == its.replica_states == {"RUNNING": 2, "STARTING": 1}
     monkeypatch.setattr(context, "_get_global_client", lambda raise_if_no_controller_running: None)
     assert status.applications() == {}
+
+
+@pytest.mark.parametrize(
+    ("labels", "said", "routers"),
+    [
+        ([{}, {}, {}], {}, 2),
+        ([{}], {}, 1),
+        ([{}, {}, {}], {"replicas": 1}, 1),
+        ([{}, {"kind": "cpu"}], {"labels": "kind=cpu"}, 1),
+        ([{"kind": "cpu"}, {"kind": "cpu"}], {"labels": "kind=cpu"}, 2),
+    ],
+)
+def test_there_are_two_routers_where_two_nodes_may_hold_one(cluster, monkeypatch, labels, said, routers):
+    """Unless their number is given. The nodes have room for all."""
+    nodes = [
+        {"Alive": True, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": 4.0}, "Labels": own} for own in labels
+    ]
+    dead = [{"Alive": False, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": 4.0}, "Labels": {"kind": "cpu"}}]
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, *dead])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
+    monkeypatch.setattr(ray_cluster, "check_token", lambda *_: None)
+    router = {"port": 8001} | said
+    cluster.backend._config = from_mapping({"router": router, "ray": {"address": "10.0.0.5:6379"}}, "test")
+    cluster.backend._check_room()
+    cluster.backend._deploy()
+    ((declared,),) = cluster.applied
+    assert {entry["name"]: entry["num_replicas"] for entry in declared["deployments"]}["Router"] == routers

@@ -1,0 +1,130 @@
+"""What Serve's HTTP proxies answer while no router can: 503 with Retry-After and OpenAI's error object.
+
+Left alone, a proxy ends a request whose router died before it answered with a bare 500, and holds a new one until some
+router runs again, however long that takes. Serve lets in at two places whoever wants it otherwise: middleware round
+each proxy (:data:`cluster.ray.parts.PROXY_SETTINGS`), and the class that chooses a replica for each request, which
+knows whether there are any. Both work in the proxy's process, and talk to each other through this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import Response
+
+from router.answers.responses import encode, error_body
+from router.errors import CODES
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+WAIT_SECONDS = 2.0
+"""How long a request waits for a router where none runs: one that is replaced leaves no gap."""
+RETRY_SECONDS = 5
+"""After which a client shall ask again: a router starts in about as long."""
+UNAVAILABLE = error_body(CODES["unavailable"], "no router runs now; try again soon")
+HEADERS = {"retry-after": str(RETRY_SECONDS), "x-should-retry": "true"}
+REQUEST_ID = "x-request-id"
+OWN_PATHS = "/-/"
+"""What the proxy itself answers, without a router."""
+
+_choices: WeakSet[RouterChoice] = WeakSet()
+_unrouted: set[str] = set()
+"""The ids of requests that no router has taken yet."""
+
+
+class RouterChoice(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]  # Serve's own has no types
+    """Serve's own choice of a replica, which tells what it knows."""
+
+    def initialize_state(self, **_settings: object) -> None:
+        """Serve's call once it is made."""
+        _choices.add(self)
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Serve's call when a replica has taken a request."""
+        super().on_request_routed(pending_request, replica_id, result)
+        _unrouted.discard(pending_request.metadata.request_id)
+
+
+def middleware() -> list[Middleware]:
+    """What Serve puts round each of its proxies."""
+    return [Middleware(RouterWatch)]
+
+
+class RouterWatch:
+    """Answers what Serve leaves without an answer, and what no router takes in :data:`WAIT_SECONDS`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Round ``app``, the proxy."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["path"].startswith(OWN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        request = _Request(Headers(scope=scope).get(REQUEST_ID, ""), receive, send)
+        _unrouted.add(request.name)
+        request.watch()
+        try:
+            await self._app(scope, request.receive, request.send)
+        finally:
+            request.end()
+        if not request.answered:
+            await Response(encode(UNAVAILABLE), 503, HEADERS, "application/json")(scope, receive, send)
+
+
+class _Request:
+    """One that passes the proxy."""
+
+    def __init__(self, name: str, receive: Receive, send: Send) -> None:
+        """``name``: its id."""
+        self.name, self.answered = name, False
+        self._receive, self._send = receive, send
+        self._hopeless = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """Look whether a router has taken it, or may."""
+        self._timer = asyncio.get_running_loop().call_later(WAIT_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self.name not in _unrouted or not _choices:
+            return
+        if any(choice.curr_replicas for choice in _choices):
+            self.watch()
+        else:
+            self._hopeless.set()
+
+    async def receive(self) -> Message:
+        """What the client sends; that it has gone, once no router can be had: Serve then gives the request up."""
+        coming = asyncio.ensure_future(self._receive())
+        hopeless = asyncio.ensure_future(self._hopeless.wait())
+        try:
+            await asyncio.wait({coming, hopeless}, return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if hopeless.done() else coming.result()
+        finally:
+            coming.cancel()
+            hopeless.cancel()
+
+    async def send(self, message: Message) -> None:
+        """What is answered, but for Serve's own words for a deployment that cannot serve."""
+        if message["type"] == "http.response.start":
+            plain = not Headers(raw=message["headers"]).get("content-type", "").startswith("application/json")
+            if message["status"] == CODES["unavailable"].status and plain:
+                return
+            self.answered = True
+            _unrouted.discard(self.name)
+        if self.answered:
+            await self._send(message)
+
+    def end(self) -> None:
+        """It is over."""
+        _unrouted.discard(self.name)
+        if self._timer is not None:
+            self._timer.cancel()

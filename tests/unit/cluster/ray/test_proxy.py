@@ -1,0 +1,196 @@
+"""What Serve's proxies answer while no router can, with Serve's own part replaced; HAProxy is the real one."""
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from cluster.ray import proxy
+from cluster.ray.parts import PROXY_SETTINGS
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPT = ROOT / "cluster" / "ray" / "haproxy.sh"
+CONFIGURATION = """
+global
+    stats socket {folder}/admin.sock mode 600
+defaults
+    mode http
+    timeout connect 1s
+    timeout client 60s
+    timeout server 60s
+    errorfile 502 {folder}/500.http
+    errorfile 503 {folder}/500.http
+    errorfile 504 {folder}/500.http
+frontend http_frontend
+    bind 127.0.0.1:{port}
+    default_backend routers
+backend routers
+    server gone 127.0.0.1:{nobody}
+"""
+"""What Serve's template makes, as far as it matters here."""
+
+
+class Choice:
+    """Of Serve's classes that choose a router, what is asked."""
+
+    def __init__(self, *routers: str) -> None:
+        self.curr_replicas = dict.fromkeys(routers)
+
+
+@pytest.fixture
+def routers(monkeypatch):
+    """A set of routers that a test may change, and no time to wait for one."""
+    choice = Choice()
+    monkeypatch.setattr(proxy, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(proxy, "_choices", {choice})
+    return choice.curr_replicas
+
+
+def client(app) -> httpx.AsyncClient:
+    (layer,) = proxy.middleware()
+    headers = {proxy.REQUEST_ID: "one"}
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(layer.cls(app)), base_url="http://proxy", headers=headers, timeout=None
+    )
+
+
+def assert_unavailable(answer: httpx.Response) -> None:
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "5"
+    assert answer.headers["x-should-retry"] == "true"
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == proxy.UNAVAILABLE
+
+
+async def until_gone(scope, receive, send):
+    """As Serve does with a request that no router takes: nothing, until its client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def test_a_request_that_no_router_takes_is_refused(routers):
+    async with client(until_gone) as http:
+        assert_unavailable(await http.post("/v1/completions", content=b"{}"))
+
+
+async def test_a_request_waits_while_there_is_a_router_that_may_take_it(routers):
+    routers["router"] = None
+    waits = asyncio.Event()
+
+    async def app(scope, receive, send):
+        waits.set()
+        await until_gone(scope, receive, send)
+
+    async with client(app) as http:
+        answer = asyncio.create_task(http.post("/v1/completions", content=b"{}"))
+        await waits.wait()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not answer.done()
+        routers.clear()
+        assert_unavailable(await answer)
+
+
+async def test_a_request_that_a_router_took_goes_on_where_that_leaves(routers):
+    """One that stops is no longer among those that take requests, and answers what it has."""
+    pending = SimpleNamespace(metadata=SimpleNamespace(request_id="one"))
+
+    async def app(scope, receive, send):
+        proxy.RouterChoice.on_request_routed(Untaught.__new__(Untaught), pending, None, None)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (await receive())["type"] == "http.request"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"text"})
+
+    async with client(app) as http:
+        answer = await http.post("/v1/completions", content=b"{}")
+    assert (answer.status_code, answer.text) == (200, "text")
+
+
+class Untaught(proxy.RouterChoice):
+    """Without Serve's own state."""
+
+
+async def test_where_nobody_tells_of_routers_nothing_is_given_up(routers, monkeypatch):
+    """As in the process of a router, which HAProxy reaches without Serve's own proxy."""
+    monkeypatch.setattr(proxy, "_choices", set())
+
+    async def app(scope, receive, send):
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (await receive())["type"] == "http.request"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"text"})
+
+    async with client(app) as http:
+        assert (await http.post("/v1/completions", content=b"{}")).text == "text"
+
+
+async def test_what_is_left_without_an_answer_gets_one(routers):
+    async def app(scope, receive, send):
+        """As Serve ends a request whose router died: without a word, which its server makes a bare 500."""
+
+    async with client(app) as http:
+        assert_unavailable(await http.post("/v1/completions", content=b"{}"))
+
+
+async def test_words_of_serve_are_replaced_and_those_of_a_router_are_not(routers):
+    said = {"content-type": "text/plain"}
+
+    async def app(scope, receive, send):
+        headers = [(name.encode(), value.encode()) for name, value in said.items()]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async with client(app) as http:
+        assert_unavailable(await http.post("/v1/completions", content=b"{}"))
+        assert (await http.get("/-/healthz")).text == "{}"
+        said["content-type"] = "application/json"
+        assert (await http.post("/v1/completions", content=b"{}")).text == "{}"
+
+
+def test_serve_finds_what_it_is_told(monkeypatch):
+    """By the names in the environment: of its proxies, and in the options of the routers."""
+    from ray.serve._private import http_util
+    from ray.serve.config import HTTPOptions, RequestRouterConfig
+
+    from cluster.config.config import Config
+    from cluster.ray.parts import options
+
+    for name, value in PROXY_SETTINGS.items():
+        monkeypatch.setattr(http_util, name, value)
+    (layer,) = http_util.configure_http_middlewares(HTTPOptions()).middlewares
+    assert layer.cls is proxy.RouterWatch
+    chosen = RequestRouterConfig(**options(Config(), None)["request_router_config"])
+    assert chosen.get_request_router_class() is proxy.RouterChoice
+
+
+def test_haproxy_says_the_same_where_it_reaches_no_router(tmp_path):
+    (tmp_path / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
+    port = free_port()
+    configuration = tmp_path / "haproxy.cfg"
+    configuration.write_text(CONFIGURATION.format(folder=tmp_path, port=port, nobody=free_port()))
+    assert SCRIPT.stat().st_mode & stat.S_IXUSR
+    folder = str(Path(sys.executable).parent)
+    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    process = subprocess.Popen([SCRIPT, "-db", "-f", configuration], env=environment)
+    try:
+        with httpx.Client(trust_env=False, timeout=60) as http:
+            while True:
+                try:
+                    answer = http.post(f"http://127.0.0.1:{port}/v1/completions", content=b"{}")
+                    break
+                except httpx.ConnectError:
+                    assert process.poll() is None, "HAProxy ended"
+    finally:
+        process.kill()
+        process.wait()
+    assert_unavailable(answer)
