@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
-from benchmarks import drafting
 from benchmarks.chaos import settings as chaos
 from benchmarks.engine import settings as engine
 from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
+from benchmarks.harness.options import Options, flag
 from benchmarks.http import figures as http
 from benchmarks.http import scale
 from benchmarks.relay import run as relay
@@ -34,11 +37,30 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingOptions(Options):
+    """What :mod:`benchmarks.drafting` measures."""
+
+    BENCH: ClassVar[str] = "drafting"
+    quick: bool = flag(False, "few prompts; writes a folder only with --out")
+    out: Path | None = flag(None, "folder (default: benchmarks/results/DATE-drafting)", metavar="DIR")
+    only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
+
+
+DRAFTING = Bench(
+    "every way to draft without a small sibling, drafts of JSON, and where a draft model works",
+    "Parts: medusa, repetition, vocabularies, structured, placement. The quick run takes about five minutes and leaves\n"
+    "the last two out, the full one takes about half an hour.",
+    DraftingOptions,
+    "benchmarks.drafting",
+)
 BENCHES: Mapping[str, Bench] = {
     "engine": engine.BENCH,
     "gpu": gpu.BENCH,
     "speculation": speculation.BENCH,
-    "drafting": drafting.BENCH,
+    "drafting": DRAFTING,
     "http": http.BENCH,
     "scale": scale.BENCH,
     "relay": relay.BENCH,
