@@ -13,7 +13,6 @@ from benchmarks.engine import settings as engine
 from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import Options, flag
-from benchmarks.http import figures as http
 from benchmarks.http import scale
 from benchmarks.relay import run as relay
 from benchmarks.serve import flags as serve
@@ -30,7 +29,6 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench speculation
   paceline bench drafting --only medusa
   paceline bench gpu --json figures.json
-  paceline bench http --quick
   paceline bench scale --streams 512
   paceline bench relay
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
@@ -51,8 +49,8 @@ class DraftingOptions(Options):
 
 DRAFTING = Bench(
     "every way to draft without a small sibling, drafts of JSON, and where a draft model works",
-    "Parts: medusa, repetition, vocabularies, structured, placement. The quick run takes about five minutes and leaves\n"
-    "the last two out, the full one takes about half an hour.",
+    "Parts: medusa, repetition, vocabularies, structured, placement. The quick run leaves the last two out and takes\n"
+    "about five minutes, the full one half an hour.",
     DraftingOptions,
     "benchmarks.drafting",
 )
@@ -61,7 +59,6 @@ BENCHES: Mapping[str, Bench] = {
     "gpu": gpu.BENCH,
     "speculation": speculation.BENCH,
     "drafting": DRAFTING,
-    "http": http.BENCH,
     "scale": scale.BENCH,
     "relay": relay.BENCH,
     "serve": serve.BENCH,
