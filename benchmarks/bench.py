@@ -44,6 +44,7 @@ class DraftingOptions(Options):
     BENCH: ClassVar[str] = "drafting"
     quick: bool = flag(False, "few prompts; writes a folder only with --out")
     out: Path | None = flag(None, "folder (default: benchmarks/results/DATE-drafting)", metavar="DIR")
+    rounds: int = flag(0, "prompts of each part that count, instead of its own number (default)", least=0)
     only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
 
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,8 @@ def main(options: DraftingOptions) -> int:
     for part in PARTS:
         size = part.quick if options.quick else part.full
         if part.name in options.only or (size and not options.only):
-            found = asyncio.run(_measure(part, size or part.full))
+            size = size or part.full
+            found = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
             figures += part.judge(found)
             if out:
                 (out / f"{part.name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in found), "utf-8")
