@@ -306,8 +306,6 @@ def main(options: DraftingOptions) -> int:
     """Measure, print the table and write it. Raises :class:`benchmarks.harness.options.BadInput`."""
     known("--only", options.only, [part.name for part in PARTS], "part")
     out = options.out or (None if options.quick else dated("-drafting"))
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
     figures: list[Figure] = []
     for part in PARTS:
         size = part.quick if options.quick else part.full
@@ -315,16 +313,17 @@ def main(options: DraftingOptions) -> int:
             size = size or part.full
             found = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
             figures += part.judge(found)
-            if out:
-                (out / f"{part.name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in found), "utf-8")
-    if out:
-        document = [
-            {"figure": one.name, **{k: v for k, v in asdict(one).items() if k != "name"}, "reached": one.reached}
-            for one in figures
-        ]
-        (out / "figures.json").write_text(f"{json.dumps(document, indent=1)}\n", "utf-8")
+            _write(out, f"{part.name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in found))
+    document = [{"figure": one.name, **asdict(one), "reached": one.reached} for one in figures]
+    _write(out, "figures.json", f"{json.dumps(document, indent=1)}\n")
     say(f"\n{table(figures)}")
     return 0
+
+
+def _write(out: Path | None, name: str, text: str) -> None:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text, "utf-8")
 
 
 async def _measure(part: Part, size: Size) -> list[Row]:
