@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +314,7 @@ def main(options: DraftingOptions) -> int:
             found = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
             figures += part.judge(found)
             _write(out, f"{part.name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in found))
-    document = [{"figure": one.name, **asdict(one), "reached": one.reached} for one in figures]
+    document = [{"figure": x.name, "wanted": x.wanted, "measured": x.measured, "reached": x.reached} for x in figures]
     _write(out, "figures.json", f"{json.dumps(document, indent=1)}\n")
     say(f"\n{table(figures)}")
     return 0
