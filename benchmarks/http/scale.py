@@ -51,17 +51,6 @@ class ScaleOptions(Options):
     drafters: bool = flag(False, "drafters as well, whose proposals the router relays: one for every commit")
     only: str = flag("", "measure only this", choices=CONTENDERS)
 
-    @property
-    def command(self) -> str:
-        """See :class:`benchmarks.harness.options.Options`."""
-        words = [f"--streams {','.join(map(str, self.streams))}", f"--tokens {','.join(map(str, self.tokens))}"]
-        words += [
-            f"--sessions {self.sessions} --commit {self.commit}",
-            f"--seconds {self.seconds:g}",
-            *(["--drafters"] if self.drafters else []),
-        ]
-        return " ".join(["paceline bench scale", *words, *([f"--only {self.only}"] if self.only else [])])
-
 
 BENCH = Bench(
     "what one router carries (streams, tokens a second, processor and memory), beside a bare server that streams",
