@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.harness.prompts import Prompt
 from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
 from benchmarks.serve.client import Heard
 from benchmarks.serve.figures import (
@@ -18,7 +19,7 @@ from benchmarks.serve.figures import (
     compare,
     figures,
 )
-from benchmarks.serve.requests import Prompt, read, remembers
+from benchmarks.serve.requests import read, remembers
 from benchmarks.serve.rounds import Log, Turn, measure
 from benchmarks.serve.settings import Arrivals, Json, Make, ServeOptions
 from cluster.console import complain, stages
@@ -36,7 +37,7 @@ MISSING = "-"
 def main(options: ServeOptions) -> int:
     """Measure, show, write; after Ctrl-C with what there is.
 
-    Raises :class:`benchmarks.serve.requests.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
+    Raises :class:`benchmarks.harness.prompts.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
     """
     prompts, log = read(options.prompts, options.chat), Log()
     with stages() as progress:

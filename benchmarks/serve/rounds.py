@@ -15,10 +15,11 @@ from itertools import count
 
 import httpx
 
+from benchmarks.harness.prompts import Prompt
 from benchmarks.serve.arrivals import at_once, at_rate, offsets
 from benchmarks.serve.client import COUNTING, NOT_SENT, Counts, Heard, ask, connect, fetch
 from benchmarks.serve.probe import Server, ServerError, identify
-from benchmarks.serve.requests import Prompt, body
+from benchmarks.serve.requests import body
 from benchmarks.serve.settings import PLAIN_SUFFIX, Make, ServeOptions, ServerContender
 
 Report = Callable[[str], None]

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
+from benchmarks.harness.prompts import Prompt
 from benchmarks.serve import rounds
 from benchmarks.serve.figures import figures
 from benchmarks.serve.probe import ServerError
 from benchmarks.serve.report import result
-from benchmarks.serve.requests import Prompt
 from benchmarks.serve.rounds import Log
 from benchmarks.serve.settings import Arrivals, Make, Pace, ServeOptions, ServerContender
 from cluster.cli import main
@@ -40,7 +40,9 @@ async def measured(*servers: FakeServer, **given) -> Log:
     contenders = tuple(ServerContender(name, one.url) for name, one in zip("abc", servers, strict=False))
     values = {"requests": 6, "rounds": 2, "warmup": 1, "timeout": 30.0, "pace": Pace(concurrency=1), **given}
     log = Log()
-    await rounds.measure(ServeOptions(contenders=contenders, **values), [Prompt(f"p{n}") for n in range(4)], log)
+    await rounds.measure(
+        ServeOptions(contenders=contenders, **values), [Prompt("", "", f"p{n}") for n in range(4)], log
+    )
     return log
 
 
@@ -113,7 +115,7 @@ async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
     with serving(script) as server:
         log = Log()
         contender = ServerContender("a", server.url, model="./m")
-        await rounds.measure(ServeOptions(contenders=(contender,), requests=2, rounds=1), [Prompt("p")], log)
+        await rounds.measure(ServeOptions(contenders=(contender,), requests=2, rounds=1), [Prompt("", "", "p")], log)
     assert (log.servers["a"].make, log.servers["a"].model) == (Make.OTHER, "./m")
     assert [one.error for turn in log.turns for one in turn.heard] == ["", ""]
 
