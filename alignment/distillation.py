@@ -21,14 +21,13 @@ from transformers import PreTrainedModel
 
 from alignment.acceptance import measure
 from alignment.batches import Batches, BatchesInTurn, joined
-from alignment.checkpoints import write_whole
 from alignment.data import Data
 from alignment.encoding import EncodedText, Encoder, Gathered, gather, tokenizer_of
 from alignment.errors import Interrupted
 from alignment.losses import OBJECTIVES, distillation_loss
 from alignment.pair import ModelPair
 from alignment.training import Trainer, TrainingPlan
-from alignment.workplace import Workplace
+from alignment.workplace import Workplace, write_whole
 from alignment.writing import BATCH, Writer, Written, WrittenRow
 from engine.loading.checkpoint import revision_of
 from engine.loading.loader import read_config

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from alignment.batches import BatchSource
-from alignment.checkpoints import read_checkpoint, write_checkpoint
 from alignment.losses import Loss
+from alignment.workplace import read_checkpoint, write_checkpoint
 
 Kind = TypeVar("Kind", bound=PreTrainedModel)
 

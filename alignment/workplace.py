@@ -1,18 +1,21 @@
 """The folder of an alignment: what it was asked for, what a run left to go on from, and in the end the model.
 
 Settings are compared by value, so a run goes on only as the run that it is. Files of an unfinished run lie in a hidden
-folder inside; the model is put beside it file by file, the configuration last, so nobody loads half of one.
+folder inside; the model is put beside it file by file, the configuration last, so nobody loads half of one. Every file
+is there as a whole or not at all: written beside its place, flushed to the disk and then put there.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from alignment.checkpoints import write_whole
+import torch
+
 from alignment.errors import DiskError, SettingsError
 
 WORK = ".align"
@@ -94,3 +97,37 @@ class Workplace:
     @staticmethod
     def _json(value: object) -> bytes:
         return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Have ``write`` fill the file. Raises :class:`alignment.errors.DiskError`; ``path`` then holds what it held."""
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        with fresh.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's writer says the second when the first happened to it
+        fresh.unlink(missing_ok=True)
+        cause = error if isinstance(error, OSError) else error.__context__
+        reason = getattr(cause, "strerror", None) or next(iter(str(error).splitlines()), "")
+        kept = "the last one is still there, and " if path.exists() else ""
+        hint = f"{kept}the same command goes on once there is room"
+        raise DiskError(f"{path}: cannot be written: {reason}; {hint}") from error
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Tensors and plain values. Raises :class:`alignment.errors.DiskError`; the checkpoint before is then kept."""
+    write_whole(path, lambda file: torch.save(state, file))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any] | None:
+    """What was written there; None if nothing was. Raises :class:`alignment.errors.SettingsError`."""
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file makes torch raise
+        raise SettingsError(f"{path}: not a checkpoint of this program; delete it to start over") from error
+    return state

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from alignment.checkpoints import write_whole
+from alignment.workplace import write_whole
 
 TEMPERATURES = (0.0, 0.8, 1.0)
 BATCH = 64

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
-from benchmarks import drafting
 from benchmarks.chaos import settings as chaos
 from benchmarks.engine import settings as engine
 from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
-from benchmarks.http import figures as http
+from benchmarks.harness.options import Options, flag
 from benchmarks.http import scale
 from benchmarks.relay import run as relay
 from benchmarks.serve import flags as serve
@@ -27,19 +29,37 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench speculation
   paceline bench drafting --only medusa
   paceline bench gpu --json figures.json
-  paceline bench http --quick
   paceline bench scale --streams 512
   paceline bench relay
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftingOptions(Options):
+    """What :mod:`benchmarks.drafting` measures."""
+
+    BENCH: ClassVar[str] = "drafting"
+    quick: bool = flag(False, "few prompts; writes a folder only with --out")
+    out: Path | None = flag(None, "folder (default: benchmarks/results/DATE-drafting)", metavar="DIR")
+    rounds: int = flag(0, "prompts of each part that count, instead of its own number (default)", least=0)
+    only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
+
+
+DRAFTING = Bench(
+    "every way to draft without a small sibling, drafts of JSON, and where a draft model works",
+    "Parts: medusa, repetition, vocabularies, structured, placement. The quick run leaves the last two out and takes\n"
+    "about five minutes, the full one half an hour.",
+    DraftingOptions,
+    "benchmarks.drafting",
+)
 BENCHES: Mapping[str, Bench] = {
     "engine": engine.BENCH,
     "gpu": gpu.BENCH,
     "speculation": speculation.BENCH,
-    "drafting": drafting.BENCH,
-    "http": http.BENCH,
+    "drafting": DRAFTING,
     "scale": scale.BENCH,
     "relay": relay.BENCH,
     "serve": serve.BENCH,

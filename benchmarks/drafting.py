@@ -1,34 +1,55 @@
-"""Ways to draft without a small sibling, in one run: each benchmark a process of its own, then what was wanted of it.
+"""Ways to draft without a small sibling, and with one, beside plain decoding: each part measures one, side by side.
 
-Every part prints its figures as it goes, and can be run alone: ``python -m benchmarks.medusa`` and so on. What is kept
-is what they said, a line of JSON for each contender, and the table of the figures that were wanted.
+A part starts its workers and lets its contenders take turns prompt by prompt; a line of JSON for each is printed and
+kept. Then comes the table of the figures that were wanted. What ``paceline align`` and ``paceline fit`` say of
+themselves (acceptance before and after; ``--validate``) is not measured again here.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
-from benchmarks.harness.command import Bench, dated
-from benchmarks.harness.options import Options, flag, known
-from cluster.config.environment import CHECKOUT
-from cluster.config.flags import FAILED
-from cluster.console import CommandError, say
+from benchmarks.bench import DraftingOptions
+from benchmarks.grammar_prompts import KINDS
+from benchmarks.harness.command import dated
+from benchmarks.harness.contenders import OURS, PLAIN, rows
+from benchmarks.harness.measure import Batch, Run, served, take_turns
+from benchmarks.harness.options import known
+from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_heads, stretched_pair
+from benchmarks.harness.report import tell
+from benchmarks.harness.workers import WorkerPlan, all_running, connected, serving
+from cluster.console import say
+from cluster.local.stretched import HIDDEN, LAYERS
+from router.schema.structured import json_schema_grammar
+from router.text.tokenizer import Tokenizer
+from speculation.events import Role
+from speculation.messages import RequestOptions, Source, Speculation
 
-Figures = Sequence[dict[str, Any]]
-"""What a part said, a line each."""
-READING = "coupled"
-"""Acceptance as it is lived: how often both models draw the same token with the noise they share."""
+Row = Mapping[str, Any]
+"""What a contender came to."""
+WARM_UP = 2
+"""Rounds before those that count."""
+SAME, OTHER = ROOT / "models" / "draft", ROOT / "models" / "draft_other"
+OTHER_NAME = "draft, another tokenizer"
+_UNASKED = Speculation(enabled=False, remember=False)
 
 
-class PartFailed(CommandError):
-    """A benchmark ended without its figures."""
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of a part is measured."""
+
+    rounds: int
+    """Prompts that count."""
+    tokens: int
+    """New tokens a prompt."""
+    temperatures: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,156 +59,286 @@ class Figure:
     name: str
     wanted: float
     measured: float
-    at_most: bool = False
 
     @property
     def reached(self) -> bool:
         """Whether it was."""
-        return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
+        return self.measured >= self.wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One benchmark."""
+    """One way to draft, or a few that are alike."""
 
     name: str
-    judge: Callable[[Figures], list[Figure]]
-    quick: tuple[str, ...] | None
-    """Its arguments in a quick run; None: left out."""
-    out: tuple[str, ...] | None = None
-    """The argument, if it needs one, and the name of what it writes its figures to; None: it prints them."""
+    measure: Callable[[Size], AsyncIterator[Row]]
+    full: Size
+    quick: Size | None = None
+    """None: a quick run leaves it out."""
+    judge: Callable[[Sequence[Row]], list[Figure]] = lambda _: []
 
 
-def _alignment(found: Figures) -> list[Figure]:
-    (one,) = found
-    gains = [one["after"][kind][READING] - one["before"][kind][READING] for kind in one["before"]]
-    return [Figure("acceptance gained by aligning a draft of other text, least of all kinds of text", 0.05, min(gains))]
+# -- Medusa heads ------------------------------------------------------------------------------------------------------
+
+MEDUSA = {
+    "plain": Speculation(enabled=False),
+    "medusa alone": Speculation(sources=frozenset({Source.MEDUSA})),
+    "lookup alone": Speculation(sources=frozenset({Source.LOOKUP})),
+    "medusa and lookup": Speculation(sources=frozenset({Source.MEDUSA, Source.LOOKUP})),
+}
 
 
-def _repetition(found: Figures) -> list[Figure]:
-    def best(kind: str, temperature: float) -> float:
-        alone = [row for row in found if row.get("kind") == kind and row["temperature"] == temperature]
-        return max(float(row["ratio_to_plain"]) for row in alone if row["contender"] in ("lookup", "suffix"))
+async def medusa(size: Size) -> AsyncIterator[Row]:
+    """The bundled heads, stretched as the target; without noise, so that they are those of its own function."""
+    shape = Shape(acceptance=1.0)
+    async with serving(_told(shape), "--medusa", str(stretched_heads(shape))) as dispatcher:
+        runners = {name: served(dispatcher, speculation) for name, speculation in MEDUSA.items()}
+        for seed, temperature in enumerate(size.temperatures):
+            batches = [Batch((prompt,), size.tokens, temperature, seed) for prompt in held_out(size.rounds)]
+            runs = await take_turns(runners, batches, WARM_UP)
+            for row in rows(runs):
+                reached = steps_reaching_place(runs[row["contender"]])
+                yield {"temperature": temperature, **row, "steps_reaching_place": reached}
 
-    return [Figure(f"lookup or suffix alone over plain decoding, {kind}", 1.8, best(kind, 0.0)) for kind in KINDS]
+
+def steps_reaching_place(runs: Sequence[Run]) -> list[float]:
+    """Share of steps that kept a draft at the first place, the second, and so on."""
+    kept = [commit.accepted for run in runs for commit in run.counted]
+    return [round(sum(accepted > place for accepted in kept) / len(kept), 3) for place in range(4)]
 
 
-def _medusa(found: Figures) -> list[Figure]:
-    return [Figure("Medusa heads alone over plain decoding", 1.3, _ratio(found, "medusa alone"))]
+# -- output that repeats, drafted for without a model ------------------------------------------------------------------
+
+REPETITION = {
+    "plain": _UNASKED,
+    "lookup": Speculation(sources=frozenset({Source.LOOKUP}), remember=False),
+    "suffix": Speculation(sources=frozenset({Source.SUFFIX})),
+    "both": Speculation(sources=frozenset({Source.LOOKUP, Source.SUFFIX})),
+}
+NOT_COUNTED = 2
+"""Requests of a kind that come first: nothing was remembered for them."""
 
 
-def _vocabularies(found: Figures) -> list[Figure]:
-    return [
-        Figure("a draft with another tokenizer over plain decoding", 1.2, _ratio(found, "draft, another tokenizer"))
+async def repetition(size: Size) -> AsyncIterator[Row]:
+    """Several similar requests of each kind. Every contender remembers in a scope of its own, and copies from none."""
+    target = _told(Shape())
+    tokenizer = Tokenizer.load(str(target))
+    async with serving(target) as dispatcher:
+        for kind, temperature in itertools.product(KINDS, size.temperatures):
+            runners = {
+                name: served(dispatcher, speculation, RequestOptions(scope=f"{kind} at {temperature}, {name}"))
+                for name, speculation in REPETITION.items()
+            }
+            batches = [
+                Batch((tokenizer.encode(one.prompt, special=False),), size.tokens, temperature, number, (), one.grammar)
+                for number, one in enumerate(KINDS[kind]()[: size.rounds + NOT_COUNTED])
+            ]
+            runs = await take_turns(runners, batches, 0)
+            for row in rows({name: own[NOT_COUNTED:] for name, own in runs.items()}):
+                yield {"kind": kind, "temperature": temperature, **row}
+
+
+# -- a draft with another tokenizer ------------------------------------------------------------------------------------
+
+
+async def vocabularies(size: Size) -> AsyncIterator[Row]:
+    """The target alone, and with two drafts of one size, never both at work."""
+    target, flags = _told(Shape()), ("--dtype", "bfloat16")
+    plans = [
+        WorkerPlan(Role.TARGET, target, 0, flags=flags),
+        WorkerPlan(Role.DRAFT, SAME, 1, flags=flags),
+        WorkerPlan(Role.DRAFT, OTHER, 1, flags=(*flags, "--target-tokenizer", str(target))),
     ]
+    async with (
+        all_running(plans) as (verifying, same, other),
+        connected(verifying, same) as with_same,
+        connected(verifying, other) as with_other,
+    ):
+        runners = {
+            PLAIN.name: served(with_same, PLAIN.speculation),
+            "draft, same tokenizer": served(with_same, OURS.speculation),
+            OTHER_NAME: served(with_other, OURS.speculation),
+        }
+        for temperature in size.temperatures:
+            prompts = enumerate(held_out(size.rounds))
+            batches = [Batch((prompt,), size.tokens, temperature, seed) for seed, prompt in prompts]
+            for row in rows(await take_turns(runners, batches, WARM_UP), exact=False):
+                yield {"temperature": temperature, **row}
 
 
-def _fit(found: Figures) -> list[Figure]:
-    figures = []
-    for one in found:
-        checked, pair = one["validation"], one["pair"]
-        away = abs(checked["best_depth_predicted"] - checked["best_depth_measured"])
-        figures += [
-            Figure(f"fit, {pair} pair: best depth predicted from best measured", 1, away, at_most=True),
-            Figure(f"fit, {pair} pair: largest error of a speed-up", 0.15, checked["largest_error"], at_most=True),
-        ]
-    return figures
+# -- JSON that a schema demands ----------------------------------------------------------------------------------------
+
+_ARGUMENT = {
+    "identifier": {"type": "string", "maxLength": 12},
+    "required": {"type": "boolean"},
+    "position": {"type": "integer", "minimum": 0, "maximum": 99},
+}
 
 
-def _ratio(found: Figures, contender: str) -> float:
-    """Over plain decoding, at temperature 0."""
-    (row,) = (row for row in found if row.get("contender") == contender and row["temperature"] == 0)
-    return float(row["ratio_to_plain"])
+def _object(properties: Row) -> Row:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
-KINDS = ("rows", "edits")
-PARTS = (
-    Part("medusa", _medusa, ("--rounds", "3", "--tokens", "48")),
-    Part("repetition", _repetition, ("--rounds", "2", "--temperature", "0")),
-    Part("vocabularies", _vocabularies, ("--rounds", "3", "--tokens", "48", "--temperature", "0")),
-    Part("alignment", _alignment, ("--steps", "40", "--other-steps", "60"), ("--json", "alignment.json")),
-    Part("fit", _fit, None, ("fit",)),
+RECORD = _object(
+    {
+        "name": {"type": "string", "maxLength": 24},
+        "arguments": {"type": "array", "items": _object(_ARGUMENT), "minItems": 2, "maxItems": 3},
+        "visibility": {"enum": ["public", "private", "protected"]},
+    }
 )
+LAYOUTS: Mapping[str, dict[str, object]] = {
+    "compact": {"whitespace_flexible": False, "whitespace_pattern": None},
+    "free": {},
+}
+"""Compact JSON leaves much text without a choice, JSON with free whitespace none."""
+STRUCTURED = {
+    "plain": _UNASKED,
+    "forced text alone": Speculation(sources=frozenset({Source.GRAMMAR}), remember=False),
+    "draft alone": OURS.speculation,
+    "all sources": Speculation(remember=False),
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftingOptions(Options):
-    """What to measure."""
-
-    BENCH: ClassVar[str] = "drafting"
-    quick: bool = flag(False, "few prompts; writes a folder only with --out")
-    out: Path | None = flag(None, "folder (default: benchmarks/results/DATE-drafting)", metavar="DIR")
-    only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
-
-    def check(self) -> None:
-        """See :class:`benchmarks.harness.options.Options`."""
-        known("--only", self.only, [part.name for part in PARTS], "part")
+async def structured(size: Size) -> AsyncIterator[Row]:
+    """One schema, in two layouts."""
+    pair = stretched_pair(Shape())
+    async with serving(_told(Shape()), draft=pair.draft) as dispatcher:
+        runners = {name: served(dispatcher, speculation) for name, speculation in STRUCTURED.items()}
+        for layout, form in LAYOUTS.items():
+            grammar = json_schema_grammar(dict(RECORD), "schema", form)
+            batches = [Batch((prompt,), size.tokens, grammar=grammar) for prompt in held_out(size.rounds)]
+            for row in rows(await take_turns(runners, batches, WARM_UP)):
+                yield {"layout": layout, **row}
 
 
-BENCH = Bench(
-    "every way to draft without a small sibling, alignment, and what fit predicts",
-    "The quick run takes about five minutes and leaves fit out, the full one about half an hour.",
-    DraftingOptions,
-    "benchmarks.drafting",
+# -- where a draft model works -----------------------------------------------------------------------------------------
+
+
+async def placement(size: Size) -> AsyncIterator[Row]:
+    """A draft model on a core of its own, or in the target's process; the pair of ``paceline up --stretched``."""
+    target, cores = noiseless_target(HIDDEN, LAYERS), len(os.sched_getaffinity(0))
+    beside = ("--draft-model", str(SAME))
+    flags, wide_flags = (("--dtype", "auto", "--threads", str(threads)) for threads in (1, cores))
+    plans = (
+        WorkerPlan(Role.TARGET, target, 0, flags=flags),
+        WorkerPlan(Role.DRAFT, SAME, 1, flags=flags),
+        WorkerPlan(Role.TARGET, target, 0, flags=(*flags, *beside)),
+        WorkerPlan(Role.TARGET, target, None, flags=(*wide_flags, *beside)),
+    )
+    async with (
+        all_running(plans) as (first, second, one, all_cores),
+        connected(first, second) as own,
+        connected(one) as in_turn,
+        connected(all_cores) as wide,
+    ):
+        runners = {
+            "plain, 1 core": served(own, PLAIN.speculation),
+            "own, a core each": served(own, OURS.speculation),
+            "shared, 1 core": served(in_turn, OURS.speculation),
+            f"plain, {cores} cores": served(wide, PLAIN.speculation),
+            f"shared, {cores} cores": served(wide, OURS.speculation),
+        }
+        for streams, temperature in itertools.product((1, 8), size.temperatures):
+            endless = itertools.cycle(held_out())
+            batches = [
+                Batch(tuple(itertools.islice(endless, streams)), size.tokens, temperature, seed=number)
+                for number in range(size.rounds)
+            ]
+            for row in rows(await take_turns(runners, batches, 1), exact=False):
+                yield {"streams": streams, "temperature": temperature, **row}
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def _told(shape: Shape) -> Path:
+    """The target, after saying what it is."""
+    pair = stretched_pair(shape)
+    say(pair.about)
+    return pair.target
+
+
+def _alone(found: Sequence[Row], *contenders: str, **where: object) -> float:
+    """The best of them over plain decoding, at temperature 0."""
+    wanted = {"temperature": 0.0, **where}
+    greedy = [row for row in found if wanted.items() <= row.items()]
+    return max(float(row["ratio_to_plain"]) for row in greedy if row["contender"] in contenders)
+
+
+PARTS = (
+    Part(
+        "medusa",
+        medusa,
+        Size(12, 96, (0.0, 0.8)),
+        Size(3, 48, (0.0, 0.8)),
+        lambda found: [Figure("Medusa heads alone over plain decoding", 1.3, _alone(found, "medusa alone"))],
+    ),
+    Part(
+        "repetition",
+        repetition,
+        Size(6, 200, (0.0, 0.7)),
+        Size(2, 200, (0.0,)),
+        lambda found: [
+            Figure(
+                f"lookup or suffix alone over plain decoding, {kind}", 1.8, _alone(found, "lookup", "suffix", kind=kind)
+            )
+            for kind in ("rows", "edits")
+        ],
+    ),
+    Part(
+        "vocabularies",
+        vocabularies,
+        Size(10, 96, (0.0, 0.8)),
+        Size(3, 48, (0.0,)),
+        lambda found: [Figure("a draft with another tokenizer over plain decoding", 1.2, _alone(found, OTHER_NAME))],
+    ),
+    Part("structured", structured, Size(12, 200, (0.0,))),
+    Part("placement", placement, Size(4, 64, (0.0, 0.8))),
 )
 
 
 def main(options: DraftingOptions) -> int:
-    """Measure, print the table and write it. Raises :class:`PartFailed`."""
-    with TemporaryDirectory() as folder:
-        out = options.out or (Path(folder) if options.quick else dated("-drafting"))
-        out.mkdir(parents=True, exist_ok=True)
-        figures: list[Figure] = []
-        for part in PARTS:
-            wanted = part.name in options.only or (not options.only and not (options.quick and part.quick is None))
-            if wanted:
-                say(f"\n{part.name}")
-                figures += part.judge(_run(part, out, options.quick))
-        document = json.dumps([_as_json(figure) for figure in figures], indent=1)
-        (out / "figures.json").write_text(f"{document}\n", "utf-8")
+    """Measure, print the table and write it. Raises :class:`benchmarks.harness.options.BadInput`."""
+    known("--only", options.only, [part.name for part in PARTS], "part")
+    out = options.out or (None if options.quick else dated("-drafting"))
+    figures: list[Figure] = []
+    for part in PARTS:
+        size = part.quick if options.quick else part.full
+        if part.name in options.only or (size and not options.only):
+            size = size or part.full
+            found = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
+            figures += part.judge(found)
+            _write(out, f"{part.name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in found))
+    document = [{"figure": x.name, "wanted": x.wanted, "measured": x.measured, "reached": x.reached} for x in figures]
+    _write(out, "figures.json", f"{json.dumps(document, indent=1)}\n")
     say(f"\n{table(figures)}")
     return 0
 
 
+def _write(out: Path | None, name: str, text: str) -> None:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text, "utf-8")
+
+
+async def _measure(part: Part, size: Size) -> list[Row]:
+    say(f"\n{part.name}")
+    found = []
+    async for row in part.measure(size):
+        tell(row)
+        found.append(row)
+    return found
+
+
 def table(figures: Sequence[Figure]) -> str:
     """In Markdown."""
-    rows = ["| figure | wanted | measured |", "|---|---|---|"]
+    lines = ["| figure | wanted | measured |", "|---|---|---|"]
     for one in figures:
-        bound, verdict = "at most" if one.at_most else "at least", "" if one.reached else " (short)"
-        measured = f"**{one.measured:.2f}**" if one.reached else f"{one.measured:.2f}{verdict}"
-        rows.append(f"| {one.name} | {bound} {one.wanted:g} | {measured} |")
-    return "\n".join(rows)
-
-
-def _as_json(figure: Figure) -> dict[str, Any]:
-    about = asdict(figure)
-    return {"figure": about.pop("name"), **about, "reached": figure.reached}
-
-
-def _run(part: Part, out: Path, quick: bool) -> Figures:
-    """Let it measure, passing on what it says."""
-    command = [sys.executable, "-m", f"benchmarks.{part.name}", *((quick and part.quick) or ())]
-    kept = out / (part.out[-1] if part.out else f"{part.name}.jsonl")
-    if part.out:
-        command += [*part.out[:-1], str(kept.absolute())]
-    said: list[str] = []
-    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        for line in process.stdout:
-            say(line.rstrip("\n"))
-            if line.startswith("{"):
-                said.append(line)
-    if process.returncode:
-        raise PartFailed(f"benchmarks.{part.name} ended with status {process.returncode}", FAILED)
-    if not part.out:
-        kept.write_text("".join(said), "utf-8")
-    return _read(kept)
-
-
-def _read(kept: Path) -> Figures:
-    """Lines of JSON, one JSON, or a folder of folders with a ``fit.json`` each."""
-    if kept.is_dir():
-        files = sorted(kept.glob("*/fit.json"))
-        return [json.loads(file.read_text("utf-8")) | {"pair": file.parent.name} for file in files]
-    text = kept.read_text("utf-8")
-    return [json.loads(line) for line in text.splitlines()] if kept.suffix == ".jsonl" else [json.loads(text)]
+        measured = f"**{one.measured:.2f}**" if one.reached else f"{one.measured:.2f} (short)"
+        lines.append(f"| {one.name} | at least {one.wanted:g} | {measured} |")
+    return "\n".join(lines)

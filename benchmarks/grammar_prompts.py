@@ -1,4 +1,4 @@
-"""Requests whose answers a grammar holds: those that repeat, for :mod:`benchmarks.repetition`, and random schemas.
+"""Requests that repeat, their answers held by a grammar, for :mod:`benchmarks.drafting`.
 
 A small model asked for rows, or for a file with an edit, falls into a loop or drifts away, and either would flatter or
 belie the figures. So a grammar holds its answers to what a model that follows instructions would say: the rows of the
@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from router.schema.request_schema import Body
 from router.schema.structured import text_grammar
@@ -102,40 +101,3 @@ def _plain_escapes(pattern: str) -> str:
 
 def _grammar(**form: object) -> str:
     return text_grammar(Body.read({"structured_outputs": form}))
-
-
-def random_schema(rng: Random, depth: int = 2) -> dict[str, Any]:
-    """A schema that some short JSON fits."""
-    simple = ("boolean", "null", "integer", "number", "string", "enum", "const", "anyOf")
-    match rng.choice(simple + (("object", "object", "array") if depth else ())):
-        case "integer":
-            low = rng.randint(-50, 50)
-            return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 99)}
-        case "number":
-            return {"type": "number", "minimum": 0, "maximum": rng.randint(1, 9)}
-        case "string" if rng.random() < 0.3:
-            return {"type": "string", "pattern": rng.choice(("^[a-c]{2,4}$", "^x(yz)*$", "^[0-9]{3}-[0-9]{2}$"))}
-        case "string":
-            return {"type": "string", "maxLength": rng.randint(0, 6)}
-        case "enum":
-            values = ["red", "green", "greener", 1, 2.5, None, True, [1], {"a": 1}, 'q"\\']
-            return {"enum": rng.sample(values, rng.randint(1, 4))}
-        case "const":
-            return {"const": rng.choice(["fixed", 7, False])}
-        case "anyOf":
-            return {"anyOf": [random_schema(rng, 0) for _ in range(2)]}
-        case "array" | "object" as kind:
-            return _nested(rng, kind, depth - 1)
-        case plain:
-            return {"type": plain}
-
-
-def _nested(rng: Random, kind: str, depth: int) -> dict[str, Any]:
-    if kind == "array":
-        least = rng.randint(0, 2)
-        items = random_schema(rng, depth)
-        return {"type": kind, "items": items, "minItems": least, "maxItems": least + rng.randint(0, 2)}
-    names = rng.sample(["name", "age", "ok", "tags", "kind", "é", "a b"], rng.randint(0, 3))
-    properties = {name: random_schema(rng, depth) for name in names}
-    required = [name for name in names if rng.random() < 0.7]
-    return {"type": kind, "properties": properties, "required": required, "additionalProperties": False}

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from alignment.batches import Batches, BatchSource, joined
-from alignment.checkpoints import read_checkpoint, write_checkpoint
 from alignment.data import Data
 from alignment.encoding import Encoder, gather
 from alignment.errors import DataError, Interrupted, SettingsError
 from alignment.training import BAR, CHECKPOINT_SECONDS, rate_share
-from alignment.workplace import Workplace
+from alignment.workplace import Workplace, read_checkpoint, write_checkpoint
 from engine.hidden import HiddenTap
 from engine.loading.checkpoint import revision_of
 from engine.loading.loader import load

@@ -16,7 +16,7 @@ from cluster.config.checks import check_heads, check_model, check_tokenizer
 from cluster.config.environment import BUNDLED
 
 if TYPE_CHECKING:
-    from benchmarks.fit.prompts import Prompt
+    from benchmarks.harness.prompts import Prompt
 
 ABOUT = "find the best way to draft for a target and your traffic: which draft, how deep, how many, until when"
 DETAILS = """\
@@ -62,7 +62,7 @@ add, run = BENCH.add, BENCH.run
 
 
 def _prompts(files: Sequence[Path]) -> list[Prompt]:
-    from benchmarks.fit.prompts import PromptError, bundled, read
+    from benchmarks.harness.prompts import PromptError, bundled, read
 
     try:
         return [prompt for file in files for prompt in read(file)] if files else bundled()

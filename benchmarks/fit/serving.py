@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.fit.agreement import SUFFIX_TOKENS
-from benchmarks.fit.prompts import PromptError
 from benchmarks.fit.settings import PLAIN, FitError, FitOptions, Way
 from benchmarks.harness.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
+from benchmarks.harness.prompts import PromptError
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running
 from router.dispatch import Dispatcher
 from router.generation import Generation
@@ -103,7 +103,7 @@ class Watched:
 async def watch(options: FitOptions, prompts: Sequence[tuple[Token, ...]], folder: Path, report: Report) -> Watched:
     """Run the workers and decode; ``prompts`` are those of ``options`` in tokens, ``folder`` takes the records.
 
-    Raises :class:`FitError`, :class:`benchmarks.fit.prompts.PromptError` or what workers raise.
+    Raises :class:`FitError`, :class:`benchmarks.harness.prompts.PromptError` or what workers raise.
     """
     windows: dict[str | None, Span] = {}
     files = {draft: folder / f"draft-{number}.jsonl" for number, draft in enumerate(options.drafts)}

@@ -19,7 +19,7 @@ from cluster.local.threads import usable_cores
 from speculation.messages import Sampling, Source, Speculation
 
 if TYPE_CHECKING:
-    from benchmarks.fit.prompts import Prompt
+    from benchmarks.harness.prompts import Prompt
 
 NONE = "none"
 SOURCES = {str(source): source for source in (Source.LOOKUP, Source.MEDUSA, Source.SUFFIX)}

@@ -149,4 +149,6 @@ def _name(one: Field[Any]) -> str:
 
 
 def _word(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else ",".join(value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -15,10 +15,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from statistics import median
 
 from benchmarks.harness.processes import ReadyProcess, child
-from benchmarks.http.figures import BadAnswer
-from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, LoadPoint, ScaleOptions, result
+from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, BadAnswer, LoadPoint, ScaleOptions, result
 from benchmarks.http.workers import FakeWorker, Script, StepPace
 from cluster.config.environment import BUNDLED
 from cluster.console import stages
@@ -78,11 +78,13 @@ class Client(asyncio.Protocol):
         """When each came, those that only end the text included."""
         self.ended = asyncio.get_running_loop().create_future()
         self.begun = asyncio.get_running_loop().create_future()
+        self.sent = 0.0
         self._request = request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See :class:`asyncio.Protocol`."""
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]  # uvloop's is of no class of asyncio
+        self.sent = time.monotonic()
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -244,5 +246,6 @@ class Contest:
             cpu / seconds,
             (last.load_cpu - first.load_cpu) / seconds,
             1e3 * (opened.cpu - before.cpu) / more,
+            1e3 * median(client.events[0] - client.sent for client in self.clients.values()),
             (first.memory_kb - before.memory_kb) / more,
         )

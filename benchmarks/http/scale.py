@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.harness.command import Bench
+from benchmarks.harness.command import Bench, BenchError
 from benchmarks.harness.options import FIGURES, Options, flag
 from benchmarks.harness.report import Result, Table
 
@@ -51,17 +51,6 @@ class ScaleOptions(Options):
     drafters: bool = flag(False, "drafters as well, whose proposals the router relays: one for every commit")
     only: str = flag("", "measure only this", choices=CONTENDERS)
 
-    @property
-    def command(self) -> str:
-        """See :class:`benchmarks.harness.options.Options`."""
-        words = [f"--streams {','.join(map(str, self.streams))}", f"--tokens {','.join(map(str, self.tokens))}"]
-        words += [
-            f"--sessions {self.sessions} --commit {self.commit}",
-            f"--seconds {self.seconds:g}",
-            *(["--drafters"] if self.drafters else []),
-        ]
-        return " ".join(["paceline bench scale", *words, *([f"--only {self.only}"] if self.only else [])])
-
 
 BENCH = Bench(
     "what one router carries (streams, tokens a second, processor and memory), beside a bare server that streams",
@@ -69,6 +58,10 @@ BENCH = Bench(
     ScaleOptions,
     "benchmarks.http.load",
 )
+
+
+class BadAnswer(BenchError):
+    """The server did not stream. One line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +82,8 @@ class LoadPoint:
     """And the process of workers and clients."""
     request_ms: float
     """Processor time of the server for a request until its stream runs."""
+    first_ms: float
+    """From a request's first byte to its first event at the client, in the median; workers commit at once."""
     kb_per_stream: float
     """Memory of the server with these streams, less that with one, by stream."""
 
@@ -127,6 +122,7 @@ def summary(points: Sequence[LoadPoint]) -> dict[str, float]:
         "tokens_per_core": max(point.tokens_per_core for point in own),
         "carried_tokens": carried(points, ROUTER, most),
         "p99_added_ms": best.delays_ms[1],
+        "first_ms": own[0].first_ms,
         "kb_per_stream": own[0].kb_per_stream,
     }
 
@@ -144,13 +140,14 @@ def table(points: Sequence[LoadPoint]) -> Table:
             f"{point.tokens_per_core:.0f}",
             f"{100 * point.busy:.0f} / {100 * point.load_busy:.0f}",
             f"{point.request_ms:.2f}",
+            f"{point.first_ms:.1f}",
             f"{point.kb_per_stream:.0f}",
         )
         for point in points
     ]
     columns = (
         *("server", "streams", "asked tokens/s", "delivered", "added ms p50", "p99", "most", "CPU us/token"),
-        *("tokens/s a core", "busy % server/load", "CPU ms/request", "KB/stream"),
+        *("tokens/s a core", "busy % server/load", "CPU ms/request", "first ms", "KB/stream"),
     )
     return Table("What one carries", columns, lines)
 
@@ -176,6 +173,7 @@ def notes(options: ScaleOptions) -> list[str]:
         "the others.",
         "Added: from the making of a commit at its target to its event at the client. A target makes no new step while "
         "the router has not taken the last one, so beyond what is carried less is delivered than was asked for.",
+        "First: from a request's first byte to its first event; all streams are opened at once, 256 at a time.",
     ]
 
 

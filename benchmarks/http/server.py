@@ -1,14 +1,10 @@
-"""``python -m benchmarks.http.server KIND ...``: a server whose tokens come at a given pace, for a benchmark.
+"""``python -m benchmarks.http.server KIND ...``: one of two servers for a benchmark.
 
-Two kinds commit at a fixed pace, of so many COMMITS a request: ``paceline``, the router's whole HTTP side over a
-generator that computes nothing, and ``echo``, a bare application that reads a request and streams events of the same
-size. Each line of input is answered by a line of JSON: the processor seconds it has used, and when what of the requests
-since the last answer was begun and committed, by the clock that all processes of a machine share.
-
-Two kinds go on until they are told to end: ``router`` is the whole router, between clients and workers at addresses;
-``bare`` is an application like the other bare one, whose streams are in so many GROUPS, each written to at once. Lines
-of input: ``usage``, answered by processor seconds and resident memory; of the bare one ``commits``, answered by when
-each event of each request was made, and JSON with the pace.
+``router`` is the whole router, between clients and workers at addresses; ``bare`` an application that reads a request
+and streams events of the same size, its streams in so many GROUPS, each written to at once. Both go on until they are
+told to end. Lines of input: ``usage``, answered by processor seconds and resident memory; of the bare one ``commits``,
+answered by when each event of each request was made, by the clock that all processes of a machine share, and JSON with
+the pace.
 
 The first line of output is the port.
 """
@@ -20,8 +16,7 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,97 +28,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from benchmarks.harness.processes import answer_lines
-from benchmarks.http.figures import COMMIT_SECONDS, COMMIT_TOKENS, ECHO, FIRST_SECONDS, PACELINE
 from benchmarks.http.workers import StepPace
-from cluster.config.environment import BUNDLED
 from router.dispatch import DispatchLimits
-from router.generation import Committed, Ended, Generation, ServedModel
-from router.http.api import build_app
 from router.http.asgi import REQUEST_ID_HEADER
 from router.http.exhaustion import raise_limit
 from router.service import Router, RouterSettings, freeze_loaded
-from router.text.tokenizer import Tokenizer
-from router.text.tokenizers import Tokenizers
-from speculation.messages import FinishReason
 
-MODEL = "target"
-TEXT = "def merge(left, right):\n    result = []\n    while left and right:\n        result.append(min(left, right))\n"
 EVENT = b"data: " + json.dumps({"id": "cmpl-" + "0" * 32, "choices": [{"text": "x" * 150}]}).encode() + b"\n\n"
 """As long as one of ours."""
 LAST_EVENT = b"data: [DONE]\n\n"
 MAX_SESSIONS = 1 << 14
-
-
-@dataclass(slots=True)
-class Ledger:
-    """When requests were begun and tokens committed, by the id of the request; the first time is its beginning."""
-
-    commits: int
-    times: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    async def paced(self, request_id: str) -> AsyncIterator[int]:
-        """The numbers of the commits of a request, each when it is due."""
-        times = self.times[request_id]
-        times.append(time.monotonic())
-        for number in range(self.commits):
-            due = times[0] + FIRST_SECONDS + number * COMMIT_SECONDS
-            await asyncio.sleep(max(due - time.monotonic(), 0.0))
-            times.append(time.monotonic())
-            yield number
-
-    def answer(self, _: str) -> str:
-        """For the benchmark; forgets."""
-        told = {"cpu": time.process_time(), "times": dict(self.times)}
-        self.times.clear()
-        return json.dumps(told)
-
-
-class PacedGenerator:
-    """Commits the same text at a fixed pace. Implements :class:`router.generation.Generator`."""
-
-    def __init__(self, ledger: Ledger, tokenizer: Tokenizer) -> None:
-        """``tokenizer``: of the text."""
-        tokens = tokenizer.encode(TEXT, special=False)
-        self._ledger = ledger
-        self._parts = [
-            tuple(tokens[(start + i) % len(tokens)] for i in range(COMMIT_TOKENS)) for start in range(len(tokens))
-        ]
-        self._model = ServedModel(MODEL, tokenizer.size, 4096, tokenizer.digest, str(BUNDLED / MODEL))
-
-    @property
-    def models(self) -> Mapping[str, ServedModel]:
-        """The one."""
-        return {MODEL: self._model}
-
-    async def generate(self, generation: Generation) -> AsyncGenerator[Committed | Ended]:
-        """See :class:`router.generation.Generator`."""
-        async for number in self._ledger.paced(generation.request_id):
-            tokens = self._parts[number * COMMIT_TOKENS % len(self._parts)]
-            yield Committed(tokens, accepted=COMMIT_TOKENS - 1, offered=COMMIT_TOKENS + 1)
-        yield Ended(FinishReason.LENGTH)
-
-
-async def paceline(ledger: Ledger) -> ASGIApp:
-    """The router's own application."""
-    tokenizers = Tokenizers()
-    tokenizer = await tokenizers.read(str(BUNDLED / MODEL))
-    return build_app(PacedGenerator(ledger, tokenizer), tokenizers)
-
-
-async def echo(ledger: Ledger) -> ASGIApp:
-    """The least that can stream."""
-
-    async def stream(request: Request) -> StreamingResponse:
-        await request.json()
-
-        async def events() -> AsyncIterator[bytes]:
-            async for _ in ledger.paced(request.headers[REQUEST_ID_HEADER]):
-                yield EVENT
-            yield LAST_EVENT
-
-        return StreamingResponse(events(), media_type="text/event-stream")
-
-    return Starlette(routes=[Route("/v1/completions", stream, methods=["POST"])])
 
 
 @dataclass(slots=True)
@@ -189,12 +103,6 @@ async def serve(app: ASGIApp, answer: Callable[[str], str]) -> None:
     await serving
 
 
-async def paced(kind: str, commits: int) -> None:
-    """One of those that commit at a fixed pace."""
-    ledger = Ledger(commits)
-    await serve(await {PACELINE: paceline, ECHO: echo}[kind](ledger), ledger.answer)
-
-
 async def bare(groups: int) -> None:
     """The one that ticks."""
     ticker = Ticker(groups)
@@ -220,8 +128,6 @@ def main(kind: str, *given: str) -> None:
     """Run one kind."""
     raise_limit()
     match kind, given:
-        case (("paceline" | "echo"), (commits,)):
-            asyncio.run(paced(kind, int(commits)))
         case "bare", (groups,):
             asyncio.run(bare(int(groups)))
         case "router", _:

@@ -22,7 +22,7 @@ from statistics import fmean
 
 from benchmarks.serve.client import Counts, Heard
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Make, Objective, ServeOptions, Variant
+from benchmarks.serve.settings import Make, Objective, ServeOptions, ServerContender
 
 RESAMPLES = 2000
 MOST_DRAWS = 4_000_000
@@ -59,7 +59,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one variant, all rounds together."""
+    """Of one contender, all rounds together."""
 
     requests: int
     ok: int
@@ -105,9 +105,9 @@ class Figures:
         return None if self.good is None else _over(self.good, self.seconds)
 
 
-def figures(log: Log, variant: Variant, options: ServeOptions) -> Figures:
+def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figures:
     """Of what is in the log so far."""
-    turns = [turn for turn in log.turns if turn.variant == variant]
+    turns = [turn for turn in log.turns if turn.contender == contender]
     heard = list(chain.from_iterable(turn.heard for turn in turns))
     ok = [one for one in heard if not one.error]
     seconds = sum(turn.seconds for turn in turns)
@@ -129,7 +129,7 @@ def figures(log: Log, variant: Variant, options: ServeOptions) -> Figures:
         itl=_spread(chain.from_iterable(map(gaps, ok))),
         tpot=_spread(map(tpot, ok)),
         e2e=_spread(map(e2e, ok)),
-        late=None if variant.pace.rate is None else _spread(map(lateness, heard)),
+        late=None if options.pace.rate is None else _spread(map(lateness, heard)),
         request_rate=_over(len(ok), seconds),
         token_rate=_over(tokens, seconds),
         good=sum(map(partial(meets, objectives=objectives), heard)) if objectives else None,
@@ -227,7 +227,7 @@ class RatioInterval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A variant beside its baseline, request by request and round by round. Above 1: faster."""
+    """A contender beside its baseline, request by request and round by round. Above 1: faster."""
 
     variant: str
     baseline: str
@@ -241,43 +241,27 @@ class Comparison:
     compared: int
 
 
-def baselines(log: Log) -> list[tuple[Variant, Variant]]:
-    """Each variant with what it is compared with: the plain contender if there is one, else the first named.
-
-    At the same value of the sweep, where it makes a difference; a sweep of the only contender is compared with its
-    first value.
-    """
-    plain = [contender for contender in log.contenders if contender.plain]
-    base = (plain or list(log.contenders))[0] if log.contenders else None
-    of_base = [variant for variant in log.variants if variant.contender == base]
-    pairs = []
-    for variant in log.variants:
-        same = [one for one in of_base if one.value in (variant.value, None)]
-        against = (same or of_base)[0]
-        if variant.contender == base and len(log.contenders) == 1:
-            against = of_base[0]
-        if variant != against:
-            pairs.append((variant, against))
-    return pairs
+def baseline_of(contenders: Sequence[ServerContender]) -> ServerContender:
+    """What the others are compared with: the plain one if there is one, else the first named."""
+    return next((one for one in contenders if one.plain), contenders[0])
 
 
-def compare(log: Log, variant: Variant, baseline: Variant, options: ServeOptions) -> Comparison:
+def compare(log: Log, contender: ServerContender, baseline: ServerContender, options: ServeOptions) -> Comparison:
     """Over requests that both answered well."""
-    ours, theirs = _by_number(log.turns, variant), _by_number(log.turns, baseline)
+    ours, theirs = _by_number(log.turns, contender), _by_number(log.turns, baseline)
     both = sorted(ours.keys() & theirs.keys())
     pairs = [(ours[number], theirs[number]) for number in both]
-    makes = {log.servers[one.contender.name].make for one in (variant, baseline)}
+    makes = {log.servers[one.name].make for one in (contender, baseline)}
     exact = options.temperature == 0 or makes == {Make.PACELINE}
-    rates, base_rates = _rates(log.turns, variant), _rates(log.turns, baseline)
-    rounds = [(base_rates[turn], rates[turn]) for turn in sorted(rates.keys() & base_rates.keys())]
-    given = variant.pace.rate is not None
+    rates, base_rates = _rates(log.turns, contender), _rates(log.turns, baseline)
+    rounds = [(rates[turn], base_rates[turn]) for turn in sorted(rates.keys() & base_rates.keys())]
     return Comparison(
-        variant=variant.name,
+        variant=contender.name,
         baseline=baseline.name,
         ttft=_ratio(pairs, ttft, options.seed),
         tpot=_ratio(pairs, tpot, options.seed),
         e2e=_ratio(pairs, e2e, options.seed),
-        token_rate=None if given else bootstrap([(rate, base) for base, rate in rounds], options.seed),
+        token_rate=bootstrap(rounds, options.seed) if options.pace.rate is None else None,
         same=sum(one.digest == other.digest for one, other in pairs) if exact else None,
         compared=len(pairs),
     )
@@ -308,15 +292,15 @@ def _ratio(
     return bootstrap([(base, own) for base, own in values if base is not None and own is not None], seed)
 
 
-def _by_number(turns: Sequence[Turn], variant: Variant) -> dict[int, Heard]:
-    return {one.number: one for turn in turns if turn.variant == variant for one in turn.heard if not one.error}
+def _by_number(turns: Sequence[Turn], contender: ServerContender) -> dict[int, Heard]:
+    return {one.number: one for turn in turns if turn.contender == contender for one in turn.heard if not one.error}
 
 
-def _rates(turns: Sequence[Turn], variant: Variant) -> dict[int, float]:
+def _rates(turns: Sequence[Turn], contender: ServerContender) -> dict[int, float]:
     return {
         turn.round: _over(sum(one.tokens for one in turn.heard if not one.error), turn.seconds)
         for turn in turns
-        if turn.variant == variant and turn.heard
+        if turn.contender == contender and turn.heard
     }
 
 

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -18,12 +17,10 @@ from benchmarks.harness.options import BadInput, add_flags, between
 from benchmarks.serve.settings import (
     PLAIN_SUFFIX,
     Arrivals,
-    LoadSweep,
     Objective,
     Pace,
     ServeOptions,
     ServerContender,
-    Swept,
 )
 from cluster.config.environment import current
 from cluster.config.flags import Parser
@@ -37,13 +34,13 @@ itself without drafts. Whatever fails is counted by kind; latencies at a --rate 
   paceline bench serve --url ours=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:8001 --rate 4 --seconds 60
   paceline bench serve --url ours=http://127.0.0.1:8000 --url hf=http://127.0.0.1:8002 --model hf=./llama-8b
   paceline bench serve --url http://127.0.0.1:8000 --concurrency 8 --goodput ttft:500,tpot:50 --out results
-  paceline bench serve --url http://127.0.0.1:8000 --against-plain --sweep depth=1,3,5,7
+  paceline bench serve --url d3=http://127.0.0.1:8000 --url d7=http://127.0.0.1:8000 \\
+    --extra-body 'd3={"speculation": {"max_depth": 3}}' --extra-body 'd7={"speculation": {"max_depth": 7}}'
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_REQUESTS = 40
 MOST_REQUESTS = 100_000
 MOST_CONCURRENCY = 4096
-MOST_VALUES = 32
 MOST_CONTENDERS = 16
 
 
@@ -70,18 +67,15 @@ class ServeBench(Bench):
         form.add_argument("--chat", action="store_true", help="send prompts as messages of a user")
         form.add_argument("--completions", action="store_true", help="send prompts as text to continue (default)")
         flag("--extra-body", action="append", default=[], metavar="[NAME=]JSON",
-             help='more fields, for all or one contender; null leaves one out, "{depth}" is a sweep\'s')  # fmt: skip
+             help="more fields, for all or one contender; null leaves one out")  # fmt: skip
         flag("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
              help="variable with the API key, of all or one contender")  # fmt: skip
         flag("--goodput", default="", metavar="NAME:MS,...",
              help="what a good request stays within: ttft, tpot, itl, e2e")  # fmt: skip
-        flag("--sweep", default="", metavar="NAME=N,...", help="vary depth (of drafts), concurrency or rate")
         add_flags(parser, ServeOptions)
 
     def read(self, args: argparse.Namespace) -> ServeOptions:
         """See :class:`benchmarks.harness.command.Bench`."""
-        if args.out is not None and not find_spec("matplotlib"):
-            raise BadInput("--out draws plots, for which matplotlib is needed: pip install matplotlib")
         options = ServeOptions.read(args)
         if args.seconds is not None:
             between("--seconds", args.seconds, 0.1, 86_400)
@@ -90,20 +84,18 @@ class ServeBench(Bench):
             between("--requests", requests, 1, MOST_REQUESTS)
         rounds = (6 if requests is None else min(6, requests)) if args.rounds is None else args.rounds
         between("--rounds", rounds, 1, 1000 if requests is None else min(1000, requests))
-        sweep = _sweep(args.sweep)
-        if args.arrivals and args.rate is None and (sweep is None or sweep.what != "rate"):
+        if args.arrivals and args.rate is None:
             raise BadInput("--arrivals belongs to a --rate")
         return replace(
             options,
             contenders=_contenders(args),
-            pace=_pace(args, sweep),
+            pace=_pace(args),
             requests=requests,
             seconds=args.seconds,
             arrivals=Arrivals(args.arrivals or Arrivals.POISSON),
             rounds=rounds,
             chat=args.chat,
             objectives=_objectives(args.goodput),
-            sweep=sweep,
             typed=shlex.join(["paceline", *sys.argv[1:]]),
         )
 
@@ -111,11 +103,7 @@ class ServeBench(Bench):
 BENCH = ServeBench(ABOUT, DETAILS, ServeOptions, "benchmarks.serve.report")
 
 
-def _pace(args: argparse.Namespace, sweep: LoadSweep | None) -> Pace:
-    if sweep is not None and sweep.what in (Swept.RATE, Swept.CONCURRENCY):
-        if args.rate is not None or args.concurrency is not None:
-            raise BadInput(f"--sweep {sweep.what} says it already; leave out --rate and --concurrency")
-        return Pace(concurrency=1)
+def _pace(args: argparse.Namespace) -> Pace:
     if args.rate is not None:
         between("--rate", args.rate, 0.001, 100_000)
         return Pace(rate=args.rate)
@@ -212,33 +200,11 @@ def _objectives(text: str) -> dict[Objective, float]:
             raise BadInput(f"--goodput {part}: must be NAME:MS with {', '.join(Objective)}")
         if Objective(name) in found:
             raise BadInput(f"--goodput: {name} is there twice")
-        found[Objective(name)] = _number("--goodput", part, limit)
+        try:
+            value = float(limit)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise BadInput(f"--goodput {part}: must have numbers above 0, got {limit!r}")
+        found[Objective(name)] = value
     return found
-
-
-def _sweep(text: str) -> LoadSweep | None:
-    if not text:
-        return None
-    name, separator, rest = text.partition("=")
-    if name not in list(Swept) or not separator:
-        raise BadInput(f"--sweep {text}: must be NAME=N,... with {', '.join(Swept)}")
-    values = tuple(_number("--sweep", text, part) for part in rest.split(","))
-    if len(set(values)) < len(values) or len(values) > MOST_VALUES:
-        raise BadInput(f"--sweep {text}: at most {MOST_VALUES} values, each once")
-    most = {Swept.DEPTH: 64, Swept.CONCURRENCY: MOST_CONCURRENCY, Swept.RATE: 100_000}[Swept(name)]
-    for value in values:
-        if value > most or (name != Swept.RATE and value != int(value)):
-            kind = "a number" if name == Swept.RATE else "a whole number"
-            raise BadInput(f"--sweep {text}: {name} must be {kind} up to {most}, got {value:g}")
-    return LoadSweep(Swept(name), values)
-
-
-def _number(flag: str, whole: str, text: str) -> float:
-    """Above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise BadInput(f"{flag} {whole}: must have numbers above 0, got {text!r}")
-    return value

@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.harness.prompts import Prompt
 from benchmarks.serve.answer import Answer, AnswerError
 from benchmarks.serve.client import Refusal, read
-from benchmarks.serve.requests import Prompt, body, has_place, path
-from benchmarks.serve.settings import Make, ServeOptions, ServerContender, Swept, Variant
+from benchmarks.serve.requests import body, path
+from benchmarks.serve.settings import Make, ServeOptions, ServerContender
 from cluster.config.flags import FAILED
 from cluster.console import CommandError
 
@@ -53,7 +54,6 @@ async def identify(
         model = _chosen(owners, contender.model, where)
         known = {MAKES[owner] for owner in owners.values() if owner in MAKES}
         server = Server(known.pop() if len(known) == 1 else Make.OTHER, model)
-        _check_offers(server, contender, options, where)
         await _try(client, server, contender, options, prompt)
     except httpx.InvalidURL as error:
         raise ServerError(f"{where}: {error}") from error
@@ -110,19 +110,10 @@ def _chosen(owners: dict[str, str], wanted: str, where: str) -> str:
     return next(iter(owners))
 
 
-def _check_offers(server: Server, contender: ServerContender, options: ServeOptions, where: str) -> None:
-    if server.make is Make.PACELINE or options.sweep is None or options.sweep.what is not Swept.DEPTH:
-        return
-    if not has_place(contender.extra):
-        hint = 'say where the server takes it by --extra-body, such as \'{"draft_tokens": "{depth}"}\''
-        raise ServerError(f"{where}: --sweep depth: no Paceline, so the depth is not known to be variable; {hint}")
-
-
 async def _try(
     client: httpx.AsyncClient, server: Server, contender: ServerContender, options: ServeOptions, prompt: Prompt
 ) -> None:
-    depth = int(options.sweep.values[0]) if options.sweep and options.sweep.what is Swept.DEPTH else None
-    asked = body(options, Variant(contender, options.pace, depth), server.make, server.model, prompt, 0)
+    asked = body(options, contender, server.make, server.model, prompt, 0)
     asked |= {"max_tokens": min(TOKENS, options.max_tokens)} if "max_tokens" in asked else {}
     try:
         async with asyncio.timeout(options.timeout):

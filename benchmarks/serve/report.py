@@ -5,58 +5,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.report import (
-    DPI,
-    Plot,
-    PlotLine,
-    PlotPanel,
-    Result,
-    Table,
-    cell,
-    describe_machine,
-    draw,
-    table_of,
-)
+from benchmarks.harness.prompts import Prompt
+from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
 from benchmarks.serve.client import Heard
 from benchmarks.serve.figures import (
     Comparison,
     Figures,
     RatioInterval,
     Spread,
-    baselines,
+    baseline_of,
     compare,
-    e2e,
     figures,
-    tpot,
-    ttft,
 )
-from benchmarks.serve.requests import Prompt, read, remembers
+from benchmarks.serve.requests import read, remembers
 from benchmarks.serve.rounds import Log, Turn, measure
-from benchmarks.serve.settings import Arrivals, Json, LoadSweep, Make, ServeOptions
+from benchmarks.serve.settings import Arrivals, Json, Make, ServeOptions
 from cluster.console import complain, stages
 
 Rows = Sequence[tuple[str, Figures]]
-"""By the name of the variant."""
+"""By the name of the contender."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 BUSY_CLIENT = 0.5
 """Of a core: beyond, this process may be what is measured."""
 LATE_MS = 5.0
 MISSING = "-"
-MEASURES: tuple[tuple[str, Callable[[Heard], float | None]], ...] = (
-    ("time to first token, ms", ttft),
-    ("time per output token, ms", tpot),
-    ("end to end, ms", e2e),
-)
 
 
 def main(options: ServeOptions) -> int:
     """Measure, show, write; after Ctrl-C with what there is.
 
-    Raises :class:`benchmarks.serve.requests.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
+    Raises :class:`benchmarks.harness.prompts.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
     """
     prompts, log = read(options.prompts, options.chat), Log()
     with stages() as progress:
@@ -81,11 +62,11 @@ def _measure(options: ServeOptions, prompts: list[Prompt], log: Log, progress: C
 
 
 def result(log: Log, options: ServeOptions, **about: Any) -> Result:
-    """What is in the log so far; without variants that had no turn yet. Times: milliseconds from when it was due."""
-    seen = [variant for variant in log.variants if any(turn.variant == variant for turn in log.turns)]
-    pairs = [pair for pair in baselines(log) if pair[0] in seen and pair[1] in seen]
-    rows = [(variant.name, figures(log, variant, options)) for variant in seen]
-    comparisons = [compare(log, variant, baseline, options) for variant, baseline in pairs]
+    """What is in the log so far; without contenders that had no turn yet. Times: milliseconds from when it was due."""
+    seen = [one for one in log.contenders if any(turn.contender == one for turn in log.turns)]
+    baseline = baseline_of(log.contenders)
+    rows = [(one.name, figures(log, one, options)) for one in seen]
+    comparisons = [compare(log, one, baseline, options) for one in seen if one != baseline and baseline in seen]
     found = latencies(rows), throughput(rows), ratios(comparisons), errors(rows)
     tables = [table for table in found if table.lines]
     said = notes(log, options, rows)
@@ -96,7 +77,6 @@ def result(log: Log, options: ServeOptions, **about: Any) -> Result:
         tables,
         said,
         _document(log, rows, comparisons),
-        plots=lambda folder: plots(log, options, folder),
         width=200,
         indent=None,
         **about,
@@ -115,7 +95,7 @@ def _document(log: Log, rows: Rows, comparisons: Sequence[Comparison]) -> Json:
 
 def _request(turn: Turn, one: Heard) -> Json:
     return {
-        "contender": turn.variant.name,
+        "contender": turn.contender.name,
         "round": turn.round,
         "number": one.number,
         "due": round(1e3 * (one.due - turn.began), 3),
@@ -200,13 +180,13 @@ def notes(log: Log, options: ServeOptions, rows: Rows) -> list[str]:
     )
     said = [f"{servers}. {_load(options)} {_sampling(options)}"]
     said += sorted({server.note for server in log.servers.values() if server.note})
-    if len(log.variants) > 1:
+    if len(log.contenders) > 1:
         said.append(
             "Contenders took turns with the same requests, back and forth. Ratios: of means over the requests that "
             "both answered (tokens/s: over rounds), with 95 % bootstrap intervals of pairs; above 1 is faster."
         )
     said += _kept(log)
-    urls = [variant.contender.url for variant in log.variants]
+    urls = [one.url for one in log.contenders]
     if len(set(urls)) < len(urls):
         said.append(
             "Contenders at one address share its prefix cache: who comes second in a round finds prompts computed. "
@@ -258,12 +238,10 @@ def _warnings(name: str, row: Figures) -> list[str]:
 
 def _load(options: ServeOptions) -> str:
     amount = f"{options.requests} requests" if options.requests is not None else f"{options.seconds:g} s"
-    sweep = options.sweep
-    pace = str(options.pace) if sweep is None or sweep.what == "depth" else f"{sweep.what.value} swept"
-    spread = f", {options.arrivals.value} arrivals" if "requests/s" in pace or "rate" in pace else ""
+    spread = f", {options.arrivals.value} arrivals" if options.pace.rate is not None else ""
     fixed = options.arrivals is Arrivals.POISSON and spread
     return (
-        f"{amount} of each contender in {options.rounds} rounds, {pace}{spread}"
+        f"{amount} of each contender in {options.rounds} rounds, {options.pace}{spread}"
         f"{f' (seed {options.seed})' if fixed else ''}, after {options.warmup} to warm up."
     )
 
@@ -293,50 +271,3 @@ def _share(part: float | None, whole: float | None) -> str:
 
 def _ratio(ratio: RatioInterval | None) -> str:
     return MISSING if ratio is None else f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-
-
-def plots(log: Log, options: ServeOptions, folder: Path) -> list[Plot]:
-    """How many requests were how fast, and what a sweep changes; drawn into ``folder``."""
-    drawn = [Plot("latencies.png", "Share of the requests that were at least so fast.")]
-    draw([_latencies(log, *measure) for measure in MEASURES]).savefig(folder / drawn[0].file, dpi=DPI)
-    if options.sweep is not None:
-        drawn.append(Plot("sweep.png", f"What {options.sweep.what.value} changes."))
-        draw(_sweep(log, options, options.sweep)).savefig(folder / drawn[1].file, dpi=DPI)
-    return drawn
-
-
-def _latencies(log: Log, title: str, measure: Callable[[Heard], float | None]) -> PlotPanel:
-    """A line a variant: the share of requests that were at least so fast."""
-    lines = []
-    for variant in log.variants:
-        heard = [one for turn in log.turns if turn.variant == variant for one in turn.heard if not one.error]
-        values = sorted(1e3 * value for one in heard if (value := measure(one)) is not None)
-        points = [(value, (place + 1) / len(values)) for place, value in enumerate(values)]
-        lines.append(PlotLine(variant.name, points, {"drawstyle": "steps-post"}))
-    return PlotPanel(title, "share of requests", lines, top=1)
-
-
-def _sweep(log: Log, options: ServeOptions, sweep: LoadSweep) -> list[PlotPanel]:
-    """Throughput and the waits of users against what is swept; a contender without a value is a level line."""
-    panels: tuple[tuple[str, Callable[[Figures], float]], ...] = (
-        ("tokens/s", lambda row: row.token_rate),
-        ("time per output token, ms (median)", lambda row: _median(row.tpot)),
-        ("time to first token, ms (median)", lambda row: _median(row.ttft)),
-    )
-    rows = [(variant, figures(log, variant, options)) for variant in log.variants]
-    found = []
-    for title, figure in panels:
-        lines = []
-        for contender in log.contenders:
-            own = [(variant.value, figure(row)) for variant, row in rows if variant.contender == contender]
-            if own and own[0][0] is None:
-                level = [(value, own[0][1]) for value in (0, max(sweep.values))]
-                lines.append(PlotLine(contender.name, level, {"linestyle": "--", "color": "tab:grey"}))
-            else:
-                lines.append(PlotLine(contender.name, [(value or 0.0, row) for value, row in own], {"marker": "o"}))
-        found.append(PlotPanel(sweep.what.value, title, lines))
-    return found
-
-
-def _median(spread: Spread | None) -> float:
-    return spread.p50 if spread is not None else float("nan")

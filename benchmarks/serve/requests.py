@@ -1,87 +1,30 @@
-"""What is sent: prompts from a file, a line of JSON each or a line of text each, and the JSON of a request.
+"""What is sent: prompts from a file, and the JSON of a request.
 
 That has OpenAI's fields, what the server offers beyond them, and what the user adds.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.options import BadInput
-from benchmarks.serve.settings import BUNDLED_PROMPTS, Json, Make, ServeOptions, ServerContender, Variant
+from benchmarks.harness import prompts
+from benchmarks.harness.prompts import Prompt, PromptError
+from benchmarks.serve.settings import BUNDLED_PROMPTS, Json, Make, ServeOptions, ServerContender
 from cluster.config.environment import BUNDLED
-
-DEPTH_PLACE = "{depth}"
-"""A string in the user's fields that a sweep replaces by a number."""
-MOST = 10_000
-"""Prompts that are read; a longer file is read no further."""
-LONGEST = 1 << 20
-"""Characters of a line."""
-
-
-class PromptError(BadInput):
-    """The file has no prompts that can be sent. One line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Text to continue, or a conversation."""
-
-    text: str = ""
-    messages: tuple[dict[str, Any], ...] = ()
 
 
 def read(source: str, chat: bool) -> list[Prompt]:
-    """The prompts of a file, or the bundled ones. Raises :class:`PromptError`.
-
-    In a file named ``*.jsonl``, a line is a string, or an object with ``prompt`` (a string) or, for ``chat``,
-    ``messages`` (OpenAI's). In any other, a line is a prompt. Empty lines are left out.
-    """
-    path = BUNDLED / "prompts.jsonl" if source == BUNDLED_PROMPTS else Path(source)
-    found = []
+    """The prompts of a file, or the bundled ones. Raises :class:`benchmarks.harness.prompts.PromptError`."""
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number in range(1, MOST + 1):
-                line = lines.readline(LONGEST)
-                if not line:
-                    break
-                if len(line) == LONGEST:
-                    raise PromptError(f"--prompts {source}: line {number} has more than {LONGEST} characters")
-                if text := line.strip():
-                    found.append(
-                        _parse(text, f"--prompts {source}: line {number}", chat)
-                        if path.suffix == ".jsonl"
-                        else Prompt(text)
-                    )
-    except OSError as error:
-        raise PromptError(f"--prompts {source}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"--prompts {source}: not a text file in UTF-8 ({error.reason})") from error
-    if not found:
-        raise PromptError(f"--prompts {source}: no prompts in it; write one a line")
+        found = prompts.read(BUNDLED / "prompts.jsonl" if source == BUNDLED_PROMPTS else Path(source))
+    except PromptError as error:
+        raise PromptError(f"--prompts {error}") from error
+    for prompt in found:
+        if prompt.messages and not chat:
+            raise PromptError(f"--prompts {prompt.where} is a conversation; send it with --chat")
     return found
-
-
-def _parse(line: str, where: str, chat: bool) -> Prompt:
-    try:
-        value = json.loads(line)
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be sent
-    except (ValueError, RecursionError) as error:
-        raise PromptError(f"{where} is not JSON in UTF-8; a file of plain text must not be named *.jsonl") from error
-    if isinstance(value, str):
-        return Prompt(value)
-    if isinstance(value, dict) and isinstance(value.get("prompt"), str):
-        return Prompt(value["prompt"])
-    messages = value.get("messages") if isinstance(value, dict) else None
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        if not chat:
-            raise PromptError(f"{where} is a conversation; send it with --chat")
-        return Prompt(messages=tuple(messages))
-    raise PromptError(f'{where} must be a string, or an object with "prompt" or "messages"')
 
 
 def path(chat: bool) -> str:
@@ -89,9 +32,10 @@ def path(chat: bool) -> str:
     return "/v1/chat/completions" if chat else "/v1/completions"
 
 
-def body(options: ServeOptions, variant: Variant, make: Make, model: str, prompt: Prompt, number: int) -> Json:
+def body(
+    options: ServeOptions, contender: ServerContender, make: Make, model: str, prompt: Prompt, number: int
+) -> Json:
     """Of request ``number`` (below 0 to warm up), whose seed depends on it alone: it is the same for all contenders."""
-    contender = variant.contender
     said: Json = {"prompt": prompt.text}
     if options.chat:
         said = {"messages": list(prompt.messages) or [{"role": "user", "content": prompt.text}]}
@@ -105,9 +49,9 @@ def body(options: ServeOptions, variant: Variant, make: Make, model: str, prompt
         "stream_options": _stream_options(make),
     }
     if make is Make.PACELINE:
-        fields["speculation"] = _speculation(variant)
-    extra = {key: _placed(value, variant.depth) for key, value in contender.extra.items()}
-    return {key: value for key, value in _merged(fields, extra).items() if value is not None}
+        # Nobody drafts from the answers that others, or warming up, had to the same requests.
+        fields["speculation"] = {"remember": False} | ({"enabled": False} if contender.plain else {})
+    return {key: value for key, value in _merged(fields, contender.extra).items() if value is not None}
 
 
 def remembers(contender: ServerContender) -> bool:
@@ -116,49 +60,15 @@ def remembers(contender: ServerContender) -> bool:
     return not isinstance(said, Mapping) or said.get("remember", False) is not False
 
 
-def has_place(value: object) -> bool:
-    """Whether the sweep's depth stands somewhere in it."""
-    if isinstance(value, Mapping):
-        return any(has_place(inner) for inner in value.values())
-    if isinstance(value, list):
-        return any(has_place(inner) for inner in value)
-    return value == DEPTH_PLACE
-
-
-def _speculation(variant: Variant) -> Json:
-    """Nobody drafts from the answers that others, or warming up, had to the same requests."""
-    said: Json = {"remember": False}
-    if variant.contender.plain:
-        said["enabled"] = False
-    elif variant.depth is not None:
-        said["max_depth"] = variant.depth
-    return said
-
-
 def _stream_options(make: Make) -> Json:
     """Whatever makes the server say how many tokens a chunk has."""
-    options: Json = {"include_usage": True}
-    match make:
-        case Make.PACELINE:
-            options["include_speculation"] = True
-        case Make.VLLM:
-            options["continuous_usage_stats"] = True
-        case Make.LLAMA_CPP | Make.OTHER:
-            pass
-    return options
+    own = {Make.PACELINE: {"include_speculation": True}, Make.VLLM: {"continuous_usage_stats": True}}
+    return {"include_usage": True, **own.get(make, {})}
 
 
-def _placed(value: Any, depth: int | None) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _placed(inner, depth) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_placed(inner, depth) for inner in value]
-    return depth if value == DEPTH_PLACE else value
-
-
-def _merged(fields: Json, extra: Json) -> Json:
+def _merged(fields: Json, extra: Mapping[str, Any]) -> Json:
     """Objects of the same name are merged, as in ``speculation``; else the user's word stands."""
     both = {
         key for key in fields.keys() & extra.keys() if isinstance(fields[key], dict) and isinstance(extra[key], dict)
     }
-    return fields | extra | {key: fields[key] | extra[key] for key in both}
+    return fields | dict(extra) | {key: fields[key] | extra[key] for key in both}

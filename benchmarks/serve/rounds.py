@@ -1,6 +1,6 @@
 """Contenders take turns, round by round, with the same requests; what each heard is noted as it comes.
 
-In a round every variant has its turn, one after the other, and the order is turned around in the next: what else the
+In a round every contender has its turn, one after the other, and the order is turned around in the next: what else the
 machine does, and what a first turn leaves warm, falls on all. Round ``r`` of ``R`` has the requests ``r``, ``r + R``,
 ``r + 2 R`` and so on, the same for all; number ``n`` has prompt ``n`` (modulo their number) and a seed of its own.
 """
@@ -8,27 +8,28 @@ machine does, and what a first turn leaves warm, falls on all. Round ``r`` of ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import httpx
 
+from benchmarks.harness.prompts import Prompt
 from benchmarks.serve.arrivals import at_once, at_rate, offsets
 from benchmarks.serve.client import COUNTING, NOT_SENT, Counts, Heard, ask, connect, fetch
 from benchmarks.serve.probe import Server, ServerError, identify
-from benchmarks.serve.requests import Prompt, body
-from benchmarks.serve.settings import PLAIN_SUFFIX, Make, ServeOptions, ServerContender, Variant, variants
+from benchmarks.serve.requests import body
+from benchmarks.serve.settings import PLAIN_SUFFIX, Make, ServeOptions, ServerContender
 
 Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Turn:
-    """One variant in one round."""
+    """One contender in one round."""
 
-    variant: Variant
+    contender: ServerContender
     round: int
     began: float
     """When its first request was due, or sent."""
@@ -55,7 +56,6 @@ class Log:
     """By contender."""
     contenders: tuple[ServerContender, ...] = ()
     """With those that only differ in being plain."""
-    variants: list[Variant] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
 
@@ -69,18 +69,17 @@ async def measure(options: ServeOptions, prompts: list[Prompt], log: Log, report
             log.servers[contender.name] = await identify(client, contender, options, prompts[0])
             clients[contender.name] = client
         log.contenders = with_plain(options, log.servers)
-        log.variants = variants(log.contenders, options)
         runner = _Runner(options, prompts, log.servers, clients)
-        for variant in log.variants:
-            report(f"warming up {variant.name}")
-            await runner.warm_up(variant)
+        for contender in log.contenders:
+            report(f"warming up {contender.name}")
+            await runner.warm_up(contender)
         for number in range(options.rounds):
-            for variant in order(log.variants, number):
-                report(f"round {number + 1} of {options.rounds}: {variant.name}")
-                await runner.take(variant, number, log)
+            for contender in order(log.contenders, number):
+                report(f"round {number + 1} of {options.rounds}: {contender.name}")
+                await runner.take(contender, number, log)
 
 
-def order(everyone: list[Variant], number: int) -> list[Variant]:
+def order(everyone: Sequence[ServerContender], number: int) -> Sequence[ServerContender]:
     """Who comes after whom in a round: forth, then back."""
     return everyone if number % 2 == 0 else everyone[::-1]
 
@@ -109,7 +108,7 @@ def with_plain(options: ServeOptions, servers: dict[str, Server]) -> tuple[Serve
 
 
 class _Runner:
-    """Sends the requests of one variant after the other."""
+    """Sends the requests of one contender after the other."""
 
     def __init__(
         self,
@@ -124,25 +123,25 @@ class _Runner:
         self._servers = servers
         self._clients = clients | {name + PLAIN_SUFFIX: client for name, client in clients.items()}
 
-    async def warm_up(self, variant: Variant) -> None:
+    async def warm_up(self, contender: ServerContender) -> None:
         """With the last prompts, counted from behind, so that as few as possible are measured again."""
         for number in range(1, self._options.warmup + 1):
-            await self._ask(variant, -number, time.perf_counter())
+            await self._ask(contender, -number, time.perf_counter())
 
-    async def take(self, variant: Variant, number: int, log: Log) -> None:
+    async def take(self, contender: ServerContender, number: int, log: Log) -> None:
         """One turn, into ``log`` from its beginning."""
-        options, pace = self._options, variant.pace
-        client = self._clients[variant.contender.name]
-        counting = self._servers[variant.contender.name].make in COUNTING
+        options, pace = self._options, self._options.pace
+        client = self._clients[contender.name]
+        counting = self._servers[contender.name].make in COUNTING
         before = await fetch(client) if counting else None
-        turn = Turn(variant, number, time.perf_counter())
+        turn = Turn(contender, number, time.perf_counter())
         log.turns.append(turn)
         used = time.process_time()
         seconds = None if options.seconds is None else options.seconds / options.rounds
 
         async def send(request: int, due: float) -> float:
             turn.running += 1
-            heard = await self._ask(variant, request, due)
+            heard = await self._ask(contender, request, due)
             turn.running -= 1
             turn.heard.append(heard)
             return heard.pause
@@ -162,8 +161,8 @@ class _Runner:
         after = await fetch(client) if counting else None
         turn.counts = after - before if before is not None and after is not None else None
 
-    async def _ask(self, variant: Variant, number: int, due: float) -> Heard:
-        client = self._clients[variant.contender.name]
-        server, prompt = self._servers[variant.contender.name], self._prompts[number % len(self._prompts)]
-        asked = body(self._options, variant, server.make, server.model, prompt, number)
+    async def _ask(self, contender: ServerContender, number: int, due: float) -> Heard:
+        client = self._clients[contender.name]
+        server, prompt = self._servers[contender.name], self._prompts[number % len(self._prompts)]
+        asked = body(self._options, contender, server.make, server.model, prompt, number)
         return await ask(client, asked, self._options, number, due)

@@ -27,14 +27,6 @@ class Make(StrEnum):
     OTHER = "not known"
 
 
-class Swept(StrEnum):
-    """What a sweep varies."""
-
-    DEPTH = "depth"
-    CONCURRENCY = "concurrency"
-    RATE = "rate"
-
-
 class Objective(StrEnum):
     """What goodput may be asked about, of each request."""
 
@@ -83,14 +75,6 @@ class Pace:
         return f"{self.concurrency} at once"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSweep:
-    """One setting, and the values it takes in turn."""
-
-    what: Swept
-    values: tuple[float, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions(Options):
     """One run."""
@@ -105,7 +89,6 @@ class ServeOptions(Options):
     chat: bool = False
     objectives: Mapping[Objective, float] = field(default_factory=dict)
     """Milliseconds that a good request stays within."""
-    sweep: LoadSweep | None = None
     typed: str = "paceline bench serve"
     """The command, as it was typed."""
     prompts: str = flag(
@@ -121,44 +104,9 @@ class ServeOptions(Options):
     """Seconds after which a request counts as failed."""
     seed: int = flag(0, "of requests, arrivals and resampling", least=0, most=2**31 - 1)
     json: Path | None = flag(None, "write figures and requests there")
-    out: Path | None = flag(None, "write figures, plots and a page there", metavar="DIR")
+    out: Path | None = flag(None, "write figures and a page there", metavar="DIR")
 
     @property
     def command(self) -> str:
         """See :class:`benchmarks.harness.options.Options`."""
         return self.typed
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A contender at one value of the sweep."""
-
-    contender: ServerContender
-    pace: Pace
-    depth: int | None = None
-    value: float | None = None
-    """Of what is swept; None without a sweep, and where it makes no difference."""
-
-    @property
-    def name(self) -> str:
-        """Tells it from all others of a run."""
-        return self.contender.name if self.value is None else f"{self.contender.name} @ {self.value:g}"
-
-
-def variants(contenders: tuple[ServerContender, ...], options: ServeOptions) -> list[Variant]:
-    """Every contender at every value; one whose speculation is off has no depth, and is measured once."""
-    found = []
-    for contender in contenders:
-        sweep = options.sweep
-        if sweep is None or (sweep.what is Swept.DEPTH and contender.plain):
-            found.append(Variant(contender, options.pace))
-            continue
-        for value in sweep.values:
-            match sweep.what:
-                case Swept.DEPTH:
-                    found.append(Variant(contender, options.pace, int(value), value))
-                case Swept.CONCURRENCY:
-                    found.append(Variant(contender, Pace(concurrency=int(value)), value=value))
-                case Swept.RATE:
-                    found.append(Variant(contender, Pace(rate=value), value=value))
-    return found

@@ -11,7 +11,6 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from cluster.commands import autoscale
 from cluster.config.config import default_of
 from cluster.config.flags import BAD_INPUT, Parser, Value, count, number, round_trip, values
 from cluster.console import CommandError, stages
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from speculation.drafting.draft_session import Outcome
 
 ABOUT = "predict decoding speed for other distances, loads and numbers of workers"
-DETAILS = (
-    """\
+DETAILS = """\
 A model in virtual time, which takes its decisions with the code that serves. It starts from the records of a
 run (workers with --record FILE; best with plain and drafted requests in turn, and no added delay):
 
@@ -42,10 +40,7 @@ A GPU that pads its steps to classes of rows, and that target and drafter share:
     --shared-device
 
 Flags of a sweep take several values, separated by commas or by repeating the flag; all combinations are run.
-
 """
-    + autoscale.DETAILS
-)
 MADE_UP = {
     "target_step_ms": 30.0,
     "verify_slope": 0.01,
@@ -85,7 +80,6 @@ MAX_COUNT = 4096
 """Sessions, workers, or tokens of a draft."""
 LENGTHS = {"max_draft": (0, 64), "tokens": (1, 10**6), "request_tokens": (2, 10**6)}
 """Bounds of what every run of a sweep has in common."""
-TOKENS, REQUEST_TOKENS = 1000, 128
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 PIPE_WIDTH = 200
 """Columns of a table that goes to a file."""
@@ -130,21 +124,18 @@ def add(parser: Parser) -> None:
     other = parser.add_argument_group("the run and its results")
     maximum = default_of("speculation.max_draft")
     about = f"most draft tokens verified for a session in a step (default: {maximum})"
-    other.add_argument("--max-draft", type=int, metavar="N", help=about)
-    other.add_argument("--tokens", type=int, metavar="N", help=f"tokens a session (default: {TOKENS})")
-    about = f"tokens of a request, after which the next begins (default: {REQUEST_TOKENS})"
-    other.add_argument("--request-tokens", type=int, metavar="N", help=about)
+    other.add_argument("--max-draft", type=int, default=maximum, metavar="N", help=about)
+    other.add_argument("--tokens", type=int, default=1000, metavar="N", help="tokens a session (default: 1000)")
+    about = "tokens of a request, after which the next begins (default: 128)"
+    other.add_argument("--request-tokens", type=int, default=128, metavar="N", help=about)
     other.add_argument("--jitter", type=float, default=0.0, metavar="X", help="relative spread of steps (default: 0)")
     other.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same figures (default: 0)")
     other.add_argument("--csv", type=Path, metavar="FILE", help="write the table there too")
     other.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what was swept")
-    autoscale.add(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and report."""
-    if args.autoscale:
-        return _autoscale(args)
     from cluster.sweep import plot, table, write_csv
 
     sweep = _sweep(args)
@@ -158,25 +149,6 @@ def run(args: argparse.Namespace) -> int:
         write_csv(rows, args.csv)
     if args.plot:
         plot(rows, sweep, args.plot)
-    return 0
-
-
-def _autoscale(args: argparse.Namespace) -> int:
-    from cluster.autoscaling.report import decisions, plot, summary, table, write_csv
-
-    for name in (*SWEEP, *LENGTHS):
-        if getattr(args, name) is not None:
-            raise CommandError(f"{_flag(name)} belongs to a sweep, not to --autoscale", BAD_INPUT)
-    _check_files(args)
-    costs, outcomes = _set_up(args)
-    with stages() as progress:
-        progress(f"trace {args.autoscale}")
-        outcome = autoscale.run(args, costs, outcomes)
-    _show(table(outcome), [*decisions(outcome), *summary(outcome)])
-    if args.csv:
-        write_csv(outcome, args.csv)
-    if args.plot:
-        plot(outcome, args.plot)
     return 0
 
 
@@ -226,12 +198,6 @@ def _check_results(args: argparse.Namespace, sweep: Sweep) -> None:
     """What would only fail once all is simulated."""
     from cluster.sweep import axes_of
 
-    _check_files(args)
-    if args.plot and not axes_of(sweep):
-        raise CommandError("--plot needs several values of --rtt, --sessions or --drafters", BAD_INPUT)
-
-
-def _check_files(args: argparse.Namespace) -> None:
     for name in ("csv", "plot"):
         file = getattr(args, name)
         if file and (file.is_dir() or not file.absolute().parent.is_dir()):
@@ -242,20 +208,19 @@ def _check_files(args: argparse.Namespace) -> None:
         raise CommandError(f"--plot {args.plot}: must end in one of {', '.join(PLOT_FORMATS)}", BAD_INPUT)
     if not find_spec("matplotlib"):
         raise CommandError("--plot needs matplotlib: pip install matplotlib", BAD_INPUT)
+    if not axes_of(sweep):
+        raise CommandError("--plot needs several values of --rtt, --sessions or --drafters", BAD_INPUT)
 
 
 def _simulator(args: argparse.Namespace) -> Simulator:
     from cluster.sweep import Simulator
     from simulation.simulate import Bounds
 
-    usual = {"max_draft": default_of("speculation.max_draft"), "tokens": TOKENS, "request_tokens": REQUEST_TOKENS}
-    given: dict[str, Any] = {name: getattr(args, name) for name in LENGTHS}
-    given |= {name: usual[name] for name, value in given.items() if value is None}
     for name, (minimum, maximum) in LENGTHS.items():
-        _within(name, given[name], minimum, maximum)
+        _within(name, getattr(args, name), minimum, maximum)
     costs, outcomes = _set_up(args)
-    bounds = Bounds(drafts_per_session=given["max_draft"])
-    return Simulator(costs, outcomes, bounds, given["tokens"], given["request_tokens"], args.seed)
+    bounds = Bounds(drafts_per_session=args.max_draft)
+    return Simulator(costs, outcomes, bounds, args.tokens, args.request_tokens, args.seed)
 
 
 def _set_up(args: argparse.Namespace) -> tuple[Costs, list[Outcome]]:

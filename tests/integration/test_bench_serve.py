@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
+from benchmarks.harness.prompts import Prompt
 from benchmarks.serve import rounds
 from benchmarks.serve.figures import figures
 from benchmarks.serve.probe import ServerError
 from benchmarks.serve.report import result
-from benchmarks.serve.requests import Prompt
 from benchmarks.serve.rounds import Log
 from benchmarks.serve.settings import Arrivals, Make, Pace, ServeOptions, ServerContender
 from cluster.cli import main
@@ -40,7 +40,9 @@ async def measured(*servers: FakeServer, **given) -> Log:
     contenders = tuple(ServerContender(name, one.url) for name, one in zip("abc", servers, strict=False))
     values = {"requests": 6, "rounds": 2, "warmup": 1, "timeout": 30.0, "pace": Pace(concurrency=1), **given}
     log = Log()
-    await rounds.measure(ServeOptions(contenders=contenders, **values), [Prompt(f"p{n}") for n in range(4)], log)
+    await rounds.measure(
+        ServeOptions(contenders=contenders, **values), [Prompt("", "", f"p{n}") for n in range(4)], log
+    )
     return log
 
 
@@ -113,7 +115,7 @@ async def test_a_server_that_lists_nothing_is_taken_at_its_word() -> None:
     with serving(script) as server:
         log = Log()
         contender = ServerContender("a", server.url, model="./m")
-        await rounds.measure(ServeOptions(contenders=(contender,), requests=2, rounds=1), [Prompt("p")], log)
+        await rounds.measure(ServeOptions(contenders=(contender,), requests=2, rounds=1), [Prompt("", "", "p")], log)
     assert (log.servers["a"].make, log.servers["a"].model) == (Make.OTHER, "./m")
     assert [one.error for turn in log.turns for one in turn.heard] == ["", ""]
 
@@ -171,7 +173,7 @@ async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
         log = await measured(server, **options)
     contenders = (ServerContender("a", server.url),)
     given = ServeOptions(contenders=contenders, **options)
-    row = figures(log, log.variants[0], given)
+    row = figures(log, log.contenders[0], given)
     assert row.errors == {
         "HTTP 429 with Retry-After": 1,
         "HTTP 429": 1,
@@ -190,26 +192,22 @@ async def test_every_failure_is_counted_by_its_kind(capsys) -> None:
 
 
 def test_a_run_is_shown_and_written(tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib")
     figures = tmp_path / "figures.json"
     with serving(good) as a, serving(good) as b:
-        given = ["--url", f"x={a.url}/v1/", "--url", f"y={b.url}", "--requests", "4", "--sweep", "concurrency=1,2"]
+        given = ["--url", f"x={a.url}/v1/", "--url", f"y={b.url}", "--requests", "4", "--concurrency", "2"]
         assert bench(*given, "--goodput", "ttft:60000", "--json", str(figures), "--out", str(tmp_path / "out")) == 0
     shown = capsys.readouterr().out
-    for words in ("x @ 1", "y @ 2", "time to first token", "4 of 4", "100%", "concurrency swept"):
+    for words in ("time to first token", "4 of 4", "100%", "2 at once"):
         assert words in shown
     document = json.loads(figures.read_text())
-    assert len(document["requests"]) == 16
-    assert document["figures"]["x @ 2"]["good"] == 4
+    assert len(document["requests"]) == 8
+    assert document["figures"]["x"]["good"] == 4
     assert {(one["variant"], one["baseline"]) for one in document["comparisons"]} == {
-        ("y @ 1", "x @ 1"),
-        ("y @ 2", "x @ 2"),
+        ("y", "x"),
     }
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "README.md",
         "serve.json",
-        "latencies.png",
-        "sweep.png",
     }
 
 
@@ -222,15 +220,13 @@ def test_a_key_goes_to_its_contender_only(monkeypatch) -> None:
     assert all("authorization: Bearer sesame" in head for head in b.headers)
 
 
-def test_fields_of_the_user_and_of_a_sweep_reach_the_server(capsys) -> None:
+def test_fields_of_the_user_reach_the_server() -> None:
     with serving(good) as server:
-        given = ["--url", server.url, "--requests", "1", "--warmup", "0", "--sweep", "depth=3,5"]
-        assert bench(*given) == 1
-        assert '--extra-body, such as \'{"draft_tokens": "{depth}"}\'' in capsys.readouterr().err
-        extra = '{"inner": {"k": ["{depth}"]}, "seed": null, "stream_options": {"other": 1}}'
+        given = ["--url", server.url, "--requests", "1", "--warmup", "0"]
+        extra = '{"inner": {"k": [3]}, "seed": null, "stream_options": {"other": 1}}'
         assert bench(*given, "--extra-body", extra, "--chat", "--max-tokens", "9") == 0
-    _, three, five = server.completions
-    assert (three["inner"], five["inner"]) == ({"k": [3]}, {"k": [5]})
+    *_, three = server.completions
+    assert three["inner"] == {"k": [3]}
     assert three["messages"][0]["role"] == "user"
     assert three["stream_options"] == {"include_usage": True, "other": 1}
     assert (three["max_tokens"], three["stream"], "seed" in three, "speculation" in three) == (9, True, False, False)
@@ -266,17 +262,19 @@ def test_paceline_itself_is_measured_with_and_without_drafts(tmp_path, capsys) -
     figures = tmp_path / "figures.json"
     given = ["--requests", "4", "--max-tokens", str(len(tokens)), "--temperature", "0.7", "--json", str(figures)]
     with serve_ours(generator, tokenizer) as url:
-        assert bench("--url", f"ours={url}", "--against-plain", "--sweep", "depth=2,6", *given) == 0
+        urls = ["--url", f"two={url}", "--url", f"six={url}", "--against-plain"]
+        depths = [f'{name}={{"speculation": {{"max_depth": {depth}}}}}' for name, depth in (("two", 2), ("six", 6))]
+        assert bench(*urls, "--extra-body", depths[0], "--extra-body", depths[1], *given) == 0
     document = json.loads(figures.read_text())
-    assert set(document["figures"]) == {"ours @ 2", "ours @ 6", "ours plain"}
-    drafted, plain = document["figures"]["ours @ 2"], document["figures"]["ours plain"]
+    assert set(document["figures"]) == {"two", "two plain", "six", "six plain"}
+    drafted, plain = document["figures"]["two"], document["figures"]["two plain"]
     assert drafted["by_token"] and plain["by_token"]
     assert drafted["tokens"] == plain["tokens"] == 4 * len(tokens)
     assert drafted["accepted"] > 0 == plain["accepted"]
-    assert [one["same"] for one in document["comparisons"]] == [4, 4]
-    depths = {(one.speculation.enabled, one.speculation.max_depth) for one in generator.generations}
-    assert {(True, 2), (True, 6)} < depths
-    assert [enabled for enabled, _ in depths].count(False) == 1
+    assert [one["same"] for one in document["comparisons"]] == [4] * 3
+    asked = {(one.speculation.enabled, one.speculation.max_depth) for one in generator.generations}
+    assert {(True, 2), (True, 6)} < asked
+    assert {depth for enabled, depth in asked if not enabled} == {2, 6}
     assert not any(one.speculation.remember for one in generator.generations), "a contender may copy from another"
 
 

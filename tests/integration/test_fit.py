@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.fit import main, report, serving, teacher, validate
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
-from benchmarks.fit.prompts import Prompt, PromptError
 from benchmarks.fit.settings import FitError, FitOptions, Way
+from benchmarks.harness.prompts import Prompt, PromptError
 from benchmarks.harness.workers import RunningWorker, connected
 from draft_service.lookahead import Lookahead
 from draft_service.translation.translation import read_vocabularies, translator

@@ -14,7 +14,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.grammar_prompts import random_schema
 from draft_service.lookahead import Lookahead, LookaheadLimits
 from engine.step import Engine
 from router.generation import Committed, Ended, Generation, GenerationError
@@ -41,7 +40,7 @@ from speculation.messages import (
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts
-from tests.grammars import STOP, json_grammar, regex, tiny_engine
+from tests.grammars import STOP, json_grammar, random_schema, regex, tiny_engine
 from tests.stack import dispatcher, draft_worker, target_worker
 
 LINK = "router"

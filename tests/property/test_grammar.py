@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import engine.shaping.grammar
-from benchmarks.grammar_prompts import random_schema
 from engine.model import Model
 from engine.shaping.compiling import Compiling
 from engine.shaping.grammar import (
@@ -31,7 +30,7 @@ from engine.shaping.grammar import (
 )
 from speculation.constraint import MAX_GRAMMAR_BYTES
 from speculation.messages import Limits, Open, RequestOptions, Sampling, SessionId, Token
-from tests.grammars import STOP, json_grammar, regex, save_tokenizer
+from tests.grammars import STOP, json_grammar, random_schema, regex, save_tokenizer
 
 PATTERNS = ("(foo|foobar|fo)+ ba{2,5}z( the quick brown fox)?", "[ab]{1,9}", "x*y*é?z", "yes|no|no way")
 SECONDS = 30

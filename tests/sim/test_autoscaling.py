@@ -5,14 +5,12 @@ from random import Random
 
 import pytest
 
-from cluster.autoscaling.fleet import Fleet, FleetLimits, Speculating
 from cluster.autoscaling.hysteresis import Decision, State, _whole
 from cluster.autoscaling.policy import Why
-from cluster.autoscaling.report import rows, summary
-from cluster.autoscaling.simulation import LONGEST_TAIL, POOLS, ScalingOutcome, Setup, Size, simulate
-from cluster.autoscaling.traces import Arrival, made_up
 from cluster.config.config import AutoscalingConfig
 from simulation.costs import Costs, Curve
+from tests.scaled_fleet import Arrival, Fleet, FleetLimits, Speculating, made_up
+from tests.scaled_run import LONGEST_TAIL, POOLS, ScalingOutcome, Setup, Size, simulate
 
 SIZES = {"target": Size(1, 8), "draft": Size(0, 8), "router": Size(1, 4)}
 SETTLING = 300.0
@@ -169,10 +167,6 @@ def test_requests_that_are_never_done_are_told_and_their_waits_count():
     assert [one.first_at is not None for one in (*outcome.finished, *outcome.unfinished)] == [True, True, False]
     assert outcome.ended == pytest.approx(20.0 + LONGEST_TAIL, abs=0.2), "there is nothing to see afterwards"
     assert max(outcome.waits()) == outcome.waits(20.0)[0] == outcome.ended - 20.0
-    assert sum(int(row["requests"]) for row in rows(outcome)) == len(arrivals)
-    first, told, *_ = summary(outcome)
-    assert first.startswith("3 requests; ") and first.endswith(f"the longest over {outcome.ended - 20.0:.1f}")
-    assert told.startswith("2 of 3 requests were not done an hour after the last came; 1 had no first token")
 
 
 def test_the_same_seed_gives_the_same_run():

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from alignment import checkpoints, distillation, report
+from alignment import distillation, report, workplace
 from alignment.batches import Batches
-from alignment.checkpoints import read_checkpoint, write_checkpoint, write_whole
 from alignment.distillation import DistillationOutcome, score
 from alignment.errors import DiskError, SettingsError
 from alignment.training import Trainer
+from alignment.workplace import read_checkpoint, write_checkpoint, write_whole
 from cluster.cli import main
 from engine.loading.loader import load
 from models.corpus import SourceFile, train_tokenizer
@@ -363,4 +363,4 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b"all of it"
     shutil.rmtree(tmp_path)
     with pytest.raises(DiskError, match="No such file"):
-        checkpoints.write_whole(path, lambda file: file.write(b""))
+        workplace.write_whole(path, lambda file: file.write(b""))

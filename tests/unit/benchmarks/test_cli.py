@@ -61,14 +61,20 @@ def test_a_flag_of_another_benchmark_is_not_suggested_to_who_gave_it(started, ca
 
 def test_a_quick_run_of_the_ways_to_draft_writes_where_it_is_told(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(drafting, "_run", lambda part, out, quick: asked.append((out, out.is_dir(), quick)) or [])
-    monkeypatch.setattr(drafting, "PARTS", (drafting.Part("medusa", lambda _: [], ()),))
+
+    async def nothing(size):
+        asked.append(size)
+        for row in ():
+            yield row
+
+    sizes = drafting.Size(4, 8, (0.0,)), drafting.Size(2, 8, (0.0,))
+    parts = drafting.Part("one", nothing, *sizes), drafting.Part("left out", nothing, sizes[0])
+    monkeypatch.setattr(drafting, "PARTS", parts)
+    monkeypatch.setattr(drafting, "dated", lambda _: pytest.fail("a quick run has no folder of its own"))
     assert main(["bench", "drafting", "--quick", "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "one.jsonl"]
     assert main(["bench", "drafting", "--quick"]) == 0
-    told, untold = asked
-    assert told == (tmp_path, True, True)
-    assert untold[1:] == (True, True)
-    assert not untold[0].exists(), "it was for the time of the run"
+    assert asked == [sizes[1]] * 2
 
 
 def test_the_quick_run_is_smaller_unless_told_otherwise(started, tmp_path):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import pytest
-
 from benchmarks import drafting
-from benchmarks.drafting import PARTS, DraftingOptions, Figure, Part, PartFailed, table
+from benchmarks.bench import DraftingOptions
+from benchmarks.drafting import PARTS, Figure, Part, Row, Size, table
 from cluster.cli import main
 
 
-def judged(part: str, figures: drafting.Figures) -> list[tuple[float, bool]]:
+def judged(part: str, figures: Sequence[Row]) -> list[tuple[float, bool]]:
     (one,) = (one for one in PARTS if one.name == part)
     return [(round(figure.measured, 6), figure.reached) for figure in one.judge(figures)]
 
@@ -28,7 +27,7 @@ def test_a_kind_of_repetition_is_as_good_as_its_better_source_alone() -> None:
 
 
 def test_only_the_greedy_run_of_the_contender_itself_counts() -> None:
-    def rows(name: str) -> drafting.Figures:
+    def rows(name: str) -> Sequence[Row]:
         return [
             {"shared": {"said": 0.9}},
             {"temperature": 0.0, "contender": "plain", "ratio_to_plain": 1.0},
@@ -40,38 +39,21 @@ def test_only_the_greedy_run_of_the_contender_itself_counts() -> None:
     assert judged("vocabularies", rows("draft, another tokenizer")) == [(1.25, True)]
 
 
-def test_alignment_counts_by_the_text_that_gains_least() -> None:
-    before, after = ({"a": {"coupled": x}, "b": {"coupled": y}} for x, y in ((0.2, 0.3), (0.4, 0.34)))
-    assert judged("alignment", [{"before": before, "after": after}]) == [(0.04, False)]
-
-
-def test_predictions_are_judged_pair_by_pair() -> None:
-    checked = {"best_depth_predicted": 5, "best_depth_measured": 7, "largest_error": 0.1}
-    assert judged("fit", [{"pair": "bundled", "validation": checked}]) == [(2, False), (0.1, True)]
-
-
 def test_the_table_says_what_is_short() -> None:
-    lines = table([Figure("a", 1.3, 1.5), Figure("b", 0.15, 0.2, at_most=True)]).splitlines()
-    assert lines[2:] == ["| a | at least 1.3 | **1.50** |", "| b | at most 0.15 | 0.20 (short) |"]
+    lines = table([Figure("a", 1.3, 1.5), Figure("b", 1.2, 0.2)]).splitlines()
+    assert lines[2:] == ["| a | at least 1.3 | **1.50** |", "| b | at least 1.2 | 0.20 (short) |"]
 
 
-@pytest.mark.parametrize("ends", [0, 3])
-def test_a_part_is_a_process_whose_lines_are_kept(ends: int, tmp_path: Path, monkeypatch, capsys) -> None:
-    script = f"print('about'); print('{{\"ratio\": 2}}'); raise SystemExit({ends})"
-    monkeypatch.setattr(drafting.sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.base_prefix}/bin/python3 -c "$SCRIPT"\n')
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setenv("SCRIPT", script)
-    part = Part("medusa", lambda found: [Figure("twice", 2, found[0]["ratio"])], ())
+def test_what_a_part_measures_is_kept_and_judged(tmp_path: Path, monkeypatch, capsys) -> None:
+    async def twice(size: Size) -> AsyncIterator[Row]:
+        yield {"ratio": size.rounds}
+
+    part = Part("twice", twice, Size(2, 8, (0.0,)), None, lambda found: [Figure("twice", 2, found[0]["ratio"])])
     monkeypatch.setattr(drafting, "PARTS", (part,))
-    if ends:
-        with pytest.raises(PartFailed, match="status 3"):
-            drafting.main(DraftingOptions(out=tmp_path / "out"))
-        return
     assert drafting.main(DraftingOptions(out=tmp_path / "out")) == 0
     assert "| twice | at least 2 | **2.00** |" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "figures.json").read_text())[0]["reached"]
-    assert (tmp_path / "out" / "medusa.jsonl").read_text() == '{"ratio": 2}\n'
+    assert (tmp_path / "out" / "twice.jsonl").read_text() == '{"ratio": 2}\n'
 
 
 def test_a_part_that_does_not_exist_is_refused(capsys) -> None:

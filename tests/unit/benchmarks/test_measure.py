@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import structured
+from benchmarks import drafting
 from benchmarks.harness import contenders, measure
 from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import best, pace
@@ -74,7 +74,7 @@ def test_no_contender_leaves_answers_for_another_to_copy():
         *(contenders.PLAIN, contenders.OURS, contenders.OURS_AND_LOOKUP, contenders.LOOKUP),
         *(contenders.sequential(3), contenders.parallel(3)),
     ]
-    speculation = [*(one.speculation for one in asked), *structured.CONTENDERS.values()]
+    speculation = [*(one.speculation for one in asked), *drafting.STRUCTURED.values()]
     assert not any(one.remember for one in speculation)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
+from benchmarks.drafting import NOT_COUNTED, REPETITION
 from benchmarks.grammar_prompts import ROWS, edits, functions, rows
-from benchmarks.repetition import CONTENDERS, NOT_COUNTED
 from speculation.messages import Source
 
 
 def test_nobody_drafts_from_the_grammar_nor_from_what_others_said() -> None:
-    drafting = {name: one.sources for name, one in CONTENDERS.items() if one.enabled}
+    drafting = {name: one.sources for name, one in REPETITION.items() if one.enabled}
     assert drafting == {
         "lookup": {Source.LOOKUP},
         "suffix": {Source.SUFFIX},
         "both": {Source.LOOKUP, Source.SUFFIX},
     }
-    assert {name for name, one in CONTENDERS.items() if one.remember} == {"suffix", "both"}
+    assert {name for name, one in REPETITION.items() if one.remember} == {"suffix", "both"}
 
 
 def test_requests_of_a_kind_are_alike_and_ask_for_different_things() -> None:

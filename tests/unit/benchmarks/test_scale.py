@@ -10,7 +10,7 @@ from benchmarks.http import load
 from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, LoadPoint, ScaleOptions, carried, result, summary
 from cluster.cli import main
 
-POINT = LoadPoint(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 40.0)
+POINT = LoadPoint(ROUTER, 64, 1000.0, 990.0, (1.0, 20.0, 30.0), 25.0, 0.5, 0.1, 1.5, 3.0, 40.0)
 
 
 def test_what_is_carried_is_the_highest_pace_that_is_kept_up_with_in_time() -> None:
@@ -29,6 +29,7 @@ def test_what_is_carried_is_the_highest_pace_that_is_kept_up_with_in_time() -> N
         "tokens_per_core": 50_000.0,
         "carried_tokens": 2000.0,
         "p99_added_ms": 51.0,
+        "first_ms": 3.0,
         "kb_per_stream": 40.0,
     }
 
@@ -52,7 +53,7 @@ async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
     assert [point.contender for point in points] == list(CONTENDERS)
     for point in points:
         assert 0 < point.delays_ms[0] <= point.delays_ms[1] <= point.delays_ms[2]
-        assert min(point.delivered, point.cpu_us_per_token, point.request_ms) > 0
+        assert min(point.delivered, point.cpu_us_per_token, point.request_ms, point.first_ms) > 0
     result(options, points).publish()
     assert (
         options.command

@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.serve.answer import Drafts
 from benchmarks.serve.client import BUSY_LATER, LATE, Counts, Heard, parse
-from benchmarks.serve.figures import Spread, baselines, bootstrap, compare, e2e, figures, gaps, meets, tpot, ttft
+from benchmarks.serve.figures import Spread, baseline_of, bootstrap, compare, e2e, figures, gaps, meets, tpot, ttft
 from benchmarks.serve.probe import Server
 from benchmarks.serve.report import result
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import LoadSweep, Make, Objective, Pace, ServeOptions, ServerContender, Swept, variants
+from benchmarks.serve.settings import Make, Objective, Pace, ServeOptions, ServerContender
 
 A, B = ServerContender("a", "http://a.test"), ServerContender("b", "http://b.test")
 ONE = Heard(0, due=10.0, sent=10.1, ended=11.2, times=(10.5, 10.7, 11.1), sizes=(2, 1, 4), tokens=8, digest="x")
@@ -28,12 +28,11 @@ def options(**given) -> ServeOptions:
 
 
 def logged(given: ServeOptions, *turns: tuple[str, list[Heard]], make: Make = Make.OTHER) -> Log:
-    """A log with a turn for each, by the name of the variant."""
+    """A log with a turn for each, by the name of the contender."""
     log = Log({one.name: Server(make, "m") for one in given.contenders}, given.contenders)
-    log.variants = variants(given.contenders, given)
-    by_name = {variant.name: variant for variant in log.variants}
+    by_name = {one.name: one for one in given.contenders}
     for number, (name, heard) in enumerate(turns):
-        log.turns.append(Turn(by_name[name], number // len(log.variants), 10.0, heard, client_cpu=0.2))
+        log.turns.append(Turn(by_name[name], number // len(by_name), 10.0, heard, client_cpu=0.2))
     return log
 
 
@@ -55,7 +54,7 @@ def test_without_sizes_latencies_are_between_chunks() -> None:
     unsaid = replace(ONE, sizes=None)
     assert gaps(unsaid) == pytest.approx([0.2, 0.4])
     assert tpot(unsaid) == pytest.approx(0.6 / 7)
-    row = figures(logged(options(), ("a", [ONE, unsaid])), variants((A,), options())[0], options())
+    row = figures(logged(options(), ("a", [ONE, unsaid])), A, options())
     assert not row.by_token
     nothing = replace(ONE, times=(), sizes=(), tokens=0)
     assert (ttft(nothing), tpot(nothing), gaps(nothing)) == (None, None, [])
@@ -77,7 +76,7 @@ def test_what_failed_is_counted_and_in_no_latency() -> None:
     empty = Heard(3, due=10.0, sent=10.0, ended=10.5, tokens=0)
     log = logged(given, ("a", [ONE, FAILED, busy, replace(busy, detail="again"), empty]))
     log.turns[0].running = 2
-    row = figures(log, log.variants[0], given)
+    row = figures(log, A, given)
     assert (row.requests, row.ok, row.empty, row.unfinished, row.tokens) == (5, 2, 1, 2, 8)
     assert row.errors == {BUSY_LATER: 2, LATE: 1}
     assert row.details == {BUSY_LATER: "full", LATE: "not over after 2 s"}
@@ -119,7 +118,7 @@ def test_drafts_are_added_up() -> None:
     heard = [replace(ONE, drafts=Drafts(3, 10, 2)), replace(ONE, drafts=Drafts(1, 2, None)), ONE]
     log = logged(given, ("a", heard))
     log.turns[0].counts = Counts(4, 20, 5)
-    row = figures(log, log.variants[0], given)
+    row = figures(log, A, given)
     assert (row.accepted, row.offered, row.acceptance_length) == (4, 12, 2.5)
     assert row.counts == Counts(4, 20, 5)
 
@@ -146,35 +145,25 @@ def test_contenders_are_compared_request_by_request() -> None:
     slow = [decoded(number, 0.4, 0.2) for number in range(6)]
     fast = [decoded(number, 0.2, 0.05, digest=str(number if number else 9)) for number in range(1, 8)]
     log = logged(given, ("a", [*slow, replace(FAILED, number=7)]), ("b", [*fast, decoded(0, 0.2, 0.05, digest="9")]))
-    (variant, baseline), *others = baselines(log)
-    assert (variant.name, baseline.name, others) == ("b", "a", [])
-    one = compare(log, variant, baseline, given)
+    one = compare(log, B, A, given)
+    assert (one.variant, one.baseline) == ("b", "a")
     assert one.ttft is not None and one.ttft.value == pytest.approx(2.0) and one.ttft.n == 6
     assert one.tpot is not None and one.tpot.value == pytest.approx(4.0)
     assert one.token_rate is not None and one.token_rate.n == 1
     assert (one.same, one.compared) == (5, 6)
     warm = replace(given, temperature=0.5)
-    assert compare(log, variant, baseline, warm).same is None
+    assert compare(log, B, A, warm).same is None
     ours = logged(warm, ("a", slow), ("b", fast), make=Make.PACELINE)
-    assert compare(ours, variant, baseline, warm).same == 5
+    assert compare(ours, B, A, warm).same == 5
     at_rate = options(pace=Pace(rate=2.0))
     rated = logged(at_rate, ("a", slow), ("b", fast))
-    assert compare(rated, *baselines(rated)[0], at_rate).token_rate is None
+    assert compare(rated, B, A, at_rate).token_rate is None
 
 
 def test_what_is_compared_with_what() -> None:
     plain = replace(A, name="a plain", plain=True)
-
-    def pairs(given: ServeOptions) -> list[tuple[str, str]]:
-        return [(variant.name, baseline.name) for variant, baseline in baselines(logged(given))]
-
-    depth = LoadSweep(Swept.DEPTH, (1.0, 3.0))
-    assert pairs(options(contenders=(A,))) == []
-    assert pairs(options(contenders=(A, plain, B))) == [("a", "a plain"), ("b", "a plain")]
-    assert pairs(options(contenders=(A, plain), sweep=depth)) == [("a @ 1", "a plain"), ("a @ 3", "a plain")]
-    assert pairs(options(contenders=(A,), sweep=depth)) == [("a @ 3", "a @ 1")]
-    both = options(contenders=(A, plain), sweep=LoadSweep(Swept.CONCURRENCY, (1.0, 4.0)))
-    assert pairs(both) == [("a @ 1", "a plain @ 1"), ("a @ 4", "a plain @ 4")]
+    assert baseline_of((A, B)) == A
+    assert baseline_of((A, plain, B)) == plain
 
 
 def test_a_reader_is_told_what_limits_the_figures() -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.grammar_prompts import random_schema
 from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody, CompletionBody
 from router.schema.requests import read_body
 from router.schema.structured import FORMAT_FIELDS, demands_structure, json_schema_grammar, text_grammar
 from router.text.grammar_check import ends
 from router.text.grammar_checker import CHECK_SECONDS, GrammarChecker, GrammarRefused
+from tests.grammars import random_schema
 
 LIST: dict[str, Any] = {
     "type": "object",

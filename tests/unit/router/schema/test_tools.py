@@ -13,7 +13,6 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from benchmarks.grammar_prompts import random_schema
 from router.errors import ApiError
 from router.schema.request_schema import Body, ChatBody
 from router.schema.structured import json_schema_grammar, text_grammar
@@ -22,6 +21,7 @@ from router.text.grammar_check import END, tokenizer_of
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolForm, parser_of
 from tests.fakes import EOS, tiny_tokenizer
+from tests.grammars import random_schema
 
 HERMES = "{{ tools }}<tool_call>{{ messages }}"
 LLAMA = '{{ tools }}"parameters"{{ messages }}'

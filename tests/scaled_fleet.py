@@ -10,7 +10,7 @@ kept with the chance ``alpha`` if all before it were. The rules are those that s
 many drafts as make the most tokens a second, and asks for no lead when that is none; else for a lead whose last token
 still has a fair chance (:mod:`speculation.verifying.lookahead_policy`).
 
-Knows nothing of policies: :mod:`cluster.autoscaling.simulation` asks it for reports and resizes its pools.
+Knows nothing of policies: :mod:`tests.scaled_run` asks it for reports and resizes its pools.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from random import Random
 
-from cluster.autoscaling.traces import Arrival
 from simulation.costs import Costs, expected_tokens
 from speculation.demand import DraftDemand, RouterDemand, TargetDemand
 from speculation.verifying.lookahead_policy import FAIR_CHANCE
@@ -39,6 +39,20 @@ MAX_PLACES = 64
 
 
 MAX_LOOKAHEAD = 48
+PROMPT, OUTPUT = 400.0, 200.0
+"""Tokens of made-up requests: the median of a log-normal distribution."""
+SPREAD = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request."""
+
+    at: float
+    """Seconds since the start of the trace."""
+    prompt: int
+    """Tokens, as is ``output``; at least 1."""
+    output: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,3 +348,39 @@ class Speculating:
         """Places that a drafter expands for each verification to keep the lead: all of it after a refusal."""
         refused = 1.0 - float(self._alpha**drafting.verified)
         return refused * drafting.lead + self.committed(drafting.verified)
+
+
+# -- made up -----------------------------------------------------------------------------------------------------------
+
+Rate = Callable[[float], float]
+"""Requests a second, by the time as a share of the trace."""
+
+HIGHEST_RATE = 12.0
+
+MADE_UP: Mapping[str, tuple[float, Rate]] = {
+    "steady": (1200.0, lambda _: 6.0),
+    "ramp": (1200.0, lambda x: HIGHEST_RATE * max(1.0 - abs(2.0 * x - 1.0), 0.0)),
+    "burst": (1200.0, lambda x: HIGHEST_RATE if 0.2 <= x < 0.35 else 1.0),
+    "day": (7200.0, lambda x: 4.0 * (1.0 - math.cos(2.0 * math.pi * x))),
+}
+"""Seconds and rate by name: as even as chance allows; up from nothing and back; a sudden rush; a day in two hours."""
+
+
+def made_up(name: str, rng: Random, scale: float = 1.0) -> list[Arrival]:
+    """A trace of :data:`MADE_UP`, with ``scale`` times as many requests: a Poisson process of that rate."""
+    seconds, rate = MADE_UP[name]
+    found: list[Arrival] = []
+    at = 0.0
+    while (at := at + rng.expovariate(HIGHEST_RATE * scale)) < seconds:
+        if rng.random() * HIGHEST_RATE < rate(at / seconds):
+            found.append(Arrival(at, _length(rng, PROMPT), _length(rng, OUTPUT)))
+    return found
+
+
+def _length(rng: Random, median: float) -> int:
+    return max(round(median * rng.lognormvariate(0.0, SPREAD)), 1)
+
+
+def seconds_of(arrivals: Sequence[Arrival]) -> float:
+    """How long a trace lasts: until its last request comes."""
+    return arrivals[-1].at if arrivals else 0.0

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.fit import prompts
-from benchmarks.fit.prompts import PromptError, bundled, kinds, read
+from benchmarks.harness import prompts
+from benchmarks.harness.prompts import PromptError, bundled, kinds, read
 from router.text.tokenizer import Tokenizer
 from tests.bundled import MODELS
 

@@ -1,7 +1,8 @@
 """Which prompts are measured: those that come with Paceline, by kind of text, or the user's own.
 
 A file holds JSON lines, objects with ``prompt`` (a string) or ``messages`` (as in a chat request) and perhaps
-``kind``, or else plain text with a prompt a line. What it is shows in its first line.
+``kind``, or else plain text with a prompt a line. What it is shows in its first line. In a file named ``*.jsonl``, a
+line may also be a string.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def read(file: Path) -> list[Prompt]:
 
 def _prompts(file: Path, text: str) -> Iterator[Prompt]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    structured = bool(lines) and lines[0][1].lstrip().startswith("{")
+    begins = ("{", '"') if file.suffix == ".jsonl" else "{"
+    structured = bool(lines) and lines[0][1].lstrip().startswith(begins)
     for number, line in lines:
         where = f"{file}: line {number}"
         yield _structured(where, line, file.stem) if structured else Prompt(file.stem, where, line.rstrip("\r"))
@@ -95,10 +97,12 @@ def _prompts(file: Path, text: str) -> Iterator[Prompt]:
 def _structured(where: str, line: str, kind: str) -> Prompt:
     try:
         given = json.loads(line)
+        json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError):
         given = None
+    given = {"prompt": given} if isinstance(given, str) else given
     if not isinstance(given, dict):
-        raise PromptError(f"{where} is no JSON object, although the first is one; give JSON in every line")
+        raise PromptError(f"{where} is no JSON object, as the first is to be; give JSON in UTF-8 in every line")
     kind = given.get("kind", kind)
     if not isinstance(kind, str) or not 0 < len(kind) <= LONGEST_KIND or not kind.isprintable():
         raise PromptError(f"{where}: kind is {_short(kind)}; it must be a name of 1 to {LONGEST_KIND} characters")

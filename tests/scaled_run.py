@@ -1,7 +1,7 @@
 """The policies on a simulated fleet: what they would have done under a trace, what requests had to wait, what it cost.
 
-The decisions are taken by the code that serves (:mod:`cluster.autoscaling.policy` and ``steering``), from reports
-averaged as Ray Serve averages them. The fleet is :mod:`cluster.autoscaling.fleet`.
+The decisions are taken by the code that serves (:mod:`cluster.autoscaling.policy` and ``hysteresis``), from reports
+averaged as Ray Serve averages them. The fleet is :mod:`tests.scaled_fleet`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from random import Random
 from typing import TypeVar
 
 from cluster.autoscaling import policy
-from cluster.autoscaling.fleet import TICK, Fleet, FleetLimits, FleetRequest, Speculating
 from cluster.autoscaling.hysteresis import Decision, ScaledPool, State, steer
 from cluster.autoscaling.policy import DesiredReplicas
-from cluster.autoscaling.traces import Arrival, seconds_of
 from cluster.config.config import AutoscalingConfig
 from simulation.costs import Costs
 from speculation.demand import PRESENT, TOTALS, DraftDemand, RouterDemand, TargetDemand
+from tests.scaled_fleet import TICK, Arrival, Fleet, FleetLimits, FleetRequest, Speculating, seconds_of
 
 POOLS = ("target", "draft", "router")
 LONGEST_TAIL = 3600.0
@@ -102,10 +101,6 @@ class ScalingOutcome:
             for one in (*self.finished, *self.unfinished)
             if start <= one.arrival.at < end
         ]
-
-    def replica_seconds(self, pool: str) -> float:
-        """What a pool cost."""
-        return float(sum(sample.replicas[pool] for sample in self.samples))
 
     def reversals(self, within: float) -> list[tuple[Change, Change]]:
         """Changes of a pool that were taken back within so many seconds: signs of flapping."""
