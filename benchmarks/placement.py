@@ -3,9 +3,9 @@
     python -m benchmarks.placement --dtype bf16 --rounds 4
 
 The pair is that of ``paceline up --stretched``: the bundled target at the cost of a larger model, drafted for by the
-bundled draft. Contenders take turns prompt by prompt: plain decoding and drafting, each with one thread and with one
-for every core. Drafts come from the draft model alone and nothing is remembered. Prints a line of JSON for each, beside
-plain decoding on one core.
+bundled draft. Contenders are what ``up`` may start, with the threads that it gives them, and take turns prompt by
+prompt. Drafts come from the draft model alone and nothing is remembered. Prints a line of JSON for each, beside plain
+decoding on all cores but one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.harness.workers import WorkerPlan, all_running, connected
 from cluster.local.stretched import HIDDEN, LAYERS
 from speculation.events import Role
 
-SETTINGS = ((1, 0.0), (1, 0.8), (8, 0.0), (8, 0.8))
+SETTINGS = ((1, 0.0), (4, 0.0), (8, 0.0), (1, 0.8), (8, 0.8))
 """Streams and temperature."""
 
 
@@ -32,25 +32,29 @@ async def measure(dtype: str, rounds: int, tokens: int) -> None:
     target, draft = noiseless_target(HIDDEN, LAYERS), ROOT / "models" / "draft"
     cores = len(os.sched_getaffinity(0))
     beside = ("--draft-model", str(draft))
-    flags, wide_flags = (("--dtype", dtype, "--threads", str(threads)) for threads in (1, cores))
+    fewer = max(cores - 1, 1)
+    flags, wide_flags, alone = (
+        ("--dtype", dtype, "--threads", str(threads), "--max-threads", str(most))
+        for threads, most in ((fewer, cores), (cores, cores), (1, 1))
+    )
     plans = (
-        WorkerPlan(Role.TARGET, target, 0, flags=flags),
-        WorkerPlan(Role.DRAFT, draft, 1, flags=flags),
-        WorkerPlan(Role.TARGET, target, 0, flags=(*flags, *beside)),
+        WorkerPlan(Role.TARGET, target, None, flags=flags),
+        WorkerPlan(Role.DRAFT, draft, None, flags=alone),
+        WorkerPlan(Role.TARGET, target, None, flags=(*flags, *beside)),
         WorkerPlan(Role.TARGET, target, None, flags=(*wide_flags, *beside)),
     )
     async with (
-        all_running(plans) as (first, second, one, all_cores),
+        all_running(plans) as (first, second, some, every),
         connected(first, second) as own,
-        connected(one) as in_turn,
-        connected(all_cores) as wide,
+        connected(some) as in_turn,
+        connected(every) as wide,
     ):
         runners = {
-            "plain, 1 core": served(own, PLAIN.speculation),
-            "own, a core each": served(own, OURS.speculation),
-            "shared, 1 core": served(in_turn, OURS.speculation),
-            f"plain, {cores} cores": served(wide, PLAIN.speculation),
-            f"shared, {cores} cores": served(wide, OURS.speculation),
+            f"plain, {fewer} of {cores} cores": served(own, PLAIN.speculation),
+            "own": served(own, OURS.speculation),
+            f"shared, {fewer} of {cores} cores": served(in_turn, OURS.speculation),
+            "plain, all cores": served(wide, PLAIN.speculation),
+            "shared, all cores": served(wide, OURS.speculation),
         }
         for streams, temperature in SETTINGS:
             endless = itertools.cycle(held_out())
