@@ -220,30 +220,33 @@ async def structured(size: Size) -> AsyncIterator[Row]:
 
 
 async def placement(size: Size) -> AsyncIterator[Row]:
-    """A draft model on a core of its own, or in the target's process; the pair of ``paceline up --stretched``."""
+    """Where a draft model may work, with the threads that ``up`` gives; the pair of ``paceline up --stretched``."""
     target, cores = noiseless_target(HIDDEN, LAYERS), len(os.sched_getaffinity(0))
-    beside = ("--draft-model", str(SAME))
-    flags, wide_flags = (("--dtype", "auto", "--threads", str(threads)) for threads in (1, cores))
+    beside, fewer = ("--draft-model", str(SAME)), max(cores - 1, 1)
+    flags, wide_flags, alone = (
+        ("--dtype", "auto", "--threads", str(threads), "--max-threads", str(most))
+        for threads, most in ((fewer, cores), (cores, cores), (1, 1))
+    )
     plans = (
-        WorkerPlan(Role.TARGET, target, 0, flags=flags),
-        WorkerPlan(Role.DRAFT, SAME, 1, flags=flags),
-        WorkerPlan(Role.TARGET, target, 0, flags=(*flags, *beside)),
+        WorkerPlan(Role.TARGET, target, None, flags=flags),
+        WorkerPlan(Role.DRAFT, SAME, None, flags=alone),
+        WorkerPlan(Role.TARGET, target, None, flags=(*flags, *beside)),
         WorkerPlan(Role.TARGET, target, None, flags=(*wide_flags, *beside)),
     )
     async with (
-        all_running(plans) as (first, second, one, all_cores),
+        all_running(plans) as (first, second, some, every),
         connected(first, second) as own,
-        connected(one) as in_turn,
-        connected(all_cores) as wide,
+        connected(some) as in_turn,
+        connected(every) as wide,
     ):
         runners = {
-            "plain, 1 core": served(own, PLAIN.speculation),
-            "own, a core each": served(own, OURS.speculation),
-            "shared, 1 core": served(in_turn, OURS.speculation),
-            f"plain, {cores} cores": served(wide, PLAIN.speculation),
-            f"shared, {cores} cores": served(wide, OURS.speculation),
+            f"plain, {fewer} of {cores} cores": served(own, PLAIN.speculation),
+            "own": served(own, OURS.speculation),
+            f"shared, {fewer} of {cores} cores": served(in_turn, OURS.speculation),
+            "plain, all cores": served(wide, PLAIN.speculation),
+            "shared, all cores": served(wide, OURS.speculation),
         }
-        for streams, temperature in itertools.product((1, 8), size.temperatures):
+        for streams, temperature in itertools.product((1, 4, 8), size.temperatures):
             endless = itertools.cycle(held_out())
             batches = [
                 Batch(tuple(itertools.islice(endless, streams)), size.tokens, temperature, seed=number)

@@ -23,7 +23,7 @@ from cluster.config.pools import DraftConfig, TargetConfig
 from cluster.local.cores import Measured, decoded, encoded
 from cluster.processes.starting import openmp_environment
 
-LAYOUT = 2
+LAYOUT = 3
 """Number of the file's layout; a file with another is not read."""
 MAX_ENTRIES = 32
 """Measurements kept; the oldest go first."""

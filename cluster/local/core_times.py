@@ -24,7 +24,7 @@ from cluster.processes.starting import exit_with
 
 with uncollected():  # most of the time that this process has
     from engine.cache.kv_cache import KVCache
-    from engine.cpu.thread_choice import set_threads
+    from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
     from engine.interface import Chunk
     from engine.loading.loader import load
     from engine.model import ModelError
@@ -73,6 +73,7 @@ def step_times(
     found: dict[int, dict[int, float]] = {}
     for count in threads:
         set_threads(count)
+        leave_cores_to_steps()
         steps = {k: Chunk(sequence, tokens[PREFIX : PREFIX + 1 + k], rows=range(1 + k)) for k in drafts}
         found[count] = {k: _milliseconds(engine, step) for k, step in steps.items()}
     return found

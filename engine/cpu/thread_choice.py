@@ -33,6 +33,8 @@ class ThreadCounts:
     """Threads of a step."""
     most: int = 1
     """Threads of a step of many rows, where that is measured to be faster."""
+    of_torch: bool = False
+    """Whether a model of this process computes with torch's threads, and not in C++ alone."""
 
 
 COUNTS = ThreadCounts()
@@ -92,6 +94,17 @@ def set_threads(threads: int | None, max_threads: int | None = None) -> int:
     count = DEFAULT_THREADS if threads is None else threads
     if count < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    torch.set_num_threads(count)
     COUNTS.few, COUNTS.most = count, max(count, max_threads or 0)
+    torch.set_num_threads(count)
     return count
+
+
+def leave_cores_to_steps(*, in_cpp: bool = True) -> None:
+    """Have torch use one thread from now on, where every model that was loaded in this process is computed in C++.
+
+    Two teams would meet on the same cores; then, now and then, each thread of one waits for the other's slice of time.
+    ``in_cpp``: whether the model loaded last is.
+    """
+    COUNTS.of_torch |= not in_cpp
+    if not COUNTS.of_torch:
+        torch.set_num_threads(1)

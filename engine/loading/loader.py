@@ -18,8 +18,8 @@ import torch
 
 from engine.attention.attention import NAME, current_step
 from engine.attention.row_attention import RowAttention, find_attention
-from engine.cpu.stack import fuse_on_cpu, unfuse_on_cpu
-from engine.cpu.thread_choice import set_threads
+from engine.cpu.stack import CpuRows, fuse_on_cpu, unfuse_on_cpu
+from engine.cpu.thread_choice import leave_cores_to_steps, set_threads
 from engine.layers.fused import RowOpsStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import pack_linears
 from engine.loading.checkpoint import (
@@ -103,7 +103,7 @@ def load(
     with quiet():
         module = read_module(path, chosen_dtype, chosen_device, group, progress).to(chosen_device)
         tokens = tokens_of(read_tokenizer(path))
-    return from_module(
+    model = from_module(
         path,
         module,
         tokens,
@@ -117,6 +117,8 @@ def load(
         by_rows=by_rows,
         report=report,
     )
+    leave_cores_to_steps(in_cpp=isinstance(model.attention, CpuRows))
+    return model
 
 
 def describe(path: str, dtype: str = "auto", device: str = "auto") -> Model:

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,6 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from cluster.config.checks import CheckError, check_model
 from engine.attention import attention
 from engine.attention.key_batch import KeyBatch
+from engine.cpu.stack import CpuRows
+from engine.cpu.thread_choice import COUNTS
 from engine.layers.linear import PackedLinear, can_pack
 from engine.loading import checkpoint, loader
 from engine.loading.loader import ModelError, load
@@ -407,8 +410,14 @@ def test_a_gpu_does_without_attention_by_cudnn(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_threads(llama: Path) -> None:
-    before = torch.get_num_threads()
+    """Torch has those of the worker, once a model is computed with torch; until then one."""
+    before, known = torch.get_num_threads(), replace(COUNTS)
+    COUNTS.of_torch = False
     try:
+        in_cpp = isinstance(load(str(llama), threads=2, self_test=False).attention, CpuRows)
+        assert torch.get_num_threads() == (1 if in_cpp else 2)
+        load(str(llama), threads=2, self_test=False, quantization="int8")
+        assert torch.get_num_threads() == 2
         load(str(llama), threads=2, self_test=False)
         assert torch.get_num_threads() == 2
         load(str(llama), self_test=False)
@@ -417,6 +426,7 @@ def test_threads(llama: Path) -> None:
             load(str(llama), threads=0)
     finally:
         torch.set_num_threads(before)
+        COUNTS.of_torch, COUNTS.few, COUNTS.most = known.of_torch, known.few, known.most
 
 
 def test_weights_are_counted_now_and_then() -> None:
