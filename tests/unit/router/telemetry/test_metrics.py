@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 from prometheus_client.parser import text_string_to_metric_families
 
-from draft_service.counters import DraftCounters
+from draft_service.sequence import DraftCounters
 from router.answers.choice_reader import TextChunk
 from router.errors import code_of
 from router.generation import GenerationError
