@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.generation import ServedModel
+from router.sessions.acceptance import AcceptanceRecord
 from router.sessions.choice import (
     KnownTarget,
     Prefixes,
@@ -26,10 +27,8 @@ from router.sessions.choice import (
     idle_targets,
 )
 from router.sessions.event_log import EventKind, EventLog
-from router.sessions.joined import JoinedEnd, JoinedWorkers
 from router.sessions.models import ServedModels, revisions_of, why_useless
-from router.sessions.record import AcceptanceRecord
-from router.sessions.run import OpenSessions
+from router.sessions.run import JoinedEnd, JoinedWorkers, OpenSessions
 from router.sessions.tally import Recent
 from speculation.events import PeerId, Role
 from speculation.messages import (

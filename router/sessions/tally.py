@@ -21,7 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from router.errors import CODES, ErrorCode
-from router.sessions.acceptance_watch import AcceptanceWatch
+from router.sessions.acceptance import AcceptanceWatch
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from router.sessions.acceptance import PRIOR, AcceptanceRecord
 from router.sessions.choice import (
     BLOCK,
     REMEMBERED_BLOCKS,
@@ -18,7 +19,6 @@ from router.sessions.choice import (
     choose_drafter,
     choose_target,
 )
-from router.sessions.record import PRIOR, AcceptanceRecord
 from router.sessions.run import OpenSessions
 from speculation.events import PeerId
 from speculation.messages import Load, SessionId, Welcome
