@@ -20,8 +20,8 @@ from benchmarks.harness.pair import ROOT, Shape, held_out, stretched_pair
 from benchmarks.harness.report import tell
 from benchmarks.harness.workers import WorkerPlan, all_running, connected
 from cluster.console import say
+from draft_service.translation.tokenizer import SharedVocabulary
 from draft_service.translation.translation import overlap, read_vocabularies
-from draft_service.translation.vocabulary import SharedVocabulary
 from engine.build import build
 from engine.settings import EngineSettings
 from speculation.events import Role

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from draft_service.translation.reading import OtherVocabulary
-from draft_service.translation.tokenizer import DraftTokenizer
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.host.upload import upload
 from engine.interface import Chunk
 from engine.loading.loader import read_config
