@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draft_service.batch_entry import DraftBatchEntry
-from draft_service.counters import DraftCounters
 from draft_service.levels import LaunchTime
+from draft_service.sequence import DraftBatchEntry, DraftCounters
 from engine.recorder import Recorder
 from speculation.drafting.draft_session import DraftSession, LookaheadDemand
 from speculation.messages import Verification

@@ -18,9 +18,8 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from draft_service.batch_entry import DraftBatchEntry
 from draft_service.lookahead import Lookahead, LookaheadLimits
-from draft_service.sequence import DraftSequence
+from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import DraftLimits
 from speculation.messages import SessionId
 from speculation.trie import Node

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_service.batch_entry import DraftBatchEntry
-from draft_service.sequence import DraftSequence
+from draft_service.sequence import DraftBatchEntry, DraftSequence
 from engine.cache.kv_cache import ROOT, CacheFull
 from engine.cuda.level_memory import MAX_BRANCH, MAX_LEVELS, MAX_STOPS, Expanded, Leaf, LevelExpansion, TreePlace
 from engine.cuda.levels import Levels

@@ -15,11 +15,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
-from draft_service.batch_entry import DraftBatchEntry, candidates_of, rows_drawn_at, withdrawn
-from draft_service.counters import DraftCounters
 from draft_service.draft_account import DraftAccount
 from draft_service.levels import DraftLevels, first_level, grow
-from draft_service.sequence import DraftEngine, DraftSequence
+from draft_service.sequence import (
+    DraftBatchEntry,
+    DraftCounters,
+    DraftEngine,
+    DraftSequence,
+    candidates_of,
+    rows_drawn_at,
+    withdrawn,
+)
 from draft_service.staged_drafting import StagedDrafting
 from draft_service.translation.reading import Reader, SameVocabulary
 from engine.cache.kv_cache import CacheFull
@@ -48,8 +54,7 @@ from speculation.messages import (
 from speculation.trie import Node
 from speculation.verifying.budget import StepCost
 from speculation.verifying.calibration import Calibration
-from transport.session_log import SessionLog
-from transport.tracing import SequenceTimings, Tracing
+from transport.tracing import SequenceTimings, SessionLog, Tracing
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)
@@ -369,8 +374,8 @@ class Lookahead:
         return [_refused(sequence.link, sequence.session.opened, code, why)]
 
     def _settle(self, entry: DraftBatchEntry, found: Sequence[Sequence[Candidate]], now: float) -> None:
-        """Note where in the cache an entry is, and go on from its places with what may follow them."""
-        sequence = entry.sequence
+        """Note where in the cache an entry is; expand its places, and what was guessed behind, by ``found``."""
+        sequence, session = entry.sequence, entry.sequence.session
         first = sequence.cached.pending - entry.size
         if entry.computes_committed:
             sequence.cached.advance(range(first, first + len(entry.tokens)))
@@ -378,11 +383,6 @@ class Lookahead:
             sequence.pending.update((node, first + i) for i, node in enumerate(entry.expands))
         if entry.expands:
             sequence.timings.draws(now)
-        self._grow(entry, found)
-
-    def _grow(self, entry: DraftBatchEntry, found: Sequence[Sequence[Candidate]]) -> None:
-        """Expand the places of an entry, and what was guessed behind them, with what may follow at each row."""
-        session = entry.sequence.session
         before = len(session.trie)
         for node, candidates_there in zip(entry.expands, found, strict=False):
             session.expand(node, candidates_there)

@@ -1,4 +1,10 @@
-"""What a draft worker holds of a session: its drafts, its cache, and what shapes its logits."""
+"""What a draft worker holds of a session, and what the engine computes for it in a step and how its rows are drawn.
+
+Of each row the likeliest draws are taken under the coupled rule, as many as the session wants children; under the
+rejection rule one token, drawn from the q that goes with it.
+
+Tensor legend: R rows of the step, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +16,17 @@ from torch import Tensor
 
 from draft_service.translation.reading import Text
 from engine.cache.kv_cache import CachedSequence, KVCache
+from engine.cuda.level_memory import Expanded
+from engine.host.upload import upload
 from engine.interface import Chunk
 from engine.model import Model
-from engine.shaping.shaping import Shaping
-from speculation.drafting.draft_session import DraftSession
-from speculation.messages import Verification
-from speculation.trie import Node
-from transport.session_log import SessionLog
-from transport.tracing import SequenceTimings
+from engine.sampling.rejection import draw_sparse
+from engine.sampling.sampling import Draw, candidates
+from engine.shaping.shaping import RowShaping, Shaping, shaped
+from speculation.drafting.draft_session import Candidate, DraftSession
+from speculation.messages import ANCHOR, Rule, Verification
+from speculation.trie import Node, VerificationTree
+from transport.tracing import SequenceTimings, SessionLog
 from transport.worker import Outgoing
 
 
@@ -116,3 +125,168 @@ def _computed_path(
             break
         path.append(node)
     return path
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """Monotone totals since the start."""
+
+    steps: int = 0
+    step_microseconds: int = 0
+    computed: int = 0
+    reused: int = 0
+    """Tokens taken over from the cache instead of being computed."""
+    guessed: int = 0
+    """Guesses computed by staged drafting ..."""
+    followed: int = 0
+    """... and those that the draft model drew itself, so that they count as drafts that were expanded."""
+    proposed: int = 0
+    verified: int = 0
+    accepted: int = 0
+    lost: int = 0
+    asked: int = 0
+    """Lead that targets asked for, added up at every verification ..."""
+    delivered: int = 0
+    """... and what there was of it by then."""
+    features: int = 0
+    """Tokens of which features came, for an EAGLE head."""
+    features_late: int = 0
+    """Messages with features of a session that is not open here, or was open under that epoch."""
+    features_refused: int = 0
+    """Messages with features that are none for this head: of another one, of another size, no numbers."""
+
+
+@dataclass(slots=True)
+class DraftBatchEntry:
+    """One session's part of a step: feed committed tokens, or draft nodes; ``expands`` are the places to go on from."""
+
+    sequence: DraftSequence
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    expands: Sequence[Node]
+    """The nodes whose tokens come last."""
+    guesses: VerificationTree = VerificationTree()
+    """What the draft model may draw behind the first of ``expands``, computed after all else."""
+    levels: int = 1
+    """How many levels are expanded in one launch, the places first; see :mod:`draft_service.levels`."""
+    reserved: Sequence[int] = ()
+    """Slots of the levels below the places; those that were used, once it is known."""
+    leaves: Sequence[Node] = ()
+    """Other drafts that these levels may expand."""
+    found: Sequence[Sequence[Expanded | None]] = ()
+    """What the launch expanded, by level; empty without one."""
+
+    @property
+    def size(self) -> int:
+        """How many tokens are computed."""
+        return len(self.tokens) + len(self.guesses.nodes) + len(self.reserved)
+
+    @property
+    def drawn(self) -> int:
+        """How many places are drawn at: those to expand, then the guesses."""
+        return len(self.expands) + len(self.guesses.nodes)
+
+    @property
+    def rows(self) -> int:
+        """How many rows are judged: those of the places drawn at.
+
+        Of a text that is computed without being drawn from it is the last one, which sees all others.
+        """
+        return self.drawn or 1
+
+    @property
+    def computes_committed(self) -> bool:
+        """Whether the tokens are committed ones."""
+        return not self.expands or self.expands[0] is self.sequence.session.trie.root
+
+    @classmethod
+    def below(cls, sequence: DraftSequence, nodes: Sequence[Node]) -> DraftBatchEntry:
+        """Go on from draft ``nodes``, whose parents are computed."""
+        root = sequence.session.trie.root
+        parents = [
+            ANCHOR if node.parent is root or node.parent is None else sequence.pending[node.parent] for node in nodes
+        ]
+        return cls(sequence, [sequence.text.own(node.token) for node in nodes], parents, nodes)
+
+    @classmethod
+    def read_on(
+        cls, sequence: DraftSequence, frontier: Sequence[Node], max_tokens: int, counters: DraftCounters
+    ) -> DraftBatchEntry:
+        """Feed the committed tokens that the cache lacks; once that is all, expand ``frontier``: their end, if any."""
+        if sequence.num_uncomputed_tokens == 0:
+            # The root's own logits are gone: feed its token again.
+            sequence.cached.truncate(sequence.cached.length - 1)
+        elif sequence.num_uncomputed_tokens > 1:
+            counters.reused += sequence.cached.reuse()
+        start, pending = sequence.cached.length, sequence.cached.pending
+        tokens = sequence.text.tokens[start : start + max_tokens]
+        complete = start + len(tokens) == len(sequence.text.tokens)
+        parents = [ANCHOR, *range(pending, pending + len(tokens) - 1)]
+        return cls(sequence, tokens, parents, frontier if complete else ())
+
+    def withdraw(self) -> bool:
+        """Compute no guesses and no further levels after all; whether there were any."""
+        any_there = self.levels > 1 or bool(self.guesses.nodes)
+        self.levels, self.guesses = 1, VerificationTree()
+        return any_there
+
+    def discarded(self) -> None:
+        """Nothing of it is pending any more."""
+        self.reserved, self.leaves, self.found = (), (), ()
+
+    def chunk(self) -> Chunk:
+        """What the engine computes."""
+        own = len(self.tokens)
+        first = self.sequence.cached.pending + own
+        place = first - len(self.expands)
+        parents = [place if parent == ANCHOR else first + parent for parent in self.guesses.parents]
+        rows = range(self.size - self.rows, self.size)
+        return Chunk(self.sequence.cached, [*self.tokens, *self.guesses.tokens], [*self.parents, *parents], rows)
+
+    def draws(self) -> list[Draw]:
+        """How the token of each place is drawn."""
+        sampling = self.sequence.session.opened.sampling
+        draws = [Draw(sampling, node.end, node.digest) for node in self.expands]
+        return draws + [Draw(sampling, draws[0].position + guess.end) for guess in self.guesses.nodes]
+
+    def shapes(self) -> list[RowShaping | None]:
+        """How the logits of each place are shaped; None: not at all."""
+        shaping, root = self.sequence.shaping, self.sequence.session.trie.root
+        if shaping is None:
+            return [None] * self.drawn
+        paths = [[above.token for above in node.path_from(root)] for node in self.expands]
+        paths += [[*paths[0], *self.guesses.tokens[: guess.end]] for guess in self.guesses.nodes]
+        return [shaping.after(path) for path in paths]
+
+
+def rows_drawn_at(logits_RV: Tensor, entries: Sequence[DraftBatchEntry]) -> Tensor:
+    """The rows of the places drawn at here, without a copy if these are all."""
+    drawn = [entry.drawn > 0 and entry.levels == 1 for entry in entries for _ in range(entry.rows)]
+    if all(drawn):
+        return logits_RV
+    return logits_RV[upload([row for row, wanted in enumerate(drawn) if wanted], logits_RV.device)]
+
+
+def candidates_of(entries: Sequence[DraftBatchEntry], logits_RV: Tensor) -> list[Sequence[Candidate]]:
+    """What may follow each expanded place: the likeliest draws; under the rejection rule, one draw from q."""
+    draws = [draw for entry in entries for draw in entry.draws()]
+    if not draws:
+        return []
+    logits_RV = shaped(logits_RV, [shape for entry in entries for shape in entry.shapes()])
+    max_children = max((entry.sequence.session.children for entry in entries), default=1)
+    found: list[Sequence[Candidate]] = list(candidates(logits_RV, draws, k=max_children))
+    drawn_from_q = [
+        row
+        for row, session in enumerate(entry.sequence.session for entry in entries for _ in range(entry.drawn))
+        if session.opened.speculation.rule is Rule.REJECTION and found[row]
+    ]
+    if drawn_from_q:
+        drafts = draw_sparse(logits_RV[drawn_from_q], [draws[row] for row in drawn_from_q])
+        for row, draft in zip(drawn_from_q, drafts, strict=True):
+            found[row] = [Candidate(draft.token, draft.confidence, draft.q)]
+    return found
+
+
+def withdrawn(entries: Sequence[DraftBatchEntry]) -> bool:
+    """Have no entry compute more than it has to; whether any was about to."""
+    return sum(entry.withdraw() for entry in entries) > 0

@@ -76,40 +76,36 @@ async def start_draft(
     :class:`engine.recorder.RecordError`, each one line.
     """
     async with door:
-        return await _start(settings, door, progress, ranks)
-
-
-async def _start(settings: DraftSettings, door: Door, progress: Progress | None, ranks: Ranks | None) -> Worker:
-    recorder = Recorder(Path(settings.record)) if settings.record else None
-    tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
-    own = settings.engine
-    seconds = own.join_timeout + own.load_timeout
-    machine: Lookahead
-    if own.eagle:
-        head, introduction = await door.load(partial(load_head, settings), own.served_name, seconds, progress)
-        machine, close = HeadLookahead(head, introduction, settings.limits, recorder, tracing), head.close
-    else:
-        loaded = await door.load(partial(_load, settings, ranks=ranks), own.served_name, seconds, progress)
-        machine, close = (
-            Lookahead(
-                loaded.engine,
-                loaded.welcome,
-                settings.limits,
-                recorder,
-                tracing,
-                loaded.reader,
-                loaded.staged_drafting,
-                loaded.levels,
-            ),
-            loaded.engine.close,
-        )
-    ending = ExitStack()
-    ending.callback(close)
-    if tracing is not None:
-        ending.callback(tracing.close)
-    worker = Worker(machine, ROLE, ending.close, settings.step_timeout, validate=settings.validate)
-    await worker.start(door)
-    return worker
+        recorder = Recorder(Path(settings.record)) if settings.record else None
+        tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
+        own = settings.engine
+        seconds = own.join_timeout + own.load_timeout
+        machine: Lookahead
+        if own.eagle:
+            head, introduction = await door.load(partial(load_head, settings), own.served_name, seconds, progress)
+            machine, close = HeadLookahead(head, introduction, settings.limits, recorder, tracing), head.close
+        else:
+            loaded = await door.load(partial(_load, settings, ranks=ranks), own.served_name, seconds, progress)
+            machine, close = (
+                Lookahead(
+                    loaded.engine,
+                    loaded.welcome,
+                    settings.limits,
+                    recorder,
+                    tracing,
+                    loaded.reader,
+                    loaded.staged_drafting,
+                    loaded.levels,
+                ),
+                loaded.engine.close,
+            )
+        ending = ExitStack()
+        ending.callback(close)
+        if tracing is not None:
+            ending.callback(tracing.close)
+        worker = Worker(machine, ROLE, ending.close, settings.step_timeout, validate=settings.validate)
+        await worker.start(door)
+        return worker
 
 
 def build_in_turn(settings: DraftSettings, progress: Progress | None = None) -> InTurn:

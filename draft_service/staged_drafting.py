@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from draft_service.batch_entry import DraftBatchEntry
-from draft_service.sequence import DraftSequence
+from draft_service.sequence import DraftBatchEntry, DraftSequence
 from speculation.drafting.draft_session import Candidate
 from speculation.drafting.guesses import MAX_GUESSES, MAX_SESSIONS, Forward, Guesses, draft_along
 from speculation.messages import Rule, Source, Token

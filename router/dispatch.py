@@ -15,14 +15,11 @@ from typing import assert_never
 
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import RetryTurns
+from router.sessions.choice import StandbyTargets, blocks_of
 from router.sessions.models import outside_vocabulary, why_unavailable
-from router.sessions.observer import NullTracer, SessionObserver
 from router.sessions.pool import PoolEvents, WorkerPool
-from router.sessions.prefixes import blocks_of
-from router.sessions.run import RunningSession, session_of
+from router.sessions.run import NullTracer, RunningSession, SessionObserver, SpeculationTrace, session_of
 from router.sessions.snapshot import Snapshot, Totals
-from router.sessions.speculation_trace import SpeculationTrace
-from router.sessions.standby import StandbyTargets
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
 from speculation.demand import RouterDemand
@@ -67,8 +64,8 @@ from speculation.messages import (
 from speculation.request.poison_detector import PoisonDetector, PoisonLimits
 from speculation.request.session import Phase, SessionLimits, Workers
 from transport.codec import MalformedMessage
-from transport.session_log import SessionLog
 from transport.tls import Identity
+from transport.tracing import SessionLog
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +95,7 @@ class Dispatcher:
     ) -> None:
         """No workers are known yet: see ``pool.set_workers``. ``identity``: see ``WorkerPool``.
 
-        ``traced`` makes what hears of each session; see :class:`router.sessions.observer.NullTracer`.
+        ``traced`` makes what hears of each session; see :class:`router.sessions.run.NullTracer`.
         """
         self._limits, self._traced = limits, traced
         self._runs: dict[SessionId, RunningSession] = {}

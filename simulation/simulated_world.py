@@ -145,7 +145,7 @@ class SimulatedWorld:
 
 
 class RecordedHeads:
-    """Heads that say at each place what was recorded there. A :class:`.local_sources.LocalSource`."""
+    """Heads that say at each place what was recorded there. A :class:`speculation.sources.registry.LocalSource`."""
 
     source = Source.MEDUSA
 

@@ -5,8 +5,10 @@ Plain immutable values that router, target and drafter agree on for the whole li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 Token = int
 
@@ -190,3 +192,20 @@ class RequestOptions:
 
 MAX_PRIORITY = 100
 """Priorities go from minus this to this; the lower, the sooner."""
+
+
+MAX_GRAMMAR_BYTES = 1 << 18
+"""Largest grammar that a router sends and a worker reads, in UTF-8."""
+
+
+class Constraint(Protocol):
+    """A grammar, and how far a session's text has come in it. The core knows none: a worker brings one."""
+
+    def forced(self, path: Sequence[Token]) -> Sequence[Token]:
+        """Tokens of the only text that may follow the draft tokens of ``path``; none where there is a choice.
+
+        The text may be tokenised otherwise as well: the tokens are a draft like any other.
+        """
+
+    def ending(self, tokens: Sequence[Token]) -> int | None:
+        """After how many of ``tokens``, which are committed next, nothing may follow; None: something may."""

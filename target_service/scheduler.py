@@ -15,7 +15,7 @@ session that ranks behind, so the first always proceeds, and everything finishes
 
 * Sessions that decode come first, a token each, plus room for drafts. Are there too many, they take turns.
 * Prompts get what is left, or a budget of their own where nothing decodes; but beside running text only as much as a
-  step may take longer by (:mod:`target_service.step_time`), and never less than :data:`MIN_PREFILL`.
+  step may take longer by (:mod:`target_service.step_account`), and never less than :data:`MIN_PREFILL`.
 * Half of that goes to prompts in the order of rank, so that none starves; the other half to those of the best priority
   and, among them, the shortest, so that none waits behind a long one. What one half leaves the other may use.
 

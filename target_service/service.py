@@ -56,42 +56,32 @@ async def start_target(
     :class:`engine.recorder.RecordError` or :class:`speculation.sources.registry.SourceError`, each one line.
     """
     async with door:
-        return await _start(settings, door, progress, ranks, make_drafter)
-
-
-async def _start(
-    settings: TargetSettings,
-    door: Door,
-    progress: Progress | None,
-    ranks: Ranks | None,
-    make_drafter: MakeDrafter | None,
-) -> Worker:
-    load_sources(settings.sources)
-    recorder = Recorder(Path(settings.record)) if settings.record else None
-    tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
-    own = settings.engine
-    load = partial(_load, own, ranks=ranks, make_drafter=make_drafter)
-    engine, drafter = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
-    introduction = welcome(settings.engine, engine.model, ROLE, engine.exactness)
-    if engine.eagle is not None:
-        introduction = replace(introduction, head=engine.eagle.fingerprint)
-    machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter)
-    ending = ExitStack()
-    ending.callback(engine.close)
-    if drafter is not None:
-        ending.callback(drafter.close)
-    if tracing is not None:
-        ending.callback(tracing.close)
-    worker = Worker(
-        machine,
-        ROLE,
-        ending.close,
-        settings.step_timeout,
-        longest_step=machine.longest_step,
-        validate=settings.validate,
-    )
-    await worker.start(door)
-    return worker
+        load_sources(settings.sources)
+        recorder = Recorder(Path(settings.record)) if settings.record else None
+        tracing = Tracing.to(settings.trace, ROLE) if settings.trace else None
+        own = settings.engine
+        load = partial(_load, own, ranks=ranks, make_drafter=make_drafter)
+        engine, drafter = await door.load(load, own.served_name, own.join_timeout + own.load_timeout, progress)
+        introduction = welcome(settings.engine, engine.model, ROLE, engine.exactness)
+        if engine.eagle is not None:
+            introduction = replace(introduction, head=engine.eagle.fingerprint)
+        machine = VerifyLoop(engine, introduction, settings.limits, recorder, tracing, drafter)
+        ending = ExitStack()
+        ending.callback(engine.close)
+        if drafter is not None:
+            ending.callback(drafter.close)
+        if tracing is not None:
+            ending.callback(tracing.close)
+        worker = Worker(
+            machine,
+            ROLE,
+            ending.close,
+            settings.step_timeout,
+            longest_step=machine.longest_step,
+            validate=settings.validate,
+        )
+        await worker.start(door)
+        return worker
 
 
 def _load(

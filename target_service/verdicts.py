@@ -5,6 +5,9 @@ would be arbitrary, so such a session gets a :class:`Fault` instead, and no othe
 whose request leaves nothing to say next. Drafts may lead to such a dead end: what is before it is committed, as plain
 decoding would have, and the next step finds it.
 
+Log-probabilities are taken from the row behind the text before a committed token, whoever proposed that text: none are
+computed for sessions that do not ask, nor for refused drafts, and no logits outlive their step.
+
 Tensor legend: R rows asked for in the step, V vocabulary.
 """
 
@@ -13,16 +16,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
+from engine.host.upload import upload
 from engine.sampling.rejection import verify_chains
-from engine.sampling.sampling import drawn
+from engine.sampling.sampling import drawn, token_logprobs
 from engine.shaping.shaping import shaped
 from speculation.acceptance import AcceptanceResult, walk
-from speculation.messages import RefusalCode, Token
-from target_service.batch_entry import BatchEntry
+from speculation.messages import RefusalCode, Token, TokenLogprobs
+from target_service.sequence import BatchEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +162,34 @@ def _by_rejection(
     draws = [draw for i in rejecting for draw in entries[i].draws()]
     drafts = [entries[i].drafts_with_q() for i in rejecting]
     return dict(zip(rejecting, verify_chains(_joined(parts, rejecting, logits_RV), draws, drafts), strict=True))
+
+
+def apart(logits_RV: Tensor, entries: Sequence[BatchEntry]) -> tuple[Sequence[Tensor], Tensor]:
+    """The rows that tell of each entry's prompt, and the rows of all entries that are judged."""
+    if not any(entry.prompt_logprob_rows for entry in entries):
+        return [logits_RV[:0]] * len(entries), logits_RV
+    parts = torch.split(logits_RV, [size for entry in entries for size in (len(entry.prompt_logprob_rows), entry.rows)])
+    return parts[::2], torch.cat(parts[1::2])
+
+
+def of_committed(
+    logits_RV: Tensor, entries: Sequence[BatchEntry], decided: Sequence[Verdict]
+) -> list[tuple[TokenLogprobs, ...]]:
+    """For each entry what the model thought of the tokens its verdict comes to; nothing for those that do not ask."""
+    rows: list[int] = []
+    tokens: list[Token] = []
+    top_logprobs: list[int] = []
+    counts = [0] * len(entries)
+    starts = accumulate((entry.rows for entry in entries), initial=0)
+    for i, (entry, verdict, start) in enumerate(zip(entries, decided, starts, strict=False)):
+        asked = entry.sequence.session.opened.request_options.logprobs
+        if asked is None or entry.tree is None or not isinstance(verdict, AcceptanceResult):
+            continue
+        rows += (start, *(start + 1 + draft for draft in verdict.kept))
+        tokens += (*(entry.tree.tokens[draft] for draft in verdict.kept), verdict.own)
+        counts[i] = len(verdict.kept) + 1
+        top_logprobs += [asked] * counts[i]
+    if not rows:
+        return [()] * len(entries)
+    found = iter(token_logprobs(logits_RV[upload(rows, logits_RV.device)], tokens, top_logprobs))
+    return [tuple(islice(found, count)) for count in counts]

@@ -34,22 +34,17 @@ from speculation.messages import (
     ToWorker,
     Welcome,
 )
-from speculation.sources.local_sources import LookupBounds
-from speculation.sources.registry import registered
+from speculation.sources.registry import LookupBounds, registered
 from speculation.verifying.planner import Asked, Planner
-from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
 from target_service.drafting.draft_model import Drafter
 from target_service.drafting.own_drafters import OwnDrafters
 from target_service.drafting.suffix_cache import IN_PAUSE, IN_STEP, SuffixCache, SuffixSettings
-from target_service.logprobs import apart, of_committed
 from target_service.scheduler import Budget, Scheduler
-from target_service.sequence import TargetSequence
+from target_service.sequence import BatchEntry, TargetSequence, reason_to_refuse
 from target_service.step_account import StepAccount
-from target_service.validation import reason_to_refuse
-from target_service.verdicts import Fault, Verdict, not_finite, verdicts
-from transport.session_log import SessionLog
-from transport.tracing import SequenceTimings, Tracing
+from target_service.verdicts import Fault, Verdict, apart, not_finite, of_committed, verdicts
+from transport.tracing import SequenceTimings, SessionLog, Tracing
 from transport.worker import Outgoing
 
 log = logging.getLogger(__name__)

@@ -72,8 +72,10 @@ class Running:
 
 
 @asynccontextmanager
-async def serving_worker(machine: Machine, engine: StepEngine | HeadEngine, role: str) -> AsyncIterator[Running]:
-    worker = Worker(machine, role, validate=True)
+async def serving_worker(
+    machine: Machine, engine: StepEngine | HeadEngine, role: str, *, validate: bool = True
+) -> AsyncIterator[Running]:
+    worker = Worker(machine, role, validate=validate)
     await worker.start("127.0.0.1:0")
     running = Running(worker, machine, engine)
     try:
@@ -94,11 +96,17 @@ async def target_worker(
     dtype: str = "float32",
     quantization: str = "none",
     name: str = "",
+    *,
+    validate: bool = True,
 ) -> AsyncIterator[Running]:
-    """The bundled target (or another), listening; ``name``: of the model, if not that of its folder."""
+    """The bundled target (or another), listening; ``name``: of the model, if not that of its folder.
+
+    ``validate``: whether its books are checked whenever there is nothing to do.
+    """
     chosen = replace(settings(model, cache_tokens, dtype, quantization), name=name)
     engine = await asyncio.to_thread(build_target, chosen)
-    async with serving_worker(VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits), engine, TARGET) as up:
+    machine = VerifyLoop(engine, welcome(chosen, engine.model, TARGET), limits)
+    async with serving_worker(machine, engine, TARGET, validate=validate) as up:
         yield up
 
 
@@ -108,11 +116,14 @@ async def draft_worker(
     cache_tokens: int = 0,
     model: str | Path = "draft",
     quantization: str = "none",
+    *,
+    validate: bool = True,
 ) -> AsyncIterator[Running]:
     """The bundled draft (or any bundled model as one), listening."""
     chosen = settings(model, cache_tokens, quantization=quantization)
     engine = await asyncio.to_thread(build, chosen)
-    async with serving_worker(Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits), engine, DRAFT) as up:
+    machine = Lookahead(engine, welcome(chosen, engine.model, DRAFT), limits)
+    async with serving_worker(machine, engine, DRAFT, validate=validate) as up:
         yield up
 
 

@@ -5,7 +5,7 @@ Messages with much in them have a module of their own: :mod:`transport.codec_par
 Decoding checks everything that can be checked without a model or a session: sizes, ranges, tree shape. What fails
 raises :class:`MalformedMessage`, which carries the session, if that much could be read, so that only it is affected.
 
-What a router passes on from one worker to the other goes on as it came: :mod:`transport.relayed` reads no more of it
+What a router passes on from one worker to the other goes on as it came: :mod:`transport.wire` reads no more of it
 than whom it is about.
 
 What most messages would repeat is left out: the parents of a chain, a draft model as the source, the names of a

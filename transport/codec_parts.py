@@ -2,7 +2,7 @@
 
 What a session is opened with: its tokens, and all that its request says of them. What a worker says of itself: who it
 is, how busy, and before that what it loads. What an EAGLE head away from the target is told: its numbers are bytes here
-as everywhere but at their two ends, and a router passes them on unread (:mod:`transport.relayed`).
+as everywhere but at their two ends, and a router passes them on unread (:mod:`transport.wire`).
 """
 
 from __future__ import annotations

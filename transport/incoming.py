@@ -23,8 +23,7 @@ from speculation.messages import FromWorker, Load, Loading, Proposal, SessionId,
 from transport.codec import MalformedMessage, UnknownKind, decode_from_worker
 from transport.codec_parts import decode_loading
 from transport.outbox import MAX_FRAME_ENTRIES
-from transport.relayed import heading, heading_of_any, relayed
-from transport.wire import MAX_PLAIN_BYTES, Asked, AskedLogprobs
+from transport.wire import MAX_PLAIN_BYTES, Asked, AskedLogprobs, heading, heading_of_any, relayed
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from transport import address as addresses
 from transport.codec import MalformedMessage, UnknownKind, decode_to_worker, encode_from_worker
 from transport.codec_parts import encode_loading
 from transport.outbox import MAX_FRAME_ENTRIES, MAX_MESSAGE_BYTES, Outbox, PeerTooSlow, Probe
-from transport.relayed import RELAYED, is_features
 from transport.tls import Identity, objection_to
+from transport.wire import RELAYED, is_features
 
 log = logging.getLogger(__name__)
 

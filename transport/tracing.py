@@ -7,13 +7,14 @@ the span that the router names in the session's ``Open`` (W3C ``traceparent``), 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from speculation.messages import Open, Verification
+from speculation.messages import Open, SessionId, Verification
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -149,3 +150,15 @@ def traceparent_of(span: Span) -> str:
     """How others name a span (W3C Trace Context)."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+class SessionLog(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose records have ``session`` and ``request``."""
+
+    def __init__(self, log: logging.Logger, session: SessionId, request_id: str) -> None:
+        """Logs to ``log``."""
+        super().__init__(log, {"session": int(session), "request": request_id})
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Add the fields."""
+        return msg, {**kwargs, "extra": self.extra}

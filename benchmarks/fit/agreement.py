@@ -16,8 +16,7 @@ from simulation.agreement import AgreementPassage, Passages, ReplayedRequest
 from simulation.simulate import Bounds
 from simulation.simulated_world import OwnSources
 from speculation.messages import ANCHOR, Limits, Open, Sampling, SessionId, Token
-from speculation.sources.local_sources import local_sources
-from speculation.sources.registry import LocalSource, Suggestion
+from speculation.sources.registry import LocalSource, Suggestion, local_sources
 
 SUFFIX_TOKENS = Bounds().suffix_tokens
 """Of earlier outputs that a target keeps, if they are drafted from; as it does unless told otherwise."""

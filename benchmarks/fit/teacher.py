@@ -23,9 +23,8 @@ from torch import Tensor
 
 from benchmarks.fit.serving import TargetText
 from benchmarks.fit.settings import FitError, FitOptions
-from draft_service.translation.overlap import TEXTS
 from draft_service.translation.reading import Reader
-from draft_service.translation.translation import Vocabularies, read_vocabularies, translator
+from draft_service.translation.translation import TEXTS, Vocabularies, read_vocabularies, translator
 from engine.build import build
 from engine.cache.kv_cache import CachedSequence
 from engine.cache.kv_store import PAGE

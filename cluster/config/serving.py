@@ -13,7 +13,7 @@ from cluster.config.settings import AUTO
 from speculation.events import Role
 from speculation.messages import AllBut, Schedule, Source, SourceName, Sources, Speculation
 from speculation.messages import Rule as AcceptanceRule
-from speculation.sources.local_sources import LookupBounds
+from speculation.sources.registry import LookupBounds
 
 if TYPE_CHECKING:  # they bring torch
     from draft_service.service import DraftSettings
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they bring torch
     from router.http.prompt_recorder import RecordSettings
     from router.limits import Allowance
     from router.service import RouterSettings
-    from router.sessions.standby import StandbyTargets
+    from router.sessions.choice import StandbyTargets
     from target_service.drafting.draft_model import MakeDrafter
     from target_service.service import TargetSettings
     from transport.tracing import TraceSettings
@@ -137,7 +137,7 @@ def router_settings(config: Config, *, targets: tuple[str, ...] = (), drafts: tu
 
 
 def _standby(config: Config) -> dict[str, StandbyTargets]:
-    from router.sessions.standby import StandbyTargets
+    from router.sessions.choice import StandbyTargets
 
     pools = ((pool.model, pool.settings) for pool in config.pools())
     return {

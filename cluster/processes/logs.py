@@ -1,7 +1,7 @@
 """What routers and workers log on stderr: text for people or JSON for collectors, one line for each record.
 
 A line about a session has its number and the id of its request as fields, so that one request can be followed through
-its log; modules pass them as ``extra`` (:class:`transport.session_log.SessionLog`).
+its log; modules pass them as ``extra`` (:class:`transport.tracing.SessionLog`).
 """
 
 from __future__ import annotations

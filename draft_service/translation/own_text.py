@@ -14,7 +14,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import SharedVocabulary
 from speculation.messages import Token
 
 LOOKBACK = 8

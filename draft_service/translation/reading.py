@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from draft_service.translation.own_text import OwnText
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import SharedVocabulary
 from engine.host.upload import upload
 from engine.model import Model
 from speculation.messages import Token

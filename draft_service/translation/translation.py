@@ -1,17 +1,27 @@
-"""Whether a draft worker has to translate, and what it needs for that: it then speaks the target's tokens only."""
+"""Whether a draft worker has to translate, and what it needs for that: it then speaks the target's tokens only.
+
+How much two vocabularies share is found out by letting the draft model write: tokens that are rarely said hardly
+matter. That tells both what it would rather say in tokens of its own alone, and what the target would.
+
+Tensor legend: R texts, V the draft model's vocabulary.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from draft_service.translation.overlap import check, overlap
+import torch
+
 from draft_service.translation.reading import OtherVocabulary
-from draft_service.translation.tokenizer import DraftTokenizer
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
+from engine.host.upload import upload
+from engine.interface import Chunk
 from engine.loading.loader import read_config
+from engine.model import ModelError
+from engine.sampling.sampling import Draw, drawn
 from engine.step import Engine
-from speculation.messages import Loading, Progress
+from speculation.messages import Loading, Progress, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +63,57 @@ def translator(engine: Engine, known: Vocabularies, progress: Progress | None = 
     if progress is not None:
         progress(Loading(f"translating: {shared.share:.0%} of the target's tokens are shared, {found}"))
     return OtherVocabulary(engine.model, shared)
+
+
+TEXTS, TOKENS = 8, 24
+"""How much it writes. From the same start, so with other noise each."""
+MIN_HEARD = 0.25
+"""Share of the target's tokens for a text that must be shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Of what the draft model writes, as shares from 0 to 1."""
+
+    said: float
+    """The probability it gives to shared tokens; of the rest, only the beginning can be proposed."""
+    heard: float
+    """Of the target's tokens for the same text, those that are shared. No more drafts can be accepted."""
+
+    def __str__(self) -> str:
+        return f"{self.said:.0%} of what it says, and {self.heard:.0%} of the target's tokens for that"
+
+
+def overlap(engine: Engine, shared: SharedVocabulary) -> Overlap:
+    """Let the draft model write; its cache is left as it was."""
+    own, model = shared.own, engine.model
+    start = own.beginning or sorted(model.stop_tokens)[:1] or [0]
+    written = [list(start) for _ in range(TEXTS)]
+    cached = [engine.cache.sequence() for _ in written]
+    own_S = upload(list(shared.own_of.values()), model.device)
+    said = 0.0
+    try:
+        for place in range(TOKENS):
+            fed = [tokens[sequence.length :] for tokens, sequence in zip(written, cached, strict=True)]
+            chunks = [Chunk(sequence, new, rows=[len(new) - 1]) for sequence, new in zip(cached, fed, strict=True)]
+            logits_RV = engine.run(chunks)
+            for sequence, new in zip(cached, fed, strict=True):
+                sequence.advance(range(len(new)))
+            said += float(torch.softmax(logits_RV, -1).index_select(1, own_S).sum(-1).mean()) / TOKENS
+            draws = [Draw(Sampling(temperature=1.0, seed=text), place) for text in range(TEXTS)]
+            for tokens, token in zip(written, drawn(logits_RV, draws).tolist(), strict=True):
+                tokens.append(token)
+    finally:
+        for sequence in cached:
+            sequence.free()
+    heard = [token for tokens in written for token in shared.target.encode(own.decode(tokens))[0]]
+    return Overlap(said, sum(token in shared.own_of for token in heard) / max(len(heard), 1))
+
+
+def check(found: Overlap, shared: SharedVocabulary) -> None:
+    """Raises :class:`ModelError` if drafting could not pay."""
+    if found.heard < MIN_HEARD:
+        raise ModelError(
+            f"{shared.own.name}: shares {shared.share:.0%} of the target's tokens, {found}; "
+            f"at least {MIN_HEARD:.0%} of those are needed, choose a draft model with a tokenizer nearer to that"
+        )

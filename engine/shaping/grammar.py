@@ -33,8 +33,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.model import Model
-from speculation.constraint import MAX_GRAMMAR_BYTES
 from speculation.messages import Token
+from speculation.settings import MAX_GRAMMAR_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ def _counted(ask: Callable[Concatenate[GrammarConstraint, P], T], /) -> Callable
 class GrammarConstraint:
     """The grammar of one session, and how far its text has come.
 
-    Implements :class:`engine.shaping.shaping.Mask` and :class:`speculation.constraint.Constraint`. The matcher stands
+    Implements :class:`engine.shaping.shaping.Mask` and :class:`speculation.settings.Constraint`. The matcher stands
     at the end of the path that was asked about last, so that asking along a tree, branch by branch, costs one token a
     node.
     """

@@ -26,16 +26,15 @@ from starlette.routing import Route
 
 from router import page
 from router.answers import responses
-from router.answers.choices import run_choices
-from router.answers.rendering import events, whole
-from router.answers.responses import Envelope, Json, Usage
+from router.answers.choice_reader import run_choices
+from router.answers.responses import Envelope, Json, Usage, events, whole
 from router.errors import ApiError, ErrorCode, code_of, code_of_status
 from router.generation import GenerationError, Generator, ServedModel
 from router.http import openapi
 from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
-from router.http.asgi import REQUEST_ID_HEADER, EventStream, RequestIds, while_connected
+from router.http.asgi import REQUEST_ID_HEADER, DrainRefused, EventStream, RequestIds, while_connected
 from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
-from router.http.bodies import BodyBudget, DrainRefused, read_body
+from router.http.bodies import BodyBudget, read_body
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader

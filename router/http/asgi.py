@@ -1,4 +1,4 @@
-"""What the framework leaves to us: bounded heads, clients that vanish, event streams, request ids.
+"""What the framework leaves to us: bounded heads, refused bodies, clients that vanish, event streams, request ids.
 
 Decides that work stops when its client has gone. Knows nothing of the API's requests.
 """
@@ -9,7 +9,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
@@ -29,6 +29,10 @@ STALL_SECONDS = 60.0
 """After which a client that has taken nothing of what is sent to it is gone."""
 LAST_WORD_SECONDS = 5.0
 """For a client to take each of the last events once its time is over."""
+MAX_DRAINED_BYTES = 16 << 20
+DRAIN_SECONDS = 10.0
+"""What is still taken, and dropped, of a body that was refused: a connection that is closed before is reset, and a
+client that sends first and reads then never sees why."""
 CUT = "cut"
 """The name, in a request's state, of what ends its connection at once."""
 _UPGRADE = b"upgrade:"
@@ -254,3 +258,44 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class DrainRefused:
+    """Middleware: what is refused before its body has come is answered at once, and ends with the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Wraps ``app``."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on; see :data:`MAX_DRAINED_BYTES`."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Who asks before it sends a body sends none once it is refused.
+        more, refused = all(name != b"expect" for name, _ in scope["headers"]), False
+
+        async def listen() -> Message:
+            nonlocal more
+            message = await receive()
+            more = bool(message.get("more_body"))
+            return message
+
+        async def drain() -> None:
+            drained = 0
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    while more and drained < MAX_DRAINED_BYTES:
+                        drained += len((await listen()).get("body", b""))
+
+        async def answer(message: Message) -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start":
+                refused = message["status"] >= 400
+            elif refused and more and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                await drain()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, listen, answer)

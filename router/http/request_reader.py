@@ -1,24 +1,151 @@
 """From a body to a request that can run, while other requests go on.
 
 Decides which tokenizer is read for it, and what is done in a thread: grammars are tried in threads of their own, in
-turns (:mod:`router.http.grammar_queue`), so that hostile ones make only each other wait. What a body says is
-:mod:`router.schema.requests`' business.
+turns, so that hostile ones make only each other wait. What a body says is :mod:`router.schema.requests`' business.
+
+A grammar may take seconds to try (:mod:`router.text.grammar_checker`), so a caller with an API key has a queue of its
+own, half of the threads at most, and a budget of seconds that its trials may take. Whoever has the fewest at work goes
+next, and among those who has waited longest for a turn. Callers without a key are one caller, who may use everything.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
+from router.errors import ApiError
 from router.generation import GenerationError, Generator, ServedModel
-from router.http.grammar_queue import GrammarQueue
+from router.limits import Bucket
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry, model_asked, read_body, request_of
 from router.schema.structured import demands_structure
+from router.text.grammar_checker import trial_seconds
 from router.text.tokenizer import Tokenizer, TokenizerError
 from router.text.tokenizers import Tokenizers
+
+T = TypeVar("T")
+
+TRIAL_SECONDS_PER_MINUTE = 30
+"""What the trials of one API key's grammars may take."""
+SHARE = 4
+"""One API key's requests may be this part of all that wait."""
+
+
+@dataclass(eq=False, slots=True)
+class _Caller:
+    max_running: int
+    max_waiting: int
+    budget: Bucket | None
+    turns: deque[asyncio.Future[None]] = field(default_factory=deque)
+    """Of those that wait, in their order."""
+    running: int = 0
+    last_turn: int = 0
+
+    @property
+    def requests(self) -> int:
+        return self.running + len(self.turns)
+
+
+class GrammarQueue:
+    """Of one router. Used from one event loop."""
+
+    def __init__(self, threads: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """``max_waiting``: requests that are parsed or wait for it. ``clock`` in seconds."""
+        self._threads, self._max_waiting, self._clock = threads, max_waiting, clock
+        self._executor = ThreadPoolExecutor(threads, "grammars")
+        self._callers: dict[str, _Caller] = {}
+        """As many as keys were ever used."""
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        """How many requests are parsed, or wait for it."""
+        return sum(caller.requests for caller in self._callers.values())
+
+    async def run(self, name: str, work: Callable[[], T]) -> T:
+        """What ``work`` gives, in a thread, when it is the turn of the caller of this name; empty: who has no key.
+
+        What is cancelled while it waits never runs; what runs keeps its place until it ends. Raises :class:`ApiError`
+        where too many wait, or the caller's budget is used up.
+        """
+        caller = self._admitted(name)
+        await self._turn(caller)
+        seconds: list[float] = []
+        context = copy_context()
+        context.run(trial_seconds.set, seconds)
+        job = asyncio.get_running_loop().run_in_executor(self._executor, context.run, work)
+        job.add_done_callback(partial(self._ended, caller, seconds))
+        return await asyncio.shield(job)
+
+    def _admitted(self, name: str) -> _Caller:
+        caller = self._callers.get(name)
+        if caller is None:
+            caller = self._callers[name] = self._newcomer(name)
+        if len(self) >= self._max_waiting:
+            raise _refusal(f"{self._max_waiting} requests wait for their grammars to be tried")
+        if caller.requests >= caller.max_waiting:
+            raise _refusal(f"{caller.max_waiting} requests of this API key wait for their grammars to be tried")
+        if caller.budget is not None and caller.budget.level(now := self._clock()) <= 0:
+            why = f"the grammars of this API key took more than {caller.budget.limit} seconds a minute to try"
+            raise _refusal(why, caller.budget.wait(1, now))
+        return caller
+
+    def _newcomer(self, name: str) -> _Caller:
+        if not name:
+            return _Caller(self._threads, self._max_waiting, None)
+        budget = Bucket.full(TRIAL_SECONDS_PER_MINUTE, self._clock())
+        return _Caller(max(self._threads // 2, 1), max(self._max_waiting // SHARE, 1), budget)
+
+    async def _turn(self, caller: _Caller) -> None:
+        """Wait for a thread."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        caller.turns.append(turn)
+        self._give_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn in caller.turns:
+                caller.turns.remove(turn)
+            else:  # its turn came just before
+                self._leave(caller)
+            raise
+
+    def _give_turns(self) -> None:
+        while sum(caller.running for caller in self._callers.values()) < self._threads:
+            able = [one for one in self._callers.values() if one.turns and one.running < one.max_running]
+            if not able:
+                return
+            caller = min(able, key=lambda one: (one.running, one.last_turn))
+            caller.last_turn = next(self._numbers)
+            caller.running += 1
+            turn = caller.turns.popleft()
+            if not turn.cancelled():
+                turn.set_result(None)
+            # else: who waited for it is about to leave
+
+    def _ended(self, caller: _Caller, seconds: list[float], job: asyncio.Future[T]) -> None:
+        if not job.cancelled():
+            job.exception()  # whoever asked may have gone
+        if caller.budget is not None:
+            caller.budget.take(sum(seconds), self._clock())
+        self._leave(caller)
+
+    def _leave(self, caller: _Caller) -> None:
+        caller.running -= 1
+        self._give_turns()
+
+
+def _refusal(why: str, wait: float | None = None) -> ApiError:
+    return ApiError("overloaded", f"{why}; try again later", retry_after=wait)
+
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.answers.responses import Usage
 from router.generation import GenerationError
 from router.schema.requests import ApiRequest
-from router.sessions.observer import NullTracer
+from router.sessions.run import NullTracer
 from router.sessions.tally import ABORTED
 from speculation.events import PeerId, Role
 from speculation.messages import FinishReason, Open, SessionId

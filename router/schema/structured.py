@@ -16,7 +16,7 @@ from router.schema.fields import loads, missing, show, wrong_value
 from router.schema.request_objects import ResponseFormat, StructuredOutputs
 from router.schema.request_schema import Body, ChatBody
 from router.text.grammar_checker import GrammarChecker, GrammarRefused
-from speculation.constraint import MAX_GRAMMAR_BYTES
+from speculation.settings import MAX_GRAMMAR_BYTES
 
 FORMAT_FIELDS = (
     "response_format",

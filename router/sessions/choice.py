@@ -6,13 +6,64 @@ randomness is passed in. :mod:`router.sessions.pool` gathers what is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from router.sessions.models import revision_ages, same_tokenizer
+from speculation.digest import empty_of, extend_block
 from speculation.events import PeerId
-from speculation.messages import Load, Welcome
+from speculation.messages import Load, Token, Welcome
+
+BLOCK = 64
+"""Tokens; a multiple of the blocks that engines share."""
+MAX_BLOCKS = 512
+"""Blocks of one prompt that are looked at: beyond, sharing the beginning decides."""
+REMEMBERED_BLOCKS = 16_384
+"""Blocks remembered of one target; the least recently used go first."""
+
+
+def blocks_of(tokens: Sequence[Token], scope: str = "") -> tuple[int, ...]:
+    """Digests of the first block, the first two, and so on, as sessions of one cache scope share them."""
+    digest, found = empty_of(scope), list[int]()
+    for end in range(BLOCK, min(len(tokens), BLOCK * MAX_BLOCKS) + 1, BLOCK):
+        digest = extend_block(digest, tokens[end - BLOCK : end])
+        found.append(digest)
+    return tuple(found)
+
+
+class Prefixes:
+    """What is remembered of the prompts sent to one target: digests of their beginnings, by whole blocks.
+
+    A guess of what it still has, never more: what was really found comes with the first verification.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was sent yet."""
+        self._known: OrderedDict[int, None] = OrderedDict()
+
+    def note(self, blocks: Sequence[int]) -> None:
+        """A prompt of these blocks is sent."""
+        for block in reversed(blocks):  # so that a beginning outlives what follows it
+            self._known[block] = None
+            self._known.move_to_end(block)
+        while len(self._known) > REMEMBERED_BLOCKS:
+            self._known.popitem(last=False)
+
+    def known_tokens(self, blocks: Sequence[int]) -> int:
+        """How many tokens of a prompt were sent before."""
+        count = 0
+        for block in blocks:
+            if block not in self._known:
+                break
+            count += 1
+        return count * BLOCK
+
+    def clear(self) -> None:
+        """The target has lost its cache."""
+        self._known.clear()
+
 
 SESSIONS = 16
 """Sessions that cost one unit; see :class:`ChoiceWeights`."""
@@ -65,7 +116,7 @@ class WantedWorker:
     end: int = 0
     """Tokens that it may have at last."""
     blocks: tuple[int, ...] = ()
-    """Of the prompt; see :mod:`router.sessions.prefixes`."""
+    """Of the prompt; see :mod:`router.sessions.choice`."""
     head: int = 0
     """Of a drafter: fingerprint of the EAGLE head that its target makes features for; 0: for none."""
 
@@ -88,7 +139,7 @@ class WorkerCandidate:
     acceptance: float = 0.5
     """Share of a drafter's drafts that targets of the session's model are expected to keep."""
     idle: bool = False
-    """Whether it is a target that stands by: see :mod:`router.sessions.standby`."""
+    """Whether it is a target that stands by: see :mod:`router.sessions.choice`."""
 
     @property
     def busy(self) -> int:
@@ -195,3 +246,52 @@ def _pick(costs: Sequence[tuple[float, PeerId]], rng: Random) -> PeerId | None:
         return None
     min_cost = min(cost for cost, _ in costs)
     return rng.choice([peer for cost, peer in costs if cost <= min_cost + TIE])
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyTargets:
+    """How many targets one model is to have."""
+
+    active: int
+    """Those that take sessions."""
+    idle: int
+    """Those that take some only while others are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTarget:
+    """A target as a router knows it."""
+
+    peer: PeerId
+    described: Welcome | None
+    """As it last introduced itself; None: it never was up."""
+    up: bool
+    """Whether it is connected and stays."""
+    listed: bool
+    """Whether it is on the list of workers, which may lack those that are lost."""
+
+
+def idle_targets(targets: Iterable[KnownTarget], wanted: Mapping[str, StandbyTargets]) -> set[PeerId]:
+    """The targets that are to take no sessions now. ``wanted``: by the name of a model, or under no name for any.
+
+    Those that started last, so that every router names the same ones without asking: who replaces a lost target is
+    idle next, and nobody's sessions move for it.
+    """
+    by_model: defaultdict[str, list[KnownTarget]] = defaultdict(list)
+    for target in targets:
+        by_model[target.described.model if target.described else ""].append(target)
+    unknown = by_model.pop("", [])  # may be of any model
+    return {
+        peer
+        for model, own in by_model.items()
+        if (numbers := wanted.get(model) or wanted.get(""))
+        for peer in _latest([*own, *unknown], numbers)
+    }
+
+
+def _latest(targets: Sequence[KnownTarget], wanted: StandbyTargets) -> Sequence[PeerId]:
+    """Of one model those that started last, as many as are to be idle, less those that are missing."""
+    up = {target.peer: target.described for target in targets if target.up and target.described}
+    missing = max(wanted.active + wanted.idle, sum(target.listed for target in targets)) - len(up)
+    latest = sorted(up, key=lambda peer: (up[peer].started, up[peer].instance), reverse=True)
+    return latest[: max(wanted.idle - missing, 0)]

@@ -15,15 +15,21 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from router.generation import ServedModel
-from router.sessions.choice import WantedWorker, WorkerCandidate, choose_drafter, choose_target
+from router.sessions.acceptance import AcceptanceRecord
+from router.sessions.choice import (
+    KnownTarget,
+    Prefixes,
+    StandbyTargets,
+    WantedWorker,
+    WorkerCandidate,
+    choose_drafter,
+    choose_target,
+    idle_targets,
+)
 from router.sessions.event_log import EventKind, EventLog
-from router.sessions.joined import JoinedEnd, JoinedWorkers
 from router.sessions.models import ServedModels, revisions_of, why_useless
-from router.sessions.prefixes import Prefixes
-from router.sessions.recent import Recent
-from router.sessions.record import AcceptanceRecord
-from router.sessions.run import OpenSessions
-from router.sessions.standby import KnownTarget, StandbyTargets, idle_targets
+from router.sessions.run import JoinedEnd, JoinedWorkers, OpenSessions
+from router.sessions.tally import Recent
 from speculation.events import PeerId, Role
 from speculation.messages import (
     Close,
@@ -313,14 +319,9 @@ class WorkerPool:
         if welcome.role != peer.role.value:
             log.error("worker %s is not used: it says it is a %s worker", peer.peer, welcome.role)
             return
-        log.info(
-            "worker %s is up: %s in %s%s",
-            peer.peer,
-            welcome.model,
-            welcome.dtype,
-            welcome.exactness and ", " + welcome.exactness,
-        )
-        self._note(peer, EventKind.WORKER_UP, f"is up: {welcome.model} in {welcome.dtype}")
+        what = f"is up: {welcome.model} in {welcome.dtype}"
+        log.info("worker %s %s%s", peer.peer, what, welcome.exactness and ", " + welcome.exactness)
+        self._note(peer, EventKind.WORKER_UP, what)
         if peer.described is None or peer.described.instance != welcome.instance:
             peer.prefixes.clear()
         peer.welcome = peer.described = welcome
@@ -341,9 +342,13 @@ class WorkerPool:
         self._let_go(peer)
 
     def load_changed(self, peer: Peer, load: Load) -> None:
-        """A worker said how busy it is."""
+        """A worker said how busy it is, and what it has counted of its steps and tokens."""
         leaving, peer.load = peer.leaving, load
-        self._count(peer, load)
+        now, totals = self.clock(), tuple(load.counters.get(name, 0) for name in WORK[peer.role])
+        if peer.work is None:
+            peer.work = Recent(now, *totals)
+        else:
+            peer.work.set(now, *totals)
         if peer.leaving and not leaving:
             log.info("worker %s drains", peer.peer)
             self._note(peer, EventKind.WORKER_DRAINING, "drains")
@@ -363,14 +368,6 @@ class WorkerPool:
         if leaving and not peer.leaving:
             self._note(peer, EventKind.WORKER_UP, "is on the list of workers again")
             self.events.stays(peer.peer)
-
-    def _count(self, peer: Peer, load: Load) -> None:
-        """Take over what a worker reports of its steps and tokens."""
-        now, totals = self.clock(), tuple(load.counters.get(name, 0) for name in WORK[peer.role])
-        if peer.work is None:
-            peer.work = Recent(now, *totals)
-        else:
-            peer.work.set(now, *totals)
 
     def _note(self, peer: Peer, kind: EventKind, what: str) -> None:
         peer.since = self.clock()

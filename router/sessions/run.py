@@ -1,17 +1,27 @@
-"""A session under way: its state machine, where it is open, and what there is to hand to its client."""
+"""A session under way: its state machine, where it is open, what there is to hand to its client, and who is told of it.
+
+Dispatch says what happens; :class:`SessionObserver` tells all who count, trace, log, or show it. None of them has a say
+in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
+from router.generation import Committed, Details, Ended, Generation, GenerationError, Passed, ServedModel
 from router.sessions.choice import WantedWorker
-from router.sessions.observer import SessionObserver
-from speculation.events import PeerId
-from speculation.messages import FinishReason, Limits, SessionId
-from speculation.request.session import Session, SessionLimits
+from router.sessions.event_log import EventKind, EventLog
+from router.sessions.tally import SessionTally
+from speculation import digest as digests
+from speculation.events import Emit, PeerId, Role
+from speculation.messages import ANCHOR, FinishReason, Limits, Open, Proposal, SessionId, Subscribe, Welcome
+from speculation.request.session import Session, SessionLimits, Workers
+from transport.client import WorkerConnection
+from transport.incoming import Route
+from transport.tracing import SessionLog
 from transport.wire import AskedLogprobs
 
 
@@ -67,6 +77,164 @@ class OpenSessions:
             self.unanswered -= opened.unanswered
 
 
+class NullTracer:
+    """A session without spans: what those of :mod:`router.http.tracing` are made from, where tracing is on."""
+
+    traceparent = ""
+    """What its workers' spans belong to."""
+
+    def __init__(self, session: SessionId) -> None:
+        """It begins to look for a target."""
+
+    def opened(self, peer: PeerId, role: Role, opening: Open) -> None:
+        """It was opened at a worker."""
+
+    def closed(self, peer: PeerId, why: str) -> None:
+        """It is open there no more; harmless if it was not."""
+
+    def committed(self, tokens: int, accepted: int, offered: int) -> None:
+        """So many tokens came, so many of them drafted, of so many drafts verified."""
+
+    def ended(self, why: FinishReason | GenerationError | None) -> None:
+        """It is over; None: it was given up."""
+
+
+MAX_TOKENS = 512
+"""Draft tokens kept between two commits; what passes after them is not shown."""
+MAX_NUMBERS = 4096
+"""Places whose number is known; of more, the newest."""
+
+
+class SpeculationTrace:
+    """What a router sees of one session's speculation, for a request that wants to know.
+
+    Proposals that pass since the last commit are given out with the next one. Drafts are numbered, so that who is told
+    of them knows which branch a later proposal continues. Times go in on the router's clock and come out since the
+    session began.
+    """
+
+    def __init__(self, began: float) -> None:
+        """Nothing has passed."""
+        self._began = began
+        self._passed: list[Passed] = []
+        self._tokens = 0
+        self._numbers: dict[int, int] = {}
+        """Of every draft token, by the digest of the text that ends with it."""
+        self._last = 0
+
+    def proposed(self, now: float, proposal: Proposal) -> None:
+        """A proposal was passed on to the target."""
+        self._tokens += len(proposal.tokens)
+        if self._tokens <= MAX_TOKENS:
+            after = self._numbers.get(proposal.anchor_digest)
+            self._passed.append(Passed(now - self._began, proposal, self._numbered(proposal), after))
+
+    def _numbered(self, proposal: Proposal) -> tuple[int, ...]:
+        places: list[int] = []
+        for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+            places.append(digests.extend(proposal.anchor_digest if parent == ANCHOR else places[parent], token))
+        for place in places:
+            if place not in self._numbers:
+                self._last += 1
+                self._numbers[place] = self._last
+        numbers = tuple(self._numbers[place] for place in places)
+        while len(self._numbers) > MAX_NUMBERS:
+            del self._numbers[next(iter(self._numbers))]
+        return numbers
+
+    def committed(self, now: float, target: PeerId, draft: PeerId | None, reopened: int) -> Details:
+        """Tokens were committed; what is said of them starts over."""
+        passed, self._passed, self._tokens = tuple(self._passed), [], 0
+        return Details(now - self._began, passed, target, draft, reopened)
+
+
+@dataclass(eq=False, slots=True)
+class SessionObserver:
+    """Of one session."""
+
+    session: Session
+    log: SessionLog
+    tally: SessionTally
+    trace: NullTracer
+    event_log: EventLog
+    request: str
+    """Its id."""
+    details: SpeculationTrace | None = None
+    """For a request that wants them."""
+    _told: tuple[int, int] = (0, 0)
+    """How often it was opened again and moved, as far as the event log says so."""
+
+    def opened(self, peer: PeerId, role: Role | None, opening: Open) -> None:
+        """It was opened at a worker, perhaps the one it will move to; None: one that is gone already."""
+        self.log.info("opened at %s with %d tokens, epoch %d", peer, len(opening.tokens), opening.epoch)
+        if role is None:
+            return
+        if peer in self.session.workers:
+            self.tally.opened(peer, role)
+        self.trace.opened(peer, role, opening)
+        if role is not Role.TARGET:
+            return
+        session, (reopened, moved) = self.session, self._told
+        self._told = session.reopened, session.moved
+        after = f"after {len(session.output)} tokens"
+        if session.reopened > reopened:
+            self._note(EventKind.SESSION_REOPENED, f"was opened again at {peer} {after}", peer)
+        elif session.moved > moved:
+            self._note(EventKind.SESSION_MOVED, f"moved to {peer} {after}", peer)
+
+    def closed(self, peer: PeerId, why: str) -> None:
+        """It is open there no more; harmless if it was not."""
+        self.trace.closed(peer, why)
+
+    def leads(self, tokens: int) -> None:
+        """The target said how far ahead drafting is worth its while."""
+        self.tally.leads(tokens)
+
+    def proposed(self, now: float, proposal: Proposal) -> None:
+        """A proposal was passed on to the target."""
+        if self.details is not None:
+            self.details.proposed(now, proposal)
+
+    def committed(self, now: float, emit: Emit, of_drafter: tuple[int, int], workers: Workers) -> Committed:
+        """What its client is told of a commit at ``now``.
+
+        ``of_drafter``: how many drafts of draft models were accepted, of how many offered. ``workers``: where the
+        session was.
+        """
+        tokens, accepted, offered = emit.tokens, emit.accepted, emit.offered
+        self.tally.committed(now, len(tokens), accepted, offered, emit.cached, of_drafter)
+        self.trace.committed(len(tokens), accepted, offered)
+        details = None
+        if self.details is not None:
+            assert workers.target is not None
+            details = self.details.committed(now, workers.target, workers.draft, self.session.reopened)
+        return Committed(tokens, accepted, offered, emit.cached, emit.metadata, details)
+
+    def condemned(self, target: PeerId, deaths: int) -> None:
+        """Too many targets died of it; ``target`` was the last."""
+        self._note(EventKind.SESSION_CONDEMNED, f"was given up: {deaths} targets in a row died of it", target)
+
+    def contradicted(self) -> None:
+        """It broke one of its own rules, which is being raised."""
+        self.log.exception("its session contradicts itself")
+
+    def failed(self, error: GenerationError) -> None:
+        """It has no whole text."""
+        self.log.warning("failed (%s): %s", error.code, error.message)
+
+    def ended(self, why: FinishReason | GenerationError | None) -> None:
+        """It is over; None: it was given up."""
+        self.trace.ended(why)
+        for peer in self.session.quarantined:
+            reason = self.session.strikes[peer][-1]
+            self.log.warning("done with drafter %s: %s", peer, reason)
+            self._note(EventKind.DRAFTER_QUARANTINED, f"is done with {peer}: {reason}", peer)
+
+    def _note(self, kind: EventKind, text: str, worker: PeerId) -> None:
+        number = self.session.session
+        self.event_log.note(kind, f"session {number} {text}", worker, number, self.request)
+
+
 @dataclass(eq=False, slots=True)
 class RunningSession:
     """A session under way and what it has for its client."""
@@ -75,7 +243,7 @@ class RunningSession:
     observer: SessionObserver
     model: ServedModel | None
     blocks: tuple[int, ...]
-    """Of the prompt; see :mod:`router.sessions.prefixes`."""
+    """Of the prompt; see :mod:`router.sessions.choice`."""
     began: float
     """On the event loop's clock, in seconds."""
     items: asyncio.Queue[Committed | Ended | GenerationError] = field(default_factory=asyncio.Queue)
@@ -110,3 +278,61 @@ def session_of(number: SessionId, generation: Generation, limits: SessionLimits,
         generation.priority,
         replace(generation.request_options, request=generation.request_id, trace=traceparent),
     )
+
+
+class JoinedEnd(NamedTuple):
+    """A session as it is open at one worker."""
+
+    connection: WorkerConnection
+    epoch: int
+    welcome: Welcome | None
+
+    @property
+    def head(self) -> int:
+        """Fingerprint of the EAGLE head there; 0: none."""
+        return self.welcome.head if self.welcome is not None else 0
+
+
+class _Pair(NamedTuple):
+    target: JoinedEnd | None
+    draft: JoinedEnd | None
+
+    @property
+    def subscribes(self) -> bool:
+        """Whether features are wanted."""
+        return self.target is not None and self.draft is not None and self.draft.head != 0
+
+
+@dataclass(slots=True)
+class JoinedWorkers:
+    """The two workers of each session, joined: what one says of it is passed on to the other at once.
+
+    And the target is told whether the drafter it is joined to has an EAGLE head, for which it then sends features. No
+    drafter can ask for features of a session that is not open at it.
+    """
+
+    _pairs: dict[SessionId, _Pair] = field(default_factory=dict)
+
+    def join(
+        self, session: SessionId, target: JoinedEnd | None, draft: JoinedEnd | None
+    ) -> Iterator[tuple[WorkerConnection, Subscribe]]:
+        """From now on, have what these two say passed on to each other, and nobody else's word.
+
+        What has to be said to targets for that.
+        """
+        before, pair = self._pairs.pop(session, _Pair(None, None)), _Pair(target, draft)
+        for end in before:
+            if end is not None:
+                end.connection.routes.pop(session, None)
+        if target is not None or draft is not None:
+            self._pairs[session] = pair
+        if target is not None and draft is not None:
+            target.connection.routes[session] = Route(target.epoch, draft.connection, draft.epoch)
+            draft.connection.routes[session] = Route(draft.epoch, target.connection, target.epoch)
+        if pair == before or target is None:
+            return
+        if pair.subscribes and draft is not None and draft.welcome is not None:
+            # For another drafter too: what the target has kept of the text is sent again.
+            yield target.connection, Subscribe(session, target.epoch, draft.head, draft.welcome.features)
+        elif before.subscribes and before.target == target:
+            yield target.connection, Subscribe(session, target.epoch, 0)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from router.generation import ServedModel
 from router.sessions.event_log import LoggedEvent
-from router.sessions.recent import WINDOW_SECONDS
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Buckets, ModelCounts
+from router.sessions.tally import WINDOW_SECONDS, Buckets, ModelCounts
 from router.telemetry.cluster_shape import (
     Cluster,
     EventPart,

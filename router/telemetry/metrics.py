@@ -26,8 +26,7 @@ from prometheus_client.exposition import choose_encoder
 from router.limits import Account
 from router.sessions.snapshot import Snapshot
 from router.sessions.tally import Buckets, ModelCounts, RouterCounters
-from router.telemetry.families import counter, gauge, histogram
-from router.telemetry.worker_metrics import collect_for_pickers, collect_workers
+from router.telemetry.worker_metrics import collect_for_pickers, collect_workers, counter, gauge, histogram
 from speculation.events import Role
 
 PER_ROUTER = " Per router: add routers up."

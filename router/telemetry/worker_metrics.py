@@ -2,7 +2,7 @@
 
 Every router hears the same of a worker, with each of its heartbeats, and tells it on: take the maximum over routers
 before adding up workers. The exceptions say "per router". What a worker counts comes under names of its own
-(:mod:`target_service.counters`, :mod:`draft_service.counters`); :data:`COUNTERS` gives each its metric.
+(:mod:`target_service.counters`, :mod:`draft_service.sequence`); :data:`COUNTERS` gives each its metric.
 
 For the endpoint picker of an inference gateway, which takes a router and the targets behind it for one model server,
 there are three gauges more, under names of vLLM's (docs/plugin-metric-protocol.md of github.com/llm-d/llm-d-router).
@@ -11,16 +11,50 @@ there are three gauges more, under names of vLLM's (docs/plugin-metric-protocol.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.telemetry.families import counter, gauge
+from router.sessions.tally import Buckets
 from speculation.events import Role
 from speculation.messages import Source, SourceName, Welcome
 from speculation.trie import InsertResult
+
+PREFIX = "paceline_"
+K = TypeVar("K", bound=tuple[str, ...])
+"""The values of the labels, in the order of their names."""
+
+
+def gauge(name: str, about: str, labels: Sequence[str], values: Mapping[K, float], *, prefix: str = PREFIX) -> Metric:
+    """A family of gauges."""
+    family = GaugeMetricFamily(prefix + name, about, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, float(value))
+    return family
+
+
+def counter(name: str, about: str, labels: Sequence[str], values: Mapping[K, float]) -> Metric:
+    """A family of counters; its samples are named ``<name>_total``."""
+    family = CounterMetricFamily(PREFIX + name, about, labels=labels)
+    for label_values, value in values.items():
+        family.add_metric(label_values, float(value))
+    return family
+
+
+def histogram(name: str, about: str, labels: Sequence[str], values: Mapping[K, Buckets]) -> Metric:
+    """A family of histograms."""
+    family = HistogramMetricFamily(PREFIX + name, about, labels=labels)
+    for label_values, buckets in values.items():
+        bounds = [*map(str, buckets.bounds), "+Inf"]
+        cumulative = list(zip(bounds, accumulate(buckets.counts), strict=True))
+        family.add_metric(label_values, cumulative, buckets.total)
+    return family
+
 
 LABELS = ("model", "role", "worker")
 PER_WORKER = " Per worker: take the maximum of routers."

@@ -5,7 +5,7 @@ state, and where that may lead, is one table (:mod:`speculation.request.states`)
 events and their order:
 
 * Only a verification of the current target epoch commits, and only where it connects to what is committed
-  (:mod:`speculation.request.committed_text`). So a worker believed dead that speaks again is not heard.
+  (:mod:`speculation.request.record`). So a worker believed dead that speaks again is not heard.
 * After a loss or a doubt the session is opened again from its committed tokens, under a new epoch. Since every token
   is a function of (seed, position, prefix), the text goes on as it would have. How often, and for how long a target is
   looked for: :mod:`speculation.request.retry_state`.

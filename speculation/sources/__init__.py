@@ -2,5 +2,5 @@
 
 :mod:`lookup` and :mod:`suffix` copy what followed the same words before, :mod:`speculation.drafting.medusa` reads
 guesses off the target's own hidden states, :mod:`prediction` follows a text that the caller expects. :mod:`registry` is
-where others are added, :mod:`local_sources` what one session has of all of them.
+where others are added, and says what one session has of all of them.
 """

@@ -62,7 +62,7 @@ class Continuation:
 class PromptLookup:
     """The tokens of one session, indexed by what stands before each.
 
-    A :class:`speculation.sources.local_sources.LocalSource`.
+    A :class:`speculation.sources.registry.LocalSource`.
     """
 
     source = Source.LOOKUP

@@ -39,7 +39,7 @@ INDEXED = 64
 
 
 class PredictionSource:
-    """Where in its prediction a session's text is. A :class:`speculation.sources.local_sources.LocalSource`."""
+    """Where in its prediction a session's text is. A :class:`speculation.sources.registry.LocalSource`."""
 
     source = Source.PREDICTION
     depth = 48

@@ -25,9 +25,11 @@ A source of your own is one module, which targets are started with (``target.sou
 
     register(Again.source, Again)
 
-Everything else knows it by its name: what its drafts are worth is learned, what became of them is counted and told, and
-requests may ask for it or leave it out. It makes decoding faster or does nothing, never different: one that raises, or
-says what is no suggestion, is not asked again in that session (:attr:`Guarded.fault`).
+It reads what is committed and is asked once at every place, just before a step that could verify its drafts, so it
+should answer in microseconds. Everything else knows it by its name: what its drafts are worth is learned, what became
+of them is counted and told, and requests may ask for it or leave it out. It makes decoding faster or does nothing,
+never different: one that raises, or says what is no suggestion, is not asked again in that session
+(:attr:`Guarded.fault`).
 
 Names are few and never come from a request, so they can label metrics.
 """
@@ -36,11 +38,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from speculation.events import Own
 from speculation.messages import ANCHOR, Open, Source, SourceName, Token
-from speculation.sources.lookup import Continuation
+from speculation.sources.lookup import LONGEST, SHORTEST, Continuation, PromptLookup
+from speculation.sources.prediction import PredictionSource
 
 MAX_SOURCES = 32
 """That can be registered in one process."""
@@ -196,3 +200,20 @@ def _checked(suggestion: Suggestion, depth: int) -> Suggestion:
     if max(depths, default=0) > depth:
         raise SourceError(f"drafts {max(depths)} deep were proposed; asked for were at most {depth}")
     return suggestion
+
+
+@dataclass(frozen=True, slots=True)
+class LookupBounds:
+    """How many equal tokens make prompt lookup follow an earlier place."""
+
+    shortest: int = SHORTEST
+    longest: int = LONGEST
+    """Beyond so many the latest place is taken."""
+
+
+def local_sources(opened: Open, bounds: LookupBounds = LookupBounds()) -> list[LocalSource]:
+    """Those that a session can have by its text and its request alone."""
+    sources: list[LocalSource] = [PromptLookup(shortest=bounds.shortest, longest=bounds.longest)]
+    if opened.request_options.prediction:
+        sources.append(PredictionSource(opened.request_options.prediction, opened.prompt or len(opened.tokens)))
+    return [*sources, *made_for(opened)]

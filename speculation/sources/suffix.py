@@ -262,7 +262,7 @@ class SuffixStore:
 
 
 class SuffixLookup:
-    """One session's view of earlier outputs. A :class:`speculation.sources.local_sources.LocalSource`."""
+    """One session's view of earlier outputs. A :class:`speculation.sources.registry.LocalSource`."""
 
     source = Source.SUFFIX
     depth = 16

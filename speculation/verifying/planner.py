@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from speculation.messages import Open, Rule, Schedule, Token
-from speculation.sources.local_sources import LookupBounds, local_sources
-from speculation.sources.registry import LocalSource
+from speculation.sources.registry import LocalSource, LookupBounds, local_sources
 from speculation.trie import VerificationTree
 from speculation.verifying.budget import StepCost, choose, worth_waiting
 from speculation.verifying.payoff import SETTLE, Payoff

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from speculation.acceptance import AcceptanceResult, finish_at, walk
-from speculation.constraint import Constraint
 from speculation.messages import (
     ANCHOR,
     FinishReason,
@@ -26,9 +25,9 @@ from speculation.messages import (
     Token,
     Verification,
 )
-from speculation.sources.local_sources import local_sources
+from speculation.settings import Constraint
 from speculation.sources.lookup import confidence
-from speculation.sources.registry import Guarded, LocalSource, Suggestion
+from speculation.sources.registry import Guarded, LocalSource, Suggestion, local_sources
 from speculation.trie import InsertResult, Node, Placement, SpeculationTrie, TrieLimits, VerificationTree
 from speculation.verifying.calibration import Calibration
 from speculation.verifying.draft_latency import DraftLatencyEstimator, Miss

@@ -35,9 +35,8 @@ from speculation.drafting.state_drafts import NODES, StateDrafts
 from speculation.messages import ANCHOR, Open, Rule, Sampling, Schedule, Source
 from speculation.trie import VerificationTree
 from speculation.verifying.lookahead_policy import ThroughputEstimator
-from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
-from target_service.sequence import TargetSequence
+from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Fault, Verdict
 
 log = logging.getLogger(__name__)

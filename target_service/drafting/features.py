@@ -26,9 +26,8 @@ from speculation.acceptance import AcceptanceResult
 from speculation.drafting.state_drafts import StateDrafts
 from speculation.messages import Features, Open, Subscribe
 from speculation.trie import VerificationTree
-from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
-from target_service.sequence import TargetSequence
+from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Fault, Verdict
 from transport.worker import Outgoing
 

@@ -26,8 +26,7 @@ from speculation.drafting.medusa import HeadGuesses, likeliest
 from speculation.drafting.state_drafts import NODES, StateDrafts
 from speculation.messages import Open, Rule, Sampling, Schedule, Source
 from speculation.trie import VerificationTree
-from target_service.batch_entry import BatchEntry
-from target_service.sequence import TargetSequence
+from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Verdict
 
 log = logging.getLogger(__name__)

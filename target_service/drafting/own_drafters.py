@@ -11,13 +11,12 @@ from speculation.drafting.state_drafts import StateDrafts
 from speculation.messages import Open, Subscribe, Verification
 from speculation.trie import VerificationTree
 from speculation.verifying.planner import Planner
-from target_service.batch_entry import BatchEntry
 from target_service.counters import TargetCounters
 from target_service.drafting.draft_model import Drafter, DraftModel
 from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.features import FeatureSender
 from target_service.drafting.medusa import HeadDrafter
-from target_service.sequence import TargetSequence
+from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Verdict
 from transport.worker import Outgoing
 

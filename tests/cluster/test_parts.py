@@ -27,7 +27,7 @@ from cluster.ray.cluster import reason_in
 from cluster.ray.declaration import declaration
 from cluster.ray.parts import SETTINGS, known, options, outline
 from cluster.serve_app import build
-from router.sessions.standby import StandbyTargets
+from router.sessions.choice import StandbyTargets
 from speculation.events import Role
 
 

@@ -11,10 +11,11 @@ import pytest
 from starlette.types import Message
 
 from router.errors import ApiError
-from router.http import bodies
+from router.http import asgi
 from router.http.admission import AdmissionSettings
 from router.http.api import ApiSettings
-from router.http.bodies import BodyBudget, DrainRefused
+from router.http.asgi import DrainRefused
+from router.http.bodies import BodyBudget
 from router.limits import Allowance
 from tests.fakes import FakeGenerator
 from tests.http_server import serve
@@ -61,7 +62,7 @@ async def refused(parts: Iterator[bytes], headers: tuple[tuple[bytes, bytes], ..
 
 
 async def test_what_is_taken_of_a_refused_body_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_DRAINED_BYTES", 10_000)
+    monkeypatch.setattr(asgi, "MAX_DRAINED_BYTES", 10_000)
     parts = iter([b" " * 3000] * 100)
     start, answer, end = await refused(parts)
     assert start["status"] == 413
@@ -71,7 +72,7 @@ async def test_what_is_taken_of_a_refused_body_has_an_end(monkeypatch: pytest.Mo
 
 
 async def test_a_refused_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr(asgi, "DRAIN_SECONDS", 0.01)
     assert len(await refused(iter([b"{"]))) == 3
 
 

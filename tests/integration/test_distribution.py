@@ -29,8 +29,7 @@ from torch import Tensor
 
 from draft_service.lookahead import Lookahead
 from draft_service.translation.reading import OtherVocabulary
-from draft_service.translation.tokenizer import DraftTokenizer
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.cache.kv_cache import KVCache
 from engine.forward import StepInput
 from engine.model import Model

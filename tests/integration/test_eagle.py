@@ -38,9 +38,8 @@ from speculation.messages import (
 )
 from speculation.trie import VerificationTree
 from target_service import scheduler
-from target_service.batch_entry import BatchEntry
 from target_service.drafting import eagle
-from target_service.sequence import TargetSequence
+from target_service.sequence import BatchEntry, TargetSequence
 from target_service.verdicts import Verdict
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.bundled import MODELS, held_out_prompts

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from router.http.api import build_app
-from router.schema.field_table import ROWS, FieldRow, FieldSupport
+from router.http.describe import ROWS, FieldRow, FieldSupport
 from router.schema.request_schema import Kind
 from router.text.tokenizers import Tokenizers
 from tests import stack

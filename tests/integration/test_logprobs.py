@@ -33,7 +33,7 @@ from speculation.messages import (
     Verification,
     Welcome,
 )
-from target_service import validation
+from target_service import sequence
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
 from tests.unit.engine.engine_models import Stock, load_tiny, save_model
@@ -246,7 +246,7 @@ def test_a_preempted_prompt_is_told_of_once(engine: Engine, stock: Stock, monkey
 
 
 def test_more_than_fits_into_a_message_is_refused(loop: VerifyLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "MAX_PROMPT_LOGPROBS", 99)
+    monkeypatch.setattr(sequence, "MAX_PROMPT_LOGPROBS", 99)
     refused = loop.receive(LINK, opening(1, range(20), Sampling(), request_options=RequestOptions(prompt_logprobs=4)))
     ((_, message),) = refused
     assert isinstance(message, Refused)

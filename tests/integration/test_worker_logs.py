@@ -11,7 +11,7 @@ from cluster.processes.logs import JsonFormatter, TextFormatter
 from router.generation import Generation
 from speculation.messages import Sampling, SessionId
 from tests.stack import dispatcher, draft_worker, held_out_prompts, target_worker
-from transport.session_log import SessionLog
+from transport.tracing import SessionLog
 
 
 async def test_lines_about_a_session_name_its_request(caplog: pytest.LogCaptureFixture) -> None:

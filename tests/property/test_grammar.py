@@ -28,8 +28,8 @@ from engine.shaping.grammar import (
     MaskBudget,
     Vocabulary,
 )
-from speculation.constraint import MAX_GRAMMAR_BYTES
 from speculation.messages import Limits, Open, RequestOptions, Sampling, SessionId, Token
+from speculation.settings import MAX_GRAMMAR_BYTES
 from tests.grammars import STOP, json_grammar, random_schema, regex, save_tokenizer
 
 PATTERNS = ("(foo|foobar|fo)+ ba{2,5}z( the quick brown fox)?", "[ab]{1,9}", "x*y*é?z", "yes|no|no way")

@@ -26,8 +26,7 @@ from draft_service.lookahead import Lookahead
 from draft_service.staged_drafting import Guesser, StagedDrafting
 from draft_service.staged_drafting import Lookup as LookupGuesses
 from draft_service.translation.reading import OtherVocabulary
-from draft_service.translation.tokenizer import DraftTokenizer
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.cache.kv_cache import KVCache
 from engine.loading.loader import load
 from engine.medusa import MedusaHeads

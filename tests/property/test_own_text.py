@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from draft_service.translation.own_text import LOOKBACK, OwnText
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import SharedVocabulary
 from speculation.messages import Token
 from tests.other_tokenizers import OWN, TEXTS, shared
 

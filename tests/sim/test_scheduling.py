@@ -15,7 +15,7 @@ from statistics import fmean
 import pytest
 
 from target_service.scheduler import HEAD_START, MIN_PREFILL, Budget, Rank, ScheduledStep, Scheduler, Share, rank
-from target_service.step_time import StepTime
+from target_service.step_account import StepTime
 
 BLOCK = 16
 

@@ -13,11 +13,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models
 
-from draft_service.translation.overlap import Overlap, check
 from draft_service.translation.reading import OtherVocabulary
-from draft_service.translation.tokenizer import DraftTokenizer
-from draft_service.translation.translation import read_vocabularies
-from draft_service.translation.vocabulary import SharedVocabulary
+from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
+from draft_service.translation.translation import Overlap, check, read_vocabularies
 from engine.loading.loader import load
 from engine.model import Model, ModelError
 from tests.bundled import MODELS

@@ -13,9 +13,9 @@ import uvloop
 
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Ended, Generation, GenerationError
+from router.sessions.choice import StandbyTargets
 from router.sessions.pool import Peer
 from router.sessions.run import session_of
-from router.sessions.standby import StandbyTargets
 from speculation import digest as digests
 from speculation.events import Fail, PeerId, Placed, PoisonRequest, Role, Start, Tick
 from speculation.messages import (

@@ -20,7 +20,7 @@ from target_service.scheduler import (
     rank,
     share,
 )
-from target_service.step_time import StepTime
+from target_service.step_account import StepTime
 
 BUDGET = Budget(tokens=200, drafts_per_session=8, verify=16)
 DECODES = Demand(1)

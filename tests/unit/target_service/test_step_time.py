@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from target_service.step_time import STUCK_SECONDS, STUCK_TIMES, LongestStep
+from target_service.step_account import STUCK_SECONDS, STUCK_TIMES, LongestStep
 
 
 def test_nothing_is_said_of_steps_before_one_was_measured() -> None:

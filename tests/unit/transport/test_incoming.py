@@ -30,8 +30,7 @@ from transport.codec import (
 from transport.codec_parts import encode_loading
 from transport.incoming import HEARD_PER_MALFORMED, MAX_MALFORMED, READ_AT_ONCE, Incoming, Route
 from transport.outbox import MAX_FRAME_ENTRIES
-from transport.relayed import _varint, heading
-from transport.wire import MAX_PLAIN_BYTES, AskedLogprobs
+from transport.wire import MAX_PLAIN_BYTES, AskedLogprobs, _varint, heading
 
 ONE, TWO = SessionId(1), SessionId(2)
 HERE, THERE = 5, 7

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.processes.logs import JsonFormatter, TextFormatter, add_flags, set_up
 from speculation.messages import SessionId
-from transport.session_log import SessionLog
+from transport.tracing import SessionLog
 
 log = logging.getLogger("router.test")
 

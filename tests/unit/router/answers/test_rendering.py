@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from router.answers import responses
 from router.answers.choice_reader import TextChunk
-from router.answers.rendering import MAX_HELD_BYTES, events
-from router.answers.responses import Envelope, Usage
+from router.answers.responses import MAX_HELD_BYTES, Envelope, Usage, events
 from router.generation import GenerationError
 from router.schema.request_schema import Kind
 from router.text.text import Piece

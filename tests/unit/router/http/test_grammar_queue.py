@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from router.errors import ApiError
-from router.http.grammar_queue import SHARE, TRIAL_SECONDS_PER_MINUTE, GrammarQueue
+from router.http.request_reader import SHARE, TRIAL_SECONDS_PER_MINUTE, GrammarQueue
 from router.text.grammar_checker import trial_seconds
 
 PATIENCE = 30.0

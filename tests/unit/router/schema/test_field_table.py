@@ -12,9 +12,8 @@ import pytest
 
 from router.errors import CODES, ApiError
 from router.generation import ServedModel
-from router.http.describe import document
+from router.http.describe import ROWS, FieldRow, FieldSupport, document
 from router.http.openapi import description
-from router.schema.field_table import ROWS, FieldRow, FieldSupport
 from router.schema.request_schema import Kind
 from router.schema.requests import ApiRequest, ModelEntry
 from speculation.messages import Sampling

@@ -7,9 +7,18 @@ from random import Random
 
 import pytest
 
-from router.sessions.choice import SESSIONS, WantedWorker, WorkerCandidate, choose_drafter, choose_target
-from router.sessions.prefixes import BLOCK, REMEMBERED_BLOCKS, Prefixes, blocks_of
-from router.sessions.record import PRIOR, AcceptanceRecord
+from router.sessions.acceptance import PRIOR, AcceptanceRecord
+from router.sessions.choice import (
+    BLOCK,
+    REMEMBERED_BLOCKS,
+    SESSIONS,
+    Prefixes,
+    WantedWorker,
+    WorkerCandidate,
+    blocks_of,
+    choose_drafter,
+    choose_target,
+)
 from router.sessions.run import OpenSessions
 from speculation.events import PeerId
 from speculation.messages import Load, SessionId, Welcome

@@ -13,17 +13,16 @@ import pytest
 from router.answers.responses import encode
 from router.generation import ServedModel
 from router.sessions.event_log import LOOK_BACK, MAX_EVENTS, EventKind, EventLog, LoggedEvent
-from router.sessions.observer import NullTracer, SessionObserver
 from router.sessions.pool import Peer, PoolEvents, WorkerPool
-from router.sessions.recent import WINDOW_SECONDS, Recent
+from router.sessions.run import NullTracer, SessionObserver
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
-from router.sessions.tally import Buckets, RouterCounters
+from router.sessions.tally import WINDOW_SECONDS, Buckets, Recent, RouterCounters
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics
 from speculation.events import Lost, PeerId, Placed, Role, Start
 from speculation.messages import Limits, Load, Open, Sampling, SessionId, Welcome
 from speculation.request.session import Session
-from transport.session_log import SessionLog
+from transport.tracing import SessionLog
 
 TARGET, DRAFT = PeerId("target@10.0.0.1:7001"), PeerId("draft@10.0.0.2:7002")
 WELCOME = Welcome("target", "m", 290, 256, instance="i1", dtype="float32", revision=0xABC, started=900.0)

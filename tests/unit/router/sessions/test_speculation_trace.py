@@ -1,6 +1,6 @@
 """What is kept of the proposals that pass through a router."""
 
-from router.sessions.speculation_trace import MAX_NUMBERS, MAX_TOKENS, SpeculationTrace
+from router.sessions.run import MAX_NUMBERS, MAX_TOKENS, SpeculationTrace
 from speculation import digest as digests
 from speculation.events import PeerId
 from speculation.messages import ANCHOR, Proposal, SessionId

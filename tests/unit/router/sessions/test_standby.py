@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.sessions.standby import KnownTarget, StandbyTargets, idle_targets
+from router.sessions.choice import KnownTarget, StandbyTargets, idle_targets
 from speculation.events import PeerId
 from speculation.messages import Welcome
 

@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 from prometheus_client.parser import text_string_to_metric_families
 
-from draft_service.counters import DraftCounters
+from draft_service.sequence import DraftCounters
 from router.answers.choice_reader import TextChunk
 from router.errors import code_of
 from router.generation import GenerationError
-from router.sessions.acceptance_watch import AcceptanceWatch, WatchLimits
+from router.sessions.acceptance import AcceptanceWatch, WatchLimits
 from router.sessions.snapshot import Snapshot, WorkerState, WorkerView
 from router.sessions.tally import Buckets, RouterCounters
 from router.telemetry.metrics import UNREADABLE, RouterMetrics

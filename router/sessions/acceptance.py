@@ -1,4 +1,4 @@
-"""Notices when drafts that used to be accepted no longer are.
+"""What became of drafts: which share targets keep, and whether drafts that used to be accepted no longer are.
 
 For each pair of a target and a draft worker the draft tokens offered are counted in blocks; a block's acceptance is
 compared with the pair's long-run value. Acceptance has collapsed when a block falls below a fraction of that value, or
@@ -12,7 +12,7 @@ What the target finds itself (prompt lookup, a caller's prediction) does not cou
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class WatchedPair:
 
 
 class AcceptanceWatch:
-    """All pairs of one router."""
+    """Notices a collapse, of all pairs of one router."""
 
     def __init__(self, limits: WatchLimits = WatchLimits()) -> None:
         """Nothing was offered yet."""
@@ -103,3 +103,65 @@ class AcceptanceWatch:
             pair.collapsed = False
             log.info("acceptance of drafts from %s at %s is no longer unusual: %.3f", draft, target, rate)
         pair.usual = rate if pair.usual is None else pair.usual + (rate - pair.usual) / limits.memory
+
+
+REMEMBERED = 4096.0
+"""Drafts that count; each one more pushes the older ones out by as much."""
+PRIOR, PRIOR_DRAFTS = 0.6, 64.0
+"""What is expected of a pair of which nothing is known, and how many drafts that is worth. Rather much: a drafter that
+was never tried should be."""
+PAIR_DRAFTS = 256.0
+"""How many drafts of its own outweigh what is known of a drafter's model."""
+
+
+@dataclass(slots=True)
+class _Share:
+    kept: float = 0.0
+    offered: float = 0.0
+
+    def add(self, kept: int, offered: int) -> None:
+        old = max(1.0 - offered / REMEMBERED, 0.0)
+        self.kept, self.offered = self.kept * old + kept, self.offered * old + offered
+
+    def expected(self, prior: float, weight: float) -> float:
+        return (self.kept + prior * weight) / (self.offered + weight)
+
+
+class AcceptanceRecord:
+    """The share of drafts that targets kept, by pair of models and by drafter, the recent counting most."""
+
+    def __init__(self) -> None:
+        """Nothing was drafted yet."""
+        self._pairs: defaultdict[tuple[str, str], _Share] = defaultdict(_Share)
+        self._drafters: defaultdict[tuple[str, PeerId], _Share] = defaultdict(_Share)
+        self._targets: defaultdict[PeerId, _Share] = defaultdict(_Share)
+
+    def add(
+        self, target: PeerId, target_model: str, drafter: PeerId, draft_model: str, kept: int, offered: int
+    ) -> None:
+        """So many drafts of a drafter were offered to a target in a step, and so many of them kept."""
+        self._pairs[target_model, draft_model].add(kept, offered)
+        self._drafters[target_model, drafter].add(kept, offered)
+        self._targets[target].add(kept, offered)
+
+    def expected(self, target_model: str, draft_model: str, drafter: PeerId) -> float:
+        """The share of this drafter's drafts that will be kept: from its own, and for lack of them from its pair's."""
+        pair = self._pairs.get((target_model, draft_model), _Share()).expected(PRIOR, PRIOR_DRAFTS)
+        return self._drafters.get((target_model, drafter), _Share()).expected(pair, PAIR_DRAFTS)
+
+    def measured(self) -> dict[PeerId, float]:
+        """The share of drafters' drafts that were kept, of every worker that some were offered of or to.
+
+        A target and a drafter that have only each other have the same.
+        """
+        sums: defaultdict[PeerId, _Share] = defaultdict(_Share, self._targets)
+        for (_, drafter), share in self._drafters.items():
+            sums[drafter].kept += share.kept
+            sums[drafter].offered += share.offered
+        return {worker: total.kept / total.offered for worker, total in sums.items() if total.offered}
+
+    def forget(self, worker: PeerId) -> None:
+        """It has left."""
+        self._targets.pop(worker, None)
+        for key in [key for key in self._drafters if key[1] == worker]:
+            del self._drafters[key]
