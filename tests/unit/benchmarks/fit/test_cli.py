@@ -5,7 +5,7 @@ import pytest
 from benchmarks.fit import main as fit
 from benchmarks.fit.settings import FitError, Way
 from cluster.cli import main
-from draft_service.translation import vocabulary
+from draft_service.translation import tokenizer
 from speculation.messages import Source
 from tests.bundled import MODELS, with_other_vocabulary
 
@@ -60,7 +60,7 @@ def test_a_draft_with_another_tokenizer_is_like_any_other(other, started):
 def test_one_that_shares_too_little_is_refused_as_its_worker_would_before_anything_is_served(
     other, monkeypatch, capsys
 ):
-    monkeypatch.setattr(vocabulary, "MIN_SHARED", 1.01)
+    monkeypatch.setattr(tokenizer, "MIN_SHARED", 1.01)
     monkeypatch.setattr(fit, "watch", lambda *_: pytest.fail("a worker would have been started"))
     assert main(["fit", "--draft", other]) == 2
     said = capsys.readouterr().err
