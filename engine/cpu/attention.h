@@ -93,15 +93,17 @@ struct Attention {
   float* out;  // [T, Q * E]
 };
 
-// Memory of one thread, for some key heads of a group of rows.
+// Memory of one thread, for some key heads of a group of rows and a split of positions.
 struct Workspace {
-  std::vector<float> copies;                // keys, then values as float32: [head][COPIES][E]
-  std::vector<const float*> keys, values;   // where they are: [head][PLACES]
-  std::vector<float> scores, sums, totals, maxima, part;  // of each query head: [SPLIT], [E], one, one, and one [E]
+  std::vector<size_t> at;                  // where in the cache each position is, of the first of the heads
+  std::vector<float> keys;                 // of each head by columns: [SPLIT / WIDTH][E][WIDTH]
+  std::vector<float> copies;               // of each head the values as float32: [COPIES][E]
+  std::vector<const float*> values;        // of each head where they are: [SPLIT]
+  std::vector<const float*> queries;       // of each head
+  std::vector<float> scores, sums, totals, maxima, part;  // of each query: [SPLIT], [E], one, one, and one [E]
 };
 
-constexpr int PLACES = SPLIT + WIDTH;  // of a head: positions of a split, filled up to whole vectors
-constexpr int COPIES = 2 * SPLIT;      // what rows share, and what one has of its own
+constexpr int COPIES = 2 * SPLIT;  // what rows share, and what one has of its own
 
 // Where the page table of a row's sequence says that a position is.
 inline int paged_slot(const Rows& rows, int row, int position) {
@@ -112,8 +114,8 @@ inline int slot_of(const Rows& rows, int row, int position) {
   return paged_slot(rows, row, position);
 }
 
-// Where a key (or value) is as float32: in the cache itself, or written out to `copy`.
-inline const float* widened_at(const void* cache, size_t at, int size, bool half, float* copy) {
+// Where a value is as float32: in the cache itself, or written out to `copy`.
+inline const float* value_at(const void* cache, size_t at, int size, bool half, float* copy) {
   if (!half) return static_cast<const float*>(cache) + at;
   const uint16_t* source = static_cast<const uint16_t*>(cache) + at;
   for (int i = 0; i < size; i += WIDTH) store(copy + i, widened(source + i));
@@ -127,15 +129,51 @@ inline void fetch(const void* cache, size_t at, int size, bool half) {
   for (size_t byte = 0; byte < size * bytes; byte += 64) _mm_prefetch(line + byte, _MM_HINT_T0);
 }
 
-// Scores of one query and WIDTH keys. Every product is added up in the same order, whichever of the keys it is.
-inline void scores_of(const float* query, const float* const* keys, int size, float scale, float* out) {
-  Vec acc[WIDTH];
-  for (int j = 0; j < WIDTH; ++j) acc[j] = zero();
+inline Vec widened_at(const void* cache, size_t at, bool half) {
+  return half ? widened(static_cast<const uint16_t*>(cache) + at) : load(static_cast<const float*>(cache) + at);
+}
+
+// Keys at WIDTH places of the cache by columns: [size][WIDTH].
+inline void to_columns(const void* cache, const size_t* at, size_t head, int size, bool half, float* columns) {
   for (int i = 0; i < size; i += WIDTH) {
-    const Vec q = load(query + i);
-    for (int j = 0; j < WIDTH; ++j) acc[j] = fma(q, load(keys[j] + i), acc[j]);
+    Vec rows[WIDTH];
+    for (int j = 0; j < WIDTH; ++j) rows[j] = widened_at(cache, at[j] + head + i, half);
+    transpose(rows);
+    for (int j = 0; j < WIDTH; ++j) store(columns + (i + j) * WIDTH, rows[j]);
   }
-  store(out, sums_of(acc) * all(scale));
+}
+
+// out [R][SPLIT] = scores of R queries and B times WIDTH keys, whose products are added up from the first to the last.
+template <int R, int B>
+inline void score_part(const float* const* queries, const float* columns, int size, float scale, float* out) {
+  Vec acc[R][B];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) acc[r][b] = zero();
+  for (int i = 0; i < size; ++i) {
+    Vec key[B];
+    for (int b = 0; b < B; ++b) key[b] = load(columns + ((size_t)b * size + i) * WIDTH);
+    for (int r = 0; r < R; ++r) {
+      const Vec query = all(queries[r][i]);
+      for (int b = 0; b < B; ++b) acc[r][b] = fma(query, key[b], acc[r][b]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) store(out + r * SPLIT + b * WIDTH, acc[r][b] * all(scale));
+}
+template <int R>
+inline void score(const float* const* queries, const float* columns, int blocks, int size, float scale, float* out) {
+  constexpr int MOST = WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
+  int b = 0;
+  for (; b + MOST <= blocks; b += MOST)
+    score_part<R, MOST>(queries, columns + (size_t)b * size * WIDTH, size, scale, out + b * WIDTH);
+  for (; b < blocks; ++b) score_part<R, 1>(queries, columns + (size_t)b * size * WIDTH, size, scale, out + b * WIDTH);
+}
+inline void score_all(const float* const* queries, int count, const float* columns, int blocks, int size, float scale,
+                      float* out) {
+  int q = 0;
+  for (; q + 4 <= count; q += 4) score<4>(queries + q, columns, blocks, size, scale, out + q * SPLIT);
+  if (q + 2 <= count) score<2>(queries + q, columns, blocks, size, scale, out + q * SPLIT), q += 2;
+  if (q < count) score<1>(queries + q, columns, blocks, size, scale, out + q * SPLIT);
 }
 
 // out [R][size] = sums over keys of weights [R][SPLIT] * values, from the first to the last.
@@ -212,77 +250,86 @@ inline int heads_together(const Stack& s, int leaders, int threads) {
 // Key heads `from` to `to` for the rows that read common keys together, the first of which is `first`.
 inline void attend(const Attention& a, int first, int from, int to, Workspace& space) {
   const Stack& s = a.stack;
-  const int size = s.head_size, per_key = s.query_heads / s.key_heads, members = a.rows.group[first];
+  const int size = s.head_size, per_key = s.query_heads / s.key_heads, members = a.rows.group[first], heads = to - from;
   const int queries = members * per_key, common = std::max(a.rows.common[first], a.rows.reach[first]);
-  const size_t of_head = (size_t)COPIES * size, of_all = of_head * (to - from);
+  const size_t of_head = (size_t)COPIES * size, columns_of_head = (size_t)SPLIT * size;
   const auto room = [](auto& memory, size_t count) {
     if (memory.size() < count) memory.resize(count);
   };
-  if (s.half) room(space.copies, 2 * of_all);
-  room(space.keys, (size_t)(to - from) * PLACES);
-  room(space.values, (size_t)(to - from) * PLACES);
-  room(space.scores, (size_t)(to - from) * queries * SPLIT);
-  space.sums.assign((size_t)(to - from) * queries * size, 0.0f);
-  space.totals.assign((to - from) * queries, 0.0f);
-  space.maxima.assign((to - from) * queries, LOWEST);
-  room(space.part, (size_t)per_key * size);
+  room(space.at, SPLIT);
+  room(space.keys, heads * columns_of_head);
+  if (s.half) room(space.copies, heads * of_head);
+  room(space.values, (size_t)heads * SPLIT);
+  room(space.scores, (size_t)heads * queries * SPLIT);
+  space.sums.assign((size_t)heads * queries * size, 0.0f);
+  space.totals.assign(heads * queries, 0.0f);
+  space.maxima.assign(heads * queries, LOWEST);
+  room(space.part, 4 * (size_t)size);
+  space.queries.clear();
+  for (int h = from; h < to; ++h)
+    for (int q = 0; q < queries; ++q)
+      space.queries.push_back(a.query + (size_t)(first + q / per_key) * a.stride +
+                              (size_t)(h * per_key + q % per_key) * size);
   int longest = 0, nearest_start = std::numeric_limits<int>::max();
   for (int m = 0; m < members; ++m) {
     const int seen = a.rows.keys[first + m];
     longest = std::max(longest, seen);
     nearest_start = std::min(nearest_start, a.layer.window ? std::max(0, seen - a.layer.window) : 0);
   }
-  const auto query_of = [&](int head, int q) {
-    return a.query + (size_t)(first + q / per_key) * a.stride + (size_t)(head * per_key + q % per_key) * size;
-  };
+  const auto padded = [](int count) { return (count + WIDTH - 1) / WIDTH * WIDTH; };
   for (int start = nearest_start / SPLIT * SPLIT; start < longest; start += SPLIT) {
-    // The keys and values of positions [begin, end) of this split, whose slots are `slots`, are where copies begin.
+    // Find positions [begin, end) of this split, whose slots are slot(position); copies of them begin at `copy`.
     const auto place = [&](int begin, int end, int copy, auto&& slot) {
       const auto where = [&](int i) { return ((size_t)slot(start + i) * s.key_heads + from) * size; };
-      for (int i = begin; i < end; ++i) {
-        const size_t at = where(i);
-        if (i + SOON < end) {
-          const size_t next = where(i + SOON);
-          fetch(a.layer.keys, next, (to - from) * size, s.half);
-          fetch(a.layer.values, next, (to - from) * size, s.half);
-        }
-        for (int h = 0; h < to - from; ++h) {
-          float* memory = space.copies.data() + h * of_head + (size_t)(copy + i) * size;
-          const size_t own = at + (size_t)h * size;
-          space.keys[h * PLACES + i] = widened_at(a.layer.keys, own, size, s.half, memory);
-          space.values[h * PLACES + i] = widened_at(a.layer.values, own, size, s.half, memory + of_all);
-        }
+      for (int i = begin; i < std::min(begin + SOON, end); ++i) {
+        space.at[i] = where(i);
+        fetch(a.layer.keys, space.at[i], heads * size, s.half);
+        fetch(a.layer.values, space.at[i], heads * size, s.half);
       }
+      for (int i = begin; i < end; ++i) {
+        if (i + SOON < end) {
+          space.at[i + SOON] = where(i + SOON);
+          fetch(a.layer.keys, space.at[i + SOON], heads * size, s.half);
+          fetch(a.layer.values, space.at[i + SOON], heads * size, s.half);
+        }
+        for (int h = 0; h < heads; ++h)
+          space.values[h * SPLIT + i] = value_at(a.layer.values, space.at[i] + (size_t)h * size, size, s.half,
+                                                 space.copies.data() + h * of_head + (size_t)(copy + i) * size);
+      }
+      for (int i = end; i < padded(end); ++i) space.at[i] = space.at[0];
+    };
+    const auto turn = [&](int h, int begin, int end) {
+      for (int i = begin; i < end; i += WIDTH)
+        to_columns(a.layer.keys, &space.at[i], (size_t)h * size, size, s.half,
+                   &space.keys[h * columns_of_head + (size_t)i * size]);
     };
     const int shared = std::clamp(common - start, 0, SPLIT);
     place(0, shared, 0, [&](int position) { return paged_slot(a.rows, first, position); });
-    const int together = shared / WIDTH * WIDTH;  // scored for all rows while the keys are near
-    for (int h = 0; h < to - from; ++h)
-      for (int i = 0; i < together; i += WIDTH)
-        for (int q = 0; q < queries; ++q)
-          scores_of(query_of(from + h, q), &space.keys[h * PLACES + i], size, a.layer.scaling,
-                    &space.scores[((size_t)h * queries + q) * SPLIT + i]);
+    // Scored for all rows while the keys are near; where some have keys of their own, up to the last whole vector.
+    const int together = longest - start > shared ? shared / WIDTH * WIDTH : padded(shared);
+    for (int h = 0; h < heads; ++h) {
+      turn(h, 0, together);
+      score_all(&space.queries[h * queries], queries, &space.keys[h * columns_of_head], together / WIDTH, size,
+                a.layer.scaling, &space.scores[(size_t)h * queries * SPLIT]);
+    }
     for (int m = 0; m < members; ++m) {
-      const int row = first + m, seen = a.rows.keys[row];
-      const int count = std::min(seen - start, SPLIT), padded = (count + WIDTH - 1) / WIDTH * WIDTH;
+      const int row = first + m, seen = a.rows.keys[row], count = std::min(seen - start, SPLIT);
       const int hidden = a.layer.window ? std::clamp(seen - a.layer.window - start, 0, SPLIT) : 0;
       if (count <= hidden) continue;
-      place(shared, count, SPLIT, [&](int position) { return slot_of(a.rows, row, position); });
-      for (int h = 0; h < to - from; ++h) {
-        const float** keys = &space.keys[h * PLACES];
-        const float* const* values = &space.values[h * PLACES];
-        for (int i = std::max(count, shared); i < padded; ++i) keys[i] = keys[0];
-        const size_t q0 = (size_t)h * queries + m * per_key;
-        for (int g = 0; g < per_key; ++g) {
-          float* scores = &space.scores[(q0 + g) * SPLIT];
-          for (int i = together; i < count; i += WIDTH)
-            scores_of(query_of(from + h, m * per_key + g), keys + i, size, a.layer.scaling, scores + i);
+      if (count > shared)
+        place(shared, count, SPLIT, [&](int position) { return slot_of(a.rows, row, position); });
+      for (int h = 0; h < heads; ++h) {
+        const size_t q = (size_t)h * queries + m * per_key;
+        if (count > together) {
+          turn(h, together, padded(count));
+          score_all(&space.queries[q], per_key, &space.keys[h * columns_of_head + (size_t)together * size],
+                    (padded(count) - together) / WIDTH, size, a.layer.scaling, &space.scores[q * SPLIT + together]);
         }
-        softmax_and_weigh(space, q0, per_key, values, hidden, count, size);
+        softmax_and_weigh(space, q, per_key, &space.values[h * SPLIT], hidden, count, size);
       }
     }
   }
-  for (int h = 0; h < to - from; ++h)
+  for (int h = 0; h < heads; ++h)
     for (int q = 0; q < queries; ++q) {
       const int row = first + q / per_key;
       float* out = a.out + ((size_t)row * s.query_heads + (from + h) * per_key + q % per_key) * size;

@@ -97,26 +97,40 @@ inline float sum(Vec v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// The sum of all lanes of each of WIDTH vectors: every one of them is added up in the same order.
-inline Vec sums_of(const Vec (&v)[WIDTH]) {
+// WIDTH vectors as the columns of what were rows.
+inline void transpose(Vec (&v)[WIDTH]) {
 #ifdef __AVX512F__
-  Vec two[8], four[4], eight[2];  // how many numbers each lane of them adds up
-  for (int i = 0; i < 8; ++i)
-    two[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) + _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(two[2 * i]), b = _mm512_castps_pd(two[2 * i + 1]);
-    four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  Vec a[16];
+  for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), a[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + 2 + j]);
+      v[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      v[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 4; ++j) {
+      a[i + j] = _mm512_shuffle_f32x4(v[i + j], v[i + 4 + j], 0x88);
+      a[i + 4 + j] = _mm512_shuffle_f32x4(v[i + j], v[i + 4 + j], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    v[j] = _mm512_shuffle_f32x4(a[j], a[8 + j], 0x88);
+    v[8 + j] = _mm512_shuffle_f32x4(a[j], a[8 + j], 0xdd);
   }
-  for (int i = 0; i < 2; ++i)
-    eight[i] = _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x88) +
-               _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd);
-  return _mm512_shuffle_f32x4(eight[0], eight[1], 0x88) + _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd);
 #else
-  const Vec a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-  const Vec b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-  const __m128 low = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  const __m128 high = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
-  return _mm256_set_m128(high, low);
+  Vec a[8];
+  for (int i = 0; i < 8; i += 2) a[i] = _mm256_unpacklo_ps(v[i], v[i + 1]), a[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m256d low = _mm256_castps_pd(a[i + j]), high = _mm256_castps_pd(a[i + 2 + j]);
+      v[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+      v[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+    }
+  for (int j = 0; j < 4; ++j) {
+    a[j] = _mm256_permute2f128_ps(v[j], v[4 + j], 0x20);
+    a[4 + j] = _mm256_permute2f128_ps(v[j], v[4 + j], 0x31);
+  }
+  for (int j = 0; j < 8; ++j) v[j] = a[j];
 #endif
 }
 
