@@ -139,7 +139,7 @@ async def test_contenders_take_turns_with_the_same_requests() -> None:
     for name, requests in (("a", first), ("b", first), ("b", second), ("a", second)):
         expected += [(name, *request) for request in requests]
     assert asked == expected
-    assert [(turn.variant.name, turn.round) for turn in log.turns] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+    assert [(turn.contender.name, turn.round) for turn in log.turns] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
 
 async def test_latencies_are_at_least_what_the_server_took() -> None:
