@@ -130,7 +130,7 @@ def test_a_worker_that_reserves_a_gpu_ends_where_there_is_none(tmp_path) -> None
     settings = tmp_path / "paceline.yaml"
     settings.write_text("target: {gpus: 1}\n")
     done = run("worker", "target", "--config", str(settings), "--listen", f"127.0.0.1:{free_port()}")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "device 'cuda' cannot be used here: " in done.stderr
 
 
