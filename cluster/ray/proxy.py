@@ -38,7 +38,7 @@ _unrouted: set[str] = set()
 """The ids of requests that no router has taken yet."""
 
 
-class RouterChoice(PowerOfTwoChoicesRequestRouter):  # Serve's own has no types
+class RouterChoice(PowerOfTwoChoicesRequestRouter):
     """Serve's own choice of a replica, which tells what it knows."""
 
     def initialize_state(self, **_settings: object) -> None:

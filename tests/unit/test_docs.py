@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.scenarios import scenarios
+from benchmarks.chaos.settings import ChaosOptions
 from cluster.cli import COMMANDS, _parsers, from_outside
 from cluster.config.environment import CHECKOUT
 from protos.paceline.v1 import worker_pb2
@@ -57,15 +59,17 @@ def commands(page: Path) -> list[str]:
     return found
 
 
-def test_every_row_about_threats_names_tests_that_are_there():
-    page = text_of(DOCS / "security.md")
-    rows = [
-        line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| door |", "| it tries"))
-    ]
+@pytest.mark.parametrize("name", ["faults.md", "security.md"])
+def test_every_row_about_threats_and_faults_names_tests_that_are_there(name):
+    page = text_of(DOCS / name)
+    heads = ("| door |", "| it tries", "| what goes wrong |")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(heads)]
     assert len(rows) > 20
+    played = {row.name for row in scenarios(ChaosOptions())}
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
         assert named, row
+        assert played.issuperset(re.findall(r"row `([\w-]+)`", row)), row
         for path, test in named:
             assert re.search(rf"^(async )?def {test}\(", text_of(CHECKOUT / path), re.MULTILINE), (
                 f"{path} has no {test}"

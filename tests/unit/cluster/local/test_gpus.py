@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from cluster.config.config import Config, Override, from_mapping, load
 from cluster.config.serving import SHARED_GPU, draft_settings, shared_drafter, target_settings
@@ -12,6 +13,8 @@ from cluster.local import gpus
 from cluster.local.gpus import Turns, divided, placed
 from draft_service.service import DraftSettings
 from engine.settings import EngineSettings
+from tests.cluster.processes import run
+from tests.ports import free_port
 
 
 def configured(**settings: object) -> Config:
@@ -119,6 +122,16 @@ def test_who_reserves_a_gpu_must_have_one(settings: dict[str, object], target: s
     config = configured(**settings)
     assert target_settings(config).engine.device == target
     assert draft_settings(config).engine.device == draft
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_worker_that_reserves_a_gpu_ends_where_there_is_none(tmp_path) -> None:
+    """It says why, and does not compute on the CPU, a hundred times slower than anybody expects."""
+    settings = tmp_path / "paceline.yaml"
+    settings.write_text("target: {gpus: 1}\n")
+    done = run("worker", "target", "--config", str(settings), "--listen", f"127.0.0.1:{free_port()}")
+    assert done.returncode == 2
+    assert "device 'cuda' cannot be used here: " in done.stderr
 
 
 def test_a_drafter_in_its_targets_process_demands_no_gpu_that_nobody_reserved(monkeypatch) -> None:
