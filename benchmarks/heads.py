@@ -1,11 +1,14 @@
 """How many tokens a step each way to draft gives by itself: a draft model, Medusa heads, an EAGLE-3 head; in chains.
 
     python -m benchmarks.heads --tokens 128
+    python -m benchmarks.heads --tokens 128 --depth 16 --lags 0 1 2
 
 The bundled target writes greedily behind prompts that nothing was trained on. A step begins where the one before ended,
 drafts a chain, and ends at its first token that is not the target's; that one comes from the target. What is drafted
 behind the target's own tokens is all that counts, so every place is computed at once, from the text: no serving, no
-time. The draft model reads all of the text; heads read hidden states of all but its last token.
+time. The draft model reads all of the text; heads read hidden states of all but its last token. A lag is that of a
+drafter elsewhere: a step verifies the chain that was drafted where the text ended so many steps before, as far as that
+chain has proven right and goes on.
 
 Tensor legend: T tokens, N places, K guesses in a row.
 """
@@ -78,15 +81,36 @@ def _columns(rows: Sequence[Tensor], behind: int, length: int) -> Tensor:
     return out_KT
 
 
-def accepted(guess_KT: Tensor, tokens_T: Tensor, start: int) -> list[int]:
-    """Of each step of greedy decoding, the first of which knows the text up to ``start``: how many drafts it keeps."""
-    depth, length = guess_KT.shape
-    kept, place = [], start
-    while place + depth < length:
-        right = guess_KT[:, place] == tokens_T[place + 1 : place + 1 + depth]
-        kept.append(int(right.long().cumprod(0).sum()))
-        place += kept[-1] + 1
+def accepted(guess_KT: Tensor, tokens_T: Tensor, start: int, lag: int = 0) -> list[int]:
+    """Of each step of greedy decoding, the first of which knows the text up to ``start``: how many drafts it keeps.
+
+    ``lag``: steps that a chain is old when it is verified.
+    """
+    right_T = _right_in_a_row(guess_KT, tokens_T)
+    kept: list[int] = []
+    places = [start]
+    while places[-1] + len(guess_KT) < len(tokens_T):
+        behind = places[-1 - lag] if len(places) > lag else places[-1]
+        old = int(right_T[behind]) - (places[-1] - behind)
+        kept.append(max(old, 0) if len(places) > lag else 0)
+        places.append(places[-1] + kept[-1] + 1)
     return kept
+
+
+def behind_right_ones(guess_KT: Tensor, tokens_T: Tensor, start: int) -> Tensor:
+    """Of the places behind ``start``, ``[2, K]``: how often the first k guesses were right, and the one after, too."""
+    right_T = _right_in_a_row(guess_KT, tokens_T)[start : len(tokens_T) - len(guess_KT)]
+    depth_K1 = torch.arange(len(guess_KT))[:, None]
+    return torch.stack(((right_T >= depth_K1).sum(-1), (right_T > depth_K1).sum(-1)))
+
+
+def _right_in_a_row(guess_KT: Tensor, tokens_T: Tensor) -> Tensor:
+    """How many guesses behind each token are the text's, up to the first that is not, ``[T]``."""
+    rows = [row[: len(tokens_T) - 1 - step] == tokens_T[1 + step :] for step, row in enumerate(guess_KT)]
+    right_KT = torch.zeros(guess_KT.shape, dtype=torch.long)
+    for step, row in enumerate(rows):
+        right_KT[step, : len(row)] = row
+    return right_KT.cumprod(0).sum(0)
 
 
 def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
@@ -101,24 +125,31 @@ def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def main(prompts: int, tokens: int, depth: int) -> None:
-    """Measure and print, a line of JSON for each way."""
+def main(prompts: int, tokens: int, depth: int, lags: Sequence[int]) -> None:
+    """Measure and print, a line of JSON for each way and lag."""
     target: Any = load(BUNDLED, torch.float32)
     ways = {
         "draft model": draft_model(ROOT / "models" / "draft", depth),
         "medusa": medusa(target, HEADS),
         "eagle": eagle(target, ROOT / "models" / "eagle", depth),
     }
-    kept: dict[str, list[int]] = {name: [] for name in ways}
+    kept: dict[tuple[str, int], list[int]] = {(name, lag): [] for name in ways for lag in lags}
+    counts: dict[str, Tensor] = {}
     began = time.monotonic()
     writer = Writer(target, {target.config.eos_token_id})
     written = writer.write([*held_out(prompts)], tokens, 0.0, 0)
     for row in written:
         row_T = torch.tensor(row.tokens)
         for name, guess in ways.items():
-            kept[name] += accepted(guess(row_T), row_T, row.start)
-    for name, counts in kept.items():
-        tell({"way": name, "depth": depth, **figures(counts, depth)})
+            guess_KT = guess(row_T)
+            counts[name] = behind_right_ones(guess_KT, row_T, row.start) + counts.get(name, 0)
+            for lag in lags:
+                kept[name, lag] += accepted(guess_KT, row_T, row.start, lag)
+    for name, (before_K, after_K) in counts.items():
+        shares = [round(share, 3) for share in (after_K / before_K.clamp(min=1)).tolist()]
+        tell({"way": name, "right_behind_right_ones": shares})
+    for (name, lag), found in kept.items():
+        tell({"way": name, "depth": depth, "lag": lag, **figures(found, depth)})
     say(f"{len(written)} prompts, up to {tokens} tokens each, {time.monotonic() - began:.0f} s")
 
 
@@ -127,6 +158,7 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=40, help="prompts (default: 40, all there are)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default: 128)")
     parser.add_argument("--depth", type=int, default=5, help="drafted tokens of a step, at most (default: 5)")
+    parser.add_argument("--lags", type=int, nargs="+", default=[0], help="steps that chains are old (default: 0)")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    main(chosen.prompts, chosen.tokens, chosen.depth)
+    main(chosen.prompts, chosen.tokens, chosen.depth, chosen.lags)

@@ -10,6 +10,7 @@ counted.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import overload
 
 from torch import Tensor
@@ -26,6 +27,9 @@ from transport.worker import Outgoing
 
 MAX_EARLY = 512
 """Features that are kept of tokens which are not known to be committed yet: a verification may be overtaken."""
+
+PUSHED = 4.0
+"""Times the bytes a committed token that a head may push, of what a draft model may. Features make most drafts new."""
 
 
 class _Suffix(Sequence[Token]):
@@ -108,7 +112,8 @@ class HeadLookahead(Lookahead):
         tracing: Tracing | None = None,
     ) -> None:
         """As of :class:`Lookahead`; ``welcome`` names the head."""
-        super().__init__(engine, welcome, limits, recorder, tracing, HeadReader(engine.model))
+        draft = replace(limits.draft, bytes_a_token=PUSHED * limits.draft.bytes_a_token)
+        super().__init__(engine, welcome, replace(limits, draft=draft), recorder, tracing, HeadReader(engine.model))
         self._head = engine
 
     def receive(self, link: Hashable, message: ToWorker, at: float = 0.0) -> Outgoing:

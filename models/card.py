@@ -91,6 +91,11 @@ def _heads_rows(heads: Facts) -> str:
     return "\n".join(_row(f"+{head + 1}", *map(_percent, both)) for head, both in enumerate(shares))
 
 
+def _begun_with(head: Facts) -> str:
+    """What a head had learned before the steps that the table is about, if anything."""
+    return f" behind {head['first_steps']} with fewer guesses" if "first_steps" in head else ""
+
+
 def _command(facts: Facts) -> str:
     target, draft = facts["target"], facts["draft"]
     return (
@@ -123,6 +128,7 @@ def write_card(out: Path) -> None:
         run_after=f"{facts['medusa']['after']['run']:.2f}",
         eagle=_heads_rows(facts["eagle"]),
         eagle_steps=facts["eagle"]["steps"],
+        eagle_first=_begun_with(facts["eagle"]),
         eagle_depth=len(facts["eagle"]["after"]["by_head"]),
         eagle_before=f"{facts['eagle']['before']['run']:.2f}",
         eagle_after=f"{facts['eagle']['after']['run']:.2f}",

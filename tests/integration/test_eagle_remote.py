@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_service.eagle import HeadLookahead
+from draft_service.eagle import PUSHED, HeadLookahead
 from draft_service.lookahead import LookaheadLimits
 from draft_service.service import ROLE as DRAFT
 from draft_service.service import DraftSettings, load_head
@@ -22,7 +22,8 @@ from engine.eagle.features import packed, unpacked
 from engine.eagle.loading import save
 from engine.model import ModelError
 from engine.settings import EngineSettings
-from speculation.drafting.draft_session import DraftLimits
+from speculation.drafting.draft_session import FIRST_CREDIT, DraftLimits
+from speculation.drafting.proposals import proposal_bytes
 from speculation.messages import (
     Close,
     FeatureFormat,
@@ -105,7 +106,7 @@ class Pair:
         self.target, self.drafter, self.levels = target, drafter, levels
         self.on_the_way: Callable[[Features], Sequence[ToWorker]] = lambda features: [features]
         self.said: dict[SessionId, list[Token]] = {}
-        self.accepted = 0
+        self.accepted = self.pushed_bytes = 0
 
     def open(self, one: Open, *, subscribes: bool = True) -> None:
         self.said[one.session] = []
@@ -143,6 +144,7 @@ class Pair:
     def _push(self, outgoing: Sequence[tuple[object, object]]) -> None:
         for _, message in outgoing:
             assert isinstance(message, Proposal), message
+            self.pushed_bytes += proposal_bytes(message)
             self.target.receive("r", message)
 
 
@@ -172,6 +174,19 @@ def test_texts_are_the_targets_own(folders: Folders, rule: Rule, wanted: Feature
     counters = pair.drafter.counters
     assert counters.features > 5 * NEW and not counters.features_refused
     assert not pair.drafter._sequences and not pair.drafter._head.cache.sequences and not pair.drafter._head._known
+
+
+def test_a_head_may_push_more_than_a_draft_model(folders: Folders) -> None:
+    """Each step makes its drafts new, and those that are not sent in time are of no use."""
+    few = DraftLimits(min_weight=0.0, bytes_a_token=40.0)
+    pair, one = (
+        Pair(target_loop(folders), head_lookahead(folders, limits=LookaheadLimits(draft=few))),
+        opening(1, GREEDY),
+    )
+    pair.open(one)
+    assert pair.run() == plain(folders, [one])
+    allowed = few.bytes_a_token * (FIRST_CREDIT + NEW)
+    assert allowed < pair.pushed_bytes <= PUSHED * allowed
 
 
 def test_the_head_reads_what_the_target_has_of_committed_tokens(folders: Folders) -> None:
