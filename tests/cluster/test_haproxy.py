@@ -1,9 +1,6 @@
 """HTTP as the manifests have it served: by HAProxy, which Serve replaces whenever routers come or go."""
 
 import asyncio
-import os
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,18 +16,16 @@ STREAMS = 4
 
 
 def told() -> dict[str, str]:
-    """What the manifests tell the head, and so every pod, of HAProxy; in the image the checkout is in /app."""
+    """What the manifests tell the head, and so every pod, of HAProxy."""
     service = yaml.safe_load((CHECKOUT / "deploy/kubernetes/base/rayservice.yaml").read_text())
     (head,) = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
-    found = {entry["name"]: entry["value"] for entry in head["env"] if "PROXY" in entry["name"]}
-    return {name: value.replace("/app/", f"{CHECKOUT}/") for name, value in found.items()}
+    return {entry["name"]: entry["value"] for entry in head["env"] if "PROXY" in entry["name"]}
 
 
 async def test_streams_outlive_the_haproxy_that_carries_them(monkeypatch, slow_target):
     """Those of the router that is lost end; with a hard stop of one second all would."""
     for name, value in told().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     flags = ["--dtype", "fp32", "--port", str(free_port()), "--router-replicas", "2"]
     with Paceline("up", "--target", str(slow_target), *flags) as up:
         up.expect("Ctrl-C stops it", STARTS)

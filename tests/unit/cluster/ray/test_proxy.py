@@ -1,11 +1,6 @@
-"""What Serve's proxies answer while no router can, with Serve's own part replaced; HAProxy is the real one."""
+"""What Serve's proxies answer while no router can, with Serve's own part replaced."""
 
 import asyncio
-import os
-import stat
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -13,28 +8,6 @@ import pytest
 
 from cluster.ray import proxy
 from cluster.ray.parts import PROXY_SETTINGS
-from tests.ports import free_port
-
-ROOT = Path(__file__).resolve().parents[4]
-SCRIPT = ROOT / "cluster" / "ray" / "haproxy.sh"
-CONFIGURATION = """
-global
-    stats socket {folder}/admin.sock mode 600
-defaults
-    mode http
-    timeout connect 1s
-    timeout client 60s
-    timeout server 60s
-    errorfile 502 {folder}/500.http
-    errorfile 503 {folder}/500.http
-    errorfile 504 {folder}/500.http
-frontend http_frontend
-    bind 127.0.0.1:{port}
-    default_backend routers
-backend routers
-    server gone 127.0.0.1:{nobody}
-"""
-"""What Serve's template makes, as far as it matters here."""
 
 
 class Choice:
@@ -171,26 +144,3 @@ def test_serve_finds_what_it_is_told(monkeypatch):
     assert layer.cls is proxy.RouterWatch
     chosen = RequestRouterConfig(**options(Config(), None)["request_router_config"])
     assert chosen.get_request_router_class() is proxy.RouterChoice
-
-
-def test_haproxy_says_the_same_where_it_reaches_no_router(tmp_path):
-    (tmp_path / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
-    port = free_port()
-    configuration = tmp_path / "haproxy.cfg"
-    configuration.write_text(CONFIGURATION.format(folder=tmp_path, port=port, nobody=free_port()))
-    assert SCRIPT.stat().st_mode & stat.S_IXUSR
-    folder = str(Path(sys.executable).parent)
-    environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    process = subprocess.Popen([SCRIPT, "-db", "-f", configuration], env=environment)
-    try:
-        with httpx.Client(trust_env=False, timeout=60) as http:
-            while True:
-                try:
-                    answer = http.post(f"http://127.0.0.1:{port}/v1/completions", content=b"{}")
-                    break
-                except httpx.ConnectError:
-                    assert process.poll() is None, "HAProxy ended"
-    finally:
-        process.kill()
-        process.wait()
-    assert_unavailable(answer)
