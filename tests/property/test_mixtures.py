@@ -1,10 +1,11 @@
 """Mixtures of draft sources: whatever drafts together, the text for a seed is plain decoding's, token for token.
 
 A *mixture* says who drafts (draft models, with a second level of their own or another tokenizer; lookup, prediction,
-suffix, Medusa heads, a source of somebody's own, a grammar) and what is asked of the text. Any two of these things meet
-in one of the mixtures, which are drawn from a seed. Each is served by real loops over real caches and a tiny random
-model in float64, in which it does not matter to a token how it is batched. Its law is not looked at here: under the
-rejection rule the text is the same at temperature 0 alone, and tests/integration/test_distribution.py counts the rest.
+suffix, Medusa heads, an EAGLE head, a source of somebody's own, a grammar) and what is asked of the text. Any two of
+these things meet in one of the mixtures, which are drawn from a seed. Each is served by real loops over real caches and
+a tiny random model in float64, in which it does not matter to a token how it is batched. Its law is not looked at here:
+under rejection rule the text is the same at temperature 0 alone, and tests/integration/test_distribution.py counts the
+rest.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from draft_service.staged_drafting import Lookup as LookupGuesses
 from draft_service.translation.reading import OtherVocabulary
 from draft_service.translation.tokenizer import DraftTokenizer, SharedVocabulary
 from engine.cache.kv_cache import KVCache
+from engine.eagle.config import EagleConfig
+from engine.eagle.head import EagleHead
 from engine.loading.loader import load
 from engine.medusa import MedusaHeads
 from engine.model import Model
@@ -56,6 +59,7 @@ from speculation.sources.registry import register, unregister
 from speculation.verifying import planner
 from speculation.verifying.budget import StepCost
 from speculation.verifying.target_session import TargetSession
+from target_service.drafting.eagle import EagleDrafter
 from target_service.drafting.suffix_cache import SuffixSettings
 from target_service.scheduler import Budget
 from target_service.verify_loop import TargetLimits, VerifyLoop
@@ -68,7 +72,7 @@ Text = list[Token] | str
 """What a session said, or why it was refused."""
 
 LINK = "router"
-SEED = 20
+SEED = 23
 NEW = 14
 LETTERS = "abcdefgh"
 GRAMMAR = f"start: (/[{LETTERS[:6]}]/ /[{LETTERS[:3]}]/ {json.dumps(LETTERS[::-1][:3])})~1..3"
@@ -79,7 +83,7 @@ PENALTIES: dict[str, dict[str, Any]] = {
     "of repetition": {"repetition_penalty": 1.3},
 }
 
-LOCAL = ("lookup", "suffix", "medusa", "own", "grammar")
+LOCAL = ("lookup", "suffix", "medusa", "eagle", "own", "grammar")
 FACTORS: dict[str, Sequence[Any]] = {
     "drafter": ("none", "alike", "of another tokenizer"),
     "second": ("none", "lookup", "assistant"),
@@ -112,6 +116,7 @@ class Mixture:
     lookup: bool
     suffix: bool
     medusa: bool
+    eagle: bool
     own: bool
     grammar: bool
     reopened: bool
@@ -132,6 +137,7 @@ class Mixture:
             Source.PREDICTION: self.prediction != "none",
             Source.SUFFIX: self.suffix,
             Source.MEDUSA: self.medusa,
+            Source.EAGLE: self.eagle,
             Source.GRAMMAR: self.grammar,
             OWN: self.own,
         }
@@ -181,6 +187,7 @@ class Bench:
     other: Model
     shared: SharedVocabulary
     heads: MedusaHeads
+    eagle: EagleHead
     letters: list[Token]
     known: dict[tuple[Open, ...], list[Text]] = field(default_factory=dict)
     """What plain decoding says."""
@@ -225,7 +232,23 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         heads.outputs[0].weight.copy_(target.module.get_output_embeddings().weight)
     names = DraftTokenizer(saved, backend), DraftTokenizer("other", _renumbered(backend, renumbered.tolist()))
     shared = SharedVocabulary(*names, target_size=size, own_size=size)
-    return Bench(target, draft, other, shared, heads, letters)
+    return Bench(target, draft, other, shared, heads, _eagle_of(target, size), letters)
+
+
+def _eagle_of(target: Model, size: int) -> EagleHead:
+    """A random head that says what the target says most."""
+    width, heads = TINY["hidden_size"], TINY["num_attention_heads"]
+    kv_heads, rope = TINY["num_key_value_heads"], {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = (width, width, size, size, 1, heads, kv_heads, width // heads, 2 * width, 1e-5, 256, rope)
+    config = EagleConfig(*sizes, aux_layers=(0,))
+    head = EagleHead(config).double().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.2, generator=generator)
+    head.embed_tokens.weight.copy_(target.module.get_input_embeddings().weight)
+    head.lm_head.weight.copy_(target.module.get_output_embeddings().weight)
+    return head
 
 
 def _renumbered(backend: tokenizers.Tokenizer, numbers: Sequence[Token]) -> tokenizers.Tokenizer:
@@ -242,8 +265,9 @@ def _renumbered(backend: tokenizers.Tokenizer, numbers: Sequence[Token]) -> toke
     return tokenizers.Tokenizer.from_str(json.dumps(document))
 
 
-def engine_of(model: Model, heads: MedusaHeads | None = None) -> Engine:
-    return Engine(model, KVCache(model.layers, 1024, dtype=model.dtype, device=model.device), heads=heads)
+def engine_of(model: Model, heads: MedusaHeads | None = None, eagle: EagleHead | None = None) -> Engine:
+    cache = KVCache(model.layers, 1024, dtype=model.dtype, device=model.device)
+    return Engine(model, cache, heads=heads, eagle=eagle)
 
 
 class Serving:
@@ -252,7 +276,11 @@ class Serving:
     def __init__(self, bench: Bench, mixture: Mixture | None) -> None:
         welcome = Welcome("target", "tiny", bench.target.vocabulary, bench.target.context)
         budget = Budget(drafts_per_session=12, verify=48)
-        self.engines = [engine_of(bench.target, bench.heads if mixture and mixture.medusa else None)]
+        heads, eagle = (
+            bench.heads if mixture and mixture.medusa else None,
+            bench.eagle if mixture and mixture.eagle else None,
+        )
+        self.engines = [engine_of(bench.target, heads, eagle)]
         suffix = SuffixSettings(4096 if mixture and mixture.suffix else 0)
         limits = TargetLimits(budget=budget, adaptive=mixture is not None and mixture.adaptive, suffix=suffix)
         self.target = VerifyLoop(self.engines[0], welcome, limits)
@@ -396,6 +424,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(planner, "DEAF_AFTER", 0.0)
     monkeypatch.setattr(StepCost, "__call__", lambda *_, **__: 1.0)
     monkeypatch.setattr(Forward, "pays", lambda *_: True)
+    monkeypatch.setattr(EagleDrafter, "_pays", lambda *_: True)
     register(OWN, Neighbours)
     yield
     unregister(OWN)
@@ -411,7 +440,7 @@ def test_the_text_is_that_of_plain_decoding(bench: Bench, number: int, request: 
 WHO = {
     "model alike": Source.DRAFT,
     "model of another tokenizer": Source.DRAFT,
-    **{source: source for source in Source if source not in (Source.DRAFT, Source.EAGLE)},  # see test_eagle.py
+    **{source: source for source in Source if source != Source.DRAFT},
     OWN: OWN,
 }
 """Who drafts in the mixtures, and under which name."""
