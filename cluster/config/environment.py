@@ -44,6 +44,11 @@ def notify_socket() -> str:
     return os.environ.get("NOTIFY_SOCKET", "")
 
 
+def haproxy() -> bool:
+    """Whether Serve was told to carry requests by HAProxy."""
+    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "") == "1"
+
+
 def may_have_gpus() -> bool:
     """Whether torch may find a GPU here."""
     return any(path.exists() for path in GPU_DEVICES)

@@ -23,7 +23,7 @@ from cluster.config.config import (
     from_mapping,
     max_replicas_of,
 )
-from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, replica_settings
+from cluster.config.environment import CHECKOUT, VISIBLE_GPUS, haproxy, replica_settings
 from cluster.config.environment import REPLICA_SETTINGS as SETTINGS
 from cluster.config.pools import TARGET_POOL, DraftConfig, Pool, TargetConfig, chosen_threads
 from cluster.config.reading import DEFAULT_POOL
@@ -115,7 +115,9 @@ def options(config: Config, pool: Pool | None, *, settings: bool = False) -> dic
         return need(pool, config).deployment_options(environment) | drain
     # Its requests are streams of minutes, which a replacement must not cut.
     drain = {"graceful_shutdown_timeout_s": LOCAL_DRAIN_SECONDS if local else config.router.drain_timeout}
-    choice = {"request_router_config": {"request_router_class": ROUTER_CHOICE}}
+    # HAProxy chooses by itself, and Serve refuses a class beside it; whether other clusters have it is not known here.
+    told = local and not haproxy()
+    choice = {"request_router_config": {"request_router_class": ROUTER_CHOICE}} if told else {}
     return router_need(config).deployment_options(environment) | drain | choice | {"max_surge_percent": ROUTER_SURGE}
 
 

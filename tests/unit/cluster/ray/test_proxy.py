@@ -144,3 +144,9 @@ def test_serve_finds_what_it_is_told(monkeypatch):
     assert layer.cls is proxy.RouterWatch
     chosen = RequestRouterConfig(**options(Config(), None)["request_router_config"])
     assert chosen.get_request_router_class() is proxy.RouterChoice
+
+
+def test_behind_haproxy_nothing_chooses_but_haproxy(monkeypatch):
+    """Serve would refuse to start."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    assert "request_router_config" not in options(Config(), None)
