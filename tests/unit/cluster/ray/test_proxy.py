@@ -148,5 +148,8 @@ def test_serve_finds_what_it_is_told(monkeypatch):
 
 def test_behind_haproxy_nothing_chooses_but_haproxy(monkeypatch):
     """Serve would refuse to start."""
+    from cluster.config.config import Config
+    from cluster.ray.parts import options
+
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     assert "request_router_config" not in options(Config(), None)
