@@ -7,7 +7,8 @@ the target says at its place: forward KL over the tokens the head knows, where t
 farther steps count less. Hidden states are computed as they are needed and kept nowhere.
 
 Where shapes allow, the head starts from the target: its last layer reads the states and its first the embeddings, fc
-passes on the last auxiliary state, and the output layer has the rows of the tokens that come most often.
+passes on the last auxiliary state, and the output layer has the rows of the tokens that come most often. Or it starts
+from another head for this target, such as a published one.
 
 Measured on text that the target writes greedily behind passages held out: how many guesses in a row are right, which is
 the acceptance length of greedy decoding less the token that every step gives.
@@ -33,7 +34,7 @@ from alignment.heads.training import FARTHER, Accuracy, HeadTraining, run_of
 from alignment.writing import Writer
 from engine.eagle.config import EagleConfig
 from engine.eagle.head import EagleHead
-from engine.eagle.loading import save
+from engine.eagle.loading import read_beside, save
 
 MUON = 2.0
 """Learning rate of the matrices inside, relative to that of the output layer and the norms."""
@@ -58,6 +59,10 @@ class EagleOptions:
     batch_tokens: int = 2048
     sequence: int = 256
     rate: float = 3e-3
+    farther: float = FARTHER
+    """What the loss of a guess counts, relative to the one before it."""
+    start: str = ""
+    """Folder of a head to begin with, whose layers and vocabulary it keeps; empty: from the target."""
     seed: int = 0
 
     @property
@@ -133,6 +138,12 @@ class EagleTraining(HeadTraining[EagleOptions]):
 
     def _fresh(self, batches: BatchSource) -> EagleHead:
         torch.manual_seed(self._options.seed)
+        if self._options.start:
+            begun = read_beside(self._options.start, self._target)
+            for parameter in begun.parameters():  # some of them are the target's own
+                parameter.data = parameter.data.to(torch.float32, copy=True)
+            begun.embed_tokens.weight.requires_grad_(False)
+            return begun.to(self._target.device)
         output: Any = self._tap.layer
         config = _config_for(self._target.config.get_text_config(decoder=True), self._options)
         head = EagleHead(config)
@@ -199,7 +210,7 @@ class EagleTraining(HeadTraining[EagleOptions]):
             # KL(p || q) but for the entropy of p, which has no gradient.
             each_BN = scores_BNV.logsumexp(-1) - (p_BTV[:, here] * scores_BNV).sum(-1)
             mean = (each_BN * counted_BT[:, here]).sum() / counted_BT[:, here].sum().clamp(min=1.0)
-            loss = loss + mean * FARTHER**step
+            loss = loss + mean * self._options.farther**step
             total += float(mean.detach())
         torch.autograd.backward(loss)
         return total / self._options.depth

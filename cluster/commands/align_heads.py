@@ -40,6 +40,8 @@ class HeadCommand:
     """The flag of ``up``."""
     switches: Mapping[str, str]
     """Flags without a value, and what they do."""
+    start: str = ""
+    """What ``--start`` is for, where there is such a flag."""
 
     def add(self, parser: Parser) -> None:
         """Its flags."""
@@ -54,6 +56,8 @@ class HeadCommand:
             flag(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=metavar, help=text)
         for name, about in self.switches.items():
             flag(f"--{name}", action="store_true", help=about)
+        if self.start:
+            flag("--start", default="", metavar="DIR", help=self.start)
         flag("--device", default="auto", metavar="TEXT", help="auto, cpu or cuda (default: auto)")
         flag("--dtype", choices=DTYPES, default="auto", help="working precision; weights are fp32 (default: auto)")
         flag("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
@@ -116,7 +120,11 @@ def _medusa(args: argparse.Namespace) -> tuple[Any, Any]:
 def _eagle(args: argparse.Namespace) -> tuple[Any, Any]:
     from alignment.heads.eagle import EagleOptions, EagleTraining
 
-    return EagleOptions(**{name: getattr(args, name) for name in EAGLE.counts.keys() | BOTH.keys()}), EagleTraining
+    for name in ("layers", "vocabulary") if args.start else ():
+        if getattr(args, name) != EAGLE.counts[name][0]:
+            raise CommandError(f"--{name} is that of the head that --start names: leave it out", BAD_INPUT)
+    asked = {name: getattr(args, name) for name in EAGLE.counts.keys() | BOTH.keys()}
+    return EagleOptions(start=args.start, **asked), EagleTraining
 
 
 MEDUSA = HeadCommand(
@@ -159,8 +167,10 @@ the output layer small.
         "depth": (5, 1, 16, "guesses in a row that are trained"),
         "layers": (1, 1, 16, "layers of the head"),
         "vocabulary": (0, 0, 1 << 24, "tokens the head knows, those that come most often; 0: all"),
+        "farther": (0.8, 0.0, 1.0, "what a guess counts, relative to the one before it"),
     },
     training=_eagle,
     served_with="--draft-eagle",
     switches={},
+    start="folder of an EAGLE-3 head for this target to go on from (default: begin with the target's own weights)",
 )

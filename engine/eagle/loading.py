@@ -51,11 +51,16 @@ Borrow = Callable[[str], Tensor]
 
 def load_beside(path: str, model: Model) -> EagleHead:
     """The head in the folder ``path``, ready to run beside ``model``. Raises :class:`engine.model.ModelError`."""
+    return ready(read_beside(path, model), model.device, model.dtype)
+
+
+def read_beside(path: str, model: Model) -> EagleHead:
+    """The head in the folder ``path``, as stored, checked against ``model``, some of whose weights it may share."""
     config = model.config.get_text_config(decoder=True)
     folder = Path(path).expanduser()
     head = read(folder, lambda name: _of_module(folder, model, name))
     check_fit(path, head, model.name, config.hidden_size, model.vocabulary, config.vocab_size, model.layers)
-    return ready(head, model.device, model.dtype)
+    return head
 
 
 def load_alone(path: str, target: str, device: torch.device, dtype: torch.dtype) -> EagleHead:

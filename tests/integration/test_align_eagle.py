@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,6 +116,19 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_head_goes_on_from_another(model: Model, tmp_path: Path) -> None:
+    """Of another depth: it begins as right as that one ended, and leaves the target and the other alone."""
+    text, embedding = OneText(), cast(Any, model.module).get_input_embeddings().weight
+    before = embedding.detach().clone()
+    first = training(model, tmp_path / "first").fit(text, text.rows)
+    written = (tmp_path / "first" / "model.safetensors").read_bytes()
+    options = replace(OPTIONS, depth=4, farther=0.9, start=str(tmp_path / "first"), rate=1e-4)
+    second = training(model, tmp_path / "second", options).fit(text, text.rows)
+    assert second["before"]["by_head"][:3] == pytest.approx(first["after"]["by_head"], abs=0.1)
+    assert second["after"]["run"] >= second["before"]["run"] > first["before"]["run"]
+    assert torch.equal(embedding, before) and (tmp_path / "first" / "model.safetensors").read_bytes() == written
+
+
 def test_the_command_trains_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out = Path(__file__).parents[2] / "speculation", tmp_path / "out"
     given = ["align", "eagle", "--target", str(MODELS / "target"), "--data", str(text), "--out", str(out)]
@@ -129,5 +143,9 @@ def test_the_command_trains_and_tells(tmp_path: Path, capsys: pytest.CaptureFixt
     assert read(out, targets_own).config.aux_layers == (2, 4, 5)
     assert main([*given, *flags]) == 0
     assert "done before with the same settings" in capsys.readouterr().err
+    assert main([*given, "--start", str(out), "--layers", "2"]) == 2
+    assert "--layers is that of the head that --start names" in capsys.readouterr().err
+    assert main([*given, "--no-resume", "--start", str(MODELS / "draft")]) == 2
+    assert "models/draft" in capsys.readouterr().err
     assert main([*given, "--depth", "0"]) == 2
     assert "--depth must be from 1 to 16, got 0" in capsys.readouterr().err
