@@ -7,9 +7,10 @@ them rest. From the second follows what plain decoding would have committed in t
 
     lost = max(0, lost + tokens of plain decoding - tokens committed),    a session and step
 
-is what drafting has cost since it was last worth its while. When that comes to more than a few steps, by what quiet
-ones took of late, all drafters of the target rest; after a while they try again, and rest longer if nothing has
-changed. While drafting pays, quiet steps are measured in short *probes*, the rarer the more there is to lose.
+is what drafting has cost since it was last worth its while. When that comes to more than a few steps, quiet ones are
+measured again, since the machine may have become slower meanwhile; where it goes on, all drafters of the target rest.
+After a while they try again, and rest longer if nothing has changed. While drafting pays, quiet steps are measured in
+short *probes*, the rarer the more there is to lose.
 
 One :class:`Payoff` for each size class of the batch: what pays for one session may not for sixty.
 """
@@ -33,6 +34,8 @@ RARELY, OFTEN = 1400, 128
 steps it takes to get ahead again, probes cost half a percent."""
 LOST, LOST_ALONE = 2.0, 8.0
 """Steps of plain decoding that drafting may cost before it rests. Some more for few sessions, whose luck varies."""
+STILL = 0.8
+"""The part of that which still counts once quiet steps are to be measured again."""
 FIRST_REST, LONGEST_REST = 512, 4096
 """Steps to rest for; doubles each time in a row."""
 LATELY = 0.3
@@ -51,7 +54,8 @@ class Payoff:
         self._lately = StepCost(row_classes, LATELY)
         """Quiet steps too, the latest of which count for more."""
         self._gain, self._drafted = 1.0, 0
-        self._lost = 0.0
+        self._lost, self._doubted = 0.0, False
+        """Steps of plain decoding, and whether quiet steps were measured since that was first too much."""
         self._resting = 0
         self._next_rest = FIRST_REST
         self._to_probe = FIRST_PROBE
@@ -95,17 +99,18 @@ class Payoff:
         gain, plain = committed / sessions, seconds / (self._lately if self._quiet.known else self._beside)(sessions)
         self._gain += max(WEIGHT, 1 / self._drafted) * (gain / plain - self._gain)
         if self._quiet.known:
-            self._lost = max(self._lost + plain - gain, 0.0)
-            if self._lost > LOST + LOST_ALONE / sqrt(sessions):
-                self._lost = 0.0
-                if self._since_quiet <= OFTEN:
-                    self._rest(self._next_rest)
-                    self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-                    return
-                self._to_probe = 0  # plain steps may take longer by now, too
+            self._lost, limit = max(self._lost + plain - gain, 0.0), LOST + LOST_ALONE / sqrt(sessions)
+            self._doubted = self._doubted and self._lost > 0.0
+            if self._lost > limit and self._doubted:
+                self._lost, self._doubted = 0.0, False
+                self._rest(self._next_rest)
+                self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+                return
+            if self._lost > limit:  # plain steps may take longer by now, too
+                self._lost, self._doubted, self._to_probe = limit * STILL, True, 0
         if self._to_probe <= 0:
             self.probing = True
-            if self._quiet.known and self._gain > 1.0:
+            if self._quiet.known and self._gain > 1.0 and not self._doubted:
                 self._next_rest = FIRST_REST
             self._rest(PROBE)
 

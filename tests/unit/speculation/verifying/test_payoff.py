@@ -14,7 +14,7 @@ class Device:
     def __init__(self, gain: float, slower: float, sessions: int = 1) -> None:
         self.payoff = Payoff()
         self.gain, self.slower, self.sessions = gain, slower, sessions
-        self.quiet_for = 0
+        self.plain, self.quiet_for = PLAIN, 0
         self.seconds = self.tokens = 0.0
         self.changes: list[tuple[str, int]] = []
         """What drafters did, and for how many steps, in turn."""
@@ -24,7 +24,7 @@ class Device:
             drafting = self.payoff.drafting
             self.quiet_for = 0 if drafting else self.quiet_for + 1
             quiet = self.quiet_for >= SETTLE
-            seconds = PLAIN if quiet else PLAIN * self.slower
+            seconds = self.plain if quiet else self.plain * self.slower
             self.seconds += seconds
             self.tokens += self.gain if drafting else 1.0
             state = "work" if drafting else "probe" if self.payoff.probing else "rest"
@@ -51,6 +51,18 @@ def test_what_plain_decoding_takes_is_found_out_early():
     assert device.changes == [("work", FIRST_PROBE), ("probe", PROBE)]
     assert device.payoff.cost(quiet=True)(1) == pytest.approx(PLAIN)
     assert device.payoff.cost(quiet=False)(1) == pytest.approx(1.2 * PLAIN)
+
+
+@pytest.mark.parametrize("sessions", [1, 8, 64])
+def test_a_machine_that_becomes_slower_is_no_reason_to_rest(sessions):
+    """Right behind a probe, too, beside which all steps then look as if they were lost."""
+    device = Device(gain=3, slower=1.2, sessions=sessions)
+    device.steps(FIRST_PROBE + PROBE)
+    for _ in range(4):
+        device.plain *= 4
+        device.steps(400)
+    assert device.lengths("rest") == []
+    assert len(device.lengths("probe")) > 4
 
 
 @pytest.mark.parametrize("gain", [1, 2, 4, 8])
