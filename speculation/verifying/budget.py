@@ -73,6 +73,9 @@ class StepCost:
     """Larger steps are prefill and teach nothing about drafts."""
     MEMORY = 2000
     """Steps after which a size that did not occur again is forgotten, and so gets tried again."""
+    STALE = 4
+    """Steps after which a size that did not occur again is taken to have changed as those that did: what was measured
+    on a machine that was busy for a moment would keep it from ever being tried again."""
 
     def __init__(self, row_classes: Sequence[int] = (), smoothing: float = SMOOTHING) -> None:
         """``row_classes``: numbers of rows that steps are padded to, ascending; empty: each costs what it computes.
@@ -107,6 +110,7 @@ class StepCost:
             age = self._steps - self._seen[tokens]
             weight = max(self._smoothing, 1 / (self._times[tokens] + 1), age / (age + self.FADES))
             seconds = known + weight * (min(seconds, self.OUTLIER * known) - known)
+            self._carry_along(tokens, seconds / known)
         self._measured[tokens] = seconds
         self._times[tokens] = self._times.get(tokens, 0) + 1
         self._steps += 1
@@ -117,6 +121,12 @@ class StepCost:
             self._branched = None
         self._sizes = sorted(self._measured)
         self._costs = rising([self._measured[size] for size in self._sizes], [1.0] * len(self._sizes))
+
+    def _carry_along(self, tokens: int, change: float) -> None:
+        """Have sizes that did not occur of late change as this one did, on an average of those that did."""
+        stale = [size for size, step in self._seen.items() if step <= self._steps - self.STALE and size != tokens]
+        for size in stale:
+            self._measured[size] *= change ** (1 / (len(self._seen) - len(stale)))
 
     def __call__(self, tokens: int, *, branched: bool = False) -> float:
         """Expected seconds; between measured sizes on a straight line. 1 before anything was measured."""

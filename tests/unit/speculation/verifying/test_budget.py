@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from speculation.verifying.budget import (
@@ -229,3 +231,27 @@ def test_verifying_what_one_waited_for_is_paid_for_too():
     moments = [Moment(0.0, [1.0])]
     assert worth_waiting(0.1, 0.8, moments, 0, lambda tokens: 7.0 + tokens) == 0.0
     assert worth_waiting(0.1, 0.8, moments, 0, lambda tokens: 9.0 * tokens) is None
+
+
+def test_what_was_measured_on_a_busy_machine_is_not_believed_for_long():
+    """Nothing but small steps would be tried again, which are known to be fast by then."""
+    cost = StepCost()
+    for _ in range(4):
+        for tokens, seconds in ((1, 0.04), (2, 0.042), (9, 0.08)):
+            cost.observe(tokens, seconds)
+    for _ in range(100):
+        for tokens, seconds in ((1, 0.01), (2, 0.0105)):
+            cost.observe(tokens, seconds)
+    assert cost(1) == pytest.approx(0.01, rel=0.02)
+    assert cost(9) < 0.03
+
+
+def test_noise_moves_nothing_that_is_not_measured():
+    cost, noise = StepCost(), random.Random(5)
+    for tokens in (1, 2, 3, 9):
+        for _ in range(10):
+            cost.observe(tokens, 0.01 + 0.001 * tokens)
+    for _ in range(600):
+        tokens = noise.choice((1, 2, 3))
+        cost.observe(tokens, (0.01 + 0.001 * tokens) * noise.uniform(0.7, 1.3))
+    assert cost(9) == pytest.approx(0.019, rel=0.1)
