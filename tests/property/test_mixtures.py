@@ -175,7 +175,7 @@ class Tree:
 
     @property
     def confidence(self) -> tuple[float, ...]:
-        return (0.8, 0.7, 0.8)[: len(self.tokens)]
+        return (0.4, 0.3, 0.4)[: len(self.tokens)]
 
 
 @dataclass
