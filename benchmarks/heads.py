@@ -90,9 +90,8 @@ def accepted(guess_KT: Tensor, tokens_T: Tensor, start: int, lag: int = 0) -> li
     kept: list[int] = []
     places = [start]
     while places[-1] + len(guess_KT) < len(tokens_T):
-        behind = places[-1 - lag] if len(places) > lag else places[-1]
-        old = int(right_T[behind]) - (places[-1] - behind)
-        kept.append(max(old, 0) if len(places) > lag else 0)
+        behind = places[-1 - lag] if len(places) > lag else None
+        kept.append(0 if behind is None else max(int(right_T[behind]) - (places[-1] - behind), 0))
         places.append(places[-1] + kept[-1] + 1)
     return kept
 
@@ -106,11 +105,8 @@ def behind_right_ones(guess_KT: Tensor, tokens_T: Tensor, start: int) -> Tensor:
 
 def _right_in_a_row(guess_KT: Tensor, tokens_T: Tensor) -> Tensor:
     """How many guesses behind each token are the text's, up to the first that is not, ``[T]``."""
-    rows = [row[: len(tokens_T) - 1 - step] == tokens_T[1 + step :] for step, row in enumerate(guess_KT)]
-    right_KT = torch.zeros(guess_KT.shape, dtype=torch.long)
-    for step, row in enumerate(rows):
-        right_KT[step, : len(row)] = row
-    return right_KT.cumprod(0).sum(0)
+    said_KT = _columns([tokens_T[1 + step :] for step in range(len(guess_KT))], 0, len(tokens_T))
+    return (guess_KT == said_KT).long().cumprod(0).sum(0)
 
 
 def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:

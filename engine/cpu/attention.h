@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -97,13 +98,13 @@ struct Attention {
 struct Workspace {
   std::vector<size_t> at;                  // where in the cache each position is, of the first of the heads
   std::vector<float> keys;                 // of each head by columns: [SPLIT / WIDTH][E][WIDTH]
-  std::vector<float> copies;               // of each head the values as float32: [COPIES][E]
+  std::vector<float> copies;               // of each head the values as float32: [SPLIT][E]
   std::vector<const float*> values;        // of each head where they are: [SPLIT]
   std::vector<const float*> queries;       // of each head
   std::vector<float> scores, sums, totals, maxima, part;  // of each query: [SPLIT], [E], one, one, and one [E]
 };
 
-constexpr int COPIES = 2 * SPLIT;  // what rows share, and what one has of its own
+inline int padded(int count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }  // to whole vectors
 
 // Where the page table of a row's sequence says that a position is.
 inline int paged_slot(const Rows& rows, int row, int position) {
@@ -205,7 +206,7 @@ inline void weigh(const float* weights, const float* const* values, int count, i
 // they weigh is added to what the splits before it came to.
 inline void softmax_and_weigh(Workspace& space, size_t first, int heads, const float* const* values, int hidden,
                               int count, int size) {
-  const int padded = (count + WIDTH - 1) / WIDTH * WIDTH;
+  const int filled = padded(count);
   for (int g = 0; g < heads;) {
     const int at_once = heads - g >= 4 ? 4 : heads - g >= 2 ? 2 : 1;
     float* all_scores = &space.scores[(first + g) * SPLIT];
@@ -213,14 +214,14 @@ inline void softmax_and_weigh(Workspace& space, size_t first, int heads, const f
     for (int r = 0; r < at_once; ++r) {
       float* scores = all_scores + r * SPLIT;
       std::fill(scores, scores + hidden, LOWEST);
-      std::fill(scores + count, scores + padded, LOWEST);
+      std::fill(scores + count, scores + filled, LOWEST);
       Vec top = all(LOWEST), total = zero();
-      for (int i = 0; i < padded; i += WIDTH) top = larger(top, load(scores + i));
+      for (int i = 0; i < filled; i += WIDTH) top = larger(top, load(scores + i));
       peaks[r] = maximum(top);
-      for (int i = 0; i < padded; i += WIDTH) store(scores + i, exponential(load(scores + i) - all(peaks[r])));
+      for (int i = 0; i < filled; i += WIDTH) store(scores + i, exponential(load(scores + i) - all(peaks[r])));
       std::fill(scores, scores + hidden, 0.0f);
-      std::fill(scores + count, scores + padded, 0.0f);
-      for (int i = 0; i < padded; i += WIDTH) total = total + load(scores + i);
+      std::fill(scores + count, scores + filled, 0.0f);
+      for (int i = 0; i < filled; i += WIDTH) total = total + load(scores + i);
       totals[r] = sum(total);
     }
     const auto weigh_all = at_once == 4 ? weigh<4> : at_once == 2 ? weigh<2> : weigh<1>;
@@ -252,12 +253,9 @@ inline void attend(const Attention& a, int first, int from, int to, Workspace& s
   const Stack& s = a.stack;
   const int size = s.head_size, per_key = s.query_heads / s.key_heads, members = a.rows.group[first], heads = to - from;
   const int queries = members * per_key, common = std::max(a.rows.common[first], a.rows.reach[first]);
-  const size_t of_head = (size_t)COPIES * size, columns_of_head = (size_t)SPLIT * size;
-  const auto room = [](auto& memory, size_t count) {
-    if (memory.size() < count) memory.resize(count);
-  };
+  const size_t of_head = (size_t)SPLIT * size;
   room(space.at, SPLIT);
-  room(space.keys, heads * columns_of_head);
+  room(space.keys, heads * of_head);
   if (s.half) room(space.copies, heads * of_head);
   room(space.values, (size_t)heads * SPLIT);
   room(space.scores, (size_t)heads * queries * SPLIT);
@@ -276,53 +274,48 @@ inline void attend(const Attention& a, int first, int from, int to, Workspace& s
     longest = std::max(longest, seen);
     nearest_start = std::min(nearest_start, a.layer.window ? std::max(0, seen - a.layer.window) : 0);
   }
-  const auto padded = [](int count) { return (count + WIDTH - 1) / WIDTH * WIDTH; };
   for (int start = nearest_start / SPLIT * SPLIT; start < longest; start += SPLIT) {
-    // Find positions [begin, end) of this split, whose slots are slot(position); copies of them begin at `copy`.
-    const auto place = [&](int begin, int end, int copy, auto&& slot) {
-      const auto where = [&](int i) { return ((size_t)slot(start + i) * s.key_heads + from) * size; };
-      for (int i = begin; i < std::min(begin + SOON, end); ++i) {
-        space.at[i] = where(i);
+    // Find positions [begin, end) of this split, whose slots are slot(position).
+    const auto place = [&](int begin, int end, auto&& slot) {
+      const auto find = [&](int i) {
+        if (i >= end) return;
+        space.at[i] = ((size_t)slot(start + i) * s.key_heads + from) * size;
         fetch(a.layer.keys, space.at[i], heads * size, s.half);
         fetch(a.layer.values, space.at[i], heads * size, s.half);
-      }
+      };
+      for (int i = begin; i < begin + SOON; ++i) find(i);
       for (int i = begin; i < end; ++i) {
-        if (i + SOON < end) {
-          space.at[i + SOON] = where(i + SOON);
-          fetch(a.layer.keys, space.at[i + SOON], heads * size, s.half);
-          fetch(a.layer.values, space.at[i + SOON], heads * size, s.half);
-        }
+        find(i + SOON);
         for (int h = 0; h < heads; ++h)
           space.values[h * SPLIT + i] = value_at(a.layer.values, space.at[i] + (size_t)h * size, size, s.half,
-                                                 space.copies.data() + h * of_head + (size_t)(copy + i) * size);
+                                                 space.copies.data() + h * of_head + (size_t)i * size);
       }
       for (int i = end; i < padded(end); ++i) space.at[i] = space.at[0];
     };
     const auto turn = [&](int h, int begin, int end) {
       for (int i = begin; i < end; i += WIDTH)
         to_columns(a.layer.keys, &space.at[i], (size_t)h * size, size, s.half,
-                   &space.keys[h * columns_of_head + (size_t)i * size]);
+                   &space.keys[h * of_head + (size_t)i * size]);
     };
     const int shared = std::clamp(common - start, 0, SPLIT);
-    place(0, shared, 0, [&](int position) { return paged_slot(a.rows, first, position); });
+    place(0, shared, [&](int position) { return paged_slot(a.rows, first, position); });
     // Scored for all rows while the keys are near; where some have keys of their own, up to the last whole vector.
     const int together = longest - start > shared ? shared / WIDTH * WIDTH : padded(shared);
     for (int h = 0; h < heads; ++h) {
       turn(h, 0, together);
-      score_all(&space.queries[h * queries], queries, &space.keys[h * columns_of_head], together / WIDTH, size,
+      score_all(&space.queries[h * queries], queries, &space.keys[h * of_head], together / WIDTH, size,
                 a.layer.scaling, &space.scores[(size_t)h * queries * SPLIT]);
     }
     for (int m = 0; m < members; ++m) {
       const int row = first + m, seen = a.rows.keys[row], count = std::min(seen - start, SPLIT);
       const int hidden = a.layer.window ? std::clamp(seen - a.layer.window - start, 0, SPLIT) : 0;
       if (count <= hidden) continue;
-      if (count > shared)
-        place(shared, count, SPLIT, [&](int position) { return slot_of(a.rows, row, position); });
+      if (count > shared) place(shared, count, [&](int position) { return slot_of(a.rows, row, position); });
       for (int h = 0; h < heads; ++h) {
         const size_t q = (size_t)h * queries + m * per_key;
         if (count > together) {
           turn(h, together, padded(count));
-          score_all(&space.queries[q], per_key, &space.keys[h * columns_of_head + (size_t)together * size],
+          score_all(&space.queries[q], per_key, &space.keys[h * of_head + (size_t)together * size],
                     (padded(count) - together) / WIDTH, size, a.layer.scaling, &space.scores[q * SPLIT + together]);
         }
         softmax_and_weigh(space, q, per_key, &space.values[h * SPLIT], hidden, count, size);

@@ -153,9 +153,6 @@ void paceline_step(const Stack* stack, const Rows* rows, float* hidden, const fl
   for (int t = 0; t < rows->count; ++t)
     if (rows->group[t]) step.leaders.push_back(t);
   const size_t count = rows->count;
-  const auto room = [](auto& memory, size_t size) {
-    if (memory.size() < size) memory.resize(size);
-  };
   room(step.normed, count * stack->hidden);
   room(step.qkv, count * (stack->query_heads + 2 * stack->key_heads) * stack->head_size);
   room(step.found, count * stack->query_heads * stack->head_size);

@@ -109,6 +109,12 @@ Team* team_of(int threads) {
   return found.get();
 }
 
+// Have memory that is used again hold as much, at least.
+template <typename T>
+void room(std::vector<T>& memory, size_t size) {
+  if (memory.size() < size) memory.resize(size);
+}
+
 // Items of a phase, handed out to whoever is free.
 class Counters {
  public:

@@ -94,8 +94,8 @@ def set_threads(threads: int | None, max_threads: int | None = None) -> int:
     count = DEFAULT_THREADS if threads is None else threads
     if count < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    COUNTS.few, COUNTS.most = count, max(count, max_threads or 0)
     torch.set_num_threads(count)
+    COUNTS.few, COUNTS.most = count, max(count, max_threads or 0)
     return count
 
 

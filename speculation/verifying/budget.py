@@ -125,8 +125,9 @@ class StepCost:
     def _carry_along(self, tokens: int, change: float) -> None:
         """Have sizes that did not occur of late change as this one did, on an average of those that did."""
         stale = [size for size, step in self._seen.items() if step <= self._steps - self.STALE and size != tokens]
+        share = change ** (1 / (len(self._seen) - len(stale)))
         for size in stale:
-            self._measured[size] *= change ** (1 / (len(self._seen) - len(stale)))
+            self._measured[size] *= share
 
     def __call__(self, tokens: int, *, branched: bool = False) -> float:
         """Expected seconds; between measured sizes on a straight line. 1 before anything was measured."""

@@ -101,12 +101,13 @@ class Payoff:
         if self._quiet.known:
             self._lost, limit = max(self._lost + plain - gain, 0.0), LOST + LOST_ALONE / sqrt(sessions)
             self._doubted = self._doubted and self._lost > 0.0
-            if self._lost > limit and self._doubted:
-                self._lost, self._doubted = 0.0, False
-                self._rest(self._next_rest)
-                self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-                return
-            if self._lost > limit:  # plain steps may take longer by now, too
+            if self._lost > limit:
+                if self._doubted:
+                    self._lost, self._doubted = 0.0, False
+                    self._rest(self._next_rest)
+                    self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+                    return
+                # plain steps may take longer by now, too
                 self._lost, self._doubted, self._to_probe = limit * STILL, True, 0
         if self._to_probe <= 0:
             self.probing = True
