@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "team.h"
@@ -83,6 +84,7 @@ namespace {
 
 constexpr int SPLIT = 256;  // positions whose scores are computed together; splits lie at multiples of it
 constexpr int SOON = 8;  // positions ahead that are fetched
+constexpr int SUMS = WIDTH;  // as many as are kept in registers
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 struct Attention {
@@ -94,14 +96,25 @@ struct Attention {
   float* out;  // [T, Q * E]
 };
 
+// A word of keys, values or weights: a number, or two where the processor multiplies pairs of bfloat16. Keys and queries
+// hold neighbouring dimensions of a position in a word, values and weights those of neighbouring positions.
+template <typename N>
+constexpr int PER = std::is_same_v<N, Pair> ? 2 : 1;
+using HalfWord = std::conditional_t<PAIRS, Pair, float>;  // where the cache is bfloat16
+
 // Memory of one thread, for some key heads of a group of rows and a split of positions.
+template <typename N>
 struct Workspace {
-  std::vector<size_t> at;                  // where in the cache each position is, of the first of the heads
-  std::vector<float> keys;                 // of each head by columns: [SPLIT / WIDTH][E][WIDTH]
-  std::vector<float> copies;               // of each head the values as float32: [SPLIT][E]
-  std::vector<const float*> values;        // of each head where they are: [SPLIT]
-  std::vector<const float*> queries;       // of each head
-  std::vector<float> scores, sums, totals, maxima, part;  // of each query: [SPLIT], [E], one, one, and one [E]
+  std::vector<size_t> at;             // where in the cache each position is, of the first of the heads
+  std::vector<float> keys;            // of each head by columns: [SPLIT / WIDTH][E / PER][WIDTH] words
+  std::vector<float> copies;          // of each head the values as words: [SPLIT / PER][E]
+  std::vector<const float*> values;   // of each head where they are: [SPLIT / PER]
+  std::vector<const N*> queries;      // of each head
+  std::vector<N> words;               // of each query, where pairs are multiplied: its own, then those of its weights
+  std::vector<float> scores;          // of each query [SPLIT]; as weights, where numbers are multiplied
+  std::vector<float> sums, part;      // of each query, of all splits and of this one: [E]
+  std::vector<float> totals, maxima;  // of each query
+  std::vector<float> split_totals, split_maxima;
 };
 
 inline int padded(int count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }  // to whole vectors
@@ -115,14 +128,6 @@ inline int slot_of(const Rows& rows, int row, int position) {
   return paged_slot(rows, row, position);
 }
 
-// Where a value is as float32: in the cache itself, or written out to `copy`.
-inline const float* value_at(const void* cache, size_t at, int size, bool half, float* copy) {
-  if (!half) return static_cast<const float*>(cache) + at;
-  const uint16_t* source = static_cast<const uint16_t*>(cache) + at;
-  for (int i = 0; i < size; i += WIDTH) store(copy + i, widened(source + i));
-  return copy;
-}
-
 // Have keys or values fetched that are read soon.
 inline void fetch(const void* cache, size_t at, int size, bool half) {
   const size_t bytes = half ? 2 : 4;
@@ -134,111 +139,131 @@ inline Vec widened_at(const void* cache, size_t at, bool half) {
   return half ? widened(static_cast<const uint16_t*>(cache) + at) : load(static_cast<const float*>(cache) + at);
 }
 
-// Keys at WIDTH places of the cache by columns: [size][WIDTH].
-inline void to_columns(const void* cache, const size_t* at, size_t head, int size, bool half, float* columns) {
+// Where the values of a word are that holds the positions at[0] and, if there is a `second`, at[1]: in the cache
+// itself, or written out to `copy`.
+template <typename N>
+inline const float* value_at(const void* cache, const size_t* at, size_t head, bool second, int size, bool half,
+                             float* copy) {
+  if (!half) return static_cast<const float*>(cache) + at[0] + head;
+  const uint16_t* source = static_cast<const uint16_t*>(cache) + at[0] + head;
   for (int i = 0; i < size; i += WIDTH) {
+#ifdef __AVX512BF16__
+    if constexpr (PER<N> == 2) {
+      store(copy + i, paired(source + i, second ? source - at[0] + at[1] + i : nullptr));
+      continue;
+    }
+#endif
+    store(copy + i, widened(source + i));
+  }
+  return copy;
+}
+
+// Keys at WIDTH places of the cache by columns: [size / PER][WIDTH].
+template <typename N>
+inline void to_columns(const void* cache, const size_t* at, size_t head, int size, bool half, float* columns) {
+  for (int i = 0; i < size / PER<N>; i += WIDTH) {
     Vec rows[WIDTH];
-    for (int j = 0; j < WIDTH; ++j) rows[j] = widened_at(cache, at[j] + head + i, half);
+    for (int j = 0; j < WIDTH; ++j)
+      rows[j] = PER<N> == 2 ? load(static_cast<const float*>(cache) + (at[j] + head) / 2 + i)
+                            : widened_at(cache, at[j] + head + i, half);
     transpose(rows);
     for (int j = 0; j < WIDTH; ++j) store(columns + (i + j) * WIDTH, rows[j]);
   }
 }
 
 // out [R][SPLIT] = scores of R queries and B times WIDTH keys, whose products are added up from the first to the last.
-template <int R, int B>
-inline void score_part(const float* const* queries, const float* columns, int size, float scale, float* out) {
+template <typename N, int R, int B>
+inline void score_part(const N* const* queries, const float* columns, int words, float scale, float* out) {
   Vec acc[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) acc[r][b] = zero();
-  for (int i = 0; i < size; ++i) {
+  for (int i = 0; i < words; ++i) {
     Vec key[B];
-    for (int b = 0; b < B; ++b) key[b] = load(columns + ((size_t)b * size + i) * WIDTH);
-    for (int r = 0; r < R; ++r) {
-      const Vec query = all(queries[r][i]);
-      for (int b = 0; b < B; ++b) acc[r][b] = fma(query, key[b], acc[r][b]);
-    }
+    for (int b = 0; b < B; ++b) key[b] = load(columns + ((size_t)b * words + i) * WIDTH);
+    for (int r = 0; r < R; ++r)
+      for (int b = 0; b < B; ++b) acc[r][b] = multiply_add(queries[r][i], key[b], acc[r][b]);
   }
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) store(out + r * SPLIT + b * WIDTH, acc[r][b] * all(scale));
 }
-template <int R>
-inline void score(const float* const* queries, const float* columns, int blocks, int size, float scale, float* out) {
-  constexpr int MOST = WIDTH == 16 ? 4 : 2;  // as many sums as there are registers for
+template <typename N, int R>
+inline void score(const N* const* queries, const float* columns, int blocks, int words, float scale, float* out) {
+  constexpr int MOST = SUMS / 4;
   int b = 0;
   for (; b + MOST <= blocks; b += MOST)
-    score_part<R, MOST>(queries, columns + (size_t)b * size * WIDTH, size, scale, out + b * WIDTH);
-  for (; b < blocks; ++b) score_part<R, 1>(queries, columns + (size_t)b * size * WIDTH, size, scale, out + b * WIDTH);
+    score_part<N, R, MOST>(queries, columns + (size_t)b * words * WIDTH, words, scale, out + b * WIDTH);
+  for (; b < blocks; ++b)
+    score_part<N, R, 1>(queries, columns + (size_t)b * words * WIDTH, words, scale, out + b * WIDTH);
 }
-inline void score_all(const float* const* queries, int count, const float* columns, int blocks, int size, float scale,
+template <typename N>
+inline void score_all(const N* const* queries, int count, const float* columns, int blocks, int words, float scale,
                       float* out) {
   int q = 0;
-  for (; q + 4 <= count; q += 4) score<4>(queries + q, columns, blocks, size, scale, out + q * SPLIT);
-  if (q + 2 <= count) score<2>(queries + q, columns, blocks, size, scale, out + q * SPLIT), q += 2;
-  if (q < count) score<1>(queries + q, columns, blocks, size, scale, out + q * SPLIT);
+  for (; q + 4 <= count; q += 4) score<N, 4>(queries + q, columns, blocks, words, scale, out + q * SPLIT);
+  if (q + 2 <= count) score<N, 2>(queries + q, columns, blocks, words, scale, out + q * SPLIT), q += 2;
+  if (q < count) score<N, 1>(queries + q, columns, blocks, words, scale, out + q * SPLIT);
 }
 
-// out [R][size] = sums over keys of weights [R][SPLIT] * values, from the first to the last.
-template <int R, int V>
-inline void weigh_part(const float* weights, const float* const* values, int count, int size, int i, float* out) {
+// The scores of the positions [hidden, count) of a split become weights; those of the others, up to a whole vector, 0.
+template <typename N>
+inline void softmax(float* scores, int hidden, int count, N* weights, float& peak, float& total) {
+  const int filled = padded(count), first = hidden / WIDTH * WIDTH;
+  std::fill(scores, scores + hidden, LOWEST);
+  std::fill(scores + count, scores + filled, LOWEST);
+  Vec top = all(LOWEST), sums = zero();
+  for (int i = first; i < filled; i += WIDTH) top = larger(top, load(scores + i));
+  peak = maximum(top);
+  for (int i = 0; i < filled; i += WIDTH) {
+    const Vec score = load(scores + i), weight = zero_where(score, LOWEST, exponential(score - all(peak)));
+    sums = sums + weight;
+    if constexpr (PER<N> == 2)
+      to_pairs(weight, weights + i / 2);
+    else
+      store(weights + i, weight);
+  }
+  total = sum(sums);
+}
+
+// out [R][size] += over the positions [from, to), from the first to the last, weights [R][SPLIT / PER] * values. What a
+// word holds before or behind them counts as zero.
+template <typename N, int R, int V>
+inline void weigh_part(const N* weights, const float* const* values, int from, int to, int size, int i, float* out) {
   Vec acc[R][V];
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) acc[r][v] = zero();
-  for (int k = 0; k < count; ++k) {
+    for (int v = 0; v < V; ++v) acc[r][v] = load(out + r * size + i + v * WIDTH);
+  const auto add = [&](int k, auto&& kept) {
     Vec value[V];
-    for (int v = 0; v < V; ++v) value[v] = load(values[k] + i + v * WIDTH);
-    for (int r = 0; r < R; ++r) {
-      const Vec weight = all(weights[r * SPLIT + k]);
-      for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
-    }
-  }
+    for (int v = 0; v < V; ++v) value[v] = kept(load(values[k] + i + v * WIDTH));
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) acc[r][v] = multiply_add(weights[r * (SPLIT / PER<N>) + k], value[v], acc[r][v]);
+  };
+  int k = from / PER<N>;
+#ifdef __AVX512BF16__
+  if (from % PER<N>) add(k++, [](Vec words) { return half_of(words, true); });
+#endif
+  for (; k < to / PER<N>; ++k) add(k, [](Vec words) { return words; });
+#ifdef __AVX512BF16__
+  if (to % PER<N> && to > from) add(k, [](Vec words) { return half_of(words, false); });
+#endif
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) store(out + r * size + i + v * WIDTH, acc[r][v]);
 }
-template <int R>
-inline void weigh(const float* weights, const float* const* values, int count, int size, float* out) {
+template <typename N, int R>
+inline void weigh_rows(const N* weights, const float* const* values, int from, int to, int size, float* out) {
+  constexpr int MOST = std::min(4, SUMS / R);
   int i = 0;
-  for (; i + 4 * WIDTH <= size; i += 4 * WIDTH) weigh_part<R, 4>(weights, values, count, size, i, out);
-  if (i + 2 * WIDTH <= size) weigh_part<R, 2>(weights, values, count, size, i, out), i += 2 * WIDTH;
-  if (i < size) weigh_part<R, 1>(weights, values, count, size, i, out);
+  for (; i + MOST * WIDTH <= size; i += MOST * WIDTH) weigh_part<N, R, MOST>(weights, values, from, to, size, i, out);
+  for (; i < size; i += WIDTH) weigh_part<N, R, 1>(weights, values, from, to, size, i, out);
 }
-
-// The scores of a split, of query heads [first, first + heads) that read the same keys, become weights, and what
-// they weigh is added to what the splits before it came to.
-inline void softmax_and_weigh(Workspace& space, size_t first, int heads, const float* const* values, int hidden,
-                              int count, int size) {
-  const int filled = padded(count);
-  for (int g = 0; g < heads;) {
-    const int at_once = heads - g >= 4 ? 4 : heads - g >= 2 ? 2 : 1;
-    float* all_scores = &space.scores[(first + g) * SPLIT];
-    float peaks[4], totals[4];
-    for (int r = 0; r < at_once; ++r) {
-      float* scores = all_scores + r * SPLIT;
-      std::fill(scores, scores + hidden, LOWEST);
-      std::fill(scores + count, scores + filled, LOWEST);
-      Vec top = all(LOWEST), total = zero();
-      for (int i = 0; i < filled; i += WIDTH) top = larger(top, load(scores + i));
-      peaks[r] = maximum(top);
-      for (int i = 0; i < filled; i += WIDTH) store(scores + i, exponential(load(scores + i) - all(peaks[r])));
-      std::fill(scores, scores + hidden, 0.0f);
-      std::fill(scores + count, scores + filled, 0.0f);
-      for (int i = 0; i < filled; i += WIDTH) total = total + load(scores + i);
-      totals[r] = sum(total);
-    }
-    const auto weigh_all = at_once == 4 ? weigh<4> : at_once == 2 ? weigh<2> : weigh<1>;
-    weigh_all(all_scores + hidden, values + hidden, count - hidden, size, space.part.data());
-    for (int r = 0; r < at_once; ++r) {
-      const size_t h = first + g + r;
-      const float before = space.maxima[h], now = std::max(before, peaks[r]);
-      const float old_scale = before == LOWEST ? 0.0f : std::exp(before - now), new_scale = std::exp(peaks[r] - now);
-      float* sums = &space.sums[h * size];
-      const float* part = &space.part[(size_t)r * size];
-      for (int i = 0; i < size; i += WIDTH)
-        store(sums + i, fma(load(part + i), all(new_scale), load(sums + i) * all(old_scale)));
-      space.totals[h] = space.totals[h] * old_scale + totals[r] * new_scale;
-      space.maxima[h] = now;
-    }
-    g += at_once;
-  }
+template <typename N>
+inline void weigh(const N* weights, int count, const float* const* values, int from, int to, int size, float* out) {
+  if (from >= to) return;
+  constexpr int STRIDE = SPLIT / PER<N>;
+  int q = 0;
+  for (; q + 8 <= count; q += 8) weigh_rows<N, 8>(weights + q * STRIDE, values, from, to, size, out + q * size);
+  if (q + 4 <= count) weigh_rows<N, 4>(weights + q * STRIDE, values, from, to, size, out + q * size), q += 4;
+  if (q + 2 <= count) weigh_rows<N, 2>(weights + q * STRIDE, values, from, to, size, out + q * size), q += 2;
+  if (q < count) weigh_rows<N, 1>(weights + q * STRIDE, values, from, to, size, out + q * size);
 }
 
 // How many key heads are read side by side: they lie so in the cache, and the processor sees such reads coming.
@@ -249,25 +274,42 @@ inline int heads_together(const Stack& s, int leaders, int threads) {
 }
 
 // Key heads `from` to `to` for the rows that read common keys together, the first of which is `first`.
-inline void attend(const Attention& a, int first, int from, int to, Workspace& space) {
+template <typename N>
+inline void attend(const Attention& a, int first, int from, int to) {
+  static thread_local Workspace<N> space;
   const Stack& s = a.stack;
   const int size = s.head_size, per_key = s.query_heads / s.key_heads, members = a.rows.group[first], heads = to - from;
   const int queries = members * per_key, common = std::max(a.rows.common[first], a.rows.reach[first]);
-  const size_t of_head = (size_t)SPLIT * size;
+  const int words = size / PER<N>, all_queries = heads * queries;
+  const size_t of_head = (size_t)SPLIT * size / PER<N>;
   room(space.at, SPLIT);
   room(space.keys, heads * of_head);
   if (s.half) room(space.copies, heads * of_head);
-  room(space.values, (size_t)heads * SPLIT);
-  room(space.scores, (size_t)heads * queries * SPLIT);
-  space.sums.assign((size_t)heads * queries * size, 0.0f);
-  space.totals.assign(heads * queries, 0.0f);
-  space.maxima.assign(heads * queries, LOWEST);
-  room(space.part, 4 * (size_t)size);
+  room(space.values, (size_t)heads * SPLIT / PER<N>);
+  room(space.scores, (size_t)all_queries * SPLIT);
+  if (PER<N> == 2) room(space.words, (size_t)all_queries * (words + SPLIT / 2));
+  room(space.part, (size_t)all_queries * size);
+  room(space.split_totals, all_queries);
+  room(space.split_maxima, all_queries);
+  space.sums.assign((size_t)all_queries * size, 0.0f);
+  space.totals.assign(all_queries, 0.0f);
+  space.maxima.assign(all_queries, LOWEST);
   space.queries.clear();
-  for (int h = from; h < to; ++h)
-    for (int q = 0; q < queries; ++q)
-      space.queries.push_back(a.query + (size_t)(first + q / per_key) * a.stride +
-                              (size_t)(h * per_key + q % per_key) * size);
+  for (int q = 0; q < all_queries; ++q) {
+    const int row = first + q % queries / per_key, head = (from + q / queries) * per_key + q % per_key;
+    const float* query = a.query + (size_t)row * a.stride + (size_t)head * size;
+    if constexpr (PER<N> == 2) {
+      to_pairs(query, size, &space.words[(size_t)q * words], 1);
+      space.queries.push_back(&space.words[(size_t)q * words]);
+    } else {
+      space.queries.push_back(query);
+    }
+  }
+  N* weights;
+  if constexpr (PER<N> == 2)
+    weights = &space.words[(size_t)all_queries * words];
+  else
+    weights = space.scores.data();
   int longest = 0, nearest_start = std::numeric_limits<int>::max();
   for (int m = 0; m < members; ++m) {
     const int seen = a.rows.keys[first + m];
@@ -277,6 +319,7 @@ inline void attend(const Attention& a, int first, int from, int to, Workspace& s
   for (int start = nearest_start / SPLIT * SPLIT; start < longest; start += SPLIT) {
     // Find positions [begin, end) of this split, whose slots are slot(position).
     const auto place = [&](int begin, int end, auto&& slot) {
+      begin -= begin % PER<N>;
       const auto find = [&](int i) {
         if (i >= end) return;
         space.at[i] = ((size_t)slot(start + i) * s.key_heads + from) * size;
@@ -284,52 +327,86 @@ inline void attend(const Attention& a, int first, int from, int to, Workspace& s
         fetch(a.layer.values, space.at[i], heads * size, s.half);
       };
       for (int i = begin; i < begin + SOON; ++i) find(i);
-      for (int i = begin; i < end; ++i) {
-        find(i + SOON);
+      for (int i = begin; i < end; i += PER<N>) {
+        for (int j = 0; j < PER<N>; ++j) find(i + SOON + j);
         for (int h = 0; h < heads; ++h)
-          space.values[h * SPLIT + i] = value_at(a.layer.values, space.at[i] + (size_t)h * size, size, s.half,
-                                                 space.copies.data() + h * of_head + (size_t)i * size);
+          space.values[(h * SPLIT + i) / PER<N>] =
+              value_at<N>(a.layer.values, &space.at[i], (size_t)h * size, i + 1 < end, size, s.half,
+                          space.copies.data() + h * of_head + (size_t)i / PER<N> * size);
       }
       for (int i = end; i < padded(end); ++i) space.at[i] = space.at[0];
     };
     const auto turn = [&](int h, int begin, int end) {
       for (int i = begin; i < end; i += WIDTH)
-        to_columns(a.layer.keys, &space.at[i], (size_t)h * size, size, s.half,
-                   &space.keys[h * of_head + (size_t)i * size]);
+        to_columns<N>(a.layer.keys, &space.at[i], (size_t)h * size, size, s.half,
+                      &space.keys[h * of_head + (size_t)i * words]);
     };
     const int shared = std::clamp(common - start, 0, SPLIT);
+    const auto seen_by = [&](int m) { return std::min(a.rows.keys[first + m] - start, SPLIT); };
+    const auto hidden_from = [&](int m) {
+      return a.layer.window ? std::clamp(a.rows.keys[first + m] - a.layer.window - start, 0, SPLIT) : 0;
+    };
+    const auto place_own = [&](int m) {
+      if (seen_by(m) > shared)
+        place(shared, seen_by(m), [&](int position) { return slot_of(a.rows, first + m, position); });
+    };
     place(0, shared, [&](int position) { return paged_slot(a.rows, first, position); });
     // Scored for all rows while the keys are near; where some have keys of their own, up to the last whole vector.
     const int together = longest - start > shared ? shared / WIDTH * WIDTH : padded(shared);
     for (int h = 0; h < heads; ++h) {
       turn(h, 0, together);
-      score_all(&space.queries[h * queries], queries, &space.keys[h * of_head], together / WIDTH, size,
+      score_all(&space.queries[h * queries], queries, &space.keys[h * of_head], together / WIDTH, words,
                 a.layer.scaling, &space.scores[(size_t)h * queries * SPLIT]);
     }
+    int weighed = shared / PER<N> * PER<N>;  // positions that all rows see that see any of this split
     for (int m = 0; m < members; ++m) {
-      const int row = first + m, seen = a.rows.keys[row], count = std::min(seen - start, SPLIT);
-      const int hidden = a.layer.window ? std::clamp(seen - a.layer.window - start, 0, SPLIT) : 0;
+      const int count = seen_by(m), hidden = hidden_from(m);
       if (count <= hidden) continue;
-      if (count > shared) place(shared, count, [&](int position) { return slot_of(a.rows, row, position); });
-      for (int h = 0; h < heads; ++h) {
-        const size_t q = (size_t)h * queries + m * per_key;
-        if (count > together) {
-          turn(h, together, padded(count));
-          score_all(&space.queries[q], per_key, &space.keys[h * of_head + (size_t)together * size],
-                    (padded(count) - together) / WIDTH, size, a.layer.scaling, &space.scores[q * SPLIT + together]);
+      weighed = hidden ? 0 : std::min(weighed, count / PER<N> * PER<N>);
+      place_own(m);
+      for (int q = m * per_key; q < all_queries; q += queries)
+        for (int g = q; g < q + per_key; ++g) {
+          float* scores = &space.scores[(size_t)g * SPLIT];
+          const int h = g / queries;
+          if (count > together && g == q) {
+            turn(h, together, padded(count));
+            score_all(&space.queries[g], per_key, &space.keys[h * of_head + (size_t)together * words],
+                      (padded(count) - together) / WIDTH, words, a.layer.scaling, scores + together);
+          }
+          softmax(scores, hidden, count, weights + (size_t)g * SPLIT / PER<N>, space.split_maxima[g],
+                  space.split_totals[g]);
         }
-        softmax_and_weigh(space, q, per_key, &space.values[h * SPLIT], hidden, count, size);
+    }
+    std::fill_n(space.part.begin(), (size_t)all_queries * size, 0.0f);
+    for (int h = 0; h < heads; ++h)
+      weigh(weights + (size_t)h * queries * SPLIT / PER<N>, queries, &space.values[h * SPLIT / PER<N>], 0, weighed, size,
+            &space.part[(size_t)h * queries * size]);
+    for (int m = 0; m < members; ++m) {
+      const int count = seen_by(m), hidden = hidden_from(m);
+      if (count <= hidden) continue;
+      place_own(m);
+      for (int q = m * per_key; q < all_queries; q += queries) {
+        weigh(weights + (size_t)q * SPLIT / PER<N>, per_key, &space.values[q / queries * SPLIT / PER<N>],
+              std::max(hidden, weighed), count, size, &space.part[(size_t)q * size]);
+        for (int g = q; g < q + per_key; ++g) {
+          const float before = space.maxima[g], peak = space.split_maxima[g], now = std::max(before, peak);
+          const float old_scale = before == LOWEST ? 0.0f : std::exp(before - now), new_scale = std::exp(peak - now);
+          float* sums = &space.sums[(size_t)g * size];
+          const float* part = &space.part[(size_t)g * size];
+          for (int i = 0; i < size; i += WIDTH)
+            store(sums + i, fma(load(part + i), all(new_scale), load(sums + i) * all(old_scale)));
+          space.totals[g] = space.totals[g] * old_scale + space.split_totals[g] * new_scale;
+          space.maxima[g] = now;
+        }
       }
     }
   }
-  for (int h = 0; h < heads; ++h)
-    for (int q = 0; q < queries; ++q) {
-      const int row = first + q / per_key;
-      float* out = a.out + ((size_t)row * s.query_heads + (from + h) * per_key + q % per_key) * size;
-      const size_t at = (size_t)h * queries + q;
-      const Vec total = all(space.totals[at]);
-      for (int i = 0; i < size; i += WIDTH) store(out + i, load(&space.sums[at * size + i]) / total);
-    }
+  for (int q = 0; q < all_queries; ++q) {
+    const int row = first + q % queries / per_key, head = (from + q / queries) * per_key + q % per_key;
+    float* out = a.out + ((size_t)row * s.query_heads + head) * size;
+    const Vec total = all(space.totals[q]);
+    for (int i = 0; i < size; i += WIDTH) store(out + i, load(&space.sums[(size_t)q * size + i]) / total);
+  }
 }
 
 }  // namespace

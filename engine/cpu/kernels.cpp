@@ -43,7 +43,6 @@ void compute(void* data, int) {
   const int heads = s.query_heads + 2 * s.key_heads, width = heads * size, found_width = s.query_heads * size;
   const int together = heads_together(s, (int)step.leaders.size(), threads);
   const int blocks = (s.key_heads + together - 1) / together;
-  static thread_local Workspace space;
   int phase = 0;
   const auto each = [&](int items, auto&& work) {
     const int block = std::max(1, items / (threads * 4));
@@ -93,7 +92,11 @@ void compute(void* data, int) {
     const Attention attention{s, layer, *step.rows, qkv, width, found};
     each((int)step.leaders.size() * blocks, [&](int i) {
       const int from = i % blocks * together;
-      attend(attention, step.leaders[i / blocks], from, std::min(from + together, s.key_heads), space);
+      const int leader = step.leaders[i / blocks], to = std::min(from + together, s.key_heads);
+      if (s.half)
+        attend<HalfWord>(attention, leader, from, to);
+      else
+        attend<float>(attention, leader, from, to);
     });
     product(layer.output, layer.output_bias, found_width, s.hidden, Then::ADD, found, hidden, s.hidden);
     each(count, [&](int t) {

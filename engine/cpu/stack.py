@@ -26,8 +26,8 @@ from engine.host.memory import collapse
 from engine.layers.fused import FusedLayer, FusedStack, Unrecognised, fuse, unfuse
 from engine.layers.linear import has_tiles
 
-READ_TOGETHER = 16
-"""Query heads that read keys together at most."""
+READ_TOGETHER = 64
+"""Queries that read keys together at most, all heads that share a key head counted."""
 
 
 class CpuRows(RowAttention):

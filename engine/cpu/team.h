@@ -5,7 +5,6 @@
 #include <immintrin.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,11 +13,15 @@
 
 namespace {
 
-inline void pause_or_yield(int& spins) {
-  if (++spins < 4000)
+// Returns once `value` is no longer `old`. Looks for it so many times, then sleeps: where the machine is busy whoever is
+// waited for may need this core, and whoever yields it again and again gets next to nothing of it.
+template <typename T>
+inline void await_change(const std::atomic<T>& value, T old, int looks) {
+  for (int i = 0; i < looks; ++i) {
+    if (value.load(std::memory_order_acquire) != old) return;
     _mm_pause();
-  else
-    std::this_thread::yield();  // the machine is busy: whoever is waited for may need this core
+  }
+  value.wait(old, std::memory_order_acquire);
 }
 
 class Team {
@@ -28,12 +31,8 @@ class Team {
   }
 
   ~Team() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopped_ = true;
-      generation_.fetch_add(1);
-    }
-    wake_.notify_all();
+    stopped_ = true;
+    begin();
     for (auto& worker : workers_) worker.join();
   }
 
@@ -45,57 +44,48 @@ class Team {
       job_ = job;
       data_ = data;
       working_.store(threads_ - 1);
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        generation_.fetch_add(1);
-      }
-      wake_.notify_all();
+      begin();
     }
     job(data, 0);
-    for (int spins = 0; working_.load(std::memory_order_acquire);) pause_or_yield(spins);
+    for (int left; (left = working_.load(std::memory_order_acquire));) await_change(working_, left, WITHIN_A_STEP);
   }
 
   // Nobody goes on before all are here.
   void barrier() {
     if (threads_ == 1) return;
-    const unsigned phase = phase_.load(std::memory_order_acquire);
+    const int phase = phase_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
+      phase_.notify_all();
     } else {
-      for (int spins = 0; phase_.load(std::memory_order_acquire) == phase;) pause_or_yield(spins);
+      await_change(phase_, phase, WITHIN_A_STEP);
     }
   }
 
  private:
+  void begin() {
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+  }
+
   void serve(int number) {
-    unsigned seen = 0;
-    while (true) {
-      // Steps follow one another: look for the next one for a while before the core is given back.
-      for (int spins = 0; generation_.load(std::memory_order_acquire) == seen && spins < SPINS; ++spins) _mm_pause();
-      if (generation_.load(std::memory_order_acquire) == seen) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return generation_.load() != seen; });
-      }
+    for (int seen = 0;;) {
+      await_change(generation_, seen, BETWEEN_STEPS);
       seen = generation_.load(std::memory_order_acquire);
       if (stopped_) return;
       job_(data_, number);
-      working_.fetch_sub(1, std::memory_order_release);
+      if (working_.fetch_sub(1, std::memory_order_release) == 1) working_.notify_all();
     }
   }
 
-  static constexpr int SPINS = 500;
+  static constexpr int WITHIN_A_STEP = 4000, BETWEEN_STEPS = 500;  // looks
   const int threads_;
   std::vector<std::thread> workers_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::atomic<unsigned> generation_{0};
   bool stopped_ = false;
   void (*job_)(void*, int) = nullptr;
   void* data_ = nullptr;
-  std::atomic<int> working_{0};
-  std::atomic<int> arrived_{0};
-  std::atomic<unsigned> phase_{0};
+  std::atomic<int> generation_{0}, working_{0}, arrived_{0}, phase_{0};
 };
 
 std::mutex one_at_a_time;

@@ -21,8 +21,10 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec smaller(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec nearest(Vec a) { return _mm512_roundscale_ps(a, 0); }
-inline Vec power_of_two(Vec n) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+inline Vec times_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+// 0 where `a` is `value`, else `other`.
+inline Vec zero_where(Vec a, float value, Vec other) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, all(value), _CMP_NEQ_UQ), other);
 }
 inline Vec low_halves(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
@@ -44,8 +46,13 @@ inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec smaller(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec nearest(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Vec power_of_two(Vec n) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+inline Vec times_power_of_two(Vec a, Vec n) {
+  const __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(power, 23)));
+}
+// 0 where `a` is `value`, else `other`.
+inline Vec zero_where(Vec a, float value, Vec other) {
+  return _mm256_and_ps(_mm256_cmp_ps(a, all(value), _CMP_NEQ_UQ), other);
 }
 inline Vec low_halves(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
@@ -71,17 +78,34 @@ inline Vec multiply_add(Pair inputs, Vec weights, Vec sums) {
   std::memcpy(&word, &inputs, 4);
   return _mm512_dpbf16_ps(sums, (__m512bh)_mm512_set1_epi32(word), (__m512bh)_mm512_castps_si512(weights));
 }
-// Rounded to nearest, ties to even; pair i goes to pairs[i * stride].
+// Rounded to nearest, ties to even.
+inline void to_pairs(Vec numbers, Pair* pairs) {
+  _mm256_storeu_si256((__m256i*)pairs, (__m256i)_mm512_cvtneps_pbh(numbers));
+}
+// The same; pair i goes to pairs[i * stride].
 inline void to_pairs(const float* numbers, int size, Pair* pairs, int stride) {
   for (int i = 0; i < size; i += WIDTH) {
     Pair found[WIDTH / 2];
-    _mm256_storeu_si256((__m256i*)found, (__m256i)_mm512_cvtneps_pbh(load(numbers + i)));
+    to_pairs(load(numbers + i), found);
     for (int j = 0; j < WIDTH / 2; ++j) pairs[(size_t)(i / 2 + j) * stride] = found[j];
   }
+}
+// Numbers of two rows side by side, one pair of each a word; no second row: zeros.
+inline Vec paired(const uint16_t* first, const uint16_t* second) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
+  if (!second) return _mm512_castsi512_ps(low);
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
+  return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+// Of each word the first number, or the second; the other is zero.
+inline Vec half_of(Vec words, bool second) {
+  const unsigned kept = second ? 0xffff0000 : 0x0000ffff;
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), _mm512_set1_epi32(kept)));
 }
 #else
 struct Pair {};
 constexpr bool PAIRS = false;
+inline void to_pairs(Vec, Pair*) {}
 inline void to_pairs(const float*, int, Pair*, int) {}
 #endif
 
@@ -154,7 +178,7 @@ inline Vec exponential(Vec x) {
   y = fma(y, r, all(1.6666665459e-1f));
   y = fma(y, r, all(5.0000001201e-1f));
   y = fma(y, r * r, r) + all(1.0f);
-  return y * power_of_two(n);
+  return times_power_of_two(y, n);
 }
 
 inline uint16_t rounded(float x) {
