@@ -3,8 +3,9 @@
 It works in turn with the target: before each step it drafts for the sessions that verify something in it
 (:mod:`draft_service.in_turn`), and what it proposes takes the way of every proposal. Decided here: which sessions it
 reads (those that run; a preempted one makes room), when one that had no room in its cache is tried again, and what a
-second is worth. No failure of it ends a session, and none changes a text: it is counted, and the session goes on
-without.
+second is worth. Now and then a few steps are computed without drafts, so that it is known what such steps take, and
+where drafting has cost more than it brought it rests (:mod:`speculation.verifying.payoff`). No failure of it ends a
+session, and none changes a text: it is counted, and the session goes on without.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from speculation.messages import (
     Welcome,
 )
 from speculation.verifying.lookahead_policy import ThroughputEstimator
+from speculation.verifying.payoff import Payoff
 from speculation.verifying.planner import Planner
 from target_service.counters import TargetCounters
 from target_service.sequence import TargetSequence
@@ -45,9 +47,6 @@ RETRY_AFTER = 64
 
 USUAL_DRAFTS = 8
 """Drafts of a session over which the time of one more is averaged: of neighbouring sizes, it would be mostly noise."""
-
-PLAIN_EVERY = 64
-"""Steps of which the first is computed without drafts, to see what that takes."""
 
 Key = tuple[Hashable, SessionId]
 """A session: the link it was opened on and its number there."""
@@ -113,7 +112,9 @@ class DraftModel:
         self._turn = 0
         # by size class of the batch
         self._throughputs: defaultdict[int, ThroughputEstimator] = defaultdict(ThroughputEstimator)
-        self._turns: defaultdict[int, int] = defaultdict(int)  # likewise
+        self._payoffs: defaultdict[int, Payoff] = defaultdict(Payoff)  # likewise
+        self._judged: Payoff | None = None
+        """What learns from the step at hand, if it is for nothing but sessions that may verify drafts."""
         self.seconds = 0.0
         """What drafting took before the step at hand."""
 
@@ -124,19 +125,20 @@ class DraftModel:
 
         ``running``: all that are not preempted; ``part``: those that take part in the step. They are read meanwhile.
         """
-        started, is_plain = time.perf_counter(), False
+        started = time.perf_counter()
         self._turn += 1
+        payoff = self._payoffs[len(drawing).bit_length()]
+        self._judged = payoff if len(part) == len(drawing) else None
+        is_plain = payoff.probing and self._judged is not None
+        rests = is_plain or not (payoff.drafting or payoff.probing)
         try:
             self._follow(running, part)
-            wanted = {
-                key: sequence.session.lookahead_policy.agreement
-                for sequence in drawing
-                if (key := _key(sequence)) in self._open
-            }
-            is_plain = len(part) == len(drawing) and self._is_plain_due(len(drawing))
-            if is_plain:
-                wanted = {}
-            if self._open and not self._drafter.rests():
+            if self._open and not rests and not self._drafter.rests():
+                wanted = {
+                    key: sequence.session.lookahead_policy.agreement
+                    for sequence in drawing
+                    if (key := _key(sequence)) in self._open
+                }
                 for key in list(self._unread):
                     self._hear(key)
                 rate, row_seconds = self._worth(len(drawing))
@@ -186,15 +188,15 @@ class DraftModel:
     def observe(self, sessions: int, tokens: int, seconds: float) -> None:
         """A step over ``sessions``, all past their prompts, brought ``tokens``, drafting included."""
         self._throughputs[sessions.bit_length()].observe(tokens, seconds)
-
-    def _is_plain_due(self, sessions: int) -> bool:
-        """Whether this step goes without drafts, so that it is known what such a step takes.
-
-        Here drafts never come late, so there would be none to compare with.
-        """
-        turns = self._turns[sessions.bit_length()]
-        self._turns[sessions.bit_length()] += 1
-        return turns % PLAIN_EVERY == 0
+        payoff = self._judged
+        if payoff is None or not self._open:
+            return
+        if payoff.drafting or payoff.probing:
+            payoff.observe(sessions, seconds, quiet=payoff.probing)
+        if payoff.drafting:
+            payoff.drafted(sessions, tokens, seconds)
+        else:
+            payoff.rested()
 
     def _worth(self, sessions: int) -> tuple[float, float]:
         """Tokens a second that the target makes now, at least those without drafts, and seconds of one more row."""
