@@ -14,7 +14,6 @@ from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import Options, flag
 from benchmarks.http import scale
-from benchmarks.relay import run as relay
 from benchmarks.serve import flags as serve
 from benchmarks.speculation import settings as speculation
 from cluster.config.flags import Parser
@@ -30,7 +29,6 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench drafting --only medusa
   paceline bench gpu --json figures.json
   paceline bench scale --streams 512
-  paceline bench relay
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
@@ -61,7 +59,6 @@ BENCHES: Mapping[str, Bench] = {
     "speculation": speculation.BENCH,
     "drafting": DRAFTING,
     "scale": scale.BENCH,
-    "relay": relay.BENCH,
     "serve": serve.BENCH,
     "chaos": chaos.CHAOS,
     "soak": chaos.SOAK,
