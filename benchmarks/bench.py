@@ -12,7 +12,7 @@ from benchmarks.chaos import settings as chaos
 from benchmarks.engine import settings as engine
 from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
-from benchmarks.harness.options import Options, flag
+from benchmarks.harness.options import FIGURES, Options, flag, known
 from benchmarks.http import scale
 from benchmarks.serve import flags as serve
 from benchmarks.speculation import settings as speculation
@@ -35,15 +35,24 @@ measures servers that run already. Keep the machine quiet meanwhile.
 """
 
 
+PARTS = ("medusa", "repetition", "vocabularies", "structured", "placement")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftingOptions(Options):
     """What :mod:`benchmarks.drafting` measures."""
 
     BENCH: ClassVar[str] = "drafting"
-    quick: bool = flag(False, "few prompts; writes a folder only with --out")
-    out: Path | None = flag(None, "folder (default: benchmarks/results/DATE-drafting)", metavar="DIR")
+    FOLDER: ClassVar[str | None] = "-drafting"
+    quick: bool = flag(False, "few prompts; writes no folder")
+    json: Path | None = flag(None, FIGURES)
+    out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-drafting)", metavar="DIR")
     rounds: int = flag(0, "prompts of each part that count, instead of its own number (default)", least=0)
     only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
+
+    def check(self) -> None:
+        """See :class:`benchmarks.harness.options.Options`."""
+        known("--only", self.only, PARTS, "part")
 
 
 DRAFTING = Bench(

@@ -1,4 +1,4 @@
-"""The same pair in transformers: ``generate``, with its assisted generation and its prompt lookup.
+"""The same pair in transformers: ``generate``, and its assisted generation.
 
     python -m benchmarks.harness.transformers_baseline TARGET DRAFT --dtype bfloat16 --threads 2
 
@@ -42,7 +42,7 @@ class Mode:
     """How transformers decodes."""
 
     kind: str
-    """``plain``, ``assisted`` (by the draft model) or ``lookup``."""
+    """``plain``, or ``assisted`` by the draft model."""
     length: int = 0
     """Draft tokens a step; where the heuristic schedule begins."""
     schedule: str = "constant"
@@ -55,7 +55,6 @@ class Mode:
 
 
 PLAIN = Mode("plain")
-LOOKUP = Mode("lookup", 10)
 ASSISTED = (
     Mode("assisted", 3),
     Mode("assisted", 5),
@@ -118,8 +117,6 @@ class TransformersPair:
         """Continue ``prompt`` by ``tokens``, as a :class:`Mode` says."""
         if mode["kind"] == "plain":
             return self._continue(prompt, tokens)
-        if mode["kind"] == "lookup":
-            return self._continue(prompt, tokens, prompt_lookup_num_tokens=mode["length"])
         settings = self._draft.generation_config
         start = (mode["schedule"], mode["length"])
         # The heuristic schedule begins a text with the length at which it ended the last one.

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
-from benchmarks.serve.settings import MOST_OPEN, Arrivals
+from benchmarks.serve.settings import MOST_OPEN
 
 Ask = Callable[[int, float], Awaitable[float]]
 """Send the request of this number, due then; when it is over, for how long its sender should pause."""
@@ -20,25 +20,21 @@ Skip = Callable[[int, float], None]
 """Note that a request was not sent, as too many were under way."""
 
 
-def offsets(rate: float, arrivals: Arrivals, seed: int, turn: int) -> Iterator[float]:
-    """Seconds after the start at which requests are due, without end; the same for the same arguments."""
+def offsets(rate: float, seed: int, turn: int) -> Iterator[float]:
+    """Seconds after the start at which requests are due, as a Poisson process, without end; the same for the same."""
     source = random.Random(f"arrivals {seed} {turn}")
     at = 0.0
     while True:
-        at += source.expovariate(rate) if arrivals is Arrivals.POISSON else 1 / rate
+        at += source.expovariate(rate)
         yield at
 
 
-async def at_rate(
-    numbers: Iterator[int], due: Iterator[float], ask: Ask, skip: Skip, seconds: float | None = None
-) -> None:
-    """Send each request when it is due; return when all are over. ``seconds``: none is due later."""
+async def at_rate(numbers: Iterator[int], due: Iterator[float], ask: Ask, skip: Skip) -> None:
+    """Send each request when it is due; return when all are over."""
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         running: set[asyncio.Task[float]] = set()
         for number, offset in zip(numbers, due, strict=False):
-            if seconds is not None and offset >= seconds:
-                break
             await asyncio.sleep(max(began + offset - time.perf_counter(), 0.0))
             if len(running) >= MOST_OPEN:
                 skip(number, began + offset)
@@ -52,16 +48,13 @@ async def _asked(ask: Ask, number: int, due: float) -> float:
     return await ask(number, due)
 
 
-async def at_once(numbers: Iterator[int], concurrency: int, ask: Ask, seconds: float | None = None) -> None:
-    """So many senders, each with one request after the other; none is begun after ``seconds``."""
-    began = time.perf_counter()
+async def at_once(numbers: Iterator[int], concurrency: int, ask: Ask) -> None:
+    """So many senders, each with one request after the other."""
 
     async def send() -> None:
         for number in numbers:
             pause = await ask(number, time.perf_counter())
             await asyncio.sleep(pause)
-            if seconds is not None and time.perf_counter() - began >= seconds:
-                return
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

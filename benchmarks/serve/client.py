@@ -1,12 +1,8 @@
-"""One request to one server: sent, read to its end, and noted. Whatever goes wrong is noted too, by its kind.
-
-And what the server counts of drafts: Paceline and vLLM, at ``/metrics``.
-"""
+"""One request to one server: sent, read to its end, and noted. Whatever goes wrong is noted too, by its kind."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +12,7 @@ import httpx
 
 from benchmarks.serve.answer import CUT, MALFORMED, Answer, AnswerError, Drafts, Events, error_text
 from benchmarks.serve.requests import path
-from benchmarks.serve.settings import Json, Make, ServeOptions, ServerContender
+from benchmarks.serve.settings import Json, ServeOptions, ServerContender
 from cluster.completion import bearer
 from transport.address import is_loopback
 
@@ -26,12 +22,6 @@ LONGEST_PAUSE = 10.0
 BUSY, BUSY_LATER = "HTTP 429", "HTTP 429 with Retry-After"
 LOST, NO_CONNECTION, LATE = "connection lost", "no connection", "timeout"
 NOT_SENT = "not sent: too many under way"
-COUNT_SECONDS = 5.0
-COUNTING = (Make.PACELINE, Make.VLLM)
-_LINE = re.compile(
-    r"^(?:vllm:|paceline_)spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:\{.*\})? ([0-9.eE+]+)\s*$",
-    re.MULTILINE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,39 +140,3 @@ def _seconds(retry_after: str | None) -> float:
         return min(max(float(retry_after or 0.0), 0.0), LONGEST_PAUSE)
     except ValueError:
         return 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What a server counts of drafts over all its requests, others' too: since its start, or of a stretch of time."""
-
-    drafts: float = 0.0
-    """Verifications with drafts."""
-    offered: float = 0.0
-    accepted: float = 0.0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.drafts + other.drafts, self.offered + other.offered, self.accepted + other.accepted)
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(self.drafts - other.drafts, self.offered - other.offered, self.accepted - other.accepted)
-
-
-def parse(exposition: str) -> Counts | None:
-    """All models together, from Prometheus' text format; None: the server does not count drafts."""
-    sums: dict[str, float] = {}
-    for name, value in _LINE.findall(exposition):
-        sums[name] = sums.get(name, 0.0) + float(value)
-    if not sums:
-        return None
-    return Counts(sums.get("drafts", 0.0), sums.get("draft_tokens", 0.0), sums.get("accepted_tokens", 0.0))
-
-
-async def fetch(client: httpx.AsyncClient) -> Counts | None:
-    """None also where there is no such page."""
-    try:
-        async with asyncio.timeout(COUNT_SECONDS):
-            response = await client.get("/metrics")
-    except (httpx.TransportError, TimeoutError):
-        return None
-    return parse(response.text) if response.is_success else None

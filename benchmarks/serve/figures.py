@@ -1,4 +1,4 @@
-"""From requests to figures: percentiles, goodput, what became of drafts, and ratios with their uncertainty.
+"""From requests to figures: percentiles, what became of drafts, and ratios with their uncertainty.
 
 Of a request with chunks at ``t_1 .. t_n``, due at ``t_0``, over at ``t_e``, with ``k_i`` tokens in chunk ``i``:
 
@@ -7,7 +7,7 @@ Of a request with chunks at ``t_1 .. t_n``, due at ``t_0``, over at ``t_e``, wit
   many tokens a chunk has, ``t_i - t_(i-1)``, once: latency by chunk, which is another thing;
 * time per output token: ``(t_n - t_1) / (k_2 + .. + k_n)``; with unknown ``k``, over all tokens but one.
 
-Requests that failed are in no latency; they are counted by kind, and goodput counts them as missed.
+Requests that failed are in no latency; they are counted by kind.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from statistics import fmean
 
-from benchmarks.serve.client import Counts, Heard
+from benchmarks.serve.client import Heard
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Make, Objective, ServeOptions, ServerContender
+from benchmarks.serve.settings import Make, ServeOptions, ServerContender
 
 RESAMPLES = 2000
 MOST_DRAWS = 4_000_000
@@ -87,22 +86,13 @@ class Figures:
     request_rate: float
     """Requests that went well, a second."""
     token_rate: float
-    good: int | None
-    """Requests that met all objectives; None: there are none."""
     accepted: int | None
     """Draft tokens kept, as answers say; None: they do not."""
     offered: int | None
     acceptance_length: float | None
     """Tokens of a verification with drafts, its own included: 1 + accepted / verifications; None: not said."""
-    counts: Counts | None
-    """As the server counts; None: it does not say."""
     client_share: float
     """Of a core, that this process used."""
-
-    @property
-    def goodput(self) -> float | None:
-        """Good requests a second."""
-        return None if self.good is None else _over(self.good, self.seconds)
 
 
 def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figures:
@@ -111,7 +101,7 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
     heard = list(chain.from_iterable(turn.heard for turn in turns))
     ok = [one for one in heard if not one.error]
     seconds = sum(turn.seconds for turn in turns)
-    tokens, objectives = sum(one.tokens for one in ok), options.objectives
+    tokens = sum(one.tokens for one in ok)
     accepted, offered, acceptance_length = _drafts(ok)
     errors, details = _failures(heard)
     return Figures(
@@ -132,11 +122,9 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
         late=None if options.pace.rate is None else _spread(map(lateness, heard)),
         request_rate=_over(len(ok), seconds),
         token_rate=_over(tokens, seconds),
-        good=sum(map(partial(meets, objectives=objectives), heard)) if objectives else None,
         accepted=accepted,
         offered=offered,
         acceptance_length=acceptance_length,
-        counts=_counts(turns),
         client_share=_over(sum(turn.client_cpu for turn in turns), seconds),
     )
 
@@ -148,11 +136,6 @@ def _failures(heard: Sequence[Heard]) -> tuple[dict[str, int], dict[str, str]]:
     for one in failed:
         details.setdefault(one.error, one.detail)
     return dict(Counter(one.error for one in failed).most_common()), details
-
-
-def _counts(turns: Iterable[Turn]) -> Counts | None:
-    counted = [turn.counts for turn in turns if turn.counts is not None]
-    return sum(counted, Counts()) if counted else None
 
 
 def _spread(values: Iterable[float | None]) -> Spread | None:
@@ -196,22 +179,6 @@ def gaps(one: Heard) -> list[float]:
     if one.sizes is None:
         return between
     return [gap / size for gap, size in zip(between, one.sizes[1:], strict=True) for _ in range(size)]
-
-
-def slow_gap(one: Heard) -> float | None:
-    """Of its inter-token latencies, which 99 of 100 stay within."""
-    return percentile(sorted(between), 0.99) if (between := gaps(one)) else None
-
-
-MEASURES = {Objective.TTFT: ttft, Objective.TPOT: tpot, Objective.ITL: slow_gap, Objective.E2E: e2e}
-
-
-def meets(one: Heard, objectives: Mapping[Objective, float]) -> bool:
-    """Whether a request went well within all objectives, in milliseconds; without text it has missed the first."""
-    if one.error or (Objective.TTFT in objectives and not one.times):
-        return False
-    found = ((MEASURES[objective](one), limit) for objective, limit in objectives.items())
-    return all(value is None or 1e3 * value <= limit for value, limit in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -14,14 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput, add_flags, between
-from benchmarks.serve.settings import (
-    PLAIN_SUFFIX,
-    Arrivals,
-    Objective,
-    Pace,
-    ServeOptions,
-    ServerContender,
-)
+from benchmarks.serve.settings import PLAIN_SUFFIX, Pace, ServeOptions, ServerContender
 from cluster.config.environment import current
 from cluster.config.flags import Parser
 
@@ -31,15 +23,13 @@ Sends the same requests to each --url in turn, round by round. Give several, or 
 itself without drafts. Whatever fails is counted by kind; latencies at a --rate count from when a request was due.
 
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
-  paceline bench serve --url ours=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:8001 --rate 4 --seconds 60
+  paceline bench serve --url ours=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:8001 --rate 4 --requests 240
   paceline bench serve --url ours=http://127.0.0.1:8000 --url hf=http://127.0.0.1:8002 --model hf=./llama-8b
-  paceline bench serve --url http://127.0.0.1:8000 --concurrency 8 --goodput ttft:500,tpot:50 --out results
+  paceline bench serve --url http://127.0.0.1:8000 --concurrency 8 --out results
   paceline bench serve --url d3=http://127.0.0.1:8000 --url d7=http://127.0.0.1:8000 \\
     --extra-body 'd3={"speculation": {"max_depth": 3}}' --extra-body 'd7={"speculation": {"max_depth": 7}}'
 """
 DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_REQUESTS = 40
-MOST_REQUESTS = 100_000
 MOST_CONCURRENCY = 4096
 MOST_CONTENDERS = 16
 
@@ -54,14 +44,9 @@ class ServeBench(Bench):
              help=f"a server; may be given again (default: {DEFAULT_URL})")  # fmt: skip
         flag("--model", action="append", default=[], metavar="[NAME=]TEXT",
              help="which of its models (default: the only one)")  # fmt: skip
-        amount = parser.add_mutually_exclusive_group()
-        about = f"of each contender, in all rounds together (default: {DEFAULT_REQUESTS})"
-        amount.add_argument("--requests", type=int, metavar="N", help=about)
-        amount.add_argument("--seconds", type=float, metavar="S", help="of load on each contender instead")
         pace = parser.add_mutually_exclusive_group()
         pace.add_argument("--rate", type=float, metavar="R", help="requests a second, however slow the answers are")
         pace.add_argument("--concurrency", type=int, metavar="C", help="requests at any time (default: 1)")
-        flag("--arrivals", choices=("poisson", "even"), help="how those of a --rate are spread (default: poisson)")
         flag("--rounds", type=int, metavar="N", help="turns of each contender (default: 6, or as many as requests)")
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--chat", action="store_true", help="send prompts as messages of a user")
@@ -70,32 +55,19 @@ class ServeBench(Bench):
              help="more fields, for all or one contender; null leaves one out")  # fmt: skip
         flag("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
              help="variable with the API key, of all or one contender")  # fmt: skip
-        flag("--goodput", default="", metavar="NAME:MS,...",
-             help="what a good request stays within: ttft, tpot, itl, e2e")  # fmt: skip
         add_flags(parser, ServeOptions)
 
     def read(self, args: argparse.Namespace) -> ServeOptions:
         """See :class:`benchmarks.harness.command.Bench`."""
         options = ServeOptions.read(args)
-        if args.seconds is not None:
-            between("--seconds", args.seconds, 0.1, 86_400)
-        requests = DEFAULT_REQUESTS if args.requests is None and args.seconds is None else args.requests
-        if requests is not None:
-            between("--requests", requests, 1, MOST_REQUESTS)
-        rounds = (6 if requests is None else min(6, requests)) if args.rounds is None else args.rounds
-        between("--rounds", rounds, 1, 1000 if requests is None else min(1000, requests))
-        if args.arrivals and args.rate is None:
-            raise BadInput("--arrivals belongs to a --rate")
+        rounds = min(6, options.requests) if args.rounds is None else args.rounds
+        between("--rounds", rounds, 1, min(1000, options.requests))
         return replace(
             options,
             contenders=_contenders(args),
             pace=_pace(args),
-            requests=requests,
-            seconds=args.seconds,
-            arrivals=Arrivals(args.arrivals or Arrivals.POISSON),
             rounds=rounds,
             chat=args.chat,
-            objectives=_objectives(args.goodput),
             typed=shlex.join(["paceline", *sys.argv[1:]]),
         )
 
@@ -190,21 +162,3 @@ def _key(variable: str) -> str:
     if not (key.isascii() and key.isprintable()):
         raise BadInput(f"--api-key-env {variable}: the key in it must be printable ASCII")
     return key
-
-
-def _objectives(text: str) -> dict[Objective, float]:
-    found: dict[Objective, float] = {}
-    for part in filter(None, text.split(",")):
-        name, separator, limit = part.strip().partition(":")
-        if name not in list(Objective) or not separator:
-            raise BadInput(f"--goodput {part}: must be NAME:MS with {', '.join(Objective)}")
-        if Objective(name) in found:
-            raise BadInput(f"--goodput: {name} is there twice")
-        try:
-            value = float(limit)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise BadInput(f"--goodput {part}: must have numbers above 0, got {limit!r}")
-        found[Objective(name)] = value
-    return found

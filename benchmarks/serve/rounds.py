@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 import httpx
 
 from benchmarks.harness.prompts import Prompt
 from benchmarks.serve.arrivals import at_once, at_rate, offsets
-from benchmarks.serve.client import COUNTING, NOT_SENT, Counts, Heard, ask, connect, fetch
+from benchmarks.serve.client import NOT_SENT, Heard, ask, connect
 from benchmarks.serve.probe import Server, ServerError, identify
 from benchmarks.serve.requests import body
 from benchmarks.serve.settings import PLAIN_SUFFIX, Make, ServeOptions, ServerContender
@@ -39,8 +38,6 @@ class Turn:
     """Requests under way: above 0 in the end only if the run was interrupted."""
     client_cpu: float = 0.0
     """Processor seconds of this process."""
-    counts: Counts | None = None
-    """What the server counted meanwhile; None: it does not say."""
 
     @property
     def seconds(self) -> float:
@@ -85,9 +82,7 @@ def order(everyone: Sequence[ServerContender], number: int) -> Sequence[ServerCo
 
 
 def numbers(options: ServeOptions, turn: int) -> Iterator[int]:
-    """Of the requests of a round; without end if the run is limited by time."""
-    if options.requests is None:
-        return count(turn, options.rounds)
+    """Of the requests of a round."""
     return iter(range(turn, options.requests, options.rounds))
 
 
@@ -131,13 +126,9 @@ class _Runner:
     async def take(self, contender: ServerContender, number: int, log: Log) -> None:
         """One turn, into ``log`` from its beginning."""
         options, pace = self._options, self._options.pace
-        client = self._clients[contender.name]
-        counting = self._servers[contender.name].make in COUNTING
-        before = await fetch(client) if counting else None
         turn = Turn(contender, number, time.perf_counter())
         log.turns.append(turn)
         used = time.process_time()
-        seconds = None if options.seconds is None else options.seconds / options.rounds
 
         async def send(request: int, due: float) -> float:
             turn.running += 1
@@ -151,15 +142,13 @@ class _Runner:
 
         try:
             if pace.rate is not None:
-                due = offsets(pace.rate, options.arrivals, options.seed, number)
-                await at_rate(numbers(options, number), due, send, skip, seconds)
+                due = offsets(pace.rate, options.seed, number)
+                await at_rate(numbers(options, number), due, send, skip)
             else:
                 assert pace.concurrency is not None
-                await at_once(numbers(options, number), pace.concurrency, send, seconds)
+                await at_once(numbers(options, number), pace.concurrency, send)
         finally:
             turn.client_cpu = time.process_time() - used
-        after = await fetch(client) if counting else None
-        turn.counts = after - before if before is not None and after is not None else None
 
     async def _ask(self, contender: ServerContender, number: int, due: float) -> Heard:
         client = self._clients[contender.name]

@@ -27,22 +27,6 @@ class Make(StrEnum):
     OTHER = "not known"
 
 
-class Objective(StrEnum):
-    """What goodput may be asked about, of each request."""
-
-    TTFT = "ttft"
-    TPOT = "tpot"
-    ITL = "itl"
-    E2E = "e2e"
-
-
-class Arrivals(StrEnum):
-    """How requests of a given rate are spread."""
-
-    POISSON = "poisson"
-    EVEN = "even"
-
-
 @dataclass(frozen=True, slots=True)
 class ServerContender:
     """A server, and how it is asked."""
@@ -81,14 +65,8 @@ class ServeOptions(Options):
 
     contenders: tuple[ServerContender, ...] = ()
     pace: Pace = Pace(concurrency=1)
-    requests: int | None = None
-    """Of each contender in all its rounds together; None: as many as fit into ``seconds``."""
-    seconds: float | None = None
-    arrivals: Arrivals = Arrivals.POISSON
     rounds: int = 5
     chat: bool = False
-    objectives: Mapping[Objective, float] = field(default_factory=dict)
-    """Milliseconds that a good request stays within."""
     typed: str = "paceline bench serve"
     """The command, as it was typed."""
     prompts: str = flag(
@@ -96,6 +74,7 @@ class ServeOptions(Options):
         "a prompt a line: text, or JSON in *.jsonl; bundled (default): some beginnings of code",
         metavar="FILE",
     )
+    requests: int = flag(40, "of each contender, in all rounds together", least=1, most=100_000)
     warmup: int = flag(2, "requests of each that do not count", least=0, most=10_000, metavar="W")
     max_tokens: int = flag(64, "of an answer, at most", least=1, most=1_000_000)
     temperature: float = flag(0.0, "0 (default): the likeliest text", least=0, most=100, metavar="X")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +25,11 @@ from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, 
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
 from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
-from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, Timeline, rows
-from benchmarks.speculation.records import WorkerLog, read_log
+from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, rows
+from benchmarks.speculation.records import read_log
 from benchmarks.speculation.report import result
 from benchmarks.speculation.settings import (
     DEAD,
-    FAR,
-    NEAR,
-    SHARED,
     TRANSFORMERS,
     WRONG,
     WRONG_COLD,
@@ -50,7 +46,6 @@ SWEEP_PROMPTS = 2
 """Prompts on which draft lengths are tried; others than those measured."""
 COLD_ROUNDS = 2
 """Rounds after a wrong drafter came that are reported apart."""
-TIMELINE_SECONDS = 0.4
 
 
 @dataclass(slots=True)
@@ -107,14 +102,12 @@ class PairBench:
         return await take_turns(runners, batches, warm_up, lambda: self.progress.advance(task))
 
 
-async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
+async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting) -> None:
     """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
     dispatcher.pool.delays[Role.DRAFT] = setting.rtt_ms / 2000
     everyone = [contenders.PLAIN, contenders.OURS]
     choices: dict[str, str] = {}
     if setting.batch == 1:
-        if lookup:
-            everyone += [contenders.OURS_AND_LOOKUP, contenders.LOOKUP]
         for lengths, make in ((LENGTHS, sequential), (PARALLEL_LENGTHS, parallel)):
             known = {f"K = {length}": make(length) for length in lengths}
             name = make(1).name
@@ -124,7 +117,7 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
     dispatcher.pool.delays[Role.DRAFT] = 0.0
 
 
-async def compare_transformers(bench: PairBench, dispatcher: Dispatcher, lookup: bool) -> None:
+async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:
     """The other library, in turn with ours."""
     async with baseline.transformers(bench.pair, bench.options.dtype) as other:
         modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
@@ -134,23 +127,7 @@ async def compare_transformers(bench: PairBench, dispatcher: Dispatcher, lookup:
             "transformers plain": baseline.runner(other, baseline.PLAIN),
             ASSISTED: modes[chosen],
         }
-        if lookup:
-            runners["transformers lookup"] = baseline.runner(other, baseline.LOOKUP)
         await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
-
-
-async def compare_shared(bench: PairBench, folder: Path) -> list[Path]:
-    """The same on workers that compute with all cores each; returns their records."""
-    cores = str(len(os.sched_getaffinity(0)))
-    flags = ["--dtype", bench.options.dtype, "--threads", cores]
-    records = [folder / f"shared-{role}.jsonl" for role in ("target", "draft")]
-    async with (
-        running(WorkerPlan(Role.TARGET, bench.pair.target, None, records[0], flags)) as target,
-        running(WorkerPlan(Role.DRAFT, bench.pair.draft, None, records[1], flags)) as draft,
-        connected(target, draft) as dispatcher,
-    ):
-        await compare_ours(bench, dispatcher, SHARED, lookup=False)
-    return records
 
 
 async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: RunningWorker) -> None:
@@ -187,31 +164,14 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
             connected(target, draft) as dispatcher,
         ):
             for setting in plan.settings:
-                await compare_ours(bench, dispatcher, setting, plan.lookup)
+                await compare_ours(bench, dispatcher, setting)
             if plan.extras:
-                await compare_transformers(bench, dispatcher, plan.lookup)
+                await compare_transformers(bench, dispatcher)
                 await compare_dead(bench, dispatcher, draft)
                 async with running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong:
                     await compare_wrong(bench, target, wrong)
-        if plan.shared:
-            records += await compare_shared(bench, Path(name))
         log = read_log(records)  # complete only now: workers write when they are idle
-    return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log), timelines(bench.measured, log))
-
-
-def timelines(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Timeline]:
-    """How target and drafter worked together in the middle run of ours and of the sequential baseline."""
-    shown = [
-        one
-        for one in measured
-        if one.setting in (NEAR, FAR) and one.contender in (contenders.OURS.name, sequential(1).name)
-    ]
-    found = []
-    for one in shown:
-        run = one.runs[len(one.runs) // 2]
-        end = min(run.start + TIMELINE_SECONDS, run.end)
-        found.append(Timeline(one.setting, one.contender, run.start, end, log.during(run.start, end)))
-    return found
+    return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log))
 
 
 def main(options: SpeculationOptions) -> int:

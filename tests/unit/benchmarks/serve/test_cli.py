@@ -10,9 +10,7 @@ from benchmarks.harness.prompts import Prompt, PromptError
 from benchmarks.serve import report
 from benchmarks.serve.requests import body, read
 from benchmarks.serve.settings import (
-    Arrivals,
     Make,
-    Objective,
     Pace,
     ServeOptions,
     ServerContender,
@@ -43,7 +41,6 @@ def started(monkeypatch) -> list[ServeOptions]:
         ([*URL, *URL], "is there twice"),
         (["--url", "a plain=http://a"], "must not end with ' plain'"),
         (["--requests", "0"], "--requests must be 1 to 100000, got 0"),
-        (["--seconds", "nan"], "--seconds must be 0.1 to 86400, got nan"),
         (["--rate", "inf"], "--rate must be 0.001 to 100000, got inf"),
         (["--concurrency", "0"], "--concurrency must be 1 to 4096, got 0"),
         (["--rounds", "9", "--requests", "8"], "--rounds must be 1 to 8, got 9"),
@@ -52,10 +49,6 @@ def started(monkeypatch) -> list[ServeOptions]:
         (["--temperature", "nan"], "--temperature must be 0 to 100, got nan"),
         (["--timeout", "0"], "--timeout must be 0.001"),
         (["--seed", "-1"], "--seed must be 0"),
-        (["--arrivals", "even"], "--arrivals belongs to a --rate"),
-        (["--goodput", "ttft:500,latency:5"], "--goodput latency:5: must be NAME:MS with ttft, tpot, itl, e2e"),
-        (["--goodput", "ttft:-1"], "--goodput ttft:-1: must have numbers above 0, got '-1'"),
-        (["--goodput", "ttft:1,ttft:2"], "--goodput: ttft is there twice"),
         (["--extra-body", "{"], "--extra-body {: not JSON"),
         (["--extra-body", "[]"], "must be an object"),
         (["--extra-body", '{"a": NaN}'], "not JSON"),
@@ -77,7 +70,7 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys) ->
     assert not started
 
 
-@pytest.mark.parametrize("both", [["--rate", "1", "--concurrency", "2"], ["--seconds", "1", "--requests", "2"]])
+@pytest.mark.parametrize("both", [["--rate", "1", "--concurrency", "2"], ["--chat", "--completions"]])
 def test_two_ways_to_say_one_thing_are_refused(both, started, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "serve", *both])
@@ -88,8 +81,8 @@ def test_flags_arrive(started, monkeypatch) -> None:
     monkeypatch.setenv("SOME_KEY", "sesame")
     assert main(["bench", "serve"]) == 0
     assert main(["bench", "serve", "--url", "ours=https://a:1/v1/", "--url", "http://b/x", "--model", "ours=m=1",
-                 "--extra-body", 'b={"top_p": 0.5}', "--api-key-env", "SOME_KEY", "--goodput", "ttft:500,itl:20.5",
-                 "--rate", "0.5", "--arrivals", "even", "--seconds", "9", "--chat"]) == 0  # fmt: skip
+                 "--extra-body", 'b={"top_p": 0.5}', "--api-key-env", "SOME_KEY",
+                 "--rate", "0.5", "--requests", "9", "--chat"]) == 0  # fmt: skip
     default, given = started
     assert default.contenders == (ServerContender("127.0.0.1:8000", "http://127.0.0.1:8000"),)
     assert (default.pace, default.requests, default.rounds) == (Pace(concurrency=1), 40, 6)
@@ -97,9 +90,7 @@ def test_flags_arrive(started, monkeypatch) -> None:
         ServerContender("ours", "https://a:1", "m=1", {}, "sesame"),
         ServerContender("b", "http://b/x", "", {"top_p": 0.5}, "sesame"),
     )
-    assert given.objectives == {Objective.TTFT: 500.0, Objective.ITL: 20.5}
-    assert (given.pace, given.arrivals) == (Pace(rate=0.5), Arrivals.EVEN)
-    assert (given.seconds, given.requests, given.chat) == (9.0, None, True)
+    assert (given.pace, given.requests, given.chat) == (Pace(rate=0.5), 9, True)
     assert "sesame" not in repr(given)
 
 
