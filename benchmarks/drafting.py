@@ -20,8 +20,8 @@ from benchmarks.grammar_prompts import KINDS
 from benchmarks.harness.contenders import OURS, PLAIN, rows
 from benchmarks.harness.measure import Batch, Run, served, take_turns
 from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_heads, stretched_pair
+from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
 from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
-from benchmarks.harness.workers import WorkerPlan, all_running, connected, serving
 from cluster.console import say
 from cluster.local.stretched import HIDDEN, LAYERS
 from router.schema.structured import json_schema_grammar

@@ -39,7 +39,7 @@ from benchmarks.engine.settings import (
 from benchmarks.engine.steps import TRIES, TimedSteps, in_turn, pinned, reads
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.harness.workers import WorkerPlan, connected, running
+from benchmarks.harness.processes import WorkerPlan, connected, running
 from engine.build import build
 from engine.settings import EngineSettings
 from engine.step import Engine

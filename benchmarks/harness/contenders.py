@@ -43,6 +43,8 @@ PLAIN = Contender("plain", Speculation(enabled=False, remember=False))
 """Ordinary decoding by the same target."""
 OURS = Contender("ours", Speculation(sources=_DRAFT, remember=False))
 """Drafts of the draft model only, so that it is compared with others on equal terms."""
+OURS_AND_LOOKUP = Contender("ours with lookup", Speculation(remember=False))
+"""What a request gets that asks for nothing, but that nothing was said before."""
 
 
 def sequential(length: int) -> Contender:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,13 @@ from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
-from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
 from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, rows
 from benchmarks.speculation.records import read_log
 from benchmarks.speculation.report import result
 from benchmarks.speculation.settings import (
     DEAD,
+    SHARED,
     TRANSFORMERS,
     WRONG,
     WRONG_COLD,
@@ -102,12 +104,14 @@ class PairBench:
         return await take_turns(runners, batches, warm_up, lambda: self.progress.advance(task))
 
 
-async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting) -> None:
+async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: ComparisonSetting, lookup: bool) -> None:
     """Everyone who runs on our processes, in one setting; the baselines with their best draft length."""
     dispatcher.pool.delays[Role.DRAFT] = setting.rtt_ms / 2000
     everyone = [contenders.PLAIN, contenders.OURS]
     choices: dict[str, str] = {}
     if setting.batch == 1:
+        if lookup:
+            everyone.append(contenders.OURS_AND_LOOKUP)
         for lengths, make in ((LENGTHS, sequential), (PARALLEL_LENGTHS, parallel)):
             known = {f"K = {length}": make(length) for length in lengths}
             name = make(1).name
@@ -130,14 +134,14 @@ async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None
         await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
 
 
-async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: RunningWorker) -> None:
+async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: ReadyProcess) -> None:
     """Kill the drafter and go on asking for drafts."""
     await draft.kill()
     await until_lost(dispatcher, Role.DRAFT)
     await bench.compare(DEAD, _plain_and_ours(dispatcher), {})
 
 
-async def compare_wrong(bench: PairBench, target: RunningWorker, wrong: RunningWorker) -> None:
+async def compare_wrong(bench: PairBench, target: ReadyProcess, wrong: ReadyProcess) -> None:
     """A wrong drafter comes: at once, and when the target has seen its drafts for a while."""
     async with connected(target, wrong) as dispatcher:
         for setting, warm_up in ((WRONG_COLD, 0), (WRONG, WARM_UP)):
@@ -164,12 +168,21 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
             connected(target, draft) as dispatcher,
         ):
             for setting in plan.settings:
-                await compare_ours(bench, dispatcher, setting)
+                await compare_ours(bench, dispatcher, setting, plan.lookup)
             if plan.extras:
                 await compare_transformers(bench, dispatcher)
                 await compare_dead(bench, dispatcher, draft)
                 async with running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong:
                     await compare_wrong(bench, target, wrong)
+        if plan.shared:
+            flags = ["--dtype", options.dtype, "--threads", str(len(os.sched_getaffinity(0)))]
+            records += [Path(name) / f"shared-{role}.jsonl" for role in ("target", "draft")]
+            async with (
+                running(WorkerPlan(Role.TARGET, pair.target, None, records[-2], flags)) as target,
+                running(WorkerPlan(Role.DRAFT, pair.draft, None, records[-1], flags)) as draft,
+                connected(target, draft) as dispatcher,
+            ):
+                await compare_ours(bench, dispatcher, SHARED, lookup=False)
         log = read_log(records)  # complete only now: workers write when they are idle
     return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log))
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.fit import main, report, serving, teacher, validate
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
 from benchmarks.fit.settings import FitError, FitOptions, Way
+from benchmarks.harness.processes import ReadyProcess, connected
 from benchmarks.harness.prompts import Prompt, PromptError
-from benchmarks.harness.workers import RunningWorker, connected
 from draft_service.lookahead import Lookahead
 from draft_service.translation.translation import read_vocabularies, translator
 from engine.build import build, build_target, welcome
@@ -83,7 +83,7 @@ def in_process(monkeypatch, engines):
         worker = Worker(loop, role.value)
         await worker.start("127.0.0.1:0")
         try:
-            yield RunningWorker(worker.address, None)
+            yield ReadyProcess(role.value, None, worker.address)
         finally:
             await worker.stop()
             recorder.flush()

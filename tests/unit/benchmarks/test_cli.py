@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import drafting
 from benchmarks.harness.command import RESULTS
-from benchmarks.harness.workers import WorkerPlan, running
+from benchmarks.harness.processes import WorkerPlan, running
 from benchmarks.speculation import run as speculation
 from cluster.cli import main
 from cluster.config.environment import CHECKOUT

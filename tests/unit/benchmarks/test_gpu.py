@@ -32,9 +32,8 @@ from benchmarks.gpu.settings import (
 from benchmarks.harness import pair as pairs
 from benchmarks.harness.measure import Decoded, Run, TimedCommit
 from benchmarks.harness.pair import BUNDLED, Pair
-from benchmarks.harness.processes import WorkerFailed
+from benchmarks.harness.processes import ReadyProcess, WorkerFailed, WorkerPlan
 from benchmarks.harness.report import Result
-from benchmarks.harness.workers import RunningWorker, WorkerPlan
 from cluster.cli import main
 
 ENGINE = [stage for stage in STAGES if stage != SPECULATION]
@@ -399,7 +398,7 @@ def test_a_worker_that_does_not_start_fails_the_stage(tmp_path: Path, monkeypatc
     wanted: list[WorkerPlan] = []
 
     @asynccontextmanager
-    async def failing(plan: WorkerPlan) -> AsyncIterator[RunningWorker]:
+    async def failing(plan: WorkerPlan) -> AsyncIterator[ReadyProcess]:
         wanted.append(plan)
         raise WorkerFailed("the target worker did not start")
         yield

@@ -7,7 +7,7 @@ from benchmarks.harness import contenders, measure
 from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import best, pace
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit, take_turns
-from speculation.messages import Schedule, Source
+from speculation.messages import AllBut, Schedule, Source
 
 
 def request(*commits: tuple[float, int]) -> Decoded:
@@ -62,6 +62,7 @@ async def test_contenders_take_turns_and_take_turns_in_beginning(monkeypatch):
 def test_contenders_ask_for_what_their_names_say():
     assert not contenders.PLAIN.speculation.enabled
     assert contenders.OURS.speculation.sources == {Source.DRAFT}
+    assert contenders.OURS_AND_LOOKUP.speculation.sources == AllBut()
     for make, schedule in ((contenders.sequential, Schedule.SEQUENTIAL), (contenders.parallel, Schedule.PARALLEL)):
         asked = make(5).speculation
         assert (asked.schedule, asked.max_depth, asked.sources) == (schedule, 5, {Source.DRAFT})
@@ -69,7 +70,8 @@ def test_contenders_ask_for_what_their_names_say():
 
 def test_no_contender_leaves_answers_for_another_to_copy():
     asked = [
-        *(contenders.PLAIN, contenders.OURS, contenders.sequential(3), contenders.parallel(3)),
+        *(contenders.PLAIN, contenders.OURS, contenders.OURS_AND_LOOKUP),
+        *(contenders.sequential(3), contenders.parallel(3)),
     ]
     speculation = [*(one.speculation for one in asked), *drafting.STRUCTURED.values()]
     assert not any(one.remember for one in speculation)
