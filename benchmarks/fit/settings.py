@@ -127,6 +127,11 @@ class FitOptions(Options):
     validate: bool = _results(False, _VALIDATE)
 
     @property
+    def command(self) -> str:
+        """See :class:`benchmarks.harness.options.Options`; how it was asked for stands in its JSON."""
+        return f"paceline fit --target {self.target}"
+
+    @property
     def sampling(self) -> Sampling:
         """How all text is drawn."""
         return Sampling(temperature=self.temperature, seed=self.seed)

@@ -140,12 +140,14 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     assert all(one.measured > 0 and one.predicted > 0 for one in found.depths)
     assert all(1 <= one.measured_step <= 1 + one.depth and one.predicted_step >= 1 for one in found.depths)
     loaded = (Loaded(1, 1, 0.5, 20.0, 10.0),)
-    result = report.FitResult(OPTIONS, {}, known, forecasts, forecasts[1], loaded, None, found)
+    told = replace(OPTIONS, out=tmp_path / "fit")
+    result = report.FitResult(told, known, forecasts, forecasts[1], loaded, None, found)
     assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1
     assert sum(len(table.lines) for table in report.tables(result)) > 10
     pytest.importorskip("matplotlib")
-    main.write(result, tmp_path)
-    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+    main.publish(result)
+    assert (tmp_path / "fit" / "fit.png").read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in (tmp_path / "fit").iterdir()} == {"fit.json", "fit.png", "paceline.yaml", "README.md"}
 
 
 def test_vocabularies_are_compared_in_a_cache_of_large_pages(monkeypatch):
