@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.status import Status
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.contenders import PREFIX, Loop, Stock, measure_parts
+from benchmarks.engine.contenders import PREFIX, Loop, measure_parts, stock_works
 from benchmarks.engine.figures import ALONE, MIXED, TOGETHER, Measured, Repeated, result
 from benchmarks.engine.model import SEED, Memory, memory_of, mixed_batch, parameters, random_prompts, write_model
 from benchmarks.engine.settings import (
@@ -40,6 +40,7 @@ from benchmarks.engine.steps import TRIES, TimedSteps, in_turn, pinned, reads
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.processes import WorkerPlan, connected, running
+from benchmarks.harness.transformers_baseline import Stock
 from engine.build import build
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -107,7 +108,7 @@ def time_steps(
     contexts = random_prompts(max(SIZES), CONTEXT, generator)
     steps = TimedSteps(engine, contexts)
     ways = reads(READ_BYTES)
-    timed = steps.works(SIZES) | stock.works(contexts[0], SIZES)
+    timed = steps.works(SIZES) | stock_works(stock, contexts[0], SIZES)
     seconds = in_turn(ways | timed, options.rounds, tries=dict.fromkeys(timed, TRIES))
     steps.free()
     return {name: seconds.pop(name) for name in ways}, seconds

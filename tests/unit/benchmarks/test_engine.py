@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.engine import figures, model, steps
 from benchmarks.engine import run as engine
-from benchmarks.engine.contenders import PREFIX, Loop, Stock
+from benchmarks.engine.contenders import PREFIX, Loop
 from benchmarks.engine.figures import (
     ALONE,
     GOALS,
@@ -42,6 +42,7 @@ from benchmarks.engine.settings import READ_BYTES, EngineOptions, EngineShape
 from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, hooks, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result, against
+from benchmarks.harness.transformers_baseline import ASSISTED, PLAIN, Stock
 from cluster.cli import main
 from engine.build import build
 from engine.settings import EngineSettings
@@ -151,6 +152,21 @@ async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
     assert [len(one.tokens) for one in ours.decoded] == [6, 1, 4]
     assert [one.tokens for one in ours.decoded] == [one.tokens for one in theirs.decoded]
     assert [sum(commit.tokens for commit in one.commits) for one in theirs.decoded] == [6, 1, 4]
+
+
+@pytest.mark.parametrize("mode", [PLAIN, *ASSISTED], ids=str)
+async def test_assisted_generation_says_the_same_and_tells_when_which_tokens_came(mode, tmp_path):
+    """A model that drafts for itself in float32: everything that it drafts is kept."""
+    write_model(EngineShape(256, 1), tmp_path / "model")
+    stock = Stock(tmp_path / "model", torch.float32, tmp_path / "model")
+    batch = Batch((random_prompts(1, 9, torch.Generator().manual_seed(0))[0],), 12)
+    threads = torch.get_num_threads()
+    (plain,) = stock.decode(batch).decoded
+    (found,) = (await stock.runner(mode, 1)(batch)).decoded
+    assert found.tokens == plain.tokens and len(found.tokens) == 12
+    assert sum(commit.tokens for commit in found.commits) == 12
+    assert (len(found.commits) < 12) is (mode != PLAIN)
+    torch.set_num_threads(threads)
 
 
 def test_goals_say_what_is_reached_and_what_transformers_does(result):
