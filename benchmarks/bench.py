@@ -14,7 +14,7 @@ from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import FIGURES, Options, flag, known
 from benchmarks.http import scale
-from benchmarks.serve import flags as serve
+from benchmarks.serve import settings as serve
 from benchmarks.speculation import settings as speculation
 from cluster.config.flags import Parser
 

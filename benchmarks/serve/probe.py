@@ -15,8 +15,7 @@ import httpx
 
 from benchmarks.harness.prompts import Prompt
 from benchmarks.serve.answer import Answer, AnswerError
-from benchmarks.serve.client import Refusal, read
-from benchmarks.serve.requests import body, path
+from benchmarks.serve.client import Refusal, body, path, read
 from benchmarks.serve.settings import Make, ServeOptions, ServerContender
 from cluster.config.flags import FAILED
 from cluster.console import CommandError

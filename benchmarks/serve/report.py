@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness.prompts import Prompt
 from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
-from benchmarks.serve.client import Heard
+from benchmarks.serve.client import Heard, read_prompts, remembers
 from benchmarks.serve.figures import (
     Comparison,
     Figures,
@@ -19,7 +19,6 @@ from benchmarks.serve.figures import (
     compare,
     figures,
 )
-from benchmarks.serve.requests import read, remembers
 from benchmarks.serve.rounds import Log, Turn, measure
 from benchmarks.serve.settings import Json, Make, ServeOptions
 from cluster.console import complain, stages
@@ -39,7 +38,7 @@ def main(options: ServeOptions) -> int:
 
     Raises :class:`benchmarks.harness.prompts.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
     """
-    prompts, log = read(options.prompts, options.chat), Log()
+    prompts, log = read_prompts(options.prompts, options.chat), Log()
     with stages() as progress:
         interrupted = _measure(options, prompts, log, progress)
     if not any(turn.heard for turn in log.turns):

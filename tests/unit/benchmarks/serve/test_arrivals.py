@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.serve import arrivals
-from benchmarks.serve.arrivals import at_once, at_rate, offsets
+from benchmarks.serve import rounds as arrivals
+from benchmarks.serve.rounds import at_once, at_rate, offsets
 
 
 def gaps(rate: float, seed: int, turn: int, n: int = 4000) -> list[float]:

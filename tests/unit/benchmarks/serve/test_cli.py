@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.harness.prompts import Prompt, PromptError
 from benchmarks.serve import report
-from benchmarks.serve.requests import body, read
+from benchmarks.serve.client import body, read_prompts
 from benchmarks.serve.settings import (
     Make,
     Pace,
@@ -97,14 +97,14 @@ def test_flags_arrive(started, monkeypatch) -> None:
 def test_prompts_are_read(tmp_path) -> None:
     lines = tmp_path / "p.jsonl"
     lines.write_text('"one"\n\n{"prompt": "two", "kind": "code"}\n{"messages": [{"role": "user", "content": "3"}]}\n')
-    assert [one.text for one in read(str(lines), chat=True)[:2]] == ["one", "two"]
-    assert read(str(lines), chat=True)[2].messages == ({"role": "user", "content": "3"},)
+    assert [one.text for one in read_prompts(str(lines), chat=True)[:2]] == ["one", "two"]
+    assert read_prompts(str(lines), chat=True)[2].messages == ({"role": "user", "content": "3"},)
     with pytest.raises(PromptError, match=r"line 4 is a conversation; send it with --chat"):
-        read(str(lines), chat=False)
+        read_prompts(str(lines), chat=False)
     plain = tmp_path / "p.txt"
     plain.write_text("one\n  two\n")
-    assert [one.text for one in read(str(plain), chat=False)] == ["one", "  two"]
-    assert len(read("bundled", chat=False)) == 40
+    assert [one.text for one in read_prompts(str(plain), chat=False)] == ["one", "  two"]
+    assert len(read_prompts("bundled", chat=False)) == 40
 
 
 @pytest.mark.parametrize(
