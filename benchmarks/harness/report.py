@@ -131,7 +131,7 @@ class Result:
         for table in self.tables:
             console.print(table.rich())
         for note in self.notes:
-            console.print(note, highlight=False, markup=False)
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
 
     def document(self) -> dict[str, Any]:
         """Everything, for other programs."""
