@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from benchmarks.harness.command import Bench, BenchError
 from benchmarks.harness.options import FIGURES, Options, flag
 from benchmarks.harness.report import Result, Table, cell
+from cluster.config.flags import count
 
 ROUTER, FEATURES, BARE = "router", "with features", "bare"
 """What is measured: a whole router between workers and clients; the same where features of every committed token go to
@@ -23,16 +24,12 @@ KEPT_UP = 0.97
 """Of the pace that was asked for: below, a point is beyond what the contender carries."""
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 16384:
-        raise ValueError("a number from 1 to 16384")
-    return int(text)
+def _streams(text: str) -> int:
+    return count(text, 16384)
 
 
 def _rate(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
-        raise ValueError("tokens a second, from 1 to 1000000")
-    return int(text)
+    return count(text, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +38,7 @@ class ScaleOptions(Options):
 
     BENCH: ClassVar[str] = "scale"
     json: Path | None = flag(None, FIGURES)
-    streams: tuple[int, ...] = flag((64, 512, 2048), "streams at once, one number or more", parse=_count)
+    streams: tuple[int, ...] = flag((64, 512, 2048), "streams at once, one number or more", parse=_streams)
     tokens: tuple[int, ...] = flag(
         (5000, 10000, 20000, 40000), "tokens a second of all streams together, one number or more", parse=_rate
     )

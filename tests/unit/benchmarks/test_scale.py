@@ -37,8 +37,8 @@ def test_what_is_carried_is_the_highest_pace_that_is_kept_up_with_in_time() -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--streams", "64,0"], "--streams '0': must be a number from 1 to 16384"),
-        (["--tokens", "fast"], "--tokens 'fast': must be tokens a second"),
+        (["--streams", "64,0"], "--streams '0': must be a whole number from 1 to 16384"),
+        (["--tokens", "fast"], "--tokens 'fast': must be a whole number from 1 to 1000000"),
         (["--seconds", "0"], "--seconds must be 0.5 to 600, got 0"),
     ],
 )
