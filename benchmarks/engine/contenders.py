@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from statistics import median
+from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache
 
-from benchmarks.engine.steps import GREEDY, StepPart, StepParts, Work, chain, hooks
+from benchmarks.engine.steps import Work, chain
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.transformers_baseline import Stock
 from cluster.config.config import Config
 from cluster.config.serving import target_settings
 from engine.build import welcome
-from engine.sampling.sampling import Draw, sample
 from engine.settings import EngineSettings
 from engine.step import Engine
 from router.generation import GenerationError
-from speculation.messages import Close, Limits, Open, Refused, Sampling, SessionId, Token, Verification
+from speculation.messages import Limits, Open, Refused, Sampling, SessionId, Token, Verification
 from target_service.verify_loop import VerifyLoop
 from transport.worker import Outgoing
 
@@ -64,21 +61,6 @@ class Loop:
         decoded = tuple(Decoded(tuple(tokens[session]), tuple(commits[session])) for session in sessions)
         return Run(decoded, asked=asked)
 
-    @contextmanager
-    def decoding(self, prompts: Sequence[Sequence[Token]], steps: int) -> Iterator[Callable[[], object]]:
-        """All prompts past their first token, with at least ``steps`` more to go; yields the function that steps."""
-        # While some prompts are computed in chunks, those before them decode already: a token a step.
-        ahead = sum(len(prompt) for prompt in prompts)
-        sessions = [self._open(prompt, ahead + steps, Sampling(temperature=0.0)) for prompt in prompts]
-        waiting = set(sessions)
-        try:
-            while waiting:
-                waiting.difference_update(verification.session for verification in self._step())
-            yield self._step
-        finally:
-            for session in sessions:
-                self._loop.receive(LINK, Close(session, 1))
-
     def _open(self, prompt: Sequence[Token], tokens: int, sampling: Sampling) -> SessionId:
         session = SessionId(next(self._numbers))
         end = Limits(len(prompt) + tokens)
@@ -117,36 +99,3 @@ def stock_works(stock: Stock, context: Sequence[int], sizes: Sequence[int]) -> d
         return step
 
     return {PREFIX + chain(size): work(size) for size in sizes}
-
-
-def measure_parts(loop: Loop, prompts: Sequence[Sequence[int]], steps: int) -> StepParts:
-    """Where the time goes, over ``steps`` steps of all ``prompts`` together.
-
-    The model's parts are timed by hooks on its modules in every other step, and scaled to the forward without them.
-    """
-    engine = loop.engine
-    logits_NV = torch.randn(len(prompts), engine.model.vocabulary)
-    draws = [Draw(GREEDY, position) for position in range(len(prompts))]
-    totals: list[float] = []
-    forwards: list[float] = []
-    samplings: list[float] = []
-    hooked: list[dict[StepPart, float]] = []
-    with loop.decoding(prompts, 2 * steps + 1) as step:
-        for _ in range(steps):
-            started = time.perf_counter()
-            step()
-            totals.append(time.perf_counter() - started)
-            forwards.append(engine.forward_seconds)
-            started = time.perf_counter()
-            sample(logits_NV, draws)
-            samplings.append(time.perf_counter() - started)
-            with hooks(engine.model.module) as seconds:
-                step()
-            hooked.append(seconds)
-    total, forward, sampling = median(totals), median(forwards), median(samplings)
-    model = {part: median(one[part] for one in hooked) for part in (StepPart.LINEAR, StepPart.ATTENTION, StepPart.REST)}
-    scale = forward / sum(model.values())
-    parts = {part: scale * seconds for part, seconds in model.items()}
-    return StepParts(
-        len(prompts), total, parts | {StepPart.SAMPLING: sampling, StepPart.HOST: max(total - forward - sampling, 0.0)}
-    )

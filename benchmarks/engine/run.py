@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.status import Status
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.contenders import PREFIX, Loop, measure_parts, stock_works
+from benchmarks.engine.contenders import PREFIX, Loop, stock_works
 from benchmarks.engine.figures import ALONE, MIXED, TOGETHER, Measured, Repeated, result
 from benchmarks.engine.model import SEED, Memory, memory_of, mixed_batch, parameters, random_prompts, write_model
 from benchmarks.engine.settings import (
@@ -79,10 +79,6 @@ async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple
         runs = await decode_batches(loop, stock, options, generator)
         status.update("repeating prefixes")
         prefixes = await repeat_prefixes(loop, options.turns, generator)
-        status.update("looking where the time of a step goes")
-        parts = [
-            measure_parts(loop, random_prompts(count, CONTEXT, generator), options.rounds) for count in (1, CONCURRENT)
-        ]
         status.update("comparing texts in float32")
         exact = await decode_exactly(replace(settings, dtype="float32"), generator)
     status.update("serving from a worker process")
@@ -95,7 +91,6 @@ async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple
         runs=runs,
         prefixes=prefixes,
         memory=memory,
-        parts=parts,
         exact=exact,
     )
     return measured, dtype

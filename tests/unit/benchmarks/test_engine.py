@@ -10,9 +10,8 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.engine import figures, model, steps
+from benchmarks.engine import figures, model
 from benchmarks.engine import run as engine
 from benchmarks.engine.contenders import PREFIX, Loop
 from benchmarks.engine.figures import (
@@ -39,7 +38,7 @@ from benchmarks.engine.model import (
     write_model,
 )
 from benchmarks.engine.settings import READ_BYTES, EngineOptions, EngineShape
-from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, hooks, in_turn, many, reads
+from benchmarks.engine.steps import TREE, chain, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result, against
 from benchmarks.harness.transformers_baseline import ASSISTED, PLAIN, Stock
@@ -86,7 +85,6 @@ def measured() -> Measured:
         },
         prefixes=[Repeated(2.0, 0.1), Repeated(4.0, 0.8), Repeated(2.0, 0.16)],
         memory=Memory(1_100_000_000, 900_000_000, 500_000_000, 90_000_000, 10_000_000),
-        parts=[StepParts(1, 0.02, dict.fromkeys(StepPart, 0.004))],
         exact={TOGETHER: [run(16, 16, 1.0, 1.0)], PREFIX + TOGETHER: [run(16, 16, 1.0, 2.0)]},
     )
 
@@ -240,40 +238,6 @@ def test_every_way_reads_the_whole_buffer():
     assert READ_BYTES % 8 == 0
 
 
-class Ticking(nn.Module):
-    """Takes a given time by a clock that only modules move."""
-
-    now = 0.0
-
-    def __init__(self, seconds: float, *inner: nn.Module) -> None:
-        super().__init__()
-        self.seconds, self.inner = seconds, nn.ModuleList(inner)
-
-    def forward(self) -> None:
-        Ticking.now += self.seconds
-        for module in self.inner:
-            module()
-        Ticking.now += self.seconds
-
-
-class PackedLinear(Ticking):
-    pass
-
-
-class LlamaAttention(Ticking):
-    pass
-
-
-def test_time_goes_to_the_innermost_part(monkeypatch):
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: Ticking.now)
-    model = Ticking(1.0, LlamaAttention(10.0, PackedLinear(100.0), Ticking(10.0)), PackedLinear(100.0), Ticking(1.0))
-    with hooks(model) as seconds:
-        model()
-    assert seconds == {StepPart.LINEAR: 400.0, StepPart.ATTENTION: 40.0, StepPart.REST: 4.0}
-    model()
-    assert sum(seconds.values()) == 444.0, "the hooks are still there"
-
-
 def test_memory_of_a_process_is_read_from_its_rollup():
     text = "5581-7ffd ---p 00000000 00:00 0  [rollup]\nRss:   1200 kB\nPrivate_Clean:  0 kB\nTHPeligible:  1\n"
     assert read_rollup(text) == {"Rss": 1200 * 1024, "Private_Clean": 0}
@@ -353,7 +317,6 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
         "Must reach",
         "16 requests of mixed lengths",
         "A step, by its tokens",
-        "linear layers",
         "transformers",
     ):
         assert words in said
