@@ -302,8 +302,10 @@ def main(options: DraftingOptions) -> int:
             size = size or part.full
             found[part.name] = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
     tables = [table_of(name, rows, {key: itemgetter(key) for key in rows[0]}) for name, rows in found.items()]
-    figures = {**against(GOALS, found), "parts": found}
-    result = Result("drafting", "Ways to draft", options, [*tables, goals_table(GOALS, found)], [ABOUT], figures)
+    goals = [goal for goal in GOALS if goal.ours(found) is not None]
+    tables += [goals_table(goals, found)] if goals else []
+    figures = {**against(goals, found), "parts": found}
+    result = Result("drafting", "Ways to draft", options, tables, [ABOUT], figures)
     result.publish()
     return 0
 

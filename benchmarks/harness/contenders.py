@@ -96,7 +96,7 @@ def rows(runs: Mapping[str, Sequence[Run]], *, exact: bool = True) -> list[dict[
                 "lowest_and_highest": [round(min(ratios), 2), round(max(ratios), 2)],
                 "tokens_per_step": round(fmean(commit.tokens for commit in commits), 2),
                 "kept_of_offered": round(sum(commit.accepted for commit in commits) / offered, 2) if offered else None,
-                "accepted": dict(Counter(source for commit in commits for source in commit.sources)),
+                "accepted": dict(Counter(str(source) for commit in commits for source in commit.sources)),
                 "same_text": fmean(same),
             }
         )
