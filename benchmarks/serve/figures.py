@@ -12,12 +12,12 @@ Requests that failed are in no latency; they are counted by kind.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import fmean
+
+import numpy as np
 
 from benchmarks.serve.client import Heard
 from benchmarks.serve.rounds import Log, Turn
@@ -44,16 +44,8 @@ class Spread:
         """None if there are none."""
         if not seconds:
             return None
-        values = sorted(1e3 * value for value in seconds)
-        return cls(fmean(values), *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values, interpolated between neighbours."""
-    at = share * (len(values) - 1)
-    low = int(at)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (at - low) * (values[high] - values[low])
+        values = 1e3 * np.asarray(seconds)
+        return cls(float(values.mean()), *np.percentile(values, (50, 90, 99)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,19 +228,16 @@ def compare(log: Log, contender: ServerContender, baseline: ServerContender, opt
 
 def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> RatioInterval | None:
     """Mean of the first over mean of the second, resampling pairs (Efron's percentile interval); None: no pairs."""
-    if not pairs or not all(sum(column) > 0 for column in zip(*pairs, strict=True)):
+    values_N2 = np.asarray(pairs, dtype=float).reshape(-1, 2)
+    if not (values_N2.sum(axis=0) > 0).all():
         return None
-    source = random.Random(f"bootstrap {seed}")
-    drawn = []
-    for _ in range(min(RESAMPLES, max(MOST_DRAWS // len(pairs), 100))):
-        sample = source.choices(pairs, k=len(pairs))
-        below = sum(second for _, second in sample)
-        if below > 0:
-            drawn.append(sum(first for first, _ in sample) / below)
-    drawn.sort()
-    value = sum(first for first, _ in pairs) / sum(second for _, second in pairs)
-    outside = (1 - LEVEL) / 2
-    return RatioInterval(value, percentile(drawn, outside), percentile(drawn, 1 - outside), len(pairs))
+    count = len(values_N2)
+    draws = min(RESAMPLES, max(MOST_DRAWS // count, 100))
+    drawn_R2 = values_N2[np.random.default_rng(seed).integers(count, size=(draws, count))].sum(axis=1)
+    some_R2 = drawn_R2[drawn_R2[:, 1] > 0]
+    low, high = np.percentile(some_R2[:, 0] / some_R2[:, 1], (50 * (1 - LEVEL), 50 * (1 + LEVEL))).tolist()
+    above, below = values_N2.sum(axis=0).tolist()
+    return RatioInterval(above / below, low, high, count)
 
 
 def _ratio(
