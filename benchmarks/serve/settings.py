@@ -74,7 +74,6 @@ class ServeOptions(Options):
     contenders: tuple[ServerContender, ...] = ()
     pace: Pace = Pace(concurrency=1)
     rounds: int = 5
-    chat: bool = False
     typed: str = "paceline bench serve"
     """The command, as it was typed."""
     prompts: str = flag(
@@ -82,6 +81,7 @@ class ServeOptions(Options):
         "a prompt a line: text, or JSON in *.jsonl; bundled (default): some beginnings of code",
         metavar="FILE",
     )
+    chat: bool = flag(False, "send prompts as messages of a user, not as text to continue")
     requests: int = flag(40, "of each contender, in all rounds together", least=1, most=100_000)
     warmup: int = flag(2, "requests of each that do not count", least=0, most=10_000, metavar="W")
     max_tokens: int = flag(64, "of an answer, at most", least=1, most=1_000_000)
@@ -130,9 +130,6 @@ class ServeBench(Bench):
         pace.add_argument("--rate", type=float, metavar="R", help="requests a second, however slow the answers are")
         pace.add_argument("--concurrency", type=int, metavar="C", help="requests at any time (default: 1)")
         flag("--rounds", type=int, metavar="N", help="turns of each contender (default: 6, or as many as requests)")
-        form = parser.add_mutually_exclusive_group()
-        form.add_argument("--chat", action="store_true", help="send prompts as messages of a user")
-        form.add_argument("--completions", action="store_true", help="send prompts as text to continue (default)")
         flag("--extra-body", action="append", default=[], metavar="[NAME=]JSON",
              help="more fields, for all or one contender; null leaves one out")  # fmt: skip
         flag("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
@@ -149,7 +146,6 @@ class ServeBench(Bench):
             contenders=_contenders(args),
             pace=_pace(args),
             rounds=rounds,
-            chat=args.chat,
             typed=shlex.join(["paceline", *sys.argv[1:]]),
         )
 
