@@ -39,7 +39,6 @@ from benchmarks.speculation.settings import (
     PairPlan,
     SpeculationOptions,
 )
-from engine.loading.loader import DTYPES
 from router.dispatch import Dispatcher
 from speculation.events import Role
 
@@ -124,17 +123,15 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
 
 async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:
     """The other library, in turn with ours."""
-    dtype = DTYPES[bench.options.dtype]
-    other = await asyncio.to_thread(baseline.Stock, bench.pair.target, dtype, bench.pair.draft)
-    threads = min(baseline.CORES, len(os.sched_getaffinity(0)))
-    modes = {str(mode): other.runner(mode, threads) for mode in baseline.ASSISTED}
-    chosen = await bench.choose(TRANSFORMERS, ASSISTED, modes)
-    runners = {
-        contenders.OURS.name: served(dispatcher, contenders.OURS.speculation),
-        "transformers plain": other.runner(baseline.PLAIN, threads),
-        ASSISTED: modes[chosen],
-    }
-    await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
+    async with baseline.transformers(bench.pair, bench.options.dtype) as other:
+        modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
+        chosen = await bench.choose(TRANSFORMERS, ASSISTED, modes)
+        runners = {
+            contenders.OURS.name: served(dispatcher, contenders.OURS.speculation),
+            "transformers plain": baseline.runner(other, baseline.PLAIN),
+            ASSISTED: modes[chosen],
+        }
+        await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
 
 
 async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: ReadyProcess) -> None:
