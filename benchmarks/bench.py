@@ -12,10 +12,9 @@ from benchmarks.chaos import settings as chaos
 from benchmarks.engine import settings as engine
 from benchmarks.gpu import settings as gpu
 from benchmarks.harness.command import Bench
-from benchmarks.harness.options import Options, flag
+from benchmarks.harness.options import FIGURES, Options, flag, known
 from benchmarks.http import scale
-from benchmarks.relay import run as relay
-from benchmarks.serve import flags as serve
+from benchmarks.serve import settings as serve
 from benchmarks.speculation import settings as speculation
 from cluster.config.flags import Parser
 
@@ -30,11 +29,13 @@ measures servers that run already. Keep the machine quiet meanwhile.
   paceline bench drafting --only medusa
   paceline bench gpu --json figures.json
   paceline bench scale --streams 512
-  paceline bench relay
   paceline bench serve --url http://127.0.0.1:8000 --against-plain
   paceline bench chaos --only kill-target
   paceline bench soak --minutes 2
 """
+
+
+PARTS = ("medusa", "repetition", "vocabularies", "structured", "placement")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +43,16 @@ class DraftingOptions(Options):
     """What :mod:`benchmarks.drafting` measures."""
 
     BENCH: ClassVar[str] = "drafting"
-    quick: bool = flag(False, "few prompts; writes a folder only with --out")
-    out: Path | None = flag(None, "folder (default: benchmarks/results/DATE-drafting)", metavar="DIR")
+    FOLDER: ClassVar[str | None] = "-drafting"
+    quick: bool = flag(False, "few prompts; writes no folder")
+    json: Path | None = flag(None, FIGURES)
+    out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-drafting)", metavar="DIR")
     rounds: int = flag(0, "prompts of each part that count, instead of its own number (default)", least=0)
     only: tuple[str, ...] = flag((), "only this part (may be given again)", metavar="PART")
+
+    def check(self) -> None:
+        """See :class:`benchmarks.harness.options.Options`."""
+        known("--only", self.only, PARTS, "part")
 
 
 DRAFTING = Bench(
@@ -61,7 +68,6 @@ BENCHES: Mapping[str, Bench] = {
     "speculation": speculation.BENCH,
     "drafting": DRAFTING,
     "scale": scale.BENCH,
-    "relay": relay.BENCH,
     "serve": serve.BENCH,
     "chaos": chaos.CHAOS,
     "soak": chaos.SOAK,

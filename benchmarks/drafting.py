@@ -1,30 +1,27 @@
 """Ways to draft without a small sibling, and with one, beside plain decoding: each part measures one, side by side.
 
-A part starts its workers and lets its contenders take turns prompt by prompt; a line of JSON for each is printed and
-kept. Then comes the table of the figures that were wanted. What ``paceline align`` and ``paceline fit`` say of
-themselves (acceptance before and after; ``--validate``) is not measured again here.
+A part starts its workers and lets its contenders take turns prompt by prompt. What ``paceline align`` and ``paceline
+fit`` say of themselves (acceptance before and after; ``--validate``) is not measured again here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import DraftingOptions
 from benchmarks.grammar_prompts import KINDS
-from benchmarks.harness.command import dated
 from benchmarks.harness.contenders import OURS, PLAIN, rows
 from benchmarks.harness.measure import Batch, Run, served, take_turns
-from benchmarks.harness.options import known
 from benchmarks.harness.pair import ROOT, Shape, held_out, noiseless_target, stretched_heads, stretched_pair
-from benchmarks.harness.report import tell
-from benchmarks.harness.workers import WorkerPlan, all_running, connected, serving
+from benchmarks.harness.processes import WorkerPlan, all_running, connected, serving
+from benchmarks.harness.report import Goal, Result, against, goals_table, table_of, tell
 from cluster.console import say
 from cluster.local.stretched import HIDDEN, LAYERS
 from router.schema.structured import json_schema_grammar
@@ -34,6 +31,7 @@ from speculation.messages import RequestOptions, Source, Speculation
 
 Row = Mapping[str, Any]
 """What a contender came to."""
+ABOUT = "Each contender beside plain decoding, in turn prompt by prompt; ratios are medians over the prompts."
 WARM_UP = 2
 """Rounds before those that count."""
 SAME, OTHER = ROOT / "models" / "draft", ROOT / "models" / "draft_other"
@@ -53,20 +51,6 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One that was wanted."""
-
-    name: str
-    wanted: float
-    measured: float
-
-    @property
-    def reached(self) -> bool:
-        """Whether it was."""
-        return self.measured >= self.wanted
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """One way to draft, or a few that are alike."""
 
@@ -75,7 +59,6 @@ class Part:
     full: Size
     quick: Size | None = None
     """None: a quick run leaves it out."""
-    judge: Callable[[Sequence[Row]], list[Figure]] = lambda _: []
 
 
 # -- Medusa heads ------------------------------------------------------------------------------------------------------
@@ -266,67 +249,65 @@ def _told(shape: Shape) -> Path:
     return pair.target
 
 
-def _alone(found: Sequence[Row], *contenders: str, **where: object) -> float:
-    """The best of them over plain decoding, at temperature 0."""
+Found = Mapping[str, Sequence[Row]]
+"""By part."""
+
+
+def _alone(part: str, *contenders: str, **where: object) -> Callable[[Found], float | None]:
+    """The best of them over plain decoding, at temperature 0; None: the part was not measured."""
     wanted = {"temperature": 0.0, **where}
-    greedy = [row for row in found if wanted.items() <= row.items()]
-    return max(float(row["ratio_to_plain"]) for row in greedy if row["contender"] in contenders)
+
+    def best(found: Found) -> float | None:
+        greedy = [row for row in found.get(part, ()) if wanted.items() <= row.items()]
+        return max((float(row["ratio_to_plain"]) for row in greedy if row["contender"] in contenders), default=None)
+
+    return best
 
 
 PARTS = (
-    Part(
-        "medusa",
-        medusa,
-        Size(12, 96, (0.0, 0.8)),
-        Size(3, 48, (0.0, 0.8)),
-        lambda found: [Figure("Medusa heads alone over plain decoding", 1.3, _alone(found, "medusa alone"))],
-    ),
-    Part(
-        "repetition",
-        repetition,
-        Size(6, 200, (0.0, 0.7)),
-        Size(2, 200, (0.0,)),
-        lambda found: [
-            Figure(
-                f"lookup or suffix alone over plain decoding, {kind}", 1.8, _alone(found, "lookup", "suffix", kind=kind)
-            )
-            for kind in ("rows", "edits")
-        ],
-    ),
-    Part(
-        "vocabularies",
-        vocabularies,
-        Size(10, 96, (0.0, 0.8)),
-        Size(3, 48, (0.0,)),
-        lambda found: [Figure("a draft with another tokenizer over plain decoding", 1.2, _alone(found, OTHER_NAME))],
-    ),
+    Part("medusa", medusa, Size(12, 96, (0.0, 0.8)), Size(3, 48, (0.0, 0.8))),
+    Part("repetition", repetition, Size(6, 200, (0.0, 0.7)), Size(2, 200, (0.0,))),
+    Part("vocabularies", vocabularies, Size(10, 96, (0.0, 0.8)), Size(3, 48, (0.0,))),
     Part("structured", structured, Size(12, 200, (0.0,))),
     Part("placement", placement, Size(4, 64, (0.0, 0.8))),
+)
+GOALS: tuple[Goal[Found], ...] = (
+    Goal("medusa", "Medusa heads alone over plain decoding", 1.3, False, _alone("medusa", "medusa alone")),
+    *(
+        Goal(
+            f"repetition_{kind}",
+            f"lookup or suffix alone over plain decoding, {kind}",
+            1.8,
+            False,
+            _alone("repetition", "lookup", "suffix", kind=kind),
+        )
+        for kind in ("rows", "edits")
+    ),
+    Goal(
+        "vocabularies",
+        "a draft with another tokenizer over plain decoding",
+        1.2,
+        False,
+        _alone("vocabularies", OTHER_NAME),
+    ),
 )
 
 
 def main(options: DraftingOptions) -> int:
-    """Measure, print the table and write it. Raises :class:`benchmarks.harness.options.BadInput`."""
-    known("--only", options.only, [part.name for part in PARTS], "part")
-    out = options.out or (None if options.quick else dated("-drafting"))
-    figures: list[Figure] = []
+    """Measure and report."""
+    found: dict[str, list[Row]] = {}
     for part in PARTS:
         size = part.quick if options.quick else part.full
         if part.name in options.only or (size and not options.only):
             size = size or part.full
-            found = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
-            figures += part.judge(found)
-            _write(out, f"{part.name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in found))
-    document = [{"figure": x.name, "wanted": x.wanted, "measured": x.measured, "reached": x.reached} for x in figures]
-    _write(out, "figures.json", f"{json.dumps(document, indent=1)}\n")
-    say(f"\n{table(figures)}")
+            found[part.name] = asyncio.run(_measure(part, replace(size, rounds=options.rounds or size.rounds)))
+    tables = [table_of(name, rows, {key: itemgetter(key) for key in rows[0]}) for name, rows in found.items()]
+    goals = [goal for goal in GOALS if goal.ours(found) is not None]
+    tables += [goals_table(goals, found)] if goals else []
+    figures = {**against(goals, found), "parts": found}
+    result = Result("drafting", "Ways to draft", options, tables, [ABOUT], figures)
+    result.publish()
     return 0
-
-
-def _write(out: Path | None, name: str, text: str) -> None:
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text, "utf-8")
 
 
 async def _measure(part: Part, size: Size) -> list[Row]:
@@ -336,12 +317,3 @@ async def _measure(part: Part, size: Size) -> list[Row]:
         tell(row)
         found.append(row)
     return found
-
-
-def table(figures: Sequence[Figure]) -> str:
-    """In Markdown."""
-    lines = ["| figure | wanted | measured |", "|---|---|---|"]
-    for one in figures:
-        measured = f"**{one.measured:.2f}**" if one.reached else f"{one.measured:.2f} (short)"
-        lines.append(f"| {one.name} | at least {one.wanted:g} | {measured} |")
-    return "\n".join(lines)

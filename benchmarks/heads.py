@@ -1,14 +1,11 @@
 """How many tokens a step each way to draft gives by itself: a draft model, Medusa heads, an EAGLE-3 head; in chains.
 
     python -m benchmarks.heads --tokens 128
-    python -m benchmarks.heads --tokens 128 --depth 16 --lags 0 1 2
 
 The bundled target writes greedily behind prompts that nothing was trained on. A step begins where the one before ended,
 drafts a chain, and ends at its first token that is not the target's; that one comes from the target. What is drafted
 behind the target's own tokens is all that counts, so every place is computed at once, from the text: no serving, no
-time. The draft model reads all of the text; heads read hidden states of all but its last token. A lag is that of a
-drafter elsewhere: a step verifies the chain that was drafted where the text ended so many steps before, as far as that
-chain has proven right and goes on.
+time. The draft model reads all of the text; heads read hidden states of all but its last token.
 
 Tensor legend: T tokens, N places, K guesses in a row.
 """
@@ -81,32 +78,16 @@ def _columns(rows: Sequence[Tensor], behind: int, length: int) -> Tensor:
     return out_KT
 
 
-def accepted(guess_KT: Tensor, tokens_T: Tensor, start: int, lag: int = 0) -> list[int]:
-    """Of each step of greedy decoding, the first of which knows the text up to ``start``: how many drafts it keeps.
-
-    ``lag``: steps that a chain is old when it is verified.
-    """
-    right_T = _right_in_a_row(guess_KT, tokens_T)
-    kept: list[int] = []
-    places = [start]
-    while places[-1] + len(guess_KT) < len(tokens_T):
-        behind = places[-1 - lag] if len(places) > lag else None
-        kept.append(0 if behind is None else max(int(right_T[behind]) - (places[-1] - behind), 0))
-        places.append(places[-1] + kept[-1] + 1)
-    return kept
-
-
-def behind_right_ones(guess_KT: Tensor, tokens_T: Tensor, start: int) -> Tensor:
-    """Of the places behind ``start``, ``[2, K]``: how often the first k guesses were right, and the one after, too."""
-    right_T = _right_in_a_row(guess_KT, tokens_T)[start : len(tokens_T) - len(guess_KT)]
-    depth_K1 = torch.arange(len(guess_KT))[:, None]
-    return torch.stack(((right_T >= depth_K1).sum(-1), (right_T > depth_K1).sum(-1)))
-
-
-def _right_in_a_row(guess_KT: Tensor, tokens_T: Tensor) -> Tensor:
-    """How many guesses behind each token are the text's, up to the first that is not, ``[T]``."""
+def accepted(guess_KT: Tensor, tokens_T: Tensor, start: int) -> list[int]:
+    """Of each step of greedy decoding, the first of which knows the text up to ``start``: how many drafts it keeps."""
     said_KT = _columns([tokens_T[1 + step :] for step in range(len(guess_KT))], 0, len(tokens_T))
-    return (guess_KT == said_KT).long().cumprod(0).sum(0)
+    right_T = (guess_KT == said_KT).long().cumprod(0).sum(0)
+    kept: list[int] = []
+    place = start
+    while place + len(guess_KT) < len(tokens_T):
+        kept.append(int(right_T[place]))
+        place += kept[-1] + 1
+    return kept
 
 
 def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
@@ -121,31 +102,20 @@ def figures(kept: Sequence[int], depth: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def main(prompts: int, tokens: int, depth: int, lags: Sequence[int]) -> None:
-    """Measure and print, a line of JSON for each way and lag."""
+def main(prompts: int, tokens: int, depth: int) -> None:
+    """Measure and print, a line of JSON for each way."""
     target: Any = load(BUNDLED, torch.float32)
     ways = {
         "draft model": draft_model(ROOT / "models" / "draft", depth),
         "medusa": medusa(target, HEADS),
         "eagle": eagle(target, ROOT / "models" / "eagle", depth),
     }
-    kept: dict[tuple[str, int], list[int]] = {(name, lag): [] for name in ways for lag in lags}
-    counts: dict[str, Tensor] = {}
     began = time.monotonic()
-    writer = Writer(target, {target.config.eos_token_id})
-    written = writer.write([*held_out(prompts)], tokens, 0.0, 0)
-    for row in written:
-        row_T = torch.tensor(row.tokens)
-        for name, guess in ways.items():
-            guess_KT = guess(row_T)
-            counts[name] = behind_right_ones(guess_KT, row_T, row.start) + counts.get(name, 0)
-            for lag in lags:
-                kept[name, lag] += accepted(guess_KT, row_T, row.start, lag)
-    for name, (before_K, after_K) in counts.items():
-        shares = [round(share, 3) for share in (after_K / before_K.clamp(min=1)).tolist()]
-        tell({"way": name, "right_behind_right_ones": shares})
-    for (name, lag), found in kept.items():
-        tell({"way": name, "depth": depth, "lag": lag, **figures(found, depth)})
+    written = Writer(target, {target.config.eos_token_id}).write([*held_out(prompts)], tokens, 0.0, 0)
+    for name, guess in ways.items():
+        texts = [(torch.tensor(row.tokens), row.start) for row in written]
+        kept = [count for row_T, start in texts for count in accepted(guess(row_T), row_T, start)]
+        tell({"way": name, "depth": depth, **figures(kept, depth)})
     say(f"{len(written)} prompts, up to {tokens} tokens each, {time.monotonic() - began:.0f} s")
 
 
@@ -154,7 +124,6 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=40, help="prompts (default: 40, all there are)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt (default: 128)")
     parser.add_argument("--depth", type=int, default=5, help="drafted tokens of a step, at most (default: 5)")
-    parser.add_argument("--lags", type=int, nargs="+", default=[0], help="steps that chains are old (default: 0)")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    main(chosen.prompts, chosen.tokens, chosen.depth, chosen.lags)
+    main(chosen.prompts, chosen.tokens, chosen.depth)

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from statistics import median
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache
 
-from benchmarks.engine.steps import GREEDY, StepPart, StepParts, Work, chain, hooks
+from benchmarks.engine.steps import Work, chain
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
-from benchmarks.harness.transformers_baseline import continue_greedily
+from benchmarks.harness.transformers_baseline import Stock
 from cluster.config.config import Config
 from cluster.config.serving import target_settings
 from engine.build import welcome
-from engine.sampling.sampling import Draw, sample
 from engine.settings import EngineSettings
 from engine.step import Engine
-from models.pair import load
 from router.generation import GenerationError
-from speculation.messages import Close, Limits, Open, Refused, Sampling, SessionId, Token, Verification
+from speculation.messages import Limits, Open, Refused, Sampling, SessionId, Token, Verification
 from target_service.verify_loop import VerifyLoop
 from transport.worker import Outgoing
 
@@ -67,21 +61,6 @@ class Loop:
         decoded = tuple(Decoded(tuple(tokens[session]), tuple(commits[session])) for session in sessions)
         return Run(decoded, asked=asked)
 
-    @contextmanager
-    def decoding(self, prompts: Sequence[Sequence[Token]], steps: int) -> Iterator[Callable[[], object]]:
-        """All prompts past their first token, with at least ``steps`` more to go; yields the function that steps."""
-        # While some prompts are computed in chunks, those before them decode already: a token a step.
-        ahead = sum(len(prompt) for prompt in prompts)
-        sessions = [self._open(prompt, ahead + steps, Sampling(temperature=0.0)) for prompt in prompts]
-        waiting = set(sessions)
-        try:
-            while waiting:
-                waiting.difference_update(verification.session for verification in self._step())
-            yield self._step
-        finally:
-            for session in sessions:
-                self._loop.receive(LINK, Close(session, 1))
-
     def _open(self, prompt: Sequence[Token], tokens: int, sampling: Sampling) -> SessionId:
         session = SessionId(next(self._numbers))
         end = Limits(len(prompt) + tokens)
@@ -103,80 +82,20 @@ def _refuse(sent: Outgoing) -> None:
             raise GenerationError(message.code, message.message)
 
 
-class Stock:
-    """The model in transformers: ``generate`` with a batch, and single steps over its cache.
+def stock_works(stock: Stock, context: Sequence[int], sizes: Sequence[int]) -> dict[str, Work]:
+    """Steps of transformers over a cached context that can be timed, by the names ours have, prefixed."""
+    cache = DynamicCache(config=stock.model.config)
+    with torch.inference_mode():
+        stock.model(input_ids=torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
 
-    Its attention is torch's fused one (sdpa), faster than its eager one.
-    """
-
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Text ends by length only."""
-        self._model: Any = load(folder, dtype)
-        self._model.set_attn_implementation("sdpa")
-        self._model.generation_config.eos_token_id = None
-
-    async def run(self, batch: Batch) -> Run:
-        """Continue prompts together, the shorter ones padded; a :data:`benchmarks.harness.measure.Runner`.
-
-        All go on until the longest text is done. What a shorter one would go on with is no part of the run.
-        """
-        assert batch.temperature == 0.0
-        asked = time.perf_counter()
-        longest = max(len(prompt) for prompt in batch.prompts)
-        padding = [longest - len(prompt) for prompt in batch.prompts]
-        prompts_BT = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, batch.prompts, strict=True)])
-        mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
-        new_BT, noted = continue_greedily(self._model, prompts_BT, batch.tokens, mask_BT)
-        commits = tuple(TimedCommit(at, tokens) for at, tokens in noted)  # a token of every text each
-        texts = zip(new_BT.tolist(), batch.wanted, strict=True)
-        return Run(tuple(Decoded(tuple(row[:tokens]), commits[:tokens]) for row, tokens in texts), asked=asked)
-
-    def works(self, context: Sequence[int], sizes: Sequence[int]) -> dict[str, Work]:
-        """Steps over a cached context that can be timed, by the names ours have, prefixed."""
-        cache = DynamicCache(config=self._model.config)
-        with torch.inference_mode():
-            self._model(input_ids=torch.tensor([context]), past_key_values=cache, logits_to_keep=1)
-        return {PREFIX + chain(size): self._step(cache, size) for size in sizes}
-
-    def _step(self, cache: DynamicCache, tokens: int) -> Work:
+    def work(tokens: int) -> Work:
         ids_1T = torch.arange(1, tokens + 1)[None]
 
         @torch.inference_mode()
         def step() -> None:
-            self._model(input_ids=ids_1T, past_key_values=cache).logits.argmax(-1).tolist()
+            stock.model(input_ids=ids_1T, past_key_values=cache).logits.argmax(-1).tolist()
             cache.crop(-tokens)
 
         return step
 
-
-def measure_parts(loop: Loop, prompts: Sequence[Sequence[int]], steps: int) -> StepParts:
-    """Where the time goes, over ``steps`` steps of all ``prompts`` together.
-
-    The model's parts are timed by hooks on its modules in every other step, and scaled to the forward without them.
-    """
-    engine = loop.engine
-    logits_NV = torch.randn(len(prompts), engine.model.vocabulary)
-    draws = [Draw(GREEDY, position) for position in range(len(prompts))]
-    totals: list[float] = []
-    forwards: list[float] = []
-    samplings: list[float] = []
-    hooked: list[dict[StepPart, float]] = []
-    with loop.decoding(prompts, 2 * steps + 1) as step:
-        for _ in range(steps):
-            started = time.perf_counter()
-            step()
-            totals.append(time.perf_counter() - started)
-            forwards.append(engine.forward_seconds)
-            started = time.perf_counter()
-            sample(logits_NV, draws)
-            samplings.append(time.perf_counter() - started)
-            with hooks(engine.model.module) as seconds:
-                step()
-            hooked.append(seconds)
-    total, forward, sampling = median(totals), median(forwards), median(samplings)
-    model = {part: median(one[part] for one in hooked) for part in (StepPart.LINEAR, StepPart.ATTENTION, StepPart.REST)}
-    scale = forward / sum(model.values())
-    parts = {part: scale * seconds for part, seconds in model.items()}
-    return StepParts(
-        len(prompts), total, parts | {StepPart.SAMPLING: sampling, StepPart.HOST: max(total - forward - sampling, 0.0)}
-    )
+    return {PREFIX + chain(size): work(size) for size in sizes}

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.engine.contenders import PREFIX
 from benchmarks.engine.model import MEGABYTE, Memory, lengths, parameters
 from benchmarks.engine.settings import CONCURRENT, EngineOptions
-from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, many
+from benchmarks.engine.steps import TREE, chain, many
 from benchmarks.harness.measure import Run
 from benchmarks.harness.report import Goal, Result, Table, against, goals_table
 
@@ -50,9 +50,6 @@ class Measured:
     prefixes: Sequence[Repeated]
     memory: Memory | None
     """None where the system does not tell."""
-    parts: Sequence[StepParts]
-    through_router: Mapping[str, Sequence[Run]]
-    """Over gRPC, to a worker process; full run only."""
     exact: Mapping[str, Sequence[Run]]
     """In float32."""
 
@@ -168,25 +165,9 @@ def steps(measured: Measured) -> Table:
     return Table("A step, by its tokens", columns, lines)
 
 
-def parts(measured: Measured) -> Table:
-    """Where the time of a step through the verify loop goes."""
-    lines = [
-        (
-            f"{one.sequences}",
-            f"{1e3 * one.total:.2f}",
-            *(f"{1e3 * one.parts[part]:.2f} ({one.parts[part] / one.total:.0%})" for part in StepPart),
-        )
-        for one in measured.parts
-    ]
-    return Table("Where the time of a decoding step goes, ms", ("sequences", "step", *StepPart), lines)
-
-
 def pace(measured: Measured) -> Table:
     """Tokens a second of every contender."""
-    rows: list[tuple[str, Sequence[Run]]] = [
-        *((f"ours, {name}" if not name.startswith(PREFIX) else name, runs) for name, runs in measured.runs.items()),
-        *((f"ours through the router, {name}", runs) for name, runs in measured.through_router.items()),
-    ]
+    rows = [(name if name.startswith(PREFIX) else f"ours, {name}", runs) for name, runs in measured.runs.items()]
     figures = [(name, rates(runs), whole_rates(runs)) for name, runs in rows]
     lines = [
         (name, *(f"{rate:.1f}" for rate in (median(found), median(whole), min(found), max(found))))
@@ -203,7 +184,7 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
         "engine",
         "The engine",
         options,
-        (steps(measured), parts(measured), pace(measured), goals_table(GOALS, measured)),
+        (steps(measured), pace(measured), goals_table(GOALS, measured)),
         [],
         {
             **against(GOALS, measured),
@@ -216,9 +197,7 @@ def result(options: EngineOptions, dtype: str, measured: Measured, **about: Any)
                 "read_seconds": measured.reads,
             },
             "step_seconds": measured.steps,
-            "parts": [asdict(one) for one in measured.parts],
             "tokens_per_second": _paces(measured.runs),
-            "through_router": _paces(measured.through_router),
             "agreement": {
                 dtype: asdict(agreement(measured.runs[TOGETHER], measured.runs[PREFIX + TOGETHER])),
                 "float32": asdict(agreement(measured.exact[TOGETHER], measured.exact[PREFIX + TOGETHER])),

@@ -1,7 +1,7 @@
 """The engine alone: how close its steps come to the memory's pace, and what many requests at once gain.
 
 One model of random weights, one core. Ours and transformers run in this process and take turns; the worker whose memory
-is looked at, and that a full run also sends requests to over gRPC, is a process of its own.
+is looked at is a process of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.status import Status
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.contenders import PREFIX, Loop, Stock, measure_parts
+from benchmarks.engine.contenders import PREFIX, Loop, stock_works
 from benchmarks.engine.figures import ALONE, MIXED, TOGETHER, Measured, Repeated, result
 from benchmarks.engine.model import SEED, Memory, memory_of, mixed_batch, parameters, random_prompts, write_model
 from benchmarks.engine.settings import (
@@ -36,10 +36,11 @@ from benchmarks.engine.settings import (
     WORKER_CACHE_TOKENS,
     EngineOptions,
 )
-from benchmarks.engine.steps import TRIES, StepParts, TimedSteps, in_turn, pinned, reads
+from benchmarks.engine.steps import TRIES, TimedSteps, in_turn, pinned, reads
 from benchmarks.harness.contenders import PLAIN
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.harness.workers import WorkerPlan, connected, running
+from benchmarks.harness.processes import WorkerPlan, connected, running
+from benchmarks.harness.transformers_baseline import Stock
 from engine.build import build
 from engine.settings import EngineSettings
 from engine.step import Engine
@@ -78,12 +79,10 @@ async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple
         runs = await decode_batches(loop, stock, options, generator)
         status.update("repeating prefixes")
         prefixes = await repeat_prefixes(loop, options.turns, generator)
-        status.update("looking where the time of a step goes")
-        parts = step_parts(loop, options.rounds, generator)
         status.update("comparing texts in float32")
         exact = await decode_exactly(replace(settings, dtype="float32"), generator)
     status.update("serving from a worker process")
-    memory, through_router = await serve(folder, options, dtype, generator)
+    memory = await serve(folder, options, dtype, generator)
     measured = Measured(
         weight_bytes=parameters(options.shape) * dtype.itemsize,
         read_bytes=READ_BYTES,
@@ -92,8 +91,6 @@ async def measure(folder: Path, options: EngineOptions, status: Status) -> tuple
         runs=runs,
         prefixes=prefixes,
         memory=memory,
-        parts=parts,
-        through_router=through_router,
         exact=exact,
     )
     return measured, dtype
@@ -106,7 +103,7 @@ def time_steps(
     contexts = random_prompts(max(SIZES), CONTEXT, generator)
     steps = TimedSteps(engine, contexts)
     ways = reads(READ_BYTES)
-    timed = steps.works(SIZES) | stock.works(contexts[0], SIZES)
+    timed = steps.works(SIZES) | stock_works(stock, contexts[0], SIZES)
     seconds = in_turn(ways | timed, options.rounds, tries=dict.fromkeys(timed, TRIES))
     steps.free()
     return {name: seconds.pop(name) for name in ways}, seconds
@@ -152,28 +149,17 @@ async def repeat_prefixes(loop: Loop, count: int, generator: torch.Generator) ->
     return pairs[1:]
 
 
-def step_parts(loop: Loop, steps: int, generator: torch.Generator) -> list[StepParts]:
-    """Of one request and of 16."""
-    return [measure_parts(loop, random_prompts(count, CONTEXT, generator), steps) for count in (1, CONCURRENT)]
-
-
-async def serve(
-    folder: Path, options: EngineOptions, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Memory | None, dict[str, list[Run]]]:
-    """Memory of a worker process that served one batch; in a full run, then, what it does through a router."""
+async def serve(folder: Path, options: EngineOptions, dtype: torch.dtype, generator: torch.Generator) -> Memory | None:
+    """Memory of a worker process that served one batch."""
     flags = ["--dtype", str(dtype).removeprefix("torch."), "--threads", f"{options.threads}"]
     flags += ["--cache-tokens", f"{WORKER_CACHE_TOKENS}"]
     core = 0 if options.threads == 1 else None
     plan = WorkerPlan(Role.TARGET, folder / "model", core, flags=flags)
     async with running(plan) as worker, connected(worker) as dispatcher:
-        run = served(dispatcher, PLAIN.speculation)
-        await run(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
-        memory = None
-        if sys.platform == "linux":
-            memory = memory_of(worker.process.pid, options.shape, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
-        if options.quick:
-            return memory, {}
-        return memory, await _take_turns({ALONE: _alone(run), TOGETHER: _together(run)}, options.turns, NEW, generator)
+        await served(dispatcher, PLAIN.speculation)(Batch(tuple(random_prompts(CONCURRENT, PROMPT, generator)), NEW))
+        if sys.platform != "linux":
+            return None
+        return memory_of(worker.process.pid, options.shape, dtype.itemsize, WORKER_CACHE_TOKENS, CONCURRENT)
 
 
 async def _take_turns(

@@ -56,7 +56,7 @@ class EngineOptions(Options):
 
     BENCH: ClassVar[str] = "engine"
     FOLDER: ClassVar[str | None] = "-engine"
-    quick: bool = flag(False, "fewer rounds, no requests through a router; writes no folder")
+    quick: bool = flag(False, "fewer rounds; writes no folder")
     json: Path | None = flag(None, FIGURES)
     out: Path | None = flag(None, "folder of a full run (default: benchmarks/results/DATE-engine)", metavar="DIR")
     hidden: int = flag(2048, "hidden size of the model")

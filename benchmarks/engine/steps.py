@@ -1,4 +1,4 @@
-"""Single steps of the engine, ready to be timed in turn with reading memory, and where the time of a step goes.
+"""Single steps of the engine, ready to be timed in turn with reading memory.
 
 A step of decoding reads every weight once, so it cannot be faster than the same core reads as many bytes. What the core
 can read is measured in several ways over a buffer that no cache holds, in turn with the steps it is compared with, so
@@ -14,12 +14,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from random import Random
 
 import torch
-from torch import nn
 
 from engine.host.memory import collapse
 from engine.interface import Chunk
@@ -153,68 +150,3 @@ class TimedSteps:
         sequences = [self._sequences[context] for context in contexts]
         tokens, rows = list(range(1, len(parents) + 1)), range(len(parents))
         return step
-
-
-class StepPart(StrEnum):
-    """What a step of the worker is made of."""
-
-    LINEAR = "linear layers"
-    ATTENTION = "attention"
-    REST = "norms and rest"
-    SAMPLING = "sampling"
-    HOST = "host work"
-    """Planner, books, building the batch: what is neither the model nor sampling."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """A plain decoding step of ``sequences`` sequences through the verify loop; medians, in seconds."""
-
-    sequences: int
-    total: float
-    parts: dict[StepPart, float]
-    """They add up to ``total``."""
-
-
-@contextmanager
-def hooks(module: nn.Module) -> Iterator[dict[StepPart, float]]:
-    """Seconds spent in linear layers, in attention outside of those, and in the rest of ``module``, while it lasts.
-
-    Known by their classes' names: linear layers may be packed, and every family has its own attention.
-    """
-    seconds = dict.fromkeys((StepPart.LINEAR, StepPart.ATTENTION, StepPart.REST), 0.0)
-    entered: list[StepPart] = []
-    since = 0.0
-
-    def switch() -> None:
-        """Credit the time since the last switch to the part that was running."""
-        nonlocal since
-        now = time.perf_counter()
-        if entered:
-            seconds[entered[-1]] += now - since
-        since = now
-
-    def watch(one: nn.Module, part: StepPart) -> None:
-        def enter(*_: object) -> None:
-            switch()
-            entered.append(part)
-
-        def leave(*_: object) -> None:
-            switch()
-            entered.pop()
-
-        handles.extend((one.register_forward_pre_hook(enter), one.register_forward_hook(leave)))
-
-    handles: list[torch.utils.hooks.RemovableHandle] = []
-    watch(module, StepPart.REST)
-    for one in module.modules():
-        name = type(one).__name__
-        if "Linear" in name:
-            watch(one, StepPart.LINEAR)
-        elif name.endswith("Attention"):
-            watch(one, StepPart.ATTENTION)
-    try:
-        yield seconds
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -27,7 +27,6 @@ from benchmarks.fit.predict import (
 from benchmarks.fit.serving import TargetText, Watched, spread, watch
 from benchmarks.fit.settings import FitOptions
 from benchmarks.fit.validate import validate
-from benchmarks.harness.report import describe_machine
 from cluster.console import say, stages
 from router.text.tokenizer import Tokenizer
 from simulation.agreement import AgreementPassage
@@ -35,18 +34,16 @@ from simulation.agreement import AgreementPassage
 
 def main(options: FitOptions) -> int:
     """Fit and report. Raises FitError, PromptError, TokenizerError and what workers raise."""
-    result = fit(options)
-    report.show(result)
-    if options.out is not None:
-        options.out.mkdir(exist_ok=True)
-        write(result, options.out)
+    publish(fit(options))
     return 0
 
 
-def write(result: report.FitResult, folder: Path) -> None:
-    """Figures, configuration and plot."""
-    for file in report.write(result, folder):
-        say(f"wrote {file}")
+def publish(result: report.FitResult) -> None:
+    """Show it, the configuration to paste last, and write both where the options say."""
+    report.shown(result).publish()
+    say(f"\npaceline.yaml, for `paceline up --config paceline.yaml`:\n\n{result.configuration}")
+    if result.options.out is not None:
+        (result.options.out / "paceline.yaml").write_text(result.configuration, encoding="utf-8")
 
 
 def fit(options: FitOptions) -> report.FitResult:
@@ -100,12 +97,11 @@ def _predict(options: FitOptions, known: Known, progress: Callable[[str], None])
         forecasts.append(forecast(rough, way, options.round_trips))
     chosen = recommended(forecasts)
     if chosen is None:
-        return report.FitResult(options, describe_machine(), known, tuple(forecasts), None)
+        return report.FitResult(options, known, tuple(forecasts), None)
     progress(f"simulating {chosen.way} at every depth and load")
     chosen = forecast(fine, chosen.way, options.round_trips, DEPTHS)
     found = loads(rough, chosen, options.round_trips[0], options.sessions)
     least = rough.least_acceptance(chosen.way, 1)
     near = TargetLoad(rtt=options.round_trips[0])
     forgetful = fine.forgetful(chosen.way, near, chosen.depth) if chosen.way.remembers else None
-    everything = options, describe_machine(), known, tuple(forecasts), chosen, tuple(found), least
-    return report.FitResult(*everything, forgetful=forgetful)
+    return report.FitResult(options, known, tuple(forecasts), chosen, tuple(found), least, forgetful=forgetful)

@@ -1,21 +1,18 @@
-"""The tables of a fit, and the same as JSON. Nothing is decided here."""
+"""What is shown of a fit: its tables, the same as JSON, its plot. Nothing is decided here."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from benchmarks.fit.advice import advice, configuration
 from benchmarks.fit.agreement import Agreement
 from benchmarks.fit.predict import DEPTHS, PAYS, Forecast, Known, Loaded
 from benchmarks.fit.settings import FitOptions, short
 from benchmarks.fit.validate import Validation
-from benchmarks.harness.report import DPI, PlotLine, PlotPanel, Table, draw, table_of
+from benchmarks.harness.report import DPI, Plot, PlotLine, PlotPanel, Result, Table, draw, table_of
 from simulation import costs
 from simulation.costs import Costs
 
@@ -23,8 +20,6 @@ SHOWN = (1, 2, 4, 8, 12)
 """Depths, and draft tokens a request, in tables."""
 TRIED = 10
 """A depth tried less often is in no plot."""
-PIPE_WIDTH = 160
-"""Columns of a table that goes to a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +27,6 @@ class FitResult:
     """All that a fit has found."""
 
     options: FitOptions
-    machine: dict[str, Any]
     known: Known
     forecasts: tuple[Forecast, ...]
     chosen: Forecast | None
@@ -54,17 +48,10 @@ class FitResult:
         return self.chosen or max(self.forecasts, key=lambda one: one.speedup)
 
 
-def show(result: FitResult) -> None:
-    """Print everything."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    for table in tables(result):
-        console.print(table.rich(no_wrap=False))
-    for line in (*_sentences(result), "", advice(result.chosen, result.forecasts, result.loaded)):
-        console.print(line, soft_wrap=True)
-    console.print("\npaceline.yaml, for `paceline up --config paceline.yaml`:\n")
-    console.print(result.configuration, soft_wrap=True)
+def shown(result: FitResult) -> Result:
+    """Everything, with the advice last."""
+    said = [*_sentences(result), advice(result.chosen, result.forecasts, result.loaded)]
+    return Result("fit", "Fit", result.options, tables(result), said, as_json(result), lambda to: plots(result, to))
 
 
 def tables(result: FitResult) -> list[Table]:
@@ -227,29 +214,16 @@ def _sentences(result: FitResult) -> Iterator[str]:
         )
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
 def as_json(result: FitResult) -> dict[str, Any]:
     """Everything, in seconds and shares."""
-    options = result.options
+    options, chosen = result.options, result.chosen
     drafts: Sequence[str | None] = (None, *options.drafts)
-    chosen = result.chosen
+    named = ("target", "drafts", "medusa", "tokens", "temperature", "seed", "dtype", "device", "threads")
+    heads = replace(result.known.costs[None], verify=result.known.heads)
     return {
-        "machine": result.machine,
-        "options": {
-            "target": options.target,
-            "drafts": options.drafts,
-            "medusa": options.medusa,
-            "prompts": len(options.prompts),
-            **{
-                name: getattr(options, name) for name in ("tokens", "temperature", "seed", "dtype", "device", "threads")
-            },
-        },
+        "options": {"prompts": len(options.prompts), **{name: getattr(options, name) for name in named}},
         "costs": {draft or "": _costs_json(result.known.costs[draft], options.sessions) for draft in drafts},
-        "heads": _verify_json(replace(result.known.costs[None], verify=result.known.heads), options.sessions)
-        if result.known.heads
-        else None,
+        "heads": _verify_json(heads, options.sessions) if result.known.heads else None,
         "ways": [_forecast_json(one) for one in result.forecasts],
         "chosen": _forecast_json(chosen) if chosen else None,
         "textbook": {
@@ -259,7 +233,6 @@ def as_json(result: FitResult) -> dict[str, Any]:
         "least_acceptance": result.least_acceptance,
         "speedup_without_earlier_answers": result.forgetful,
         "validation": _validation_json(result.validation) if result.validation else None,
-        "advice": advice(chosen, result.forecasts, result.loaded),
     }
 
 
@@ -295,30 +268,15 @@ def _forecast_json(one: Forecast) -> dict[str, Any]:
 
 
 def _validation_json(found: Validation) -> dict[str, Any]:
-    predicted, measured = found.best
-    return {
-        "way": str(found.way),
-        "depths": [asdict(one) | {"error": one.error} for one in found.depths],
-        "best_depth_predicted": predicted,
-        "best_depth_measured": measured,
-        "lost_by_predicted_depth": found.lost,
-        "largest_error": found.worst,
-        "same_text": found.same_text,
-        "plain_tokens_per_second": found.plain,
-        "plain_tokens_per_second_predicted": found.predicted_plain,
-    }
+    told = ("best", "lost", "worst", "same_text", "plain", "predicted_plain")
+    depths = [asdict(one) | {"error": one.error} for one in found.depths]
+    return {"way": str(found.way), "depths": depths, **{name: getattr(found, name) for name in told}}
 
 
-def write(result: FitResult, folder: Path) -> list[Path]:
-    """``fit.json``, ``paceline.yaml`` and a plot; returns the files."""
-    files = {
-        folder / "fit.json": json.dumps(as_json(result), indent=1) + "\n",
-        folder / "paceline.yaml": result.configuration,
-    }
-    for file, text in files.items():
-        file.write_text(text, encoding="utf-8")
+def plots(result: FitResult, folder: Path) -> list[Plot]:
+    """Draw into ``folder``."""
     draw(_panels(result), width=4.3, height=4, legends=True).savefig(folder / "fit.png", dpi=DPI)
-    return [*files, folder / "fit.png"]
+    return [Plot("fit.png", "Speed-up by depth, drafts that are right by depth, and speed-up under load.")]
 
 
 def _panels(result: FitResult) -> list[PlotPanel]:

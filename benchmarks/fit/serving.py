@@ -21,8 +21,9 @@ from pathlib import Path
 from benchmarks.fit.agreement import SUFFIX_TOKENS
 from benchmarks.fit.settings import PLAIN, FitError, FitOptions, Way
 from benchmarks.harness.measure import RUN_SECONDS, SETTLE_SECONDS, Run, decode
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running
 from benchmarks.harness.prompts import PromptError
-from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running
+from cluster.config.environment import on_cpu
 from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.text.tokenizer import Tokenizer
@@ -133,11 +134,11 @@ async def watch(options: FitOptions, prompts: Sequence[tuple[Token, ...]], folde
 
 
 @asynccontextmanager
-async def serving(options: FitOptions, role: Role, model: str, record: Path) -> AsyncIterator[RunningWorker]:
+async def serving(options: FitOptions, role: Role, model: str, record: Path) -> AsyncIterator[ReadyProcess]:
     """One worker, on a core of its own if one is all that it computes with."""
     core = None if options.threads > 1 else 0 if role is Role.TARGET else 1
     flags = ["--dtype", options.dtype, "--device", options.device, "--threads", str(options.threads)]
-    flags += ["--set", f"{role}.gpus={GPU_SHARES[role]}"]
+    flags += [] if on_cpu(options.device) else ["--set", f"{role}.gpus={GPU_SHARES[role]}"]
     if role is Role.DRAFT:
         flags += ["--target-tokenizer", options.target]  # translates nothing if it is its own
     else:

@@ -123,8 +123,13 @@ class FitOptions(Options):
     dtype: str = _workers("auto", "number format", choices=DTYPES)
     device: str = _workers("auto", "auto, cpu, cuda ...")
     threads: int = _workers(1, _THREADS, least=1, most=usable_cores())
-    out: Path | None = _results(None, "write fit.json, fit.png and paceline.yaml there", metavar="DIR")
+    out: Path | None = _results(None, "write a page, fit.json, fit.png and paceline.yaml there", metavar="DIR")
     validate: bool = _results(False, _VALIDATE)
+
+    @property
+    def command(self) -> str:
+        """See :class:`benchmarks.harness.options.Options`; how it was asked for stands in its JSON."""
+        return f"paceline fit --target {self.target}"
 
     @property
     def sampling(self) -> Sampling:

@@ -16,7 +16,7 @@ from benchmarks.fit.serving import TargetText, serving, spread
 from benchmarks.fit.settings import DEPTH, PLAIN, FitOptions, Way
 from benchmarks.harness.contenders import pace
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
-from benchmarks.harness.workers import connected
+from benchmarks.harness.processes import connected
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import RequestOptions

@@ -6,7 +6,6 @@ Imports no torch: a mistake on the command line is answered at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
@@ -15,6 +14,7 @@ from typing import ClassVar
 
 from benchmarks.harness.command import Bench
 from benchmarks.harness.options import BadInput, Options, flag, known
+from cluster.config.flags import count, number
 
 VOCABULARY, CONTEXT = 32_768, 8_192
 
@@ -100,7 +100,6 @@ SAME_GPU = "same GPU"
 RIGHT, WRONG, DEAD = "right", "wrong", "dead"
 DRAFTERS = (RIGHT, WRONG, DEAD)
 """What becomes of drafts: right as often as was asked for, at random, or none, since their worker was killed."""
-TEMPERATURES = (0.0, 0.8)
 MAX_STREAMS, MAX_TEMPERATURE = 64, 2.0
 MAX_ROUNDS = 12
 """There are prompts for no more of them."""
@@ -160,6 +159,14 @@ CPU_SIZES = Sizes(
 """For a stand-in that computes row by row."""
 
 
+def _streams(text: str) -> int:
+    return count(text, MAX_STREAMS)
+
+
+def _temperature(text: str) -> float:
+    return number(text, MAX_TEMPERATURE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOptions(Options):
     """What is measured."""
@@ -172,8 +179,12 @@ class GpuOptions(Options):
     quantization: str = flag(
         "none", "of all models' weights; needs torchao (default: none)", choices=("none", "int8", "fp8")
     )
-    streams: tuple[str, ...] = flag((), "speculation: texts at once (default: 1,8,32; on a CPU 1,2)", metavar="N,...")
-    temperatures: tuple[str, ...] = flag((), "speculation: of sampling (default: 0,0.8)", metavar="X,...")
+    streams: tuple[int, ...] = flag(
+        (), "speculation: texts at once (default: 1,8,32; on a CPU 1,2)", metavar="N,...", parse=_streams
+    )
+    temperatures: tuple[float, ...] = flag(
+        (0.0, 0.8), "speculation: of sampling (default: 0,0.8)", metavar="X,...", parse=_temperature
+    )
     placements: tuple[str, ...] = flag(
         (), "speculation: where the draft model works, of shared, own and cpu (default: all)", metavar="NAME,..."
     )
@@ -196,9 +207,6 @@ class GpuOptions(Options):
         known("--shape", self.shapes, SHAPES if self.device == "cuda" else [CPU_SHAPE], "shape")
         known("--placements", self.placements, PLACEMENTS, "placement")
         known("--drafters", self.drafters, DRAFTERS, "drafter")
-        for name, given in (("--streams", self.streams), ("--temperatures", self.temperatures)):
-            for word in given:
-                _check_number(name, word, whole=name == "--streams")
         if self.records and not Path(self.records).is_dir():
             raise BadInput(f"--records {self.records}: no such folder")
         if self.device == "cuda" and not import_module("torch").cuda.is_available():
@@ -213,7 +221,7 @@ class GpuOptions(Options):
             sizes,
             hidden=self.hidden or sizes.hidden,
             layers=self.layers or sizes.layers,
-            streams=tuple(map(int, self.streams)) or sizes.streams,
+            streams=self.streams or sizes.streams,
         )
 
     @property
@@ -227,8 +235,7 @@ class GpuOptions(Options):
         drafters = [drafter for drafter in DRAFTERS if drafter in (self.drafters or DRAFTERS)]
         if self.placed == [SHARED]:
             drafters = [drafter for drafter in drafters if drafter != DEAD]  # it would take the target with it
-        temperatures = tuple(map(float, self.temperatures)) or TEMPERATURES
-        return [DraftingSetting(*each) for each in product(drafters, self.sizes.streams, temperatures)]
+        return [DraftingSetting(*each) for each in product(drafters, self.sizes.streams, self.temperatures)]
 
     def plan(self) -> dict[str, list[str]]:
         """By shape, "" for the device itself, the stages to be run; each model is built once."""
@@ -244,15 +251,6 @@ class GpuOptions(Options):
         if stage == SPECULATION:
             return STAGES[stage]
         return self.shapes or ((CPU_SHAPE,) if self.device == "cpu" else STAGES[stage])
-
-
-def _check_number(name: str, word: str, *, whole: bool) -> None:
-    with suppress(ValueError):
-        number = int(word) if whole else float(word)
-        if 1 <= number <= MAX_STREAMS if whole else 0 <= number <= MAX_TEMPERATURE:
-            return
-    wanted = f"numbers from 1 to {MAX_STREAMS}" if whole else f"numbers from 0 to {MAX_TEMPERATURE:g}"
-    raise BadInput(f"{name} must be {wanted}, got {word}")
 
 
 BENCH = Bench(

@@ -41,7 +41,7 @@ from benchmarks.gpu.settings import (
 from benchmarks.harness import contenders
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, wrong_draft
-from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
 from router.dispatch import Dispatcher
 from speculation.events import Role
 from speculation.messages import Token
@@ -113,9 +113,9 @@ class DraftingBench:
             facts = {"not measured for want of time": f"{len(left)} settings, from {left[0]} on"}
             self.report(StageResult(SPECULATION, _shape(self.gpu), "rest", facts=facts))
 
-    async def _start(self, ending: AsyncExitStack) -> dict[Key, RunningWorker]:
+    async def _start(self, ending: AsyncExitStack) -> dict[Key, ReadyProcess]:
         """All at once: reading weights and recording steps takes each of them a while."""
-        started, plans, found = time.perf_counter(), self._plans(), dict[Key, RunningWorker]()
+        started, plans, found = time.perf_counter(), self._plans(), dict[Key, ReadyProcess]()
         self.tell(f"starting {len(plans)} workers")
 
         async def start(key: Key, plan: WorkerPlan) -> None:
@@ -165,7 +165,7 @@ class DraftingBench:
         return Path(self.options.records) / f"{_name(key).replace(' ', '-')}.jsonl" if self.options.records else None
 
     async def _contenders(
-        self, ending: AsyncExitStack, workers: Mapping[Key, RunningWorker], drafter: str
+        self, ending: AsyncExitStack, workers: Mapping[Key, ReadyProcess], drafter: str
     ) -> dict[str, Runner]:
         """Plain decoding, and drafting from every place; plain on a target without a draft model, if there is one."""
         routers: dict[str, Dispatcher] = {}

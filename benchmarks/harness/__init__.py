@@ -2,5 +2,5 @@
 
 ``options`` is a run's settings, each of which is declared once and is also its flag; ``command`` runs a benchmark as a
 command; ``report`` shows what came of it, on the terminal, as JSON and as a page. ``processes`` starts what is measured
-beside this process and ``workers`` our own workers; ``measure`` lets contenders take turns.
+beside this process, our own workers too; ``measure`` lets contenders take turns.
 """

@@ -45,8 +45,6 @@ OURS = Contender("ours", Speculation(sources=_DRAFT, remember=False))
 """Drafts of the draft model only, so that it is compared with others on equal terms."""
 OURS_AND_LOOKUP = Contender("ours with lookup", Speculation(remember=False))
 """What a request gets that asks for nothing, but that nothing was said before."""
-LOOKUP = Contender("lookup only", Speculation(sources=frozenset({Source.LOOKUP}), remember=False))
-"""No draft model: drafts copied from the session's own tokens."""
 
 
 def sequential(length: int) -> Contender:
@@ -98,7 +96,7 @@ def rows(runs: Mapping[str, Sequence[Run]], *, exact: bool = True) -> list[dict[
                 "lowest_and_highest": [round(min(ratios), 2), round(max(ratios), 2)],
                 "tokens_per_step": round(fmean(commit.tokens for commit in commits), 2),
                 "kept_of_offered": round(sum(commit.accepted for commit in commits) / offered, 2) if offered else None,
-                "accepted": dict(Counter(source for commit in commits for source in commit.sources)),
+                "accepted": dict(Counter(str(source) for commit in commits for source in commit.sources)),
                 "same_text": fmean(same),
             }
         )

@@ -1,18 +1,28 @@
-"""Processes of a benchmark that answer each line of their input with a line: both ends."""
+"""Processes that a benchmark starts beside itself: each says a line when it is ready, and ends with the benchmark.
+
+Some answer each line of their input with a line (:func:`answer_lines` is their end of it). Our workers are started
+here, too: usually each on a core of its own, without Ray; and routers' session sides that are connected to them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.harness.command import BenchError
 from cluster.console import say
+from router.dispatch import Dispatcher
+from speculation.events import Role
 
 READY_SECONDS = 180.0
+CONNECT_SECONDS = 20.0
 LINE_BYTES = 1 << 28
 """Longest answer."""
 
@@ -28,7 +38,7 @@ class ReadyProcess:
     name: str
     process: Process
     first: str
-    """What it said first."""
+    """What it said when it was, or where it listens."""
 
     async def ask(self, line: str = "") -> str:
         """Its answer. Raises :class:`WorkerFailed`."""
@@ -40,19 +50,35 @@ class ReadyProcess:
             raise WorkerFailed(f"the {self.name} ended")
         return answer.decode().strip()
 
+    async def kill(self) -> None:
+        """As ``kill -9``."""
+        self.process.kill()
+        await self.process.wait()
+
 
 @asynccontextmanager
-async def child(name: str, module: str, *arguments: str) -> AsyncIterator[ReadyProcess]:
-    """A module run as a program, until it is left. Raises :class:`WorkerFailed`, TimeoutError."""
+async def child(
+    name: str, module: str, *arguments: str, ready: str = "(.*)", core: int | None = None
+) -> AsyncIterator[ReadyProcess]:
+    """A module run as a program, until it is left; it is ``ready`` with the first line that has this pattern.
+
+    ``core``: the one it is bound to; None: it may use all. Raises :class:`WorkerFailed`, TimeoutError.
+    """
     command = [sys.executable, "-m", module, *arguments]
+    cores = sorted(os.sched_getaffinity(0))
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_BYTES)
     assert process.stdin is not None and process.stdout is not None
+    if core is not None:
+        # From outside, long before it starts a thread: code run in a fork of this process would upset gRPC.
+        os.sched_setaffinity(process.pid, {cores[core % len(cores)]})
     try:
         async with asyncio.timeout(READY_SECONDS):
-            first = await process.stdout.readline()
-        if not first:
+            found: re.Match[str] | None = None
+            while found is None and (line := await process.stdout.readline()):
+                found = re.search(ready, line.decode().strip())
+        if found is None:
             raise WorkerFailed(f"the {name} did not start")
-        yield ReadyProcess(name, process, first.decode().strip())
+        yield ReadyProcess(name, process, found[1])
     finally:
         process.stdin.close()
         if process.returncode is None:
@@ -67,3 +93,68 @@ async def answer_lines(first: str, answer: Callable[[str], str]) -> None:
     say(first)
     while line := await reader.readline():
         say(answer(line.decode().strip()))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker process."""
+
+    role: Role
+    model: Path
+    core: int | None
+    """The one it is bound to; None: it may use all."""
+    record: Path | None = None
+    """Where it writes its step records; None: it keeps none."""
+    flags: Sequence[str] = ()
+
+
+@asynccontextmanager
+async def running(plan: WorkerPlan) -> AsyncIterator[ReadyProcess]:
+    """The worker, while it runs; raises :class:`WorkerFailed`."""
+    flags = ["--model", str(plan.model), "--listen", "127.0.0.1:0"]
+    flags += ["--record", str(plan.record)] if plan.record is not None else []
+    # On CPUs unless the plan says otherwise: cores are what it divides, and what others are compared on.
+    flags += ["--device", "cpu", "--exit-with", str(os.getpid()), *plan.flags]
+    name, command = f"{plan.role.value} worker of {plan.model.name}", ("worker", plan.role.value, *flags)
+    async with child(name, "cluster.cli", *command, ready=r"ready on (\S+)", core=plan.core) as worker:
+        yield worker
+
+
+@asynccontextmanager
+async def all_running(plans: Sequence[WorkerPlan]) -> AsyncIterator[list[ReadyProcess]]:
+    """Several, started one after the other; raises :class:`WorkerFailed`."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running(plan)) for plan in plans]
+
+
+@asynccontextmanager
+async def connected(target: ReadyProcess, draft: ReadyProcess | None = None) -> AsyncIterator[Dispatcher]:
+    """A router's session side, in this process, connected to both (or to a target alone)."""
+    dispatcher = Dispatcher()
+    dispatcher.pool.set_workers(Role.TARGET, [target.first])
+    if draft is not None:
+        dispatcher.pool.set_workers(Role.DRAFT, [draft.first])
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            while not all(peer.welcome for peer in dispatcher.pool.peers.values()):
+                await asyncio.sleep(0.05)
+        yield dispatcher
+    finally:
+        await dispatcher.pool.close()
+
+
+@asynccontextmanager
+async def serving(target: Path, *flags: str, draft: Path | None = None) -> AsyncIterator[Dispatcher]:
+    """A target on a core of its own, perhaps a draft on another, both in bfloat16, and a router's session side."""
+    given = ("--dtype", "bfloat16", *flags)
+    plans = [WorkerPlan(Role.TARGET, target, 0, flags=given)]
+    plans += [WorkerPlan(Role.DRAFT, draft, 1, flags=given)] if draft else []
+    async with all_running(plans) as workers, connected(*workers) as dispatcher:
+        yield dispatcher
+
+
+async def until_lost(dispatcher: Dispatcher, role: Role) -> None:
+    """Return once the router knows that no worker of a role is left."""
+    async with asyncio.timeout(CONNECT_SECONDS):
+        while any(peer.welcome for peer in dispatcher.pool.peers.values() if peer.role is role):
+            await asyncio.sleep(0.05)

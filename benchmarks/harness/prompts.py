@@ -8,7 +8,7 @@ line may also be a string.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,3 @@ def _is_message(given: object) -> bool:
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= LONGEST_KIND else f"{text[:LONGEST_KIND]}..."
-
-
-def kinds(prompts: Sequence[Prompt]) -> list[str]:
-    """Their kinds of text, in the order in which they come."""
-    return list(dict.fromkeys(prompt.kind for prompt in prompts))

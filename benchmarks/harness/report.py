@@ -40,11 +40,11 @@ class Table:
     columns: tuple[str, ...]
     lines: Sequence[tuple[str, ...]]
 
-    def rich(self, *, no_wrap: bool = True) -> RichTable:
+    def rich(self) -> RichTable:
         """For a terminal."""
         table = RichTable(title=self.title)
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=no_wrap)
+            table.add_column(column, justify="right" if number else "left")
         for line in self.lines:
             table.add_row(*line)
         return table
@@ -131,7 +131,7 @@ class Result:
         for table in self.tables:
             console.print(table.rich())
         for note in self.notes:
-            console.print(note, highlight=False, markup=False)
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
 
     def document(self) -> dict[str, Any]:
         """Everything, for other programs."""

@@ -1,26 +1,24 @@
-"""The same pair in transformers: ``generate``, with its assisted generation and its prompt lookup.
+"""The same models in transformers: ``generate`` with a batch, or with its assisted generation.
 
-    python -m benchmarks.harness.transformers_baseline TARGET DRAFT --dtype bfloat16 --threads 2
+    python -m benchmarks.harness.transformers_baseline TARGET DRAFT DTYPE THREADS
 
-A process of its own, driven line by line: a JSON request on stdin, its outcome on stdout. Greedy, batch 1, both models
-in one process with all the threads that the workers of ours have together, number format and prompts as ours. It runs
-while ours is idle, in turn with it. Both ends are here, and which settings are tried; the best is what we compare with.
+Greedy, in our number format and of our prompts; it runs while ours is idle, in turn with it. Beside a router it is a
+process of its own, driven line by line: a JSON request on stdin, its outcome on stdout; it has all the threads that the
+workers of ours have together. Both ends are here, and which settings of assisted generation are tried; the best is what
+we compare with.
 """
 
 # Tensor names carry their shapes: B prompts, T tokens.
-# ruff: noqa: N803
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +28,7 @@ from transformers.utils import logging
 from benchmarks.harness.measure import Batch, Decoded, Run, Runner, TimedCommit
 from benchmarks.harness.pair import Pair
 from benchmarks.harness.processes import ReadyProcess, child
+from cluster.console import say
 from engine.loading.loader import DTYPES
 from models.pair import load
 
@@ -42,7 +41,7 @@ class Mode:
     """How transformers decodes."""
 
     kind: str
-    """``plain``, ``assisted`` (by the draft model) or ``lookup``."""
+    """``plain``, or ``assisted`` by the draft model."""
     length: int = 0
     """Draft tokens a step; where the heuristic schedule begins."""
     schedule: str = "constant"
@@ -55,7 +54,6 @@ class Mode:
 
 
 PLAIN = Mode("plain")
-LOOKUP = Mode("lookup", 10)
 ASSISTED = (
     Mode("assisted", 3),
     Mode("assisted", 5),
@@ -66,119 +64,115 @@ ASSISTED = (
 """Settings of assisted generation that are tried; the last is the library's default."""
 
 
-def runner(process: ReadyProcess, mode: Mode) -> Runner:
-    """The contender that decodes so; greedy, one prompt at a time."""
-
-    async def run(batch: Batch) -> Run:
-        assert len(batch.prompts) == 1 and batch.temperature == 0.0
-        request = {"prompt": batch.prompts[0], "tokens": batch.wanted[0], "mode": asdict(mode)}
-        answer = json.loads(await process.ask(json.dumps(request)))
-        commits = tuple(TimedCommit(at, tokens) for at, tokens in answer["commits"])
-        return Run((Decoded(tuple(answer["tokens"]), commits),))
-
-    return run
-
-
-def transformers(pair: Pair, dtype: str) -> AbstractAsyncContextManager[ReadyProcess]:
-    """The process with the pair loaded, while it runs; raises :class:`benchmarks.harness.processes.WorkerFailed`."""
-    threads = min(CORES, len(os.sched_getaffinity(0)))
-    flags = ["--dtype", dtype, "--threads", str(threads)]
-    models = str(pair.target), str(pair.draft)
-    return child("transformers process", "benchmarks.harness.transformers_baseline", *models, *flags)
-
-
 class Clock(StoppingCriteria):
     """Notes when tokens were decided; stops nothing."""
 
     def __init__(self, prompt: int) -> None:
         """``prompt``: tokens in the prompt."""
         self._length = prompt
-        self.commits: list[tuple[float, int]] = []
+        self.commits: list[TimedCommit] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # noqa: ARG002 - as transformers calls it
         """Called after every step. Returns done_B: nothing is."""
         length = input_ids.shape[1]
-        self.commits.append((time.perf_counter(), length - self._length))
+        self.commits.append(TimedCommit(time.perf_counter(), length - self._length))
         self._length = length
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-class TransformersPair:
-    """Both models, loaded."""
+class Stock:
+    """A model in transformers, with one that drafts for it, if asked for. Its attention is torch's fused one (sdpa)."""
 
-    def __init__(self, target: Path, draft: Path, dtype: torch.dtype) -> None:
-        """Text ends by length only, as in all runs of a benchmark."""
-        self._target: Any = load(target, dtype)  # the types of ``generate`` fit no model
-        self._draft = load(draft, dtype)
-        self._reached: dict[tuple[str, int], int] = {}
-        for model in (self._target, self._draft):
+    def __init__(self, folder: Path, dtype: torch.dtype, draft: Path | None = None) -> None:
+        """Text ends by length only."""
+        self.model: Any = load(folder, dtype)  # the types of ``generate`` fit no model
+        self._draft: Any = load(draft, dtype) if draft is not None else None
+        self._reached: dict[Mode, int] = {}
+        for model in filter(None, (self.model, self._draft)):
+            model.set_attn_implementation("sdpa")
             model.generation_config.eos_token_id = None
 
-    def generate(self, prompt: list[int], tokens: int, mode: dict[str, Any]) -> dict[str, Any]:
-        """Continue ``prompt`` by ``tokens``, as a :class:`Mode` says."""
-        if mode["kind"] == "plain":
-            return self._continue(prompt, tokens)
-        if mode["kind"] == "lookup":
-            return self._continue(prompt, tokens, prompt_lookup_num_tokens=mode["length"])
+    async def run(self, batch: Batch) -> Run:
+        """Plainly; a :data:`benchmarks.harness.measure.Runner`."""
+        return self.decode(batch)
+
+    @torch.inference_mode()
+    def decode(self, batch: Batch, mode: Mode = PLAIN) -> Run:
+        """Continue prompts together, greedily, the shorter ones padded on their left; assisted, one alone.
+
+        All go on until the longest text is done. What a shorter one would go on with is no part of the run.
+        """
+        assert batch.temperature == 0.0 and (mode == PLAIN or len(batch.prompts) == 1)
+        asked = time.perf_counter()
+        longest = max(len(prompt) for prompt in batch.prompts)
+        padding = [longest - len(prompt) for prompt in batch.prompts]
+        prompts_BT = torch.tensor([(0,) * pad + prompt for pad, prompt in zip(padding, batch.prompts, strict=True)])
+        mask_BT = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long()
+        clock = Clock(longest)
+        continued_BT = self.model.generate(
+            prompts_BT,
+            attention_mask=mask_BT,
+            max_new_tokens=batch.tokens,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([clock]),
+            **self._assistant(mode),
+        )
+        if mode != PLAIN:
+            self._reached[mode] = self._draft.generation_config.num_assistant_tokens
+        new_BT = continued_BT[:, longest:].tolist()
+        texts = zip(new_BT, batch.wanted, strict=True)
+        # A plain step decides a token of every text; who is assisted has one text.
+        return Run(
+            tuple(
+                Decoded(tuple(row[:tokens]), tuple(clock.commits[:tokens] if mode == PLAIN else clock.commits))
+                for row, tokens in texts
+            ),
+            asked=asked,
+        )
+
+    def _assistant(self, mode: Mode) -> dict[str, Any]:
+        if mode == PLAIN:
+            return {}
         settings = self._draft.generation_config
-        start = (mode["schedule"], mode["length"])
         # The heuristic schedule begins a text with the length at which it ended the last one.
-        settings.num_assistant_tokens = self._reached.get(start, mode["length"])
-        settings.num_assistant_tokens_schedule = mode["schedule"]
-        settings.assistant_confidence_threshold = mode["confidence"]
-        outcome = self._continue(prompt, tokens, assistant_model=self._draft)
-        self._reached[start] = settings.num_assistant_tokens
-        return outcome
-
-    def _continue(self, prompt: list[int], tokens: int, **options: Any) -> dict[str, Any]:
-        new_BT, commits = continue_greedily(self._target, torch.tensor([prompt]), tokens, **options)
-        return {"tokens": new_BT[0].tolist(), "commits": commits}
+        settings.num_assistant_tokens = self._reached.get(mode, mode.length)
+        settings.num_assistant_tokens_schedule = mode.schedule
+        settings.assistant_confidence_threshold = mode.confidence
+        return {"assistant_model": self._draft}
 
 
-@torch.inference_mode()
-def continue_greedily(
-    model: Any, prompts_BT: Tensor, tokens: int, mask_BT: Tensor | None = None, **options: Any
-) -> tuple[Tensor, list[tuple[float, int]]]:
-    """``generate``: the new tokens of every prompt, ``[B, tokens]``, and when how many of them were decided.
-
-    ``mask_BT``: 0 where a prompt is padded, on its left; by default none is.
-    """
-    clock = Clock(prompts_BT.shape[1])
-    continued_BT = model.generate(
-        prompts_BT,
-        attention_mask=torch.ones_like(prompts_BT) if mask_BT is None else mask_BT,
-        max_new_tokens=tokens,
-        do_sample=False,
-        stopping_criteria=StoppingCriteriaList([clock]),
-        **options,
-    )
-    return continued_BT[:, prompts_BT.shape[1] :], clock.commits
+def transformers(pair: Pair, dtype: str) -> AbstractAsyncContextManager[ReadyProcess]:
+    """The process with the pair loaded, while it runs; raises :class:`benchmarks.harness.processes.WorkerFailed`."""
+    threads = str(min(CORES, len(os.sched_getaffinity(0))))
+    models = str(pair.target), str(pair.draft)
+    return child("transformers process", "benchmarks.harness.transformers_baseline", *models, dtype, threads)
 
 
-def serve(pair: TransformersPair, requests: TextIO, answers: TextIO) -> None:
-    """Answer requests until there are no more."""
-    for line in requests:
-        answers.write(json.dumps(pair.generate(**json.loads(line))) + "\n")
-        answers.flush()
+def runner(process: ReadyProcess, mode: Mode) -> Runner:
+    """The contender that decodes so; one prompt at a time."""
+
+    async def run(batch: Batch) -> Run:
+        request = {"prompts": batch.prompts, "tokens": batch.tokens, "mode": asdict(mode)}
+        answer = json.loads(await process.ask(json.dumps(request)))
+        return Run((Decoded(tuple(answer["tokens"]), tuple(TimedCommit(*commit) for commit in answer["commits"])),))
+
+    return run
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Load, say so with a line, and serve."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.harness.transformers_baseline")
-    parser.add_argument("target", type=Path)
-    parser.add_argument("draft", type=Path)
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    parser.add_argument("--threads", type=int, required=True)
-    options = parser.parse_args(arguments)
+def main(target: str, draft: str, dtype: str, threads: str) -> None:
+    """Load, say so with a line, and answer requests until there are no more."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(options.threads)
-    pair = TransformersPair(options.target, options.draft, DTYPES[options.dtype])
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    serve(pair, sys.stdin, sys.stdout)
-    return 0
+    torch.set_num_threads(int(threads))
+    stock = Stock(Path(target), DTYPES[dtype], Path(draft))
+    say("ready")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        batch = Batch(tuple(map(tuple, asked["prompts"])), asked["tokens"])
+        (decoded,) = stock.decode(batch, Mode(**asked["mode"])).decoded
+        commits = [(commit.at, commit.tokens) for commit in decoded.commits]
+        say(json.dumps({"tokens": decoded.tokens, "commits": commits}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

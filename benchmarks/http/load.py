@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from benchmarks.harness.processes import ReadyProcess, child
-from benchmarks.http.scale import BARE, CONTENDERS, ROUTER, BadAnswer, LoadPoint, ScaleOptions, result
+from benchmarks.http.scale import BARE, FEATURES, ROUTER, BadAnswer, LoadPoint, ScaleOptions, result
 from benchmarks.http.workers import FakeWorker, Script, StepPace
 from cluster.config.environment import BUNDLED
 from cluster.console import stages
@@ -53,9 +53,8 @@ async def measure(options: ScaleOptions, report: Callable[[str], None] = lambda 
     """All points. Raises WorkerFailed, BadAnswer, TimeoutError."""
     points = []
     for streams in options.streams:
-        for contender in CONTENDERS:
-            if options.only in ("", contender):
-                points += await Contest(contender, streams, options, report).run()
+        for contender in options.contenders:
+            points += await Contest(contender, streams, options, report).run()
     return points
 
 
@@ -114,7 +113,7 @@ class Contest:
     report: Callable[[str], None]
     pace: StepPace = field(default_factory=StepPace)
     clients: dict[str, Client] = field(default_factory=dict)
-    workers: list[FakeWorker] = field(default_factory=list)
+    workers: dict[Role, list[FakeWorker]] = field(default_factory=dict)
 
     async def run(self) -> list[LoadPoint]:
         """Open all streams, measure each pace, end them."""
@@ -146,11 +145,11 @@ class Contest:
         groups = -(-self.streams // self.options.sessions)
         cores = sorted(os.sched_getaffinity(0))
         async with AsyncExitStack() as stack:
-            given = [str(groups)]
-            if self.contender == ROUTER:
-                given = [",".join(await self._workers(stack, role, groups)) for role in self._roles()]
+            kind, given = BARE, [str(groups)]
+            if self.contender != BARE:
+                kind, given = ROUTER, [",".join(await self._workers(stack, role, groups)) for role in self._roles()]
             server = await stack.enter_async_context(
-                child(f"{self.contender} server", "benchmarks.http.server", self.contender, *given)
+                child(f"{self.contender} server", "benchmarks.http.server", kind, *given)
             )
             if len(cores) > 1:
                 for process, kept in ((server.process.pid, cores[-1:]), (os.getpid(), cores[:-1])):
@@ -160,19 +159,19 @@ class Contest:
             yield server
 
     def _roles(self) -> list[Role]:
-        return [Role.TARGET, Role.DRAFT] if self.options.drafters else [Role.TARGET]
+        return [Role.TARGET, Role.DRAFT] if self.options.drafters or self.options.features else [Role.TARGET]
 
     async def _workers(self, stack: AsyncExitStack, role: Role, groups: int) -> list[str]:
         tokenizer = Tokenizer.load(str(BUNDLED / MODEL))
-        welcome = Welcome(
-            role.value, MODEL, tokenizer.size, CONTEXT, tokenizer.digest, "1", source=str(BUNDLED / MODEL), revision=1
-        )
+        width = self.options.features if self.contender == FEATURES else 0
+        model = MODEL, tokenizer.size, CONTEXT, tokenizer.digest, "1"
+        welcome = Welcome(role.value, *model, source=str(BUNDLED / MODEL), revision=1, head=int(width > 0))
         prompt, text = tokenizer.encode(PROMPT, special=True), tokenizer.encode(TEXT, special=False)
-        script = Script(prompt, text, self.options.commit, welcome)
+        script = Script(prompt, text, self.options.commit, welcome, width)
         workers = [FakeWorker(role, script, self.pace, number / groups) for number in range(groups)]
         for worker in workers:
             await stack.enter_async_context(worker.serving())
-        self.workers += [worker for worker in workers if role is Role.TARGET]
+        self.workers[role] = workers
         return [worker.address for worker in workers]
 
     async def _open(self, server: ReadyProcess, streams: int) -> None:
@@ -217,7 +216,19 @@ class Contest:
     async def _commits(self, server: ReadyProcess) -> dict[str, list[float]]:
         if self.contender == BARE:
             return dict(json.loads(await server.ask("commits")))
-        return {name: times for worker in self.workers for name, times in worker.commits.items()}
+        return {name: times for worker in self.workers[Role.TARGET] for name, times in worker.made.items()}
+
+    def _relayed(self, source: Role, to: Role, first: float, last: float) -> float | None:
+        """Milliseconds on the way from one worker to the other through the router, in the median; None: nothing is."""
+        made = {name: times for worker in self.workers.get(source, ()) for name, times in worker.made.items()}
+        delays = [
+            1e3 * (came - made[name][number])
+            for worker in self.workers.get(to, ())
+            for name, times in worker.heard.items()
+            for number, came in times.items()
+            if first <= came <= last and number < len(made[name])
+        ]
+        return median(delays) if delays else None
 
     async def _point(
         self,
@@ -248,4 +259,6 @@ class Contest:
             1e3 * (opened.cpu - before.cpu) / more,
             1e3 * median(client.events[0] - client.sent for client in self.clients.values()),
             (first.memory_kb - before.memory_kb) / more,
+            self._relayed(Role.TARGET, Role.DRAFT, first.at, last.at),
+            self._relayed(Role.DRAFT, Role.TARGET, first.at, last.at),
         )

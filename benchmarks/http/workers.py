@@ -2,7 +2,8 @@
 
 All sessions have one prompt and one text, so of a commit only its session's number and epoch differ. A target commits
 for all its sessions at once, at a pace that is set while it runs; a drafter sends each of its sessions a proposal at
-the same pace. What the router sends is read no further than whom it opens.
+the same pace. What the router sends is read no further than whom it opens, and which message of the other worker it
+relays.
 """
 
 from __future__ import annotations
@@ -18,11 +19,24 @@ import grpc
 
 from speculation import digest as digests
 from speculation.events import Role
-from speculation.messages import Close, FinishReason, Load, Open, Proposal, SessionId, ToWorker, Verification, Welcome
+from speculation.messages import (
+    Close,
+    Features,
+    FinishReason,
+    Load,
+    Open,
+    Proposal,
+    SessionId,
+    ToWorker,
+    Verification,
+    Welcome,
+)
 from transport.codec import decode_to_worker, encode_from_worker
 
-OPEN, CLOSE = 0x0A, 0x22
+OPEN, PROPOSE, VERIFIED, CLOSE = 0x0A, 0x12, 0x1A, 0x22
 """First bytes of these entries of a router's frame."""
+FEATURES = bytes((6 << 3 | 2,))
+"""First byte of this entry of a target's."""
 PING, PONG = 0x11, 0x19
 """First bytes of these fields of a frame: eight bytes follow."""
 LOAD_SECONDS = 0.25
@@ -42,6 +56,17 @@ class Script:
     commit: int
     """Tokens of a commit, all but the last of them drafted, out of one draft more than were kept."""
     welcome: Welcome
+    feature_width: int = 0
+    """Numbers in bfloat16 that go to the drafter with each committed token; 0: none do."""
+
+    @property
+    def features(self) -> bytes:
+        """Of a commit, but for their session and position."""
+        return bytes(
+            encode_from_worker(
+                Features(SessionId(0), 0, 0, 1, self.feature_width, bytes(2 * self.feature_width * self.commit))
+            )
+        )
 
 
 @dataclass(slots=True)
@@ -81,14 +106,17 @@ class FakeWorker:
     def __init__(self, role: Role, script: Script, pace: StepPace, phase: float) -> None:
         """``phase``: by what part of an interval its steps come after those of the first one."""
         self.address = ""
-        self.commits: dict[str, list[float]] = {}
-        """By request: when each of its commits was made, by the clock that all processes of a machine share."""
+        self.made: dict[str, list[float]] = {}
+        """By request: when each of its commits, or proposals, was made, by the clock that all processes share."""
+        self.heard: dict[str, dict[int, float]] = {}
+        """By request and number: when those of the other worker came."""
         self._role, self._script, self._pace, self._phase = role, script, pace, phase
         self._kind = bytes((2 << 3 | 2,)) if role is Role.TARGET else bytes((3 << 3 | 2,))
+        self._features = _body(script.features) if role is Role.TARGET and script.feature_width else b""
         self._bodies: list[tuple[bytes, bytes]] = []
         self._end = len(script.prompt), digests.of(script.prompt)
         self._sessions: dict[int, FakeSession] = {}
-        self._times: dict[int, list[float]] = {}
+        self._requests: dict[int, str] = {}
         self._out: asyncio.Queue[bytes] = asyncio.Queue()
 
     @contextlib.asynccontextmanager
@@ -124,6 +152,8 @@ class FakeWorker:
             for entry in self._entries(frame):
                 if entry[0] in (OPEN, CLOSE):
                     self._hear(decode_to_worker(entry))
+                elif entry[0] in (PROPOSE, VERIFIED):
+                    self._relayed(entry)
 
     def _entries(self, frame: bytes) -> Iterator[bytes]:
         """Of a router's frame; answers its ping."""
@@ -143,10 +173,22 @@ class FakeWorker:
         elif isinstance(message, Close):
             self._sessions.pop(message.session, None)
 
+    def _relayed(self, entry: bytes) -> None:
+        """Note when a message of the other worker came: it begins with session, epoch and position."""
+        now, at = time.monotonic(), _read_varint(entry, 1)[1]
+        session, at = _read_varint(entry, at + 1)
+        _, at = _read_varint(entry, at + 1)
+        position, _ = _read_varint(entry, at + 1)
+        if session in self._requests:
+            number = (position - len(self._script.prompt)) // self._script.commit
+            self.heard[self._requests[session]].setdefault(number, now)
+
     def _open(self, opened: Open) -> None:
         heading = b"\x08" + varint(opened.session) + b"\x10" + varint(opened.epoch)
         self._sessions[opened.session] = FakeSession(opened.session, heading)
-        self._times[opened.session] = self.commits.setdefault(opened.request_options.request, [])
+        request = self._requests[opened.session] = opened.request_options.request
+        self.made.setdefault(request, [])
+        self.heard.setdefault(request, {})
         self._say(self._next(self._sessions[opened.session], time.monotonic()))
 
     def _say(self, *entries: bytes) -> None:
@@ -168,8 +210,9 @@ class FakeWorker:
                 self._step()
 
     def _step(self) -> None:
-        now = time.monotonic()
-        self._say(*[self._next(session, now) for session in self._sessions.values()])
+        now, sessions = time.monotonic(), self._sessions.values()
+        features = [self._features_of(session) for session in sessions] if self._features else []
+        self._say(*[self._next(session, now) for session in sessions], *features)
         if self._pace.ending:
             self._sessions.clear()
 
@@ -177,9 +220,14 @@ class FakeWorker:
         """Its next commit or proposal."""
         about = session.heading + self._body(session.commits)[self._pace.ending]
         session.commits += 1
-        if self._role is Role.TARGET:
-            self._times[session.number].append(now)
+        self.made[self._requests[session.number]].append(now)
         return self._kind + varint(len(about)) + about
+
+    def _features_of(self, session: FakeSession) -> bytes:
+        """Of its next commit."""
+        position = len(self._script.prompt) + session.commits * self._script.commit
+        about = session.heading + b"\x18" + varint(position) + self._features
+        return FEATURES + varint(len(about)) + about
 
     def _body(self, number: int) -> tuple[bytes, bytes]:
         """What a commit or a proposal says beside its heading; the other one ends the text."""
@@ -211,7 +259,7 @@ class FakeWorker:
 
 def _body(entry: bytes) -> bytes:
     """Of an entry without number and epoch: what follows its kind and its length."""
-    return entry[3 if entry[1] & 0x80 else 2 :]
+    return entry[_read_varint(entry, 1)[1] :]
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:

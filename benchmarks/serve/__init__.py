@@ -1,7 +1,6 @@
 """Load against any server with OpenAI's API: what its users wait for, and how contenders compare.
 
-``settings`` says what a run is and ``flags`` how it is asked for, ``requests`` what is sent. ``probe`` asks each server
-once, before any load. ``arrivals`` decides when requests are due, ``client`` sends one (and reads what servers count of
-drafts), ``answer`` reads its stream, ``rounds`` lets contenders take turns. ``figures`` turns requests into
-percentiles, goodput and ratios, ``report`` shows them.
+``settings`` says what a run is and how it is asked for. ``probe`` asks each server once, before any load. ``rounds``
+lets contenders take turns and decides when requests are due, ``client`` sends one, ``answer`` reads its stream.
+``figures`` turns requests into percentiles and ratios, ``report`` shows them.
 """

@@ -1,24 +1,87 @@
-"""One request to one server: sent, read to its end, and noted. Whatever goes wrong is noted too, by its kind.
+"""One request to one server: what is sent, and what is heard of it to its end, by its kind if it goes wrong.
 
-And what the server counts of drafts: Paceline and vLLM, at ``/metrics``.
+A request has OpenAI's fields, what the server offers beyond them, and what the user adds; prompts come from a file.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from benchmarks.harness import prompts
+from benchmarks.harness.prompts import Prompt, PromptError
 from benchmarks.serve.answer import CUT, MALFORMED, Answer, AnswerError, Drafts, Events, error_text
-from benchmarks.serve.requests import path
-from benchmarks.serve.settings import Json, Make, ServeOptions, ServerContender
+from benchmarks.serve.settings import BUNDLED_PROMPTS, Json, Make, ServeOptions, ServerContender
 from cluster.completion import bearer
+from cluster.config.environment import BUNDLED
 from transport.address import is_loopback
+
+
+def read_prompts(source: str, chat: bool) -> list[Prompt]:
+    """The prompts of a file, or the bundled ones. Raises :class:`benchmarks.harness.prompts.PromptError`."""
+    try:
+        found = prompts.read(BUNDLED / "prompts.jsonl" if source == BUNDLED_PROMPTS else Path(source))
+    except PromptError as error:
+        raise PromptError(f"--prompts {error}") from error
+    for prompt in found:
+        if prompt.messages and not chat:
+            raise PromptError(f"--prompts {prompt.where} is a conversation; send it with --chat")
+    return found
+
+
+def path(chat: bool) -> str:
+    """Of the endpoint."""
+    return "/v1/chat/completions" if chat else "/v1/completions"
+
+
+def body(
+    options: ServeOptions, contender: ServerContender, make: Make, model: str, prompt: Prompt, number: int
+) -> Json:
+    """Of request ``number`` (below 0 to warm up), whose seed depends on it alone: it is the same for all contenders."""
+    said: Json = {"prompt": prompt.text}
+    if options.chat:
+        said = {"messages": list(prompt.messages) or [{"role": "user", "content": prompt.text}]}
+    fields: Json = {
+        "model": model,
+        **said,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed + abs(number),
+        "stream": True,
+        "stream_options": _stream_options(make),
+    }
+    if make is Make.PACELINE:
+        # Nobody drafts from the answers that others, or warming up, had to the same requests.
+        fields["speculation"] = {"remember": False} | ({"enabled": False} if contender.plain else {})
+    return {key: value for key, value in _merged(fields, contender.extra).items() if value is not None}
+
+
+def remembers(contender: ServerContender) -> bool:
+    """Whether a Paceline may keep its answers to draft for later requests, which the user has to ask for."""
+    said = contender.extra.get("speculation", {})
+    return not isinstance(said, Mapping) or said.get("remember", False) is not False
+
+
+def _stream_options(make: Make) -> Json:
+    """Whatever makes the server say how many tokens a chunk has."""
+    own = {Make.PACELINE: {"include_speculation": True}, Make.VLLM: {"continuous_usage_stats": True}}
+    return {"include_usage": True, **own.get(make, {})}
+
+
+def _merged(fields: Json, extra: Mapping[str, Any]) -> Json:
+    """Objects of the same name are merged, as in ``speculation``; else the user's word stands."""
+    both = {
+        key for key in fields.keys() & extra.keys() if isinstance(fields[key], dict) and isinstance(extra[key], dict)
+    }
+    return fields | dict(extra) | {key: fields[key] | extra[key] for key in both}
+
 
 CONNECT_SECONDS = 10.0
 LONGEST_PAUSE = 10.0
@@ -26,12 +89,6 @@ LONGEST_PAUSE = 10.0
 BUSY, BUSY_LATER = "HTTP 429", "HTTP 429 with Retry-After"
 LOST, NO_CONNECTION, LATE = "connection lost", "no connection", "timeout"
 NOT_SENT = "not sent: too many under way"
-COUNT_SECONDS = 5.0
-COUNTING = (Make.PACELINE, Make.VLLM)
-_LINE = re.compile(
-    r"^(?:vllm:|paceline_)spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:\{.*\})? ([0-9.eE+]+)\s*$",
-    re.MULTILINE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,39 +207,3 @@ def _seconds(retry_after: str | None) -> float:
         return min(max(float(retry_after or 0.0), 0.0), LONGEST_PAUSE)
     except ValueError:
         return 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What a server counts of drafts over all its requests, others' too: since its start, or of a stretch of time."""
-
-    drafts: float = 0.0
-    """Verifications with drafts."""
-    offered: float = 0.0
-    accepted: float = 0.0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.drafts + other.drafts, self.offered + other.offered, self.accepted + other.accepted)
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(self.drafts - other.drafts, self.offered - other.offered, self.accepted - other.accepted)
-
-
-def parse(exposition: str) -> Counts | None:
-    """All models together, from Prometheus' text format; None: the server does not count drafts."""
-    sums: dict[str, float] = {}
-    for name, value in _LINE.findall(exposition):
-        sums[name] = sums.get(name, 0.0) + float(value)
-    if not sums:
-        return None
-    return Counts(sums.get("drafts", 0.0), sums.get("draft_tokens", 0.0), sums.get("accepted_tokens", 0.0))
-
-
-async def fetch(client: httpx.AsyncClient) -> Counts | None:
-    """None also where there is no such page."""
-    try:
-        async with asyncio.timeout(COUNT_SECONDS):
-            response = await client.get("/metrics")
-    except (httpx.TransportError, TimeoutError):
-        return None
-    return parse(response.text) if response.is_success else None

@@ -1,4 +1,4 @@
-"""From requests to figures: percentiles, goodput, what became of drafts, and ratios with their uncertainty.
+"""From requests to figures: percentiles, what became of drafts, and ratios with their uncertainty.
 
 Of a request with chunks at ``t_1 .. t_n``, due at ``t_0``, over at ``t_e``, with ``k_i`` tokens in chunk ``i``:
 
@@ -7,22 +7,21 @@ Of a request with chunks at ``t_1 .. t_n``, due at ``t_0``, over at ``t_e``, wit
   many tokens a chunk has, ``t_i - t_(i-1)``, once: latency by chunk, which is another thing;
 * time per output token: ``(t_n - t_1) / (k_2 + .. + k_n)``; with unknown ``k``, over all tokens but one.
 
-Requests that failed are in no latency; they are counted by kind, and goodput counts them as missed.
+Requests that failed are in no latency; they are counted by kind.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from statistics import fmean
 
-from benchmarks.serve.client import Counts, Heard
+import numpy as np
+
+from benchmarks.serve.client import Heard
 from benchmarks.serve.rounds import Log, Turn
-from benchmarks.serve.settings import Make, Objective, ServeOptions, ServerContender
+from benchmarks.serve.settings import Make, ServeOptions, ServerContender
 
 RESAMPLES = 2000
 MOST_DRAWS = 4_000_000
@@ -45,16 +44,8 @@ class Spread:
         """None if there are none."""
         if not seconds:
             return None
-        values = sorted(1e3 * value for value in seconds)
-        return cls(fmean(values), *(percentile(values, share) for share in (0.5, 0.9, 0.99)))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values, interpolated between neighbours."""
-    at = share * (len(values) - 1)
-    low = int(at)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (at - low) * (values[high] - values[low])
+        values = 1e3 * np.asarray(seconds)
+        return cls(float(values.mean()), *np.percentile(values, (50, 90, 99)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +78,13 @@ class Figures:
     request_rate: float
     """Requests that went well, a second."""
     token_rate: float
-    good: int | None
-    """Requests that met all objectives; None: there are none."""
     accepted: int | None
     """Draft tokens kept, as answers say; None: they do not."""
     offered: int | None
     acceptance_length: float | None
     """Tokens of a verification with drafts, its own included: 1 + accepted / verifications; None: not said."""
-    counts: Counts | None
-    """As the server counts; None: it does not say."""
     client_share: float
     """Of a core, that this process used."""
-
-    @property
-    def goodput(self) -> float | None:
-        """Good requests a second."""
-        return None if self.good is None else _over(self.good, self.seconds)
 
 
 def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figures:
@@ -111,7 +93,7 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
     heard = list(chain.from_iterable(turn.heard for turn in turns))
     ok = [one for one in heard if not one.error]
     seconds = sum(turn.seconds for turn in turns)
-    tokens, objectives = sum(one.tokens for one in ok), options.objectives
+    tokens = sum(one.tokens for one in ok)
     accepted, offered, acceptance_length = _drafts(ok)
     errors, details = _failures(heard)
     return Figures(
@@ -132,11 +114,9 @@ def figures(log: Log, contender: ServerContender, options: ServeOptions) -> Figu
         late=None if options.pace.rate is None else _spread(map(lateness, heard)),
         request_rate=_over(len(ok), seconds),
         token_rate=_over(tokens, seconds),
-        good=sum(map(partial(meets, objectives=objectives), heard)) if objectives else None,
         accepted=accepted,
         offered=offered,
         acceptance_length=acceptance_length,
-        counts=_counts(turns),
         client_share=_over(sum(turn.client_cpu for turn in turns), seconds),
     )
 
@@ -148,11 +128,6 @@ def _failures(heard: Sequence[Heard]) -> tuple[dict[str, int], dict[str, str]]:
     for one in failed:
         details.setdefault(one.error, one.detail)
     return dict(Counter(one.error for one in failed).most_common()), details
-
-
-def _counts(turns: Iterable[Turn]) -> Counts | None:
-    counted = [turn.counts for turn in turns if turn.counts is not None]
-    return sum(counted, Counts()) if counted else None
 
 
 def _spread(values: Iterable[float | None]) -> Spread | None:
@@ -196,22 +171,6 @@ def gaps(one: Heard) -> list[float]:
     if one.sizes is None:
         return between
     return [gap / size for gap, size in zip(between, one.sizes[1:], strict=True) for _ in range(size)]
-
-
-def slow_gap(one: Heard) -> float | None:
-    """Of its inter-token latencies, which 99 of 100 stay within."""
-    return percentile(sorted(between), 0.99) if (between := gaps(one)) else None
-
-
-MEASURES = {Objective.TTFT: ttft, Objective.TPOT: tpot, Objective.ITL: slow_gap, Objective.E2E: e2e}
-
-
-def meets(one: Heard, objectives: Mapping[Objective, float]) -> bool:
-    """Whether a request went well within all objectives, in milliseconds; without text it has missed the first."""
-    if one.error or (Objective.TTFT in objectives and not one.times):
-        return False
-    found = ((MEASURES[objective](one), limit) for objective, limit in objectives.items())
-    return all(value is None or 1e3 * value <= limit for value, limit in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,19 +228,16 @@ def compare(log: Log, contender: ServerContender, baseline: ServerContender, opt
 
 def bootstrap(pairs: Sequence[tuple[float, float]], seed: int) -> RatioInterval | None:
     """Mean of the first over mean of the second, resampling pairs (Efron's percentile interval); None: no pairs."""
-    if not pairs or not all(sum(column) > 0 for column in zip(*pairs, strict=True)):
+    values_N2 = np.asarray(pairs, dtype=float).reshape(-1, 2)
+    if not (values_N2.sum(axis=0) > 0).all():
         return None
-    source = random.Random(f"bootstrap {seed}")
-    drawn = []
-    for _ in range(min(RESAMPLES, max(MOST_DRAWS // len(pairs), 100))):
-        sample = source.choices(pairs, k=len(pairs))
-        below = sum(second for _, second in sample)
-        if below > 0:
-            drawn.append(sum(first for first, _ in sample) / below)
-    drawn.sort()
-    value = sum(first for first, _ in pairs) / sum(second for _, second in pairs)
-    outside = (1 - LEVEL) / 2
-    return RatioInterval(value, percentile(drawn, outside), percentile(drawn, 1 - outside), len(pairs))
+    count = len(values_N2)
+    draws = min(RESAMPLES, max(MOST_DRAWS // count, 100))
+    drawn_R2 = values_N2[np.random.default_rng(seed).integers(count, size=(draws, count))].sum(axis=1)
+    some_R2 = drawn_R2[drawn_R2[:, 1] > 0]
+    low, high = np.percentile(some_R2[:, 0] / some_R2[:, 1], (50 * (1 - LEVEL), 50 * (1 + LEVEL))).tolist()
+    above, below = values_N2.sum(axis=0).tolist()
+    return RatioInterval(above / below, low, high, count)
 
 
 def _ratio(

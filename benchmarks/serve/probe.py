@@ -15,8 +15,7 @@ import httpx
 
 from benchmarks.harness.prompts import Prompt
 from benchmarks.serve.answer import Answer, AnswerError
-from benchmarks.serve.client import Refusal, read
-from benchmarks.serve.requests import body, path
+from benchmarks.serve.client import Refusal, body, path, read
 from benchmarks.serve.settings import Make, ServeOptions, ServerContender
 from cluster.config.flags import FAILED
 from cluster.console import CommandError
@@ -132,7 +131,7 @@ def _refused(error: AnswerError, owners: dict[str, str], model: str, chat: bool)
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         return f"the server wants another API key ({status}); name the variable that holds one by --api-key-env"
     if status == httpx.codes.NOT_FOUND:
-        other = "--completions" if chat else "--chat"
+        other = "no --chat" if chat else "--chat"
         return f"POST {path(chat)} is answered by 404: {error}; another --model, or {other}?"
     return f"a first request failed: {error.kind}: {error}"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.harness.prompts import Prompt
 from benchmarks.harness.report import Result, Table, cell, describe_machine, table_of
-from benchmarks.serve.client import Heard
+from benchmarks.serve.client import Heard, read_prompts, remembers
 from benchmarks.serve.figures import (
     Comparison,
     Figures,
@@ -19,9 +19,8 @@ from benchmarks.serve.figures import (
     compare,
     figures,
 )
-from benchmarks.serve.requests import read, remembers
 from benchmarks.serve.rounds import Log, Turn, measure
-from benchmarks.serve.settings import Arrivals, Json, Make, ServeOptions
+from benchmarks.serve.settings import Json, Make, ServeOptions
 from cluster.console import complain, stages
 
 Rows = Sequence[tuple[str, Figures]]
@@ -39,7 +38,7 @@ def main(options: ServeOptions) -> int:
 
     Raises :class:`benchmarks.harness.prompts.PromptError` and :class:`benchmarks.serve.probe.ServerError`.
     """
-    prompts, log = read(options.prompts, options.chat), Log()
+    prompts, log = read_prompts(options.prompts, options.chat), Log()
     with stages() as progress:
         interrupted = _measure(options, prompts, log, progress)
     if not any(turn.heard for turn in log.turns):
@@ -87,7 +86,7 @@ def _document(log: Log, rows: Rows, comparisons: Sequence[Comparison]) -> Json:
     return {
         "machine": describe_machine(),
         "servers": {name: {"make": server.make.value, "model": server.model} for name, server in log.servers.items()},
-        "figures": {name: asdict(row) | {"goodput": row.goodput} for name, row in rows},
+        "figures": {name: asdict(row) for name, row in rows},
         "comparisons": [asdict(one) for one in comparisons],
         "requests": [_request(turn, one) for turn in log.turns for one in turn.heard],
     }
@@ -138,13 +137,8 @@ def throughput(rows: Rows) -> Table:
             "requests/s": lambda of: of[1].request_rate,
             "tokens/s": lambda of: f"{of[1].token_rate:.1f}",
             "tokens": lambda of: f"{of[1].tokens}{' chunks' if of[1].guessed else ''}",
-            "goodput/s": lambda of: cell(of[1].goodput, missing=MISSING),
-            "good": lambda of: _share(of[1].good, of[1].requests),
             "drafts kept": lambda of: _share(of[1].accepted, of[1].offered),
             "length": lambda of: cell(of[1].acceptance_length, missing=MISSING),
-            "kept by server": lambda of: (
-                _share(of[1].counts.accepted, of[1].counts.offered) if of[1].counts else MISSING
-            ),
         },
     )
 
@@ -237,12 +231,10 @@ def _warnings(name: str, row: Figures) -> list[str]:
 
 
 def _load(options: ServeOptions) -> str:
-    amount = f"{options.requests} requests" if options.requests is not None else f"{options.seconds:g} s"
-    spread = f", {options.arrivals.value} arrivals" if options.pace.rate is not None else ""
-    fixed = options.arrivals is Arrivals.POISSON and spread
+    spread = f", Poisson arrivals (seed {options.seed})" if options.pace.rate is not None else ""
     return (
-        f"{amount} of each contender in {options.rounds} rounds, {options.pace}{spread}"
-        f"{f' (seed {options.seed})' if fixed else ''}, after {options.warmup} to warm up."
+        f"{options.requests} requests of each contender in {options.rounds} rounds, {options.pace}{spread}, "
+        f"after {options.warmup} to warm up."
     )
 
 

@@ -3,24 +3,75 @@
 In a round every contender has its turn, one after the other, and the order is turned around in the next: what else the
 machine does, and what a first turn leaves warm, falls on all. Round ``r`` of ``R`` has the requests ``r``, ``r + R``,
 ``r + 2 R`` and so on, the same for all; number ``n`` has prompt ``n`` (modulo their number) and a seed of its own.
+
+Requests are sent at a rate of their own, or as soon as one of a fixed number of senders is free. At a rate (an open
+loop), a request is due when the clock says so, however slow the server is; its latency counts from that moment even if
+this process was late to send it. So a stall counts against all requests that it delays, not only against the one that
+it hit (Tene's "coordinated omission").
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 import httpx
 
 from benchmarks.harness.prompts import Prompt
-from benchmarks.serve.arrivals import at_once, at_rate, offsets
-from benchmarks.serve.client import COUNTING, NOT_SENT, Counts, Heard, ask, connect, fetch
+from benchmarks.serve.client import NOT_SENT, Heard, ask, body, connect
 from benchmarks.serve.probe import Server, ServerError, identify
-from benchmarks.serve.requests import body
-from benchmarks.serve.settings import PLAIN_SUFFIX, Make, ServeOptions, ServerContender
+from benchmarks.serve.settings import MOST_OPEN, PLAIN_SUFFIX, Make, ServeOptions, ServerContender
+
+Ask = Callable[[int, float], Awaitable[float]]
+"""Send the request of this number, due then; when it is over, for how long its sender should pause."""
+Skip = Callable[[int, float], None]
+"""Note that a request was not sent, as too many were under way."""
+
+
+def offsets(rate: float, seed: int, turn: int) -> Iterator[float]:
+    """Seconds after the start at which requests are due, as a Poisson process, without end; the same for the same."""
+    source = random.Random(f"arrivals {seed} {turn}")
+    at = 0.0
+    while True:
+        at += source.expovariate(rate)
+        yield at
+
+
+async def at_rate(numbers: Iterator[int], due: Iterator[float], ask: Ask, skip: Skip) -> None:
+    """Send each request when it is due; return when all are over."""
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        running: set[asyncio.Task[float]] = set()
+        for number, offset in zip(numbers, due, strict=False):
+            await asyncio.sleep(max(began + offset - time.perf_counter(), 0.0))
+            if len(running) >= MOST_OPEN:
+                skip(number, began + offset)
+                continue
+            task = group.create_task(_asked(ask, number, began + offset))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+
+async def _asked(ask: Ask, number: int, due: float) -> float:
+    return await ask(number, due)
+
+
+async def at_once(numbers: Iterator[int], concurrency: int, ask: Ask) -> None:
+    """So many senders, each with one request after the other."""
+
+    async def send() -> None:
+        for number in numbers:
+            pause = await ask(number, time.perf_counter())
+            await asyncio.sleep(pause)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(send())
+
 
 Report = Callable[[str], None]
 
@@ -39,8 +90,6 @@ class Turn:
     """Requests under way: above 0 in the end only if the run was interrupted."""
     client_cpu: float = 0.0
     """Processor seconds of this process."""
-    counts: Counts | None = None
-    """What the server counted meanwhile; None: it does not say."""
 
     @property
     def seconds(self) -> float:
@@ -85,9 +134,7 @@ def order(everyone: Sequence[ServerContender], number: int) -> Sequence[ServerCo
 
 
 def numbers(options: ServeOptions, turn: int) -> Iterator[int]:
-    """Of the requests of a round; without end if the run is limited by time."""
-    if options.requests is None:
-        return count(turn, options.rounds)
+    """Of the requests of a round."""
     return iter(range(turn, options.requests, options.rounds))
 
 
@@ -131,13 +178,9 @@ class _Runner:
     async def take(self, contender: ServerContender, number: int, log: Log) -> None:
         """One turn, into ``log`` from its beginning."""
         options, pace = self._options, self._options.pace
-        client = self._clients[contender.name]
-        counting = self._servers[contender.name].make in COUNTING
-        before = await fetch(client) if counting else None
         turn = Turn(contender, number, time.perf_counter())
         log.turns.append(turn)
         used = time.process_time()
-        seconds = None if options.seconds is None else options.seconds / options.rounds
 
         async def send(request: int, due: float) -> float:
             turn.running += 1
@@ -151,15 +194,13 @@ class _Runner:
 
         try:
             if pace.rate is not None:
-                due = offsets(pace.rate, options.arrivals, options.seed, number)
-                await at_rate(numbers(options, number), due, send, skip, seconds)
+                due = offsets(pace.rate, options.seed, number)
+                await at_rate(numbers(options, number), due, send, skip)
             else:
                 assert pace.concurrency is not None
-                await at_once(numbers(options, number), pace.concurrency, send, seconds)
+                await at_once(numbers(options, number), pace.concurrency, send)
         finally:
             turn.client_cpu = time.process_time() - used
-        after = await fetch(client) if counting else None
-        turn.counts = after - before if before is not None and after is not None else None
 
     async def _ask(self, contender: ServerContender, number: int, due: float) -> Heard:
         client = self._clients[contender.name]

@@ -1,14 +1,22 @@
-"""What a run is: who takes part, what is sent, how, and how long."""
+"""What a run of ``paceline bench serve`` is: who takes part, what is sent, how, and how long; and its flags."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import shlex
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
-from benchmarks.harness.options import Options, flag
+from benchmarks.harness.command import Bench
+from benchmarks.harness.options import BadInput, Options, add_flags, between, flag
+from cluster.config.environment import current
+from cluster.config.flags import Parser
 
 Json = dict[str, Any]
 MOST_OPEN = 4096
@@ -25,22 +33,6 @@ class Make(StrEnum):
     VLLM = "vLLM"
     LLAMA_CPP = "llama.cpp"
     OTHER = "not known"
-
-
-class Objective(StrEnum):
-    """What goodput may be asked about, of each request."""
-
-    TTFT = "ttft"
-    TPOT = "tpot"
-    ITL = "itl"
-    E2E = "e2e"
-
-
-class Arrivals(StrEnum):
-    """How requests of a given rate are spread."""
-
-    POISSON = "poisson"
-    EVEN = "even"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +73,7 @@ class ServeOptions(Options):
 
     contenders: tuple[ServerContender, ...] = ()
     pace: Pace = Pace(concurrency=1)
-    requests: int | None = None
-    """Of each contender in all its rounds together; None: as many as fit into ``seconds``."""
-    seconds: float | None = None
-    arrivals: Arrivals = Arrivals.POISSON
     rounds: int = 5
-    chat: bool = False
-    objectives: Mapping[Objective, float] = field(default_factory=dict)
-    """Milliseconds that a good request stays within."""
     typed: str = "paceline bench serve"
     """The command, as it was typed."""
     prompts: str = flag(
@@ -96,6 +81,8 @@ class ServeOptions(Options):
         "a prompt a line: text, or JSON in *.jsonl; bundled (default): some beginnings of code",
         metavar="FILE",
     )
+    chat: bool = flag(False, "send prompts as messages of a user, not as text to continue")
+    requests: int = flag(40, "of each contender, in all rounds together", least=1, most=100_000)
     warmup: int = flag(2, "requests of each that do not count", least=0, most=10_000, metavar="W")
     max_tokens: int = flag(64, "of an answer, at most", least=1, most=1_000_000)
     temperature: float = flag(0.0, "0 (default): the likeliest text", least=0, most=100, metavar="X")
@@ -110,3 +97,146 @@ class ServeOptions(Options):
     def command(self) -> str:
         """See :class:`benchmarks.harness.options.Options`."""
         return self.typed
+
+
+ABOUT = "load on running servers with OpenAI's API, of any make, and how they compare"
+DETAILS = """\
+Sends the same requests to each --url in turn, round by round. Give several, or --against-plain for Paceline beside
+itself without drafts. Whatever fails is counted by kind; latencies at a --rate count from when a request was due.
+
+  paceline bench serve --url http://127.0.0.1:8000 --against-plain
+  paceline bench serve --url ours=http://127.0.0.1:8000 --url vllm=http://127.0.0.1:8001 --rate 4 --requests 240
+  paceline bench serve --url ours=http://127.0.0.1:8000 --url hf=http://127.0.0.1:8002 --model hf=./llama-8b
+  paceline bench serve --url http://127.0.0.1:8000 --concurrency 8 --out results
+  paceline bench serve --url d3=http://127.0.0.1:8000 --url d7=http://127.0.0.1:8000 \\
+    --extra-body 'd3={"speculation": {"max_depth": 3}}' --extra-body 'd7={"speculation": {"max_depth": 7}}'
+"""
+DEFAULT_URL = "http://127.0.0.1:8000"
+MOST_CONCURRENCY = 4096
+MOST_CONTENDERS = 16
+
+
+class ServeBench(Bench):
+    """With flags that are more than one setting each, or belong to one contender."""
+
+    def add(self, parser: Parser) -> None:
+        """See :class:`benchmarks.harness.command.Bench`."""
+        flag = parser.add_argument
+        flag("--url", action="append", default=[], metavar="[NAME=]URL",
+             help=f"a server; may be given again (default: {DEFAULT_URL})")  # fmt: skip
+        flag("--model", action="append", default=[], metavar="[NAME=]TEXT",
+             help="which of its models (default: the only one)")  # fmt: skip
+        pace = parser.add_mutually_exclusive_group()
+        pace.add_argument("--rate", type=float, metavar="R", help="requests a second, however slow the answers are")
+        pace.add_argument("--concurrency", type=int, metavar="C", help="requests at any time (default: 1)")
+        flag("--rounds", type=int, metavar="N", help="turns of each contender (default: 6, or as many as requests)")
+        flag("--extra-body", action="append", default=[], metavar="[NAME=]JSON",
+             help="more fields, for all or one contender; null leaves one out")  # fmt: skip
+        flag("--api-key-env", action="append", default=[], metavar="[NAME=]VARIABLE",
+             help="variable with the API key, of all or one contender")  # fmt: skip
+        add_flags(parser, ServeOptions)
+
+    def read(self, args: argparse.Namespace) -> ServeOptions:
+        """See :class:`benchmarks.harness.command.Bench`."""
+        options = ServeOptions.read(args)
+        rounds = min(6, options.requests) if args.rounds is None else args.rounds
+        between("--rounds", rounds, 1, min(1000, options.requests))
+        return replace(
+            options,
+            contenders=_contenders(args),
+            pace=_pace(args),
+            rounds=rounds,
+            typed=shlex.join(["paceline", *sys.argv[1:]]),
+        )
+
+
+BENCH = ServeBench(ABOUT, DETAILS, ServeOptions, "benchmarks.serve.report")
+
+
+def _pace(args: argparse.Namespace) -> Pace:
+    if args.rate is not None:
+        between("--rate", args.rate, 0.001, 100_000)
+        return Pace(rate=args.rate)
+    concurrency = 1 if args.concurrency is None else args.concurrency
+    between("--concurrency", concurrency, 1, MOST_CONCURRENCY)
+    return Pace(concurrency=concurrency)
+
+
+def _contenders(args: argparse.Namespace) -> tuple[ServerContender, ...]:
+    urls: dict[str, str] = {}
+    for given in args.url or [DEFAULT_URL]:
+        name, url = _named(given)
+        parts = _split(url)
+        name = name or f"{parts.hostname}:{parts.port}" if parts.port else name or str(parts.hostname)
+        if name in urls:
+            raise BadInput(f"--url {given}: {name!r} is there twice; give names, such as a={url}")
+        urls[name] = url.rstrip("/").removesuffix("/v1")
+    if len(urls) > MOST_CONTENDERS:
+        raise BadInput(f"--url: at most {MOST_CONTENDERS} contenders, got {len(urls)}")
+    if any(name.endswith(PLAIN_SUFFIX) for name in urls):
+        raise BadInput(f"--url: a name must not end with {PLAIN_SUFFIX!r}, as --against-plain names")
+    extras = {name: _json(text) for name, text in _by_name("--extra-body", args.extra_body, urls).items()}
+    keys = {name: _key(variable) for name, variable in _by_name("--api-key-env", args.api_key_env, urls).items()}
+    models = _by_name("--model", args.model, urls)
+    return tuple(
+        ServerContender(name, url, models.get(name, ""), extras.get(name, {}), keys.get(name, ""))
+        for name, url in urls.items()
+    )
+
+
+def _named(given: str) -> tuple[str, str]:
+    """A name and the rest, at the first equals sign; without a name where what stands before it is none."""
+    name, separator, rest = given.partition("=")
+    if separator and name and not any(sign in name for sign in '/:{"'):
+        return name, rest
+    return "", given
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
+        _ = parts.port
+    except ValueError:
+        usable = False
+    if not usable or not url.isascii() or not url.isprintable() or " " in url:
+        raise BadInput(f"--url {url}: not an address such as {DEFAULT_URL}")
+    if parts.username or parts.password:
+        raise BadInput("--url: must not contain a password; name the variable with a key by --api-key-env")
+    return parts
+
+
+def _by_name(flag: str, given: list[str], names: Mapping[str, str]) -> dict[str, str]:
+    """What is said of each contender; without a name, it is said of all."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, rest = _named(text)
+        if name and name not in names:
+            raise BadInput(f"{flag} {name}=...: there is no such contender, only {', '.join(names)}")
+        for one in [name] if name else names:
+            if one in found:
+                raise BadInput(f"{flag}: given twice for {one}")
+            found[one] = rest
+    return found
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"--extra-body {text}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadInput(f'--extra-body {text}: must be an object, such as {{"top_p": 0.9}}')
+    if value.get("stream", True) is not True or value.get("n") not in (None, 1):
+        raise BadInput("--extra-body: requests are streamed and have one answer; leave out stream and n")
+    return value
+
+
+def _key(variable: str) -> str:
+    key = current().get(variable, "")
+    if not key:
+        raise BadInput(f"--api-key-env {variable}: there is no such variable, or it is empty")
+    if not (key.isascii() and key.isprintable()):
+        raise BadInput(f"--api-key-env {variable}: the key in it must be printable ASCII")
+    return key

@@ -88,17 +88,6 @@ class RateRatio:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    """A stretch of one request: what target and drafter did. Times as in the log."""
-
-    setting: ComparisonSetting
-    contender: str
-    start: float
-    end: float
-    log: WorkerLog
-
-
-@dataclass(frozen=True, slots=True)
 class PairResult:
     """What a pair came to."""
 
@@ -106,7 +95,6 @@ class PairResult:
     rows: list[Row]
     tried: list[Row]
     """The draft lengths and modes among which the best were chosen."""
-    timelines: list[Timeline]
 
 
 def rows(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Row]:

@@ -25,14 +25,12 @@ from benchmarks.harness import transformers_baseline as baseline
 from benchmarks.harness.contenders import LENGTHS, PARALLEL_LENGTHS, Contender, best, parallel, sequential
 from benchmarks.harness.measure import Batch, Run, Runner, served, take_turns
 from benchmarks.harness.pair import Pair, Shape, held_out, stretched_pair, trained_pair, wrong_draft
-from benchmarks.harness.workers import RunningWorker, WorkerPlan, connected, running, until_lost
-from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, Timeline, rows
-from benchmarks.speculation.records import WorkerLog, read_log
+from benchmarks.harness.processes import ReadyProcess, WorkerPlan, connected, running, until_lost
+from benchmarks.speculation.figures import ASSISTED, MeasuredRuns, PairResult, rows
+from benchmarks.speculation.records import read_log
 from benchmarks.speculation.report import result
 from benchmarks.speculation.settings import (
     DEAD,
-    FAR,
-    NEAR,
     SHARED,
     TRANSFORMERS,
     WRONG,
@@ -50,7 +48,6 @@ SWEEP_PROMPTS = 2
 """Prompts on which draft lengths are tried; others than those measured."""
 COLD_ROUNDS = 2
 """Rounds after a wrong drafter came that are reported apart."""
-TIMELINE_SECONDS = 0.4
 
 
 @dataclass(slots=True)
@@ -114,7 +111,7 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
     choices: dict[str, str] = {}
     if setting.batch == 1:
         if lookup:
-            everyone += [contenders.OURS_AND_LOOKUP, contenders.LOOKUP]
+            everyone.append(contenders.OURS_AND_LOOKUP)
         for lengths, make in ((LENGTHS, sequential), (PARALLEL_LENGTHS, parallel)):
             known = {f"K = {length}": make(length) for length in lengths}
             name = make(1).name
@@ -124,7 +121,7 @@ async def compare_ours(bench: PairBench, dispatcher: Dispatcher, setting: Compar
     dispatcher.pool.delays[Role.DRAFT] = 0.0
 
 
-async def compare_transformers(bench: PairBench, dispatcher: Dispatcher, lookup: bool) -> None:
+async def compare_transformers(bench: PairBench, dispatcher: Dispatcher) -> None:
     """The other library, in turn with ours."""
     async with baseline.transformers(bench.pair, bench.options.dtype) as other:
         modes = {str(mode): baseline.runner(other, mode) for mode in baseline.ASSISTED}
@@ -134,33 +131,17 @@ async def compare_transformers(bench: PairBench, dispatcher: Dispatcher, lookup:
             "transformers plain": baseline.runner(other, baseline.PLAIN),
             ASSISTED: modes[chosen],
         }
-        if lookup:
-            runners["transformers lookup"] = baseline.runner(other, baseline.LOOKUP)
         await bench.compare(TRANSFORMERS, runners, {ASSISTED: chosen})
 
 
-async def compare_shared(bench: PairBench, folder: Path) -> list[Path]:
-    """The same on workers that compute with all cores each; returns their records."""
-    cores = str(len(os.sched_getaffinity(0)))
-    flags = ["--dtype", bench.options.dtype, "--threads", cores]
-    records = [folder / f"shared-{role}.jsonl" for role in ("target", "draft")]
-    async with (
-        running(WorkerPlan(Role.TARGET, bench.pair.target, None, records[0], flags)) as target,
-        running(WorkerPlan(Role.DRAFT, bench.pair.draft, None, records[1], flags)) as draft,
-        connected(target, draft) as dispatcher,
-    ):
-        await compare_ours(bench, dispatcher, SHARED, lookup=False)
-    return records
-
-
-async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: RunningWorker) -> None:
+async def compare_dead(bench: PairBench, dispatcher: Dispatcher, draft: ReadyProcess) -> None:
     """Kill the drafter and go on asking for drafts."""
     await draft.kill()
     await until_lost(dispatcher, Role.DRAFT)
     await bench.compare(DEAD, _plain_and_ours(dispatcher), {})
 
 
-async def compare_wrong(bench: PairBench, target: RunningWorker, wrong: RunningWorker) -> None:
+async def compare_wrong(bench: PairBench, target: ReadyProcess, wrong: ReadyProcess) -> None:
     """A wrong drafter comes: at once, and when the target has seen its drafts for a while."""
     async with connected(target, wrong) as dispatcher:
         for setting, warm_up in ((WRONG_COLD, 0), (WRONG, WARM_UP)):
@@ -189,29 +170,21 @@ async def measure(pair: Pair, plan: PairPlan, options: SpeculationOptions, progr
             for setting in plan.settings:
                 await compare_ours(bench, dispatcher, setting, plan.lookup)
             if plan.extras:
-                await compare_transformers(bench, dispatcher, plan.lookup)
+                await compare_transformers(bench, dispatcher)
                 await compare_dead(bench, dispatcher, draft)
                 async with running(WorkerPlan(Role.DRAFT, wrong_draft(pair), 1, records[2], flags)) as wrong:
                     await compare_wrong(bench, target, wrong)
         if plan.shared:
-            records += await compare_shared(bench, Path(name))
+            flags = ["--dtype", options.dtype, "--threads", str(len(os.sched_getaffinity(0)))]
+            records += [Path(name) / f"shared-{role}.jsonl" for role in ("target", "draft")]
+            async with (
+                running(WorkerPlan(Role.TARGET, pair.target, None, records[-2], flags)) as target,
+                running(WorkerPlan(Role.DRAFT, pair.draft, None, records[-1], flags)) as draft,
+                connected(target, draft) as dispatcher,
+            ):
+                await compare_ours(bench, dispatcher, SHARED, lookup=False)
         log = read_log(records)  # complete only now: workers write when they are idle
-    return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log), timelines(bench.measured, log))
-
-
-def timelines(measured: Sequence[MeasuredRuns], log: WorkerLog) -> list[Timeline]:
-    """How target and drafter worked together in the middle run of ours and of the sequential baseline."""
-    shown = [
-        one
-        for one in measured
-        if one.setting in (NEAR, FAR) and one.contender in (contenders.OURS.name, sequential(1).name)
-    ]
-    found = []
-    for one in shown:
-        run = one.runs[len(one.runs) // 2]
-        end = min(run.start + TIMELINE_SECONDS, run.end)
-        found.append(Timeline(one.setting, one.contender, run.start, end, log.during(run.start, end)))
-    return found
+    return PairResult(pair, rows(bench.measured, log), rows(bench.tried, log))
 
 
 def main(options: SpeculationOptions) -> int:

@@ -43,6 +43,8 @@ WRONG_COLD = ComparisonSetting("wrong drafter, cold")
 WRONG = ComparisonSetting("wrong drafter")
 """The same later: the target has seen what its drafts are worth."""
 EXTRAS = (TRANSFORMERS, DEAD, WRONG_COLD, WRONG)
+
+
 SHARED = ComparisonSetting("cores shared")
 """Both workers compute with all cores, instead of one each."""
 
@@ -55,7 +57,7 @@ class PairPlan:
     """Of a stretched pair; None: the pair as trained."""
     settings: tuple[ComparisonSetting, ...]
     lookup: bool = False
-    """Whether the contenders with prompt lookup take part, at batch 1; there is no goal for them."""
+    """Whether ours with prompt lookup takes part, at batch 1; there is no goal for it."""
     extras: bool = False
     """Whether the settings of ``EXTRAS`` are measured as well."""
     shared: bool = False

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.fit import main, report, serving, teacher, validate
 from benchmarks.fit.predict import Known, Loaded, Predictor, forecast
 from benchmarks.fit.settings import FitError, FitOptions, Way
+from benchmarks.harness.processes import ReadyProcess, connected
 from benchmarks.harness.prompts import Prompt, PromptError
-from benchmarks.harness.workers import RunningWorker, connected
 from draft_service.lookahead import Lookahead
 from draft_service.translation.translation import read_vocabularies, translator
 from engine.build import build, build_target, welcome
@@ -83,7 +83,7 @@ def in_process(monkeypatch, engines):
         worker = Worker(loop, role.value)
         await worker.start("127.0.0.1:0")
         try:
-            yield RunningWorker(worker.address, None)
+            yield ReadyProcess(role.value, None, worker.address)
         finally:
             await worker.stop()
             recorder.flush()
@@ -140,12 +140,14 @@ async def test_a_fit_of_real_workers_from_their_records_to_the_check(in_process,
     assert all(one.measured > 0 and one.predicted > 0 for one in found.depths)
     assert all(1 <= one.measured_step <= 1 + one.depth and one.predicted_step >= 1 for one in found.depths)
     loaded = (Loaded(1, 1, 0.5, 20.0, 10.0),)
-    result = report.FitResult(OPTIONS, {}, known, forecasts, forecasts[1], loaded, None, found)
+    told = replace(OPTIONS, out=tmp_path / "fit")
+    result = report.FitResult(told, known, forecasts, forecasts[1], loaded, None, found)
     assert json.loads(json.dumps(report.as_json(result)))["validation"]["same_text"] == 1
     assert sum(len(table.lines) for table in report.tables(result)) > 10
     pytest.importorskip("matplotlib")
-    main.write(result, tmp_path)
-    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+    main.publish(result)
+    assert (tmp_path / "fit" / "fit.png").read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in (tmp_path / "fit").iterdir()} == {"fit.json", "fit.png", "paceline.yaml", "README.md"}
 
 
 def test_vocabularies_are_compared_in_a_cache_of_large_pages(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import drafting
 from benchmarks.harness.command import RESULTS
-from benchmarks.harness.workers import WorkerPlan, running
+from benchmarks.harness.processes import WorkerPlan, running
 from benchmarks.speculation import run as speculation
 from cluster.cli import main
 from cluster.config.environment import CHECKOUT
@@ -54,9 +54,9 @@ def test_unknown_flags_and_benchmarks_are_refused(started, capsys):
 
 def test_a_flag_of_another_benchmark_is_not_suggested_to_who_gave_it(started, capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "drafting", "--json", "x"])
-    assert "unknown argument '--json'" in (said := capsys.readouterr().err)
-    assert "did you mean --json" not in said
+        main(["bench", "drafting", "--bursts", "2"])
+    assert "unknown argument '--bursts'" in (said := capsys.readouterr().err)
+    assert "did you mean --bursts" not in said
 
 
 def test_a_quick_run_of_the_ways_to_draft_writes_where_it_is_told(monkeypatch, tmp_path):
@@ -64,16 +64,16 @@ def test_a_quick_run_of_the_ways_to_draft_writes_where_it_is_told(monkeypatch, t
 
     async def nothing(size):
         asked.append(size)
-        for row in ():
-            yield row
+        yield {"ratio": 1.0}
 
     sizes = drafting.Size(4, 8, (0.0,)), drafting.Size(2, 8, (0.0,))
     parts = drafting.Part("one", nothing, *sizes), drafting.Part("left out", nothing, sizes[0])
     monkeypatch.setattr(drafting, "PARTS", parts)
-    monkeypatch.setattr(drafting, "dated", lambda _: pytest.fail("a quick run has no folder of its own"))
-    assert main(["bench", "drafting", "--quick", "--out", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "one.jsonl"]
+    file = tmp_path / "figures.json"
+    assert main(["bench", "drafting", "--quick", "--json", str(file)]) == 0
+    assert '"one"' in file.read_text() and "left out" not in file.read_text()
     assert main(["bench", "drafting", "--quick"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
     assert asked == [sizes[1]] * 2
 
 

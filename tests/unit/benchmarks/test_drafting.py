@@ -6,15 +6,18 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from benchmarks import drafting
-from benchmarks.bench import DraftingOptions
-from benchmarks.drafting import PARTS, Figure, Part, Row, Size, table
+from benchmarks.bench import PARTS, DraftingOptions
+from benchmarks.drafting import GOALS, Part, Row, Size
+from benchmarks.harness.report import Goal
 from cluster.cli import main
 
 
 def judged(part: str, figures: Sequence[Row]) -> list[tuple[float, bool]]:
-    (one,) = (one for one in PARTS if one.name == part)
-    return [(round(figure.measured, 6), figure.reached) for figure in one.judge(figures)]
+    found = [(goal, goal.ours({part: figures})) for goal in GOALS]
+    return [(round(figure, 6), goal.reached(figure)) for goal, figure in found if figure is not None]
 
 
 def test_a_kind_of_repetition_is_as_good_as_its_better_source_alone() -> None:
@@ -29,7 +32,6 @@ def test_a_kind_of_repetition_is_as_good_as_its_better_source_alone() -> None:
 def test_only_the_greedy_run_of_the_contender_itself_counts() -> None:
     def rows(name: str) -> Sequence[Row]:
         return [
-            {"shared": {"said": 0.9}},
             {"temperature": 0.0, "contender": "plain", "ratio_to_plain": 1.0},
             {"temperature": 0.0, "contender": name, "ratio_to_plain": 1.25},
             {"temperature": 0.8, "contender": name, "ratio_to_plain": 3.0},
@@ -39,21 +41,24 @@ def test_only_the_greedy_run_of_the_contender_itself_counts() -> None:
     assert judged("vocabularies", rows("draft, another tokenizer")) == [(1.25, True)]
 
 
-def test_the_table_says_what_is_short() -> None:
-    lines = table([Figure("a", 1.3, 1.5), Figure("b", 1.2, 0.2)]).splitlines()
-    assert lines[2:] == ["| a | at least 1.3 | **1.50** |", "| b | at least 1.2 | 0.20 (short) |"]
+def test_parts_are_those_that_can_be_asked_for() -> None:
+    assert tuple(part.name for part in drafting.PARTS) == PARTS
 
 
-def test_what_a_part_measures_is_kept_and_judged(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("wanted", "reached"), [(2.0, "yes"), (3.0, "NO")])
+def test_what_a_part_measures_is_kept_and_judged(wanted, reached, tmp_path: Path, monkeypatch, capsys) -> None:
     async def twice(size: Size) -> AsyncIterator[Row]:
-        yield {"ratio": size.rounds}
+        yield {"ratio": float(size.rounds)}
 
-    part = Part("twice", twice, Size(2, 8, (0.0,)), None, lambda found: [Figure("twice", 2, found[0]["ratio"])])
-    monkeypatch.setattr(drafting, "PARTS", (part,))
+    goal = Goal("twice", "twice over once", wanted, False, lambda found: found["twice"][0]["ratio"])
+    monkeypatch.setattr(drafting, "PARTS", (Part("twice", twice, Size(2, 8, (0.0,))),))
+    monkeypatch.setattr(drafting, "GOALS", (goal,))
     assert drafting.main(DraftingOptions(out=tmp_path / "out")) == 0
-    assert "| twice | at least 2 | **2.00** |" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "figures.json").read_text())[0]["reached"]
-    assert (tmp_path / "out" / "twice.jsonl").read_text() == '{"ratio": 2}\n'
+    assert '{"ratio": 2.0}' in capsys.readouterr().out
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert f"| twice over once | at least {wanted:g} | 2.00 | {reached} |" in page
+    written = json.loads((tmp_path / "out" / "drafting.json").read_text())
+    assert (written["summary"], written["parts"]) == ({"twice": 2.0}, {"twice": [{"ratio": 2.0}]})
 
 
 def test_a_part_that_does_not_exist_is_refused(capsys) -> None:

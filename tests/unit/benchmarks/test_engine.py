@@ -10,11 +10,10 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.engine import figures, model, steps
+from benchmarks.engine import figures, model
 from benchmarks.engine import run as engine
-from benchmarks.engine.contenders import PREFIX, Loop, Stock
+from benchmarks.engine.contenders import PREFIX, Loop
 from benchmarks.engine.figures import (
     ALONE,
     GOALS,
@@ -39,9 +38,10 @@ from benchmarks.engine.model import (
     write_model,
 )
 from benchmarks.engine.settings import READ_BYTES, EngineOptions, EngineShape
-from benchmarks.engine.steps import TREE, StepPart, StepParts, chain, hooks, in_turn, many, reads
+from benchmarks.engine.steps import TREE, chain, in_turn, many, reads
 from benchmarks.harness.measure import Batch, Decoded, Run, TimedCommit
 from benchmarks.harness.report import Result, against
+from benchmarks.harness.transformers_baseline import ASSISTED, PLAIN, Stock
 from cluster.cli import main
 from engine.build import build
 from engine.settings import EngineSettings
@@ -85,8 +85,6 @@ def measured() -> Measured:
         },
         prefixes=[Repeated(2.0, 0.1), Repeated(4.0, 0.8), Repeated(2.0, 0.16)],
         memory=Memory(1_100_000_000, 900_000_000, 500_000_000, 90_000_000, 10_000_000),
-        parts=[StepParts(1, 0.02, dict.fromkeys(StepPart, 0.004))],
-        through_router={},
         exact={TOGETHER: [run(16, 16, 1.0, 1.0)], PREFIX + TOGETHER: [run(16, 16, 1.0, 2.0)]},
     )
 
@@ -152,6 +150,19 @@ async def test_padded_texts_equal_ours_and_end_where_each_was_to_end(tmp_path):
     assert [len(one.tokens) for one in ours.decoded] == [6, 1, 4]
     assert [one.tokens for one in ours.decoded] == [one.tokens for one in theirs.decoded]
     assert [sum(commit.tokens for commit in one.commits) for one in theirs.decoded] == [6, 1, 4]
+
+
+@pytest.mark.parametrize("mode", [PLAIN, *ASSISTED], ids=str)
+def test_assisted_generation_says_the_same_and_tells_when_which_tokens_came(mode, tmp_path):
+    """A model that drafts for itself in float32: everything that it drafts is kept."""
+    write_model(EngineShape(256, 1), tmp_path / "model")
+    stock = Stock(tmp_path / "model", torch.float32, tmp_path / "model")
+    batch = Batch((random_prompts(1, 9, torch.Generator().manual_seed(0))[0],), 12)
+    (plain,) = stock.decode(batch).decoded
+    (found,) = stock.decode(batch, mode).decoded
+    assert found.tokens == plain.tokens and len(found.tokens) == 12
+    assert sum(commit.tokens for commit in found.commits) == 12
+    assert (len(found.commits) < 12) is (mode != PLAIN)
 
 
 def test_goals_say_what_is_reached_and_what_transformers_does(result):
@@ -223,40 +234,6 @@ def test_every_way_reads_the_whole_buffer():
     assert int(reads(size)["sum int64"]()) == (total + 2**63) % 2**64 - 2**63
     assert found["max uint8"] == 1
     assert READ_BYTES % 8 == 0
-
-
-class Ticking(nn.Module):
-    """Takes a given time by a clock that only modules move."""
-
-    now = 0.0
-
-    def __init__(self, seconds: float, *inner: nn.Module) -> None:
-        super().__init__()
-        self.seconds, self.inner = seconds, nn.ModuleList(inner)
-
-    def forward(self) -> None:
-        Ticking.now += self.seconds
-        for module in self.inner:
-            module()
-        Ticking.now += self.seconds
-
-
-class PackedLinear(Ticking):
-    pass
-
-
-class LlamaAttention(Ticking):
-    pass
-
-
-def test_time_goes_to_the_innermost_part(monkeypatch):
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: Ticking.now)
-    model = Ticking(1.0, LlamaAttention(10.0, PackedLinear(100.0), Ticking(10.0)), PackedLinear(100.0), Ticking(1.0))
-    with hooks(model) as seconds:
-        model()
-    assert seconds == {StepPart.LINEAR: 400.0, StepPart.ATTENTION: 40.0, StepPart.REST: 4.0}
-    model()
-    assert sum(seconds.values()) == 444.0, "the hooks are still there"
 
 
 def test_memory_of_a_process_is_read_from_its_rollup():
@@ -338,7 +315,6 @@ def test_a_small_run_measures_everything(monkeypatch, tmp_path, capsys):
         "Must reach",
         "16 requests of mixed lengths",
         "A step, by its tokens",
-        "linear layers",
         "transformers",
     ):
         assert words in said

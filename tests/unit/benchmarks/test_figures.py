@@ -21,11 +21,10 @@ from benchmarks.speculation.figures import (
     MeasuredRuns,
     PairResult,
     Row,
-    Timeline,
     ratio,
     rows,
 )
-from benchmarks.speculation.records import Depth, Profile, SessionStep, Span, TargetStep, WorkerLog
+from benchmarks.speculation.records import Depth, Profile, SessionStep, TargetStep, WorkerLog
 from benchmarks.speculation.settings import (
     BATCH_16,
     DEAD,
@@ -78,12 +77,8 @@ def measured_rows() -> list[Row]:
 
 @pytest.fixture
 def result() -> Result:
-    log = WorkerLog(
-        (TargetStep(1.0, 1.03, 0.028, (SessionStep(3, 2, (1, 2, 3)),)),), (Span(1.03, 1.031),), (Span(1.0, 1.02),)
-    )
-    timeline = Timeline(NEAR, OURS, 1.0, 1.1, log)
     machine = {"processor": "a processor", "cores": 2, "transformers": "5.0"}
-    outcome = PairResult(PAIR, measured_rows(), measured_rows()[:1], [timeline])
+    outcome = PairResult(PAIR, measured_rows(), measured_rows()[:1])
     return report.result(OPTIONS, [outcome], day=date(2026, 1, 2), machine=machine)
 
 
@@ -207,7 +202,7 @@ def test_the_folder_holds_figures_plots_and_a_page_that_shows_them(result, tmp_p
     pytest.importorskip("matplotlib")
     result.write_folder(tmp_path)
     page = (tmp_path / "README.md").read_text()
-    for name in ("speedup", "timeline", "step-times", "acceptance"):
+    for name in ("speedup", "acceptance"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
         assert f"({name}.png)" in page
     assert json.loads((tmp_path / "speculation.json").read_text())["date"] == "2026-01-02"

@@ -32,9 +32,8 @@ from benchmarks.gpu.settings import (
 from benchmarks.harness import pair as pairs
 from benchmarks.harness.measure import Decoded, Run, TimedCommit
 from benchmarks.harness.pair import BUNDLED, Pair
-from benchmarks.harness.processes import WorkerFailed
+from benchmarks.harness.processes import ReadyProcess, WorkerFailed, WorkerPlan
 from benchmarks.harness.report import Result
-from benchmarks.harness.workers import RunningWorker, WorkerPlan
 from cluster.cli import main
 
 ENGINE = [stage for stage in STAGES if stage != SPECULATION]
@@ -226,10 +225,10 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (("--json", "/nowhere/figures.json"), "--json /nowhere/figures.json: no such folder"),
         (("--placements", "owm", "--device", "cpu"), "--placements owm: no such placement; there are shared, own, cpu"),
         (("--drafters", "rigth", "--device", "cpu"), "--drafters rigth: no such drafter; there are right, wrong, dead"),
-        (("--streams", "8,0", "--device", "cpu"), "--streams must be numbers from 1 to 64, got 0"),
-        (("--streams", "1.5", "--device", "cpu"), "--streams must be numbers from 1 to 64, got 1.5"),
-        (("--temperatures", "hot", "--device", "cpu"), "--temperatures must be numbers from 0 to 2, got hot"),
-        (("--temperatures", "nan", "--device", "cpu"), "--temperatures must be numbers from 0 to 2, got nan"),
+        (("--streams", "8,0", "--device", "cpu"), "--streams '0': must be a whole number from 1 to 64"),
+        (("--streams", "1.5", "--device", "cpu"), "--streams '1.5': must be a whole number from 1 to 64"),
+        (("--temperatures", "hot", "--device", "cpu"), "--temperatures 'hot': must be a number from 0 to 2"),
+        (("--temperatures", "nan", "--device", "cpu"), "--temperatures 'nan': must be a number from 0 to 2"),
         (("--agreement", "1.2", "--device", "cpu"), "--agreement must be 0 to 1, got 1.2"),
         (("--tokens", "4", "--device", "cpu"), "--tokens must be 8 to 512, got 4"),
         (("--rounds", "13", "--device", "cpu"), "--rounds must be 1 to 12, got 13"),
@@ -331,7 +330,7 @@ def speedup(placement: str, setting: DraftingSetting, *ratios: float) -> Speedup
 
 
 def test_drafting_is_measured_setting_by_setting_and_a_drafter_dies_last() -> None:
-    options = GpuOptions(stages=(SPECULATION,), device="cpu", drafters=("dead", "right"), temperatures=("0", "1"))
+    options = GpuOptions(stages=(SPECULATION,), device="cpu", drafters=("dead", "right"), temperatures=(0.0, 1.0))
     assert options.plan() == {"stretched": ["speculation"]}
     assert options.settings == [
         DraftingSetting(drafter, streams, temperature)
@@ -339,7 +338,7 @@ def test_drafting_is_measured_setting_by_setting_and_a_drafter_dies_last() -> No
         for streams in (1, 2)
         for temperature in (0.0, 1.0)
     ]
-    in_turn = GpuOptions(device="cpu", placements=("shared",), streams=("4",), temperatures=("0",))
+    in_turn = GpuOptions(device="cpu", placements=("shared",), streams=(4,), temperatures=(0.0,))
     assert [setting.drafter for setting in in_turn.settings] == ["right", "wrong"], "it would take the target with it"
     assert in_turn.sizes.streams == (4,)
 
@@ -399,7 +398,7 @@ def test_a_worker_that_does_not_start_fails_the_stage(tmp_path: Path, monkeypatc
     wanted: list[WorkerPlan] = []
 
     @asynccontextmanager
-    async def failing(plan: WorkerPlan) -> AsyncIterator[RunningWorker]:
+    async def failing(plan: WorkerPlan) -> AsyncIterator[ReadyProcess]:
         wanted.append(plan)
         raise WorkerFailed("the target worker did not start")
         yield

@@ -63,7 +63,6 @@ def test_contenders_ask_for_what_their_names_say():
     assert not contenders.PLAIN.speculation.enabled
     assert contenders.OURS.speculation.sources == {Source.DRAFT}
     assert contenders.OURS_AND_LOOKUP.speculation.sources == AllBut()
-    assert contenders.LOOKUP.speculation.sources == {Source.LOOKUP}
     for make, schedule in ((contenders.sequential, Schedule.SEQUENTIAL), (contenders.parallel, Schedule.PARALLEL)):
         asked = make(5).speculation
         assert (asked.schedule, asked.max_depth, asked.sources) == (schedule, 5, {Source.DRAFT})
@@ -71,7 +70,7 @@ def test_contenders_ask_for_what_their_names_say():
 
 def test_no_contender_leaves_answers_for_another_to_copy():
     asked = [
-        *(contenders.PLAIN, contenders.OURS, contenders.OURS_AND_LOOKUP, contenders.LOOKUP),
+        *(contenders.PLAIN, contenders.OURS, contenders.OURS_AND_LOOKUP),
         *(contenders.sequential(3), contenders.parallel(3)),
     ]
     speculation = [*(one.speculation for one in asked), *drafting.STRUCTURED.values()]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.harness import prompts
-from benchmarks.harness.prompts import PromptError, bundled, kinds, read
+from benchmarks.harness.prompts import PromptError, bundled, read
 from router.text.tokenizer import Tokenizer
 from tests.bundled import MODELS
 
@@ -17,7 +17,7 @@ def tokenizer() -> Tokenizer:
 
 def test_the_bundled_ones_are_of_every_kind_and_leave_room_for_an_answer(tokenizer):
     found = bundled()
-    assert kinds(found) == list(prompts.KINDS)
+    assert list(dict.fromkeys(prompt.kind for prompt in found)) == list(prompts.KINDS)
     for kind in prompts.KINDS:
         assert sum(prompt.kind == kind for prompt in found) == 12
     lengths = [len(prompt.tokens(tokenizer)) for prompt in found]

@@ -37,8 +37,8 @@ def test_what_is_carried_is_the_highest_pace_that_is_kept_up_with_in_time() -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--streams", "64,0"], "--streams '0': must be a number from 1 to 16384"),
-        (["--tokens", "fast"], "--tokens 'fast': must be tokens a second"),
+        (["--streams", "64,0"], "--streams '0': must be a whole number from 1 to 16384"),
+        (["--tokens", "fast"], "--tokens 'fast': must be a whole number from 1 to 1000000"),
         (["--seconds", "0"], "--seconds must be 0.5 to 600, got 0"),
     ],
 )
@@ -48,14 +48,21 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, capsys) -> None:
 
 
 async def test_every_event_is_matched_with_its_commit(tmp_path) -> None:
-    options = ScaleOptions(streams=(3,), tokens=(90,), seconds=0.5, drafters=True, json=tmp_path / "scale.json")
+    options = ScaleOptions(
+        streams=(3,), tokens=(90,), seconds=0.5, drafters=True, features=8, json=tmp_path / "scale.json"
+    )
     points = await load.measure(options)
     assert [point.contender for point in points] == list(CONTENDERS)
     for point in points:
         assert 0 < point.delays_ms[0] <= point.delays_ms[1] <= point.delays_ms[2]
         assert min(point.delivered, point.cpu_us_per_token, point.request_ms, point.first_ms) > 0
+        if point.contender == BARE:
+            assert point.verified_ms is point.proposed_ms is None
+        else:
+            assert point.verified_ms is not None and point.proposed_ms is not None
+            assert min(point.verified_ms, point.proposed_ms) > 0
     result(options, points).publish()
     assert (
         options.command
-        == "paceline bench scale --streams 3 --tokens 90 --sessions 64 --commit 3 --seconds 0.5 --drafters"
+        == "paceline bench scale --streams 3 --tokens 90 --sessions 64 --commit 3 --seconds 0.5 --drafters --features 8"
     )

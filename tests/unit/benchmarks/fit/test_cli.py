@@ -1,11 +1,17 @@
 """``paceline fit``: mistakes are answered in one line before anything is started, and flags arrive."""
 
+from contextlib import asynccontextmanager
+from pathlib import Path
+
 import pytest
 
 from benchmarks.fit import main as fit
-from benchmarks.fit.settings import FitError, Way
+from benchmarks.fit import serving
+from benchmarks.fit.settings import FitError, FitOptions, Way
 from cluster.cli import main
+from cluster.config import environment
 from draft_service.translation import tokenizer
+from speculation.events import Role
 from speculation.messages import Source
 from tests.bundled import MODELS, with_other_vocabulary
 
@@ -116,3 +122,24 @@ def test_the_bundled_draft_belongs_to_the_bundled_target(started):
     assert ours.drafts == (str(MODELS / "draft"),)
     assert theirs.drafts == ()
     assert len(ours.prompts) == 48
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "shared"), [("auto", False, False), ("auto", True, True), ("cpu", True, False)]
+)
+async def test_workers_have_a_share_of_a_gpu_only_where_they_may_find_one(device, gpus, shared, monkeypatch):
+    """With a share, a worker whose device is left open takes the GPU, and does not start where there is none."""
+    plans = []
+
+    @asynccontextmanager
+    async def start(plan):
+        plans.append(plan)
+        yield None
+
+    monkeypatch.setattr(serving, "running", start)
+    monkeypatch.setattr(environment, "may_have_gpus", lambda: gpus)
+    options = FitOptions(target="t", device=device)
+    for role in Role:
+        async with serving.serving(options, role, "m", Path("r")):
+            pass
+    assert [any("gpus=" in flag for flag in plan.flags) for plan in plans] == [shared] * 2

@@ -8,11 +8,9 @@ import pytest
 
 from benchmarks.harness.prompts import Prompt, PromptError
 from benchmarks.serve import report
-from benchmarks.serve.requests import body, read
+from benchmarks.serve.client import body, read_prompts
 from benchmarks.serve.settings import (
-    Arrivals,
     Make,
-    Objective,
     Pace,
     ServeOptions,
     ServerContender,
@@ -43,7 +41,6 @@ def started(monkeypatch) -> list[ServeOptions]:
         ([*URL, *URL], "is there twice"),
         (["--url", "a plain=http://a"], "must not end with ' plain'"),
         (["--requests", "0"], "--requests must be 1 to 100000, got 0"),
-        (["--seconds", "nan"], "--seconds must be 0.1 to 86400, got nan"),
         (["--rate", "inf"], "--rate must be 0.001 to 100000, got inf"),
         (["--concurrency", "0"], "--concurrency must be 1 to 4096, got 0"),
         (["--rounds", "9", "--requests", "8"], "--rounds must be 1 to 8, got 9"),
@@ -52,10 +49,6 @@ def started(monkeypatch) -> list[ServeOptions]:
         (["--temperature", "nan"], "--temperature must be 0 to 100, got nan"),
         (["--timeout", "0"], "--timeout must be 0.001"),
         (["--seed", "-1"], "--seed must be 0"),
-        (["--arrivals", "even"], "--arrivals belongs to a --rate"),
-        (["--goodput", "ttft:500,latency:5"], "--goodput latency:5: must be NAME:MS with ttft, tpot, itl, e2e"),
-        (["--goodput", "ttft:-1"], "--goodput ttft:-1: must have numbers above 0, got '-1'"),
-        (["--goodput", "ttft:1,ttft:2"], "--goodput: ttft is there twice"),
         (["--extra-body", "{"], "--extra-body {: not JSON"),
         (["--extra-body", "[]"], "must be an object"),
         (["--extra-body", '{"a": NaN}'], "not JSON"),
@@ -77,10 +70,9 @@ def test_a_mistake_is_answered_in_one_line(arguments, words, started, capsys) ->
     assert not started
 
 
-@pytest.mark.parametrize("both", [["--rate", "1", "--concurrency", "2"], ["--seconds", "1", "--requests", "2"]])
-def test_two_ways_to_say_one_thing_are_refused(both, started, capsys) -> None:
+def test_two_ways_to_say_one_thing_are_refused(started, capsys) -> None:
     with pytest.raises(SystemExit):
-        main(["bench", "serve", *both])
+        main(["bench", "serve", "--rate", "1", "--concurrency", "2"])
     assert "not allowed with" in capsys.readouterr().err
 
 
@@ -88,8 +80,8 @@ def test_flags_arrive(started, monkeypatch) -> None:
     monkeypatch.setenv("SOME_KEY", "sesame")
     assert main(["bench", "serve"]) == 0
     assert main(["bench", "serve", "--url", "ours=https://a:1/v1/", "--url", "http://b/x", "--model", "ours=m=1",
-                 "--extra-body", 'b={"top_p": 0.5}', "--api-key-env", "SOME_KEY", "--goodput", "ttft:500,itl:20.5",
-                 "--rate", "0.5", "--arrivals", "even", "--seconds", "9", "--chat"]) == 0  # fmt: skip
+                 "--extra-body", 'b={"top_p": 0.5}', "--api-key-env", "SOME_KEY",
+                 "--rate", "0.5", "--requests", "9", "--chat"]) == 0  # fmt: skip
     default, given = started
     assert default.contenders == (ServerContender("127.0.0.1:8000", "http://127.0.0.1:8000"),)
     assert (default.pace, default.requests, default.rounds) == (Pace(concurrency=1), 40, 6)
@@ -97,23 +89,21 @@ def test_flags_arrive(started, monkeypatch) -> None:
         ServerContender("ours", "https://a:1", "m=1", {}, "sesame"),
         ServerContender("b", "http://b/x", "", {"top_p": 0.5}, "sesame"),
     )
-    assert given.objectives == {Objective.TTFT: 500.0, Objective.ITL: 20.5}
-    assert (given.pace, given.arrivals) == (Pace(rate=0.5), Arrivals.EVEN)
-    assert (given.seconds, given.requests, given.chat) == (9.0, None, True)
+    assert (given.pace, given.requests, given.chat) == (Pace(rate=0.5), 9, True)
     assert "sesame" not in repr(given)
 
 
 def test_prompts_are_read(tmp_path) -> None:
     lines = tmp_path / "p.jsonl"
     lines.write_text('"one"\n\n{"prompt": "two", "kind": "code"}\n{"messages": [{"role": "user", "content": "3"}]}\n')
-    assert [one.text for one in read(str(lines), chat=True)[:2]] == ["one", "two"]
-    assert read(str(lines), chat=True)[2].messages == ({"role": "user", "content": "3"},)
+    assert [one.text for one in read_prompts(str(lines), chat=True)[:2]] == ["one", "two"]
+    assert read_prompts(str(lines), chat=True)[2].messages == ({"role": "user", "content": "3"},)
     with pytest.raises(PromptError, match=r"line 4 is a conversation; send it with --chat"):
-        read(str(lines), chat=False)
+        read_prompts(str(lines), chat=False)
     plain = tmp_path / "p.txt"
     plain.write_text("one\n  two\n")
-    assert [one.text for one in read(str(plain), chat=False)] == ["one", "  two"]
-    assert len(read("bundled", chat=False)) == 40
+    assert [one.text for one in read_prompts(str(plain), chat=False)] == ["one", "  two"]
+    assert len(read_prompts("bundled", chat=False)) == 40
 
 
 @pytest.mark.parametrize(
