@@ -16,9 +16,16 @@ from typing import assert_never
 from router.generation import Committed, Ended, Generation, GenerationError, ServedModel
 from router.limits import RetryTurns
 from router.sessions.choice import StandbyTargets, blocks_of
-from router.sessions.models import outside_vocabulary, why_unavailable
+from router.sessions.models import why_unavailable
 from router.sessions.pool import PoolEvents, WorkerPool
-from router.sessions.run import NullTracer, RunningSession, SessionObserver, SpeculationTrace, session_of
+from router.sessions.run import (
+    NullTracer,
+    RunningSession,
+    SessionObserver,
+    SpeculationTrace,
+    outside_vocabulary,
+    session_of,
+)
 from router.sessions.snapshot import Snapshot, Totals
 from router.sessions.tally import RouterCounters
 from router.telemetry.metrics import RouterMetrics
@@ -309,7 +316,6 @@ class Dispatcher:
                 assert workers.target is not None
                 of_drafter = from_draft_models(effect.accepted, effect.offered, effect.metadata)
                 self._learn(run, workers.target, workers.draft, *of_drafter)
-                self.totals.commit(effect)
                 run.items.put_nowait(run.observer.committed(now, effect, of_drafter, workers))
                 if run.items.qsize() == self._limits.unread:
                     why = f"the client is {self._limits.unread} commits behind; read faster, or ask for less"

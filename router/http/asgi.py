@@ -1,4 +1,4 @@
-"""What the framework leaves to us: bounded heads, refused bodies, clients that vanish, event streams, request ids.
+"""What the framework leaves to us: bounded heads, refused bodies, clients that vanish, errors, streams, request ids.
 
 Decides that work stops when its client has gone. Knows nothing of the API's requests.
 """
@@ -6,17 +6,21 @@ Decides that work stops when its client has gone. Knows nothing of the API's req
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.answers import responses
+from router.errors import ErrorCode
 
 T = TypeVar("T")
 
@@ -60,6 +64,32 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer in compact JSON."""
+    return Response(responses.encode(body), status, headers, media_type="application/json")
+
+
+def refusal(
+    code: ErrorCode,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    wait: float | None = None,
+    *,
+    closing: bool = False,
+) -> Response:
+    """An answer that is an error. ``wait``: seconds after which to try again.
+
+    ``closing``: the body was not read to its end, so nothing else can come over this connection.
+    """
+    told = {**(headers or {}), "x-should-retry": "true" if code.retryable else "false"}
+    if wait is not None:
+        told["retry-after"] = str(math.ceil(wait))
+    if closing:
+        told["connection"] = "close"
+    return json_response(responses.error_body(code, message, param), code.status, told)
 
 
 class EventStream(StreamingResponse):

@@ -7,6 +7,7 @@ in it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from router.sessions.event_log import EventKind, EventLog
 from router.sessions.tally import SessionTally
 from speculation import digest as digests
 from speculation.events import Emit, PeerId, Role
-from speculation.messages import ANCHOR, FinishReason, Limits, Open, Proposal, SessionId, Subscribe, Welcome
+from speculation.messages import ANCHOR, FinishReason, FromWorker, Limits, Open, Proposal, SessionId, Subscribe, Welcome
 from speculation.request.session import Session, SessionLimits, Workers
 from transport.client import WorkerConnection
+from transport.codec import MalformedMessage
 from transport.incoming import Route
 from transport.tracing import SessionLog
 from transport.wire import AskedLogprobs
@@ -278,6 +280,17 @@ def session_of(number: SessionId, generation: Generation, limits: SessionLimits,
         generation.priority,
         replace(generation.request_options, request=generation.request_id, trace=traceparent),
     )
+
+
+def outside_vocabulary(message: FromWorker, vocabulary: int) -> MalformedMessage | None:
+    """What is wrong with a proposal of tokens that the model of its session does not have."""
+    if not isinstance(message, Proposal):
+        return None
+    worst = max(itertools.chain(message.tokens, *(support.tokens for support in message.q)), default=-1)
+    if worst < vocabulary:
+        return None
+    why = f"token {worst} is outside the vocabulary of {vocabulary}"
+    return MalformedMessage(why, message.session, message.epoch)
 
 
 class JoinedEnd(NamedTuple):

@@ -229,6 +229,11 @@ class RouterCounters:
         self.recent = Recent(-inf, 0, 0, 0, 0)
         """Of all models: requests begun, tokens committed, draft tokens accepted and offered."""
 
+    @property
+    def committed(self) -> int:
+        """Tokens, of all models."""
+        return self.recent.totals[1]
+
     def model(self, name: str) -> ModelCounts:
         """The counts of a model. Only names of models that are served may be given."""
         return self.models.setdefault(name, ModelCounts())

@@ -189,6 +189,7 @@ def _of_accounts(accounts: Mapping[str, Account]) -> Iterator[Metric]:
 
 
 def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
+    totals = snapshot.totals
     yield gauge(
         "router_sessions",
         "Sessions under way: open at a target worker, or waiting for one." + PER_ROUTER,
@@ -196,13 +197,13 @@ def _of_sessions(snapshot: Snapshot) -> Iterator[Metric]:
         {("running",): snapshot.running, ("placing",): snapshot.placing},
     )
     for name, about, value in (
-        ("failovers", "Times that a session was opened again at another target worker.", snapshot.reopened),
-        ("moves", "Times that a session left a target worker that drains.", snapshot.moved),
-        ("condemned_sessions", "Sessions failed because target workers died of them.", snapshot.condemned),
-        ("malformed_messages", "Messages of workers that break the protocol; all were dropped.", snapshot.malformed),
-        ("stale_messages", "Messages of workers that came too late to matter.", snapshot.stale),
-        ("draft_strikes", "Malformed messages held against a drafter by its session.", snapshot.strikes),
-        ("drafters_quarantined", "Drafters that a session was done with, per session.", snapshot.quarantined),
+        ("failovers", "Times that a session was opened again at another target worker.", totals.reopened),
+        ("moves", "Times that a session left a target worker that drains.", totals.moved),
+        ("condemned_sessions", "Sessions failed because target workers died of them.", totals.condemned),
+        ("malformed_messages", "Messages of workers that break the protocol; all were dropped.", totals.malformed),
+        ("stale_messages", "Messages of workers that came too late to matter.", totals.stale),
+        ("draft_strikes", "Malformed messages held against a drafter by its session.", totals.strikes),
+        ("drafters_quarantined", "Drafters that a session was done with, per session.", totals.quarantined),
     ):
         yield counter(name, about + PER_ROUTER, (), {(): value})
     ready = snapshot.unready is None

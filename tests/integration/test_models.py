@@ -100,7 +100,7 @@ async def test_each_model_says_its_own_and_one_drafter_serves_both(cluster, monk
 async def test_a_model_that_loses_its_workers_changes_nothing_for_another(cluster):
     async with serving_both(cluster, IMPATIENT) as serving:
         running = asyncio.create_task(generated(serving, "large", 100))
-        while not serving.totals.committed:
+        while not serving.metrics.tally.committed:
             await asyncio.sleep(0.005)
         serving.pool.set_workers(Role.TARGET, [cluster.large.worker.address])
         with pytest.raises(GenerationError, match="no target worker is available for model org/small") as caught:
@@ -168,10 +168,10 @@ async def test_a_text_is_not_continued_by_another_revision(cluster):
                 await known(serving, address)
 
             async def begun(tokens: int) -> asyncio.Task[Result]:
-                before = serving.totals.committed
+                before = serving.metrics.tally.committed
                 task = asyncio.create_task(generated(serving, "large", tokens))
                 async with asyncio.timeout(60):
-                    while serving.totals.committed == before:
+                    while serving.metrics.tally.committed == before:
                         await asyncio.sleep(0.001)
                 return task
 
