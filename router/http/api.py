@@ -33,15 +33,16 @@ from router.http import openapi
 from router.http.admission import RATE_HEADERS, Admission, AdmissionSettings, Admit, admitted, in_time, seconds_allowed
 from router.http.asgi import (
     REQUEST_ID_HEADER,
+    BodyBudget,
     DrainRefused,
     EventStream,
     RequestIds,
     json_response,
+    read_body,
     refusal,
     while_connected,
 )
 from router.http.auth import PICKER_PATH, ApiKeys, RequireKey
-from router.http.bodies import BodyBudget, read_body
 from router.http.exhaustion import ExhaustionLog, is_exhausted
 from router.http.prompt_recorder import PromptRecorder, RecordedPrompt
 from router.http.request_reader import RequestReader
@@ -51,7 +52,7 @@ from router.sessions.snapshot import Snapshot
 from router.sessions.tally import RouterCounters
 from router.telemetry.cluster_view import ClusterView
 from router.telemetry.metrics import RouterMetrics, own_version
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizers
 from speculation.messages import Speculation
 from transport.tracing import Tracing
 

@@ -15,7 +15,7 @@ import pytest
 from router.http.api import build_app
 from router.http.describe import ROWS, FieldRow, FieldSupport
 from router.schema.request_schema import Kind
-from router.text.tokenizers import Tokenizers
+from router.text.tokenizer import Tokenizers
 from tests import stack
 from tests.bundled import MODELS
 
