@@ -314,9 +314,8 @@ class Dispatcher:
                     run.observer.proposed(now, message)
             case Emit():
                 assert workers.target is not None
-                of_drafter = from_draft_models(effect.accepted, effect.offered, effect.metadata)
-                self._learn(run, workers.target, workers.draft, *of_drafter)
-                run.items.put_nowait(run.observer.committed(now, effect, of_drafter, workers))
+                self._learn(run, workers.target, workers.draft, effect)
+                run.items.put_nowait(run.observer.committed(now, effect, workers))
                 if run.items.qsize() == self._limits.unread:
                     why = f"the client is {self._limits.unread} commits behind; read faster, or ask for less"
                     asyncio.get_running_loop().call_soon(self._give_up, run, "slow_reader", why)
@@ -369,11 +368,12 @@ class Dispatcher:
             self.pool.closed(peer, message.session)
         self.pool.join(run.session.session, *run.session.openings)
 
-    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, accepted: int, offered: int) -> None:
+    def _learn(self, run: RunningSession, target: PeerId, draft: PeerId | None, emit: Emit) -> None:
         """What a step of a session says about its workers."""
         known = self.pool.peers.get(target)
         if run.revision is None and known is not None and known.welcome is not None:
             run.revision = known.welcome.revision
+        accepted, offered = from_draft_models(emit.accepted, emit.offered, emit.metadata)
         if offered and draft is not None:
             self.pool.drafted(target, draft, accepted, offered)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Protocol
+from types import ModuleType
 
 from cluster.commands import align_draft, align_heads
 from cluster.config.flags import BAD_INPUT, FAILED, Parser
@@ -20,25 +20,11 @@ The text of a deployment never depends on it; its speed does, and so does what a
 INTERRUPTED = 130
 
 
-class Kind(Protocol):
-    """What can be trained: as a command is."""
-
-    @property
-    def ABOUT(self) -> str:  # noqa: N802
-        """In a few words."""
-
-    @property
-    def DETAILS(self) -> str:  # noqa: N802
-        """At length."""
-
-    def add(self, parser: Parser, /) -> None:
-        """Its flags."""
-
-    def run(self, args: argparse.Namespace, /) -> int:
-        """Train, and say what it brought."""
-
-
-KINDS: dict[str, Kind] = {"draft": align_draft, "medusa": align_heads.MEDUSA, "eagle": align_heads.EAGLE}
+KINDS: dict[str, ModuleType | align_heads.HeadCommand] = {
+    "draft": align_draft,
+    "medusa": align_heads.MEDUSA,
+    "eagle": align_heads.EAGLE,
+}
 
 
 def add(parser: Parser) -> None:
@@ -57,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from engine.model import ModelError
 
     try:
-        return KINDS[args.kind].run(args)
+        return int(KINDS[args.kind].run(args))
     except (DataError, SettingsError, ModelError) as error:
         raise CommandError(str(error), BAD_INPUT) from error
     except Interrupted as error:

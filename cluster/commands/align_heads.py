@@ -8,20 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.commands.align_flags import Limits, add_flags, check_flags, done_before
 from cluster.config.flags import BAD_INPUT, Parser
 from cluster.console import CommandError, complain, say
-from cluster.local.threads import usable_cores
 
-DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float64", "fp64")
-Limits = tuple[int | float, float, float, str]
-"""Default, minimum, maximum, and what it is."""
 BOTH: dict[str, Limits] = {
     "data_tokens": (1_000_000, 1000, 10**10, "most tokens that are taken from the data, from all over it"),
     "steps": (400, 1, 10**7, "steps of training, at most"),
-    "minutes": (0.0, 0.0, 10**6, "minutes in steps, at most; 0: no limit"),
+    "minutes": (0.0, 0, 10**6, "minutes in steps, at most; 0: no limit"),
     "batch_tokens": (2048, 16, 1 << 22, "tokens of a step"),
     "sequence": (256, 16, 1 << 20, "tokens of a sequence"),
-    "rate": (3e-3, 1e-9, 1.0, "peak learning rate"),
+    "rate": (3e-3, 1e-9, 1, "peak learning rate"),
     "seed": (0, 0, 2**31, "same seed, same heads"),
 }
 
@@ -45,36 +42,16 @@ class HeadCommand:
 
     def add(self, parser: Parser) -> None:
         """Its flags."""
+        add_flags(parser, {**self.counts, **BOTH}, "folder for the heads")
         flag = parser.add_argument
-        flag("--target", required=True, metavar="MODEL", help="folder or hub id of the target")
-        flag("--data", type=Path, required=True, nargs="+", metavar="PATH", help="files, or folders of them")
-        flag("--out", type=Path, required=True, metavar="DIR", help="folder for the heads")
-        for name, (default, _, _, about) in {**self.counts, **BOTH}.items():
-            kind = type(default)
-            text = f"{about} (default: {default:g})" if kind is float else f"{about} (default: {default})"
-            metavar = "N" if kind is int else "X"
-            flag(f"--{name.replace('_', '-')}", type=kind, default=default, metavar=metavar, help=text)
         for name, about in self.switches.items():
             flag(f"--{name}", action="store_true", help=about)
         if self.start:
             flag("--start", default="", metavar="DIR", help=self.start)
-        flag("--device", default="auto", metavar="TEXT", help="auto, cpu or cuda (default: auto)")
-        flag("--dtype", choices=DTYPES, default="auto", help="working precision; weights are fp32 (default: auto)")
-        flag("--threads", type=int, default=1, metavar="N", help="CPU threads (default: 1)")
-        about = "go on with what an earlier run left in --out, or delete that and start over (default: go on)"
-        flag("--resume", action=argparse.BooleanOptionalAction, default=True, help=about)
 
     def run(self, args: argparse.Namespace) -> int:
         """Train and report."""
-        for name, (_, minimum, maximum, _) in {**self.counts, **BOTH}.items():
-            value = getattr(args, name)
-            if not minimum <= value <= maximum:
-                wanted = f"from {minimum:g} to {maximum:g}, got {value}"
-                raise CommandError(f"--{name.replace('_', '-')} must be {wanted}", BAD_INPUT)
-        if not 1 <= args.threads <= usable_cores():
-            raise CommandError(
-                f"--threads must be 1 to {usable_cores()}, the cores usable here, got {args.threads}", BAD_INPUT
-            )
+        check_flags(args, {**self.counts, **BOTH})
         from alignment.data import find_data
         from alignment.encoding import Encoder, tokenizer_of
         from alignment.heads.training import load_target, settings_of
@@ -87,9 +64,8 @@ class HeadCommand:
             wanted = f"more than the {options.reach} tokens that are guessed, at most the context ({target.context})"
             raise CommandError(f"--sequence must be {wanted}, got {args.sequence}", BAD_INPUT)
         place = Workplace(args.out, settings_of(options, target, data), resume=args.resume)
-        if place.finished is not None:
-            complain(f"paceline: --out {args.out}: done before with the same settings; --no-resume starts over")
-            return self._tell(place.finished, args.out)
+        if figures := done_before(place):
+            return self._tell(figures, args.out)
         encoder = Encoder(tokenizer_of(args.target))
         return self._tell(training(target, encoder, options, place, complain).run(data), args.out)
 
@@ -167,7 +143,7 @@ the output layer small.
         "depth": (5, 1, 16, "guesses in a row that are trained"),
         "layers": (1, 1, 16, "layers of the head"),
         "vocabulary": (0, 0, 1 << 24, "tokens the head knows, those that come most often; 0: all"),
-        "farther": (0.8, 0.0, 1.0, "what a guess counts, relative to the one before it"),
+        "farther": (0.8, 0, 1, "what a guess counts, relative to the one before it"),
     },
     training=_eagle,
     served_with="--draft-eagle",

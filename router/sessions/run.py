@@ -171,8 +171,6 @@ class SessionObserver:
         self.log.info("opened at %s with %d tokens, epoch %d", peer, len(opening.tokens), opening.epoch)
         if role is None:
             return
-        if peer in self.session.workers:
-            self.tally.opened(peer, role)
         self.trace.opened(peer, role, opening)
         if role is not Role.TARGET:
             return
@@ -197,14 +195,10 @@ class SessionObserver:
         if self.details is not None:
             self.details.proposed(now, proposal)
 
-    def committed(self, now: float, emit: Emit, of_drafter: tuple[int, int], workers: Workers) -> Committed:
-        """What its client is told of a commit at ``now``.
-
-        ``of_drafter``: how many drafts of draft models were accepted, of how many offered. ``workers``: where the
-        session was.
-        """
+    def committed(self, now: float, emit: Emit, workers: Workers) -> Committed:
+        """What its client is told of a commit at ``now``. ``workers``: where the session was."""
         tokens, accepted, offered = emit.tokens, emit.accepted, emit.offered
-        self.tally.committed(now, len(tokens), accepted, offered, emit.cached, of_drafter)
+        self.tally.committed(now, len(tokens), accepted, offered, emit.cached)
         self.trace.committed(len(tokens), accepted, offered)
         details = None
         if self.details is not None:

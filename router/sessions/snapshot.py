@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.generation import ServedModel
+from router.sessions.acceptance import AcceptanceWatch
 from router.sessions.event_log import LoggedEvent
 from router.sessions.pool import Peer, WorkerPool
 from speculation.events import PeerId, Role
@@ -125,6 +126,7 @@ class Snapshot:
     logged_events: tuple[LoggedEvent, ...] = ()
     """What lately happened, oldest first."""
     totals: Totals = field(default_factory=Totals)
+    watch: AcceptanceWatch = field(default_factory=AcceptanceWatch)
     placing: int = 0
     """Sessions that wait for a target worker."""
     running: int = 0
@@ -147,6 +149,7 @@ class Snapshot:
             models=tuple(pool.models().values()),
             logged_events=pool.event_log.lines,
             totals=totals,
+            watch=pool.record.watch,
             placing=sum(session.phase is Phase.PLACING for session in sessions),
             running=sum(session.phase is Phase.RUNNING for session in sessions),
             traffic={role: pool.traffic(role) for role in Role},

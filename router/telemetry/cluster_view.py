@@ -98,7 +98,7 @@ class ClusterView:
             "refused": self._tally.refused.total(),
             "malformed_messages": totals.malformed,
             "stale_messages": totals.stale,
-            "acceptance_collapses": self._tally.watch.collapses,
+            "acceptance_collapses": snapshot.watch.collapses,
         }
 
     def _model(self, model: ServedModel, targets: list[WorkerView]) -> ModelPart:

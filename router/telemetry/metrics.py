@@ -122,9 +122,7 @@ class RouterMetrics:
             yield counter(name, f"{about}, by the code of the error.{PER_ROUTER}", ("code",), values)
 
     def _of_acceptance(self, snapshot: Snapshot) -> Iterator[Metric]:
-        watch = self.tally.watch
-        watch.keep({worker.worker for worker in snapshot.workers})
-        pairs = list(watch.pairs())
+        watch, pairs = snapshot.watch, list(snapshot.watch.pairs())
         yield counter(
             "acceptance_collapses",
             "Times that the acceptance of a pair of workers fell far below its usual value." + PER_ROUTER,
