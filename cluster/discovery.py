@@ -1,4 +1,4 @@
-"""How a router learns where the workers are: an :class:`EndpointDirectory` tells it, at once and at every change.
+"""How a router learns where the workers are: a directory tells it, at once and at every change, on one event loop.
 
 On Ray, Serve's long poll pushes changes, but it is a private interface: so all replicas are asked as well, now and then
 while it works and every second when it does not. Serve lists a worker once it has loaded; until then it announces
@@ -47,18 +47,6 @@ Handles = Sequence[tuple[Role, "DeploymentHandle[Any]"]]
 """The deployments of workers, each with the role of its replicas."""
 Changed = Callable[[Role, Sequence[str]], None]
 """Hears the addresses of all workers of a role."""
-
-
-class EndpointDirectory(Protocol):
-    """Knows the addresses of the workers of one or more roles. Used from one event loop."""
-
-    def start(self, changed: Changed) -> None:
-        """Begin to tell."""
-        ...
-
-    def close(self) -> None:
-        """Stop telling."""
-        ...
 
 
 class StaticDirectory:

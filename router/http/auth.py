@@ -91,11 +91,6 @@ class ApiKeys:
         """Whether it is for this holder what the router tells of itself."""
         return holder.operator or not any(known.operator for known in self._keys.values())
 
-    def name_of(self, key: str) -> str | None:
-        """The name of a key's holder; None if there is none."""
-        holder = self.holder_of(key)
-        return None if holder is None else holder.name
-
     def holder_of(self, key: str) -> Holder | None:
         """Whose key this is; None if nobody's. Takes the same time for every key of a length."""
         self._look()

@@ -83,10 +83,6 @@ class ServedModels:
                 del self._newest[name]
         return {name: _served(welcome, listed) for name, (welcome, _) in sorted(self._newest.items())}
 
-    def clear(self) -> None:
-        """Forget all models."""
-        self._newest.clear()
-
 
 def _served(newest: Welcome, listed: Iterable[Welcome]) -> ServedModel:
     alike = [newest, *(welcome for welcome in listed if welcome.model == newest.model)]

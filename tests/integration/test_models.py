@@ -16,6 +16,7 @@ from engine.loading.checkpoint import revision_of
 from router.dispatch import Dispatcher, DispatchLimits
 from router.generation import Committed, Generation, GenerationError
 from router.service import Router, RouterSettings
+from router.sessions.models import ServedModels
 from speculation.events import PeerId, Role
 from speculation.messages import Sampling, Schedule, Source, Speculation
 from speculation.request.session import SessionLimits
@@ -117,7 +118,7 @@ async def test_a_model_is_forgotten_some_time_after_its_last_target_left(cluster
     async with serving_both(cluster) as serving:
         now = [0.0]
         serving.pool.clock = lambda: now[0]
-        serving.pool._models.clear()
+        serving.pool._models = ServedModels()
         assert list(serving.models) == ["large", "org/small"]
         serving.pool.set_workers(Role.TARGET, [cluster.large.worker.address])
         now[0] = 299.0
